@@ -1,0 +1,20 @@
+"""hiserve: an LLM serving engine whose cache, graphs and speculation compose."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from hiserve.config import Config
+from hiserve.core.request import SamplingParams
+from hiserve.errors import HiserveError
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Config", "HiserveError", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads ``LLM`` (and torch behind it) when it is first used."""
+    if name == "LLM":
+        return importlib.import_module("hiserve.llm").LLM
+    raise AttributeError(f"module 'hiserve' has no attribute {name!r}")

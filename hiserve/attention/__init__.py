@@ -1,0 +1,1 @@
+"""Attention backends over a paged KV cache."""

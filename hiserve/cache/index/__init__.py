@@ -1,0 +1,1 @@
+"""Which page holds which prefix (integers only)."""

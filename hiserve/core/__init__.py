@@ -1,0 +1,1 @@
+"""Types that travel between rooms: requests, the plan and its result, KV groups, digests."""

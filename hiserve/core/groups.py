@@ -1,0 +1,43 @@
+"""KV groups: what each slot of a page holds, per group of layers."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from hiserve.config import DTYPE_BYTES
+
+
+class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One group of layers that store rows of the same kind.
+
+    A model is a list of groups; ordinary decoders have one, named ``kv``. A page holds
+    ``page_size`` slots of every group, so that everything moves together.
+
+    Attributes:
+        name: Unique within the model.
+        codec: What a row is. ``kv``: one key and one value vector per KV head.
+        num_layers: Layers in the group; a layer's index within the group is its slice.
+        num_kv_heads: KV heads per layer.
+        head_dim: Elements per head.
+        dtype: Element type name, a key of ``DTYPE_BYTES``.
+    """
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    codec: str = "kv"
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes one token occupies in this group, all layers together."""
+        elements = math.prod((2, self.num_layers, self.num_kv_heads, self.head_dim))
+        return elements * DTYPE_BYTES[self.dtype]
+
+
+def page_bytes(groups: tuple[CacheGroupSpec, ...], page_size: int) -> int:
+    """Bytes of one page: ``page_size`` slots of every group."""
+    return page_size * sum(group.slot_bytes for group in groups)

@@ -1,0 +1,116 @@
+"""The seam: BatchPlan goes down to the executing half, StepResult comes back up.
+
+Both are frozen and hold integers only, so that they can be logged, replayed, broadcast to
+tensor-parallel ranks and tested without torch. They are columnar: one array per field,
+not one object per row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.core.request import SamplingParams
+
+Int32Array = NDArray[np.int32]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowAdmit:
+    """A request takes a permanent row.
+
+    Attributes:
+        row: 1 to max_rows. Row 0 is the padding row.
+        tokens: int32 ``[known]``. Prompt, then tokens generated before a preemption or crash.
+        num_computed: Leading tokens whose KV came from the prefix cache.
+        sampling: With ``seed`` set (drawn at admission when the caller gave none).
+        choice: Index among the request's n choices; part of the random key.
+    """
+
+    row: int
+    tokens: Int32Array
+    num_computed: int
+    sampling: SamplingParams
+    choice: int = 0
+
+
+def _empty() -> Int32Array:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableWrites:
+    """Page-table entries to write before the step, as four parallel columns.
+
+    Covers pages newly given to a row, pages of a cached prefix, and relocations (an entry
+    that moves to the canonical copy of the same bytes).
+
+    Attributes:
+        rows: int32 ``[W]``. Which row's table.
+        indices: int32 ``[W]``. Which entry: covers positions ``index * page_size`` and on.
+        pages: int32 ``[W]``. The page, never 0 (the sink).
+        owners: int32 ``[W]``. The allocation the page belongs to: the step that handed it out.
+            The device keeps ``page_owner[page]``; an entry whose owner differs is stale.
+    """
+
+    rows: Int32Array = field(default_factory=_empty)
+    indices: Int32Array = field(default_factory=_empty)
+    pages: Int32Array = field(default_factory=_empty)
+    owners: Int32Array = field(default_factory=_empty)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchPlan:
+    """One step, as the planner wants it. Applied in this order: release, admit, table, step.
+
+    Attributes:
+        step_id: Monotone from 1.
+        release: int32 ``[R]``. Rows given back before anything else.
+        admit: Requests that take a row.
+        table: Page-table entries to write.
+        rows: int32 ``[B]``. Rows of this step; each appears once.
+        num_new: int32 ``[B]``. Tokens to compute, drafts included; at least 1.
+        num_draft: int32 ``[B]``. Of these, how many are drafts; only where ``samples``.
+        samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
+        max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
+            length lives on the device).
+        relocation_version: Version under which the page tables were planned.
+    """
+
+    step_id: int
+    rows: Int32Array
+    num_new: Int32Array
+    num_draft: Int32Array
+    samples: BoolArray
+    max_len: Int32Array
+    release: Int32Array = field(default_factory=_empty)
+    admit: tuple[RowAdmit, ...] = ()
+    table: TableWrites = field(default_factory=TableWrites)
+    relocation_version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return int(self.num_new.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step produced, for its sampling rows in plan order.
+
+    Attributes:
+        step_id: The plan's.
+        counts: int32 ``[S]``. Tokens emitted by each sampling row: accepted drafts + 1;
+            0 for a row in ``faults``.
+        tokens: int32 ``[S, 1 + max draft]``. Row s holds ``counts[s]`` tokens; the rest is undefined.
+        faults: int32 ``[F]``. Rows of the plan whose page table or ``last_loc`` failed the
+            device check; their writes went to the sink and their tokens mean nothing.
+    """
+
+    step_id: int
+    counts: Int32Array
+    tokens: Int32Array
+    faults: Int32Array = field(default_factory=_empty)

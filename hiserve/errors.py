@@ -1,0 +1,98 @@
+"""Every exception hiserve raises on purpose.
+
+HiserveError                 base: fact, limit and remedy in one message
+├── ConfigError              a flag, a file or a combination of them is wrong      (exit code 1)
+├── ModelError               the model's folder, architecture or weights are wrong (exit code 1)
+├── ResourceError            the machine cannot hold what was asked for            (exit code 1)
+├── RequestError             the caller's request is wrong                         (HTTP 400)
+│   ├── ContextLengthError   prompt, or prompt plus max_tokens, exceeds the context
+│   └── NotFoundError        no such model or route                                (HTTP 404)
+├── OverloadedError          the queue is full                                     (HTTP 429)
+├── UnavailableError         starting, draining or without a worker                (HTTP 503)
+└── EngineError              the engine failed this request                        (HTTP 500)
+InvariantError               our own fault: state that must never exist (not a HiserveError)
+"""
+
+from __future__ import annotations
+
+
+class HiserveError(Exception):
+    """Base of every error a caller can act on.
+
+    Args:
+        message: Fact, limit and remedy, in one or two sentences.
+        code: Stable machine-readable name, as OpenAI's ``error.code``.
+        param: The request field or flag at fault, if one is.
+    """
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.param = param
+
+
+class ConfigError(HiserveError):
+    """A flag, a configuration file or a combination of settings is wrong."""
+
+    code = "invalid_configuration"
+
+
+class ModelError(HiserveError):
+    """The model's folder, architecture, tokenizer or weights cannot be used."""
+
+    code = "invalid_model"
+
+
+class ResourceError(HiserveError):
+    """The machine lacks the memory, the port or the device that was asked for."""
+
+    code = "insufficient_resources"
+
+
+class RequestError(HiserveError):
+    """The caller's request is malformed or asks for something unsupported."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class ContextLengthError(RequestError):
+    """The prompt does not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class NotFoundError(RequestError):
+    """The model or the route does not exist."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class OverloadedError(HiserveError):
+    """The queue is full; the caller should retry later."""
+
+    status = 429
+    code = "overloaded"
+
+
+class UnavailableError(HiserveError):
+    """The server is starting, draining or has no live worker."""
+
+    status = 503
+    code = "unavailable"
+
+
+class EngineError(HiserveError):
+    """The engine failed this request through no fault of the caller."""
+
+    status = 500
+    code = "engine_error"
+
+
+class InvariantError(Exception):
+    """Internal state that must never exist; the process must not go on."""

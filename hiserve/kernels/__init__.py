@@ -1,0 +1,1 @@
+"""Kernels, each with a plain-torch twin."""

@@ -1,0 +1,256 @@
+"""What processes say to each other: typed structs, and raw int32 frames for token ids.
+
+Directions: client -> scheduler ``Generate Abort Flush Query``; scheduler -> client
+``Started StartFailed Tokens Failed Flushed Status``; scheduler -> worker ``Configure Admit
+Drop FlushCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed``.
+Token ids travel in frames beside the struct: see each struct's ``Frames``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from hiserve.config import Config
+from hiserve.core.request import SamplingParams
+
+
+# --- client -> scheduler ------------------------------------------------------------------
+
+
+class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request. Frames: prompt int32 ``[n]``.
+
+    Attributes:
+        uid: Unique within the client's life, positive.
+        sampling: As asked; the seed may be None.
+        namespace: Digest that keeps tenants apart; empty for the default tenant.
+        choice: Index among the request's n choices.
+    """
+
+    uid: int
+    sampling: SamplingParams
+    namespace: bytes = b""
+    choice: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Stop these requests; each still ends with one terminal message (finish ``abort``)."""
+
+    uids: list[int]
+
+
+class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty every prefix cache. Answered by ``Flushed``."""
+
+    ticket: int
+
+
+class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Ask for the state of scheduler and workers. Answered by ``Status``."""
+
+    ticket: int
+
+
+# --- scheduler -> client ------------------------------------------------------------------
+
+
+class WorkerStats(msgspec.Struct, frozen=True):
+    """A worker's gauges and counters, as of one step. Counters never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evicted_pages: int = 0
+    stale_rows: int = 0
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """One worker as ``/server_info`` shows it.
+
+    Attributes:
+        replica: Index from 0.
+        pid: Process id.
+        incarnation: Starts at 1; grows with each restart.
+        startup_s: Seconds per start-up phase, in order.
+        num_pages: KV pages, the sink not counted.
+        stats: Gauges and counters of the last report (see ``WorkerStats``).
+    """
+
+    replica: int
+    pid: int
+    incarnation: int
+    startup_s: dict[str, float]
+    num_pages: int
+    stats: WorkerStats
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """All workers are ready. Sent once."""
+
+    scheduler_pid: int
+    workers: list[WorkerFacts]
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Start-up failed; the scheduler exits after this. ``trace`` is for ``--debug``."""
+
+    message: str
+    code: str
+    trace: str
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """News of several requests, coalesced. Frames: tokens int32 ``[sum(counts)]``.
+
+    Attributes:
+        uids: One entry per request.
+        counts: New tokens of each; 0 is possible with a finish.
+        finishes: ``FinishReason`` of each, 0 while it runs.
+        cached: Prompt tokens served from the cache, -1 when already reported.
+    """
+
+    uids: list[int]
+    counts: list[int]
+    finishes: list[int]
+    cached: list[int]
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request ended with an error. Terminal."""
+
+    uid: int
+    status: int
+    code: str
+    message: str
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``Flush``. ``pages`` were emptied; pages in use by running requests stay."""
+
+    ticket: int
+    pages: int
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``Query``."""
+
+    ticket: int
+    queued: int
+    workers: list[WorkerFacts]
+
+
+# --- scheduler -> worker ------------------------------------------------------------------
+
+
+class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """First message to a worker: the resolved configuration."""
+
+    config: Config
+    replica: int
+    incarnation: int
+
+
+class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request for this worker. Frames: tokens int32 ``[n]``, prompt then generated.
+
+    Attributes:
+        num_prompt: Leading tokens that are the prompt; the rest was generated before a restart.
+        sampling: With a seed; ``max_tokens`` counts from the end of the prompt.
+    """
+
+    uid: int
+    num_prompt: int
+    sampling: SamplingParams
+    namespace: bytes
+    choice: int
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Abort these requests; each is answered once in a ``StepReport``."""
+
+    uids: list[int]
+
+
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Empty the prefix cache of this worker."""
+
+    ticket: int
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Exit now with status 0."""
+
+
+# --- worker -> scheduler ------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The worker can take requests.
+
+    Attributes:
+        max_running: Rows.
+        max_len: Longest prompt plus output, in tokens.
+        num_pages: KV pages, the sink not counted.
+        page_size: Tokens per page.
+        namespace: Base digest of everything that keeps caches apart but the tenant.
+        startup_s: Seconds per start-up phase.
+    """
+
+    incarnation: int
+    pid: int
+    max_running: int
+    max_len: int
+    num_pages: int
+    page_size: int
+    namespace: bytes
+    startup_s: dict[str, float]
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Start-up failed, or a fatal error; the worker exits after this."""
+
+    incarnation: int
+    message: str
+    code: str
+    trace: str
+
+
+class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What one or more steps changed.
+
+    Frames: tokens int32 ``[sum(counts)]``; published page digests, 16 bytes each; removed
+    page digests, 16 bytes each.
+
+    Attributes:
+        uids, counts, finishes, cached: As in ``Tokens``.
+        failed: (uid, code, message) of requests the engine had to fail.
+        stats: Gauges and counters after the step.
+    """
+
+    incarnation: int
+    uids: list[int]
+    counts: list[int]
+    finishes: list[int]
+    cached: list[int]
+    failed: list[tuple[int, str, str]]
+    stats: WorkerStats
+
+
+class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``FlushCache``."""
+
+    incarnation: int
+    ticket: int
+    pages: int
+
+
+ToScheduler = Generate | Abort | Flush | Query
+ToClient = Started | StartFailed | Tokens | Failed | Flushed | Status
+ToWorker = Configure | Admit | Drop | FlushCache | Stop
+FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed

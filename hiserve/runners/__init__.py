@@ -1,0 +1,1 @@
+"""Permanent rows, step inputs, and the runners that execute a forward."""

@@ -1,0 +1,1 @@
+"""Decides which requests run where and when; supervises the workers."""

@@ -1,0 +1,1 @@
+"""Decides how: the planning loop over the cache, and the executor that runs its plans."""

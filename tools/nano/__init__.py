@@ -1,0 +1,1 @@
+"""Recipe of the embedded model ``hiserve-nano``: corpus, tokenizer, training, export, evaluation."""
