@@ -173,9 +173,7 @@ def _checked(setting: Setting, value: Any) -> Any:
     if setting.kind == "str":
         text = str(value)
         if setting.choices and text not in setting.choices:
-            raise ConfigError(
-                f"{flag} is {text!r}; choose one of {', '.join(setting.choices)}.", param=setting.name
-            )
+            raise ConfigError(f"{flag} is {text!r}; choose one of {', '.join(setting.choices)}.", param=setting.name)
         return text
     if isinstance(value, str) and value in setting.choices:
         return value
@@ -277,9 +275,7 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     resolved = Config(
         model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
         cache=msgspec.structs.replace(config.cache, kv_pages=pages),
-        scheduler=msgspec.structs.replace(
-            config.scheduler, max_running_requests=rows, max_batched_tokens=tokens
-        ),
+        scheduler=msgspec.structs.replace(config.scheduler, max_running_requests=rows, max_batched_tokens=tokens),
         runner=msgspec.structs.replace(config.runner, overlap=overlap, cpu_threads=threads),
         parallel=config.parallel,
         server=config.server,
@@ -292,9 +288,7 @@ def _or(value: int | Auto, otherwise: int) -> int:
     return value if isinstance(value, int) else otherwise
 
 
-def _size_pool(
-    config: Config, length: int, rows: int, *, page: int, room: int, on_cpu: bool
-) -> tuple[int, int]:
+def _size_pool(config: Config, length: int, rows: int, *, page: int, room: int, on_cpu: bool) -> tuple[int, int]:
     """Returns (pages, longest request), shrinking whichever of the two was ``auto``."""
     page_size = config.cache.page_size
     if isinstance(config.cache.kv_pages, int):

@@ -57,9 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not low <= value <= high:  # also refuses NaN
                 raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}.", param=name)
         if self.top_p == 0.0:
-            raise RequestError(
-                "top_p is 0; it must be greater than 0 (use temperature 0 for greedy).", param="top_p"
-            )
+            raise RequestError("top_p is 0; it must be greater than 0 (use temperature 0 for greedy).", param="top_p")
         if not -1 <= self.top_k <= MAX_INT32:
             raise RequestError(f"top_k is {self.top_k}; it must be -1, 0 or positive.", param="top_k")
         if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_INT32:

@@ -13,7 +13,6 @@ import msgspec
 from hiserve.config import Config
 from hiserve.core.request import SamplingParams
 
-
 # --- client -> scheduler ------------------------------------------------------------------
 
 

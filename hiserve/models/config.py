@@ -90,9 +90,7 @@ def find_model(name: str) -> Path:
             param="model",
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{name!r} has no config.json; it is not a Hugging Face checkpoint folder.", param="model"
-        )
+        raise ModelError(f"{name!r} has no config.json; it is not a Hugging Face checkpoint folder.", param="model")
     return folder
 
 
@@ -134,9 +132,7 @@ def read_model_config(folder: Path) -> ModelConfig:
             bos_token_id=raw.get("bos_token_id"),
         )
     except KeyError as missing:
-        raise ModelError(
-            f"config.json in {str(folder)!r} lacks {missing.args[0]!r}.", param="model"
-        ) from None
+        raise ModelError(f"config.json in {str(folder)!r} lacks {missing.args[0]!r}.", param="model") from None
 
 
 def _rope(raw: dict[str, Any]) -> float:
@@ -165,9 +161,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(
-            f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}.", param="model"
-        ) from None
+        raise ModelError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}.", param="model") from None
     if not isinstance(found, dict):
         raise ModelError(f"{path.name} in {str(path.parent)!r} is not a JSON object.", param="model")
     return found
