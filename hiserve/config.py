@@ -20,52 +20,109 @@ GIB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def about(text: str, *, unit: str | None = None, least: int | None = None, most: int | None = None) -> Meta:
+    """Describes a setting: its help sentence, its unit and its range."""
+    return Meta(description=text, extra_json_schema={"unit": unit, "least": least, "most": most})
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Which model, and how it is loaded."""
 
-    model: Annotated[str, Meta(description="Checkpoint folder in Hugging Face layout, or hiserve-nano, the embedded model.")] = "hiserve-nano"  # fmt: skip
-    dtype: Annotated[DType, Meta(description="Type of weights and KV cache; auto is the checkpoint's, and float32 on CPU. float64 is for tests.")] = "auto"  # fmt: skip
-    max_model_len: Annotated[int | Auto, Meta(description="Longest prompt plus output; auto is the model's context.", extra_json_schema={"unit": "tokens", "min": 2})] = "auto"  # fmt: skip
-    load_format: Annotated[Literal["auto", "dummy"], Meta(description="auto reads the weights; dummy draws random ones of the configured shape.")] = "auto"  # fmt: skip
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto is cuda if a device is there.")] = "auto"  # fmt: skip
+    model: Annotated[str, about("Checkpoint folder in Hugging Face layout, or hiserve-nano, the embedded model.")] = (
+        "hiserve-nano"
+    )
+    dtype: Annotated[
+        DType,
+        about("Type of weights and KV cache; auto is the checkpoint's, and float32 on CPU. float64 is for tests."),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | Auto, about("Longest prompt plus output; auto is the model's context.", unit="tokens", least=2)
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], about("auto reads the weights; dummy draws random ones of the configured shape.")
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], about("Where the model runs; auto is cuda if a device is there.")
+    ] = "auto"
 
 
 class Cache(msgspec.Struct, frozen=True, kw_only=True):
     """The paged prefix cache."""
 
-    kv_pages: Annotated[int | Auto, Meta(description="Size of the device KV pool, the padding page included; auto takes a share of free memory.", extra_json_schema={"unit": "pages", "min": 2})] = "auto"  # fmt: skip
-    page_size: Annotated[int, Meta(description="Tokens per page; prefixes are shared in whole pages.", extra_json_schema={"unit": "tokens", "min": 1})] = 16  # fmt: skip
+    kv_pages: Annotated[
+        int | Auto,
+        about(
+            "Size of the device KV pool, the padding page included; auto takes a share of free memory.",
+            unit="pages",
+            least=2,
+        ),
+    ] = "auto"
+    page_size: Annotated[int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1)] = (
+        16
+    )
 
 
 class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     """Admission and batching."""
 
-    max_running_requests: Annotated[int | Auto, Meta(description="Requests a worker runs at once; auto is 32 on cpu and 256 on cuda.", extra_json_schema={"unit": "requests", "min": 1})] = "auto"  # fmt: skip
-    max_batched_tokens: Annotated[int | Auto, Meta(description="Tokens computed per step, prefill chunks and decodes together; auto is 512 on cpu and 2048 on cuda.", extra_json_schema={"unit": "tokens", "min": 1})] = "auto"  # fmt: skip
-    policy: Annotated[Literal["fcfs", "longest-prefix"], Meta(description="Who is admitted next: first come, or the longest cached prefix.")] = "fcfs"  # fmt: skip
+    max_running_requests: Annotated[
+        int | Auto,
+        about("Requests a worker runs at once; auto is 32 on cpu and 256 on cuda.", unit="requests", least=1),
+    ] = "auto"
+    max_batched_tokens: Annotated[
+        int | Auto,
+        about(
+            "Tokens computed per step, prefill chunks and decodes together; auto is 512 on cpu and 2048 on cuda.",
+            unit="tokens",
+            least=1,
+        ),
+    ] = "auto"
+    policy: Annotated[
+        Literal["fcfs", "longest-prefix"], about("Who is admitted next: first come, or the longest cached prefix.")
+    ] = "fcfs"
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):
     """How steps are executed."""
 
-    overlap: Annotated[int | Auto, Meta(description="Steps planned ahead of the running one, 0 or 1; auto is 1 on cuda and 0 on cpu.", extra_json_schema={"unit": "steps", "min": 0, "max": 1})] = "auto"  # fmt: skip
-    cpu_threads: Annotated[int | Auto, Meta(description="Threads a worker computes with on cpu; auto is the cores less one, shared among replicas.", extra_json_schema={"unit": "threads", "min": 1})] = "auto"  # fmt: skip
+    overlap: Annotated[
+        int | Auto,
+        about(
+            "Steps planned ahead of the running one, 0 or 1; auto is 1 on cuda and 0 on cpu.",
+            unit="steps",
+            least=0,
+            most=1,
+        ),
+    ] = "auto"
+    cpu_threads: Annotated[
+        int | Auto,
+        about(
+            "Threads a worker computes with on cpu; auto is the cores less one, shared among replicas.",
+            unit="threads",
+            least=1,
+        ),
+    ] = "auto"
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):
     """How many workers."""
 
-    replicas: Annotated[int, Meta(description="Workers under one scheduler, each with a copy of the model and its own cache.", extra_json_schema={"unit": "workers", "min": 1})] = 1  # fmt: skip
+    replicas: Annotated[
+        int,
+        about("Workers under one scheduler, each with a copy of the model and its own cache.", unit="workers", least=1),
+    ] = 1
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP surface and logging."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="TCP port to listen on; 0 picks a free one.", extra_json_schema={"min": 0})] = 8000  # fmt: skip
-    served_model_name: Annotated[str | None, Meta(description="Name clients use for the model; the default is the folder's name.")] = None  # fmt: skip
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Least severe messages to log.")] = "info"  # fmt: skip
-    debug: Annotated[bool, Meta(description="Show tracebacks for errors that are normally one line.")] = False
+    host: Annotated[str, about("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", least=0)] = 8000
+    served_model_name: Annotated[
+        str | None, about("Name clients use for the model; the default is the folder's name.")
+    ] = None
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Least severe messages to log.")] = "info"
+    debug: Annotated[bool, about("Show tracebacks for errors that are normally one line.")] = False
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,8 +180,8 @@ def settings() -> dict[str, Setting]:
                 default=field.default,
                 help=meta.description or "",
                 unit=extra.get("unit"),
-                least=extra.get("min"),
-                most=extra.get("max"),
+                least=extra.get("least"),
+                most=extra.get("most"),
             )
     return found
 
