@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tools.nano.python_source import load_python
-from tools.nano.sources import Document, Split, load_agent_sessions, load_dialogues, load_math
+from tools.nano.sources import Split, load_agent_sessions, load_dialogues, load_math
 from tools.nano.tokenizer import encode_body, encode_head, save_tokenizer, train_tokenizer
 
 # How often one epoch sees a source.

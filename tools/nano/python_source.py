@@ -10,7 +10,7 @@ from tools.nano.sources import Document, Split, held_out
 
 # Tests, third-party code, generated tables: not the Python that a model should learn from.
 EXCLUDED_PARTS = frozenset({"test", "tests", "idle_test", "site-packages", "__pycache__", "pydoc_data", "_bundled"})
-EXCLUDED_STEMS = ("cp", "mac_", "iso8859", "koi8", "tis_", "ptcp", "hp_", "_sysconfigdata", "big5", "entities", "kz1048")
+EXCLUDED_STEMS = ("cp", "mac_", "iso8859", "koi8", "tis_", "ptcp", "hp_", "_sysconfigdata", "big5", "entities", "kz")
 MAX_TASK_CHARS = 1800
 
 
