@@ -46,7 +46,7 @@ ANY_SYSTEM_MESSAGES = (
     "Answer the user briefly and politely.",
     "You help the user with orders, bookings, word problems and Python.",
 )
-NUM_NOTES = 160
+NUM_NOTES = 24
 
 
 def load_splits(data: Path) -> dict[str, Split]:
@@ -134,7 +134,7 @@ def pack(splits: dict[str, Split], tokenizer: Tokenizer, seed: int) -> dict[str,
             for document in documents:
                 packers[part].add(bos + encode_body(tokenizer, document), number, document.num_bytes)
         if source in SYSTEM_MESSAGES:
-            for text in (*SYSTEM_MESSAGES[source], *ANY_SYSTEM_MESSAGES, *notes[number :: len(names)][:8]):
+            for text in (*SYSTEM_MESSAGES[source], *ANY_SYSTEM_MESSAGES, *notes[number :: len(names)][:4]):
                 packers["head"].add(encode_head(tokenizer, text), number)
     packed: dict[str, np.ndarray] = {}
     for part, packer in packers.items():
