@@ -1,0 +1,136 @@
+"""Replies keep their tokens: a reply that comes back as history keeps the ids it was generated with.
+
+A sampled reply is rarely tokenized the way the tokenizer would: "token" may have been sampled as
+"to" + "ken". Re-tokenizing the history would end the prefix hit at the first such place, so the ids
+of each reply are remembered under its text and put back into later prompts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hiserve.core.digest import namespace_digest
+from hiserve.core.plan import Int32Array
+from hiserve.text.chat import ChatTemplate, Message
+from hiserve.text.tokenizer import Tokenizer
+
+# Stands in for the content of message i. Private-use characters; a prompt that contains one itself is
+# simply not spliced.
+_STAND_IN = "\ue000{}\ue001"
+_STAND_IN_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
+
+
+class Replies:
+    """Generated token ids by (namespace, text), least recently used first out.
+
+    Args:
+        max_entries: Replies kept.
+        max_tokens: Tokens kept, all replies together (4 bytes each).
+    """
+
+    def __init__(self, *, max_entries: int = 16_384, max_tokens: int = 4_000_000) -> None:
+        self._max_entries = max_entries
+        self._max_tokens = max_tokens
+        self._ids: OrderedDict[bytes, Int32Array] = OrderedDict()
+        self._num_tokens = 0
+
+    @property
+    def num_entries(self) -> int:
+        """Replies remembered."""
+        return len(self._ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens remembered."""
+        return self._num_tokens
+
+    def remember(self, namespace: bytes, text: str, ids: Sequence[int]) -> None:
+        """Keeps the ids of a finished reply; an earlier reply with the same text is replaced.
+
+        Args:
+            namespace: Digest that keeps tenants apart.
+            text: What the client received.
+            ids: What was generated, end token not included.
+        """
+        if not ids or len(ids) > self._max_tokens:
+            return
+        key = namespace_digest(namespace, text)
+        self._num_tokens -= len(self._ids.pop(key, ()))
+        self._ids[key] = np.array(ids, dtype=np.int32)
+        self._num_tokens += len(ids)
+        while len(self._ids) > self._max_entries or self._num_tokens > self._max_tokens:
+            self._num_tokens -= len(self._ids.popitem(last=False)[1])
+
+    def recall(self, namespace: bytes, messages: Sequence[Message]) -> dict[int, Int32Array]:
+        """Returns the remembered ids of the assistant's messages, by index in ``messages``."""
+        found = {}
+        for i, message in enumerate(messages):
+            key = namespace_digest(namespace, message["content"])
+            if message["role"] == "assistant" and key in self._ids:
+                self._ids.move_to_end(key)
+                found[i] = self._ids[key]
+        return found
+
+
+def encode_messages(
+    messages: Sequence[Message], known: Mapping[int, Int32Array], template: ChatTemplate, tokenizer: Tokenizer
+) -> Int32Array:
+    """Renders messages and encodes them, with known ids in the places of known replies.
+
+    The template is rendered a second time with stand-ins for the known contents. If putting the contents
+    back gives exactly the true text, the text is split there and only what lies between is tokenized::
+
+        <|user|>Hi<|end|><|assistant|>{0}<|end|><|user|>Bye<|end|><|assistant|>
+        └────────── encode ──────────┘ids└───────────── encode ──────────────┘
+
+    A template that looks into the contents (trims, cuts, counts them) fails the comparison, and the text is
+    encoded as it is.
+
+    Args:
+        messages: As ``parse_messages`` returns them.
+        known: Ids of some assistant messages, by index. Those that do not decode to the text are not used.
+        template: The model's template.
+        tokenizer: The model's tokenizer.
+
+    Returns:
+        The prompt, int32 ``[n]``.
+
+    Raises:
+        RequestError: The template refuses the messages.
+    """
+    text = template.render(messages)
+    usable = {
+        i: ids
+        for i, ids in known.items()
+        if tokenizer.is_concatenative and tokenizer.decode(ids, skip_hidden=False) == messages[i]["content"]
+    }
+    # Templates often trim contents. That changes only those with outer spaces, so the others get a second chance.
+    unpadded = {i: ids for i, ids in usable.items() if messages[i]["content"] == messages[i]["content"].strip()}
+    for chosen in (usable, unpadded) if len(unpadded) < len(usable) else (usable,):
+        pieces = _split(text, messages, chosen, template) if chosen else []
+        if pieces:
+            return np.concatenate(
+                [
+                    chosen[int(piece)] if at % 2 else tokenizer.encode(piece, add_special_tokens=False)
+                    for at, piece in enumerate(pieces)
+                ]
+            )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _split(
+    text: str, messages: Sequence[Message], chosen: Mapping[int, Int32Array], template: ChatTemplate
+) -> list[str]:
+    """Returns text, index, text, index, ..., text; or nothing when the template does more than insert contents."""
+    marked = template.render(
+        [{**message, "content": _STAND_IN.format(i)} if i in chosen else message for i, message in enumerate(messages)]
+    )
+    pieces = _STAND_IN_PATTERN.split(marked)
+    if any(int(i) not in chosen for i in pieces[1::2]):
+        return []
+    pieces_back = [messages[int(piece)]["content"] if at % 2 else piece for at, piece in enumerate(pieces)]
+    return pieces if "".join(pieces_back) == text else []

@@ -1,0 +1,87 @@
+"""Text to token ids and back, by the ``tokenizer.json`` of a model's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from hiserve.core.plan import Int32Array
+from hiserve.errors import ModelError
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads at once.
+
+    Attributes:
+        vocab: Token strings by id, special and added ones included.
+        hidden_ids: Tokens that no reader should see: the special ones and the model's end tokens.
+        max_token_chars: Length of the longest token string, in characters.
+        is_concatenative: Encoding two texts one after the other decodes to both joined. Tokenizers
+            that add a space in front of every text are not.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token_ids: Iterable[int] = ()) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.vocab = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
+        special = (index for index, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.hidden_ids = frozenset(special) | frozenset(eos_token_ids)
+        self.max_token_chars = max(map(len, self.vocab.values()), default=1)
+        first, second = (self.encode(text, add_special_tokens=False) for text in ("up", "on"))
+        self.is_concatenative = self.decode([*first, *second], skip_hidden=False) == "upon"
+
+    @classmethod
+    def load(cls, folder: Path, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
+        """Reads ``tokenizer.json``.
+
+        Raises:
+            ModelError: The file is missing or the tokenizers library cannot read it.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                f"{str(folder)!r} has no tokenizer.json. Save the tokenizer in the fast format (tokenizer.json).",
+                param="model",
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no narrower type
+            raise ModelError(f"tokenizer.json in {str(folder)!r} cannot be read: {error}.", param="model") from error
+        return cls(backend, eos_token_ids)
+
+    @property
+    def decoder(self) -> dict[str, Any]:
+        """The decoder's description, as ``tokenizer.json`` spells it; empty when there is none."""
+        decoder = self._backend.decoder
+        description: dict[str, Any] = {} if decoder is None else json.loads(decoder.__getstate__())
+        return description
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
+        """Returns the token ids of a text, int32 ``[n]``.
+
+        Special tokens that are spelled out in the text become their ids. Releases the GIL.
+
+        Args:
+            text: Any text without lone surrogates.
+            add_special_tokens: Add what the tokenizer puts around a text (such as a start token). Chat
+                templates spell these out themselves.
+        """
+        return np.array(self._backend.encode(text, add_special_tokens=add_special_tokens).ids, dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | Int32Array, *, skip_hidden: bool = True) -> str:
+        """Returns the text of token ids; invalid UTF-8 becomes replacement characters.
+
+        Args:
+            ids: Token ids; unknown ones add nothing.
+            skip_hidden: Leave out ``hidden_ids``.
+        """
+        chosen = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        if skip_hidden:
+            chosen = [index for index in chosen if index not in self.hidden_ids]
+        return self._backend.decode(chosen, skip_special_tokens=False)
