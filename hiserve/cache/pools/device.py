@@ -1,0 +1,34 @@
+"""The device pool: memory for every page of every KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hiserve.cache.pools.layout import layer_views, storage_shape
+from hiserve.core.forward import LayerKV
+from hiserve.core.groups import CacheGroupSpec
+
+
+class DevicePool:
+    """Pages on the device. Page 0 is the padding sink: written by padded rows, owned by nobody.
+
+    Args:
+        groups: The model's KV groups; names are unique.
+        num_pages: Pages, the sink included.
+        page_size: Tokens per page.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroupSpec], num_pages: int, page_size: int, device: str) -> None:
+        self._layers: dict[str, tuple[LayerKV, ...]] = {}
+        for group in groups:
+            assert group.name not in self._layers, f"two KV groups are named {group.name!r}"
+            shape = storage_shape(group, num_pages, page_size)
+            storage = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+            self._layers[group.name] = layer_views(storage)
+
+    def layers(self, group: str) -> tuple[LayerKV, ...]:
+        """Returns the views of a group's layers, in order."""
+        return self._layers[group]

@@ -1,0 +1,65 @@
+"""What one forward pass takes and gives, and how a layer sees its part of the KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """Keys and values of one layer: views of the device pool, indexed by slot.
+
+    Slot ``page * page_size + offset`` holds one token. Slots nobody owns may hold anything, NaN included.
+
+    Attributes:
+        k: ``[num_slots, num_kv_heads, head_dim]``, the group's dtype, on the device.
+        v: Like ``k``.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardInputs:
+    """One ragged batch: B rows, T tokens in row order, S rows of logits.
+
+    Every tensor lies on the device and holds exact lengths; the two ``max_`` fields are
+    upper bounds that the host knows, so that shapes never wait for the device.
+
+    Attributes:
+        input_ids: int32 ``[T]``. Token ids.
+        positions: int64 ``[T]``. Absolute positions, from 0.
+        slots: int64 ``[T]``. Where each token's keys and values are stored.
+        token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
+        qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+        kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included; at least 1.
+        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
+        logits_rows: int64 ``[S]``. Tokens, as indices into T, whose logits are wanted.
+        max_q_len: Upper bound of the tokens of one row.
+        max_kv_len: Upper bound of ``kv_lens``.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    token_rows: Tensor
+    qo_indptr: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+    logits_rows: Tensor
+    max_q_len: int
+    max_kv_len: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardOutputs:
+    """What a forward pass computed.
+
+    Attributes:
+        logits: ``[S, vocab_size]``, the model's dtype, on the device.
+    """
+
+    logits: Tensor

@@ -1,0 +1,101 @@
+"""The decoder: one transformer with settings, for every dense family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.layers.attention import SelfAttention
+from hiserve.layers.embedding import Embedding
+from hiserve.layers.linear import Linear
+from hiserve.layers.mlp import GatedMLP
+from hiserve.layers.norm import RMSNorm
+from hiserve.layers.rotary import Rotary
+from hiserve.models.config import ModelConfig
+from hiserve.models.weights import load_parameters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    input_norm: RMSNorm
+    attention: SelfAttention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+
+
+class Decoder:
+    """A pre-norm decoder with rotary positions, grouped-query attention and a gated MLP.
+
+    Args:
+        config: The model's shape.
+        parameters: As ``weights.parameter_table`` names them.
+    """
+
+    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor]) -> None:
+        embedding = parameters["embedding"]
+        self._embedding = Embedding(embedding)
+        self._rotary = Rotary(config.head_dim, config.rope_theta, embedding.dtype, embedding.device)
+        self._layers = [_layer(config, parameters, index) for index in range(config.num_layers)]
+        self._norm = RMSNorm(parameters["norm"], config.norm_eps)
+        self._head = Linear(parameters.get("head", embedding))
+
+    def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
+        """Computes the step's tokens and stores their keys and values.
+
+        Args:
+            inputs: The batch.
+            layers: The pool's views, one per layer.
+            attention: A backend on which ``plan(inputs)`` was called.
+        """
+        rotation = self._rotary(inputs.positions)
+        x = self._embedding(inputs.input_ids)
+        for layer, kv in zip(self._layers, layers, strict=True):
+            x = x + layer.attention(layer.input_norm(x), inputs, rotation, kv, attention)
+            x = x + layer.mlp(layer.mlp_norm(x))
+        last = x.index_select(0, inputs.logits_rows)
+        return ForwardOutputs(logits=self._head(self._norm(last)))
+
+
+def _layer(config: ModelConfig, parameters: dict[str, Tensor], index: int) -> _Layer:
+    ours = f"layers.{index}."
+    qk_norm = None
+    if config.has_qk_norm:
+        query, key = parameters[ours + "q_norm"], parameters[ours + "k_norm"]
+        weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
+        qk_norm = RMSNorm(weight, config.norm_eps)
+    return _Layer(
+        input_norm=RMSNorm(parameters[ours + "input_norm"], config.norm_eps),
+        attention=SelfAttention(
+            layer=index,
+            qkv=Linear(parameters[ours + "qkv"]),
+            out=Linear(parameters[ours + "out"]),
+            qk_norm=qk_norm,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        ),
+        mlp_norm=RMSNorm(parameters[ours + "mlp_norm"], config.norm_eps),
+        mlp=GatedMLP(gate_up=Linear(parameters[ours + "gate_up"]), down=Linear(parameters[ours + "down"])),
+    )
+
+
+def load_decoder(folder: Path, config: ModelConfig, *, dtype: str, device: str, load_format: str) -> Decoder:
+    """Reads a checkpoint, or draws random weights of its shape.
+
+    Args:
+        folder: Checkpoint folder.
+        config: Its shape.
+        dtype: Type name of weights and activations, a key of ``config.DTYPE_BYTES``.
+        device: ``cpu`` or ``cuda``.
+        load_format: ``auto`` or ``dummy``.
+
+    Raises:
+        ModelError: The checkpoint cannot be used.
+    """
+    return Decoder(config, load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format))

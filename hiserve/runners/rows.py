@@ -1,0 +1,111 @@
+"""Permanent rows: a request's state on the device, from admission to release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
+from hiserve.core.upload import upload
+from hiserve.kernels.reference import NO_OWNER, SINK_PAGE
+from hiserve.sampling.params import SamplingRows
+
+
+class DeviceRows:
+    """Tokens, lengths, page tables and sampling parameters of every row; rows are never reordered.
+
+    Row 0 pads batches: it knows no tokens, so the check of each step sends it to the sink.
+
+    Attributes:
+        max_len: Longest row, in tokens.
+        page_size: Tokens per page.
+        num_pages: Pages of the pool, the sink included.
+        tokens: int32 ``[R, max_len]``, R = max_rows + 1.
+        computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
+        known_len: int64 ``[R]``. Valid entries of ``tokens``.
+        page_table: int32 ``[R, max_pages]``.
+        entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
+        page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
+        sampling: Sampling parameters.
+    """
+
+    def __init__(self, max_rows: int, max_len: int, page_size: int, num_pages: int, device: str) -> None:
+        self.device = torch.device(device)
+        self.max_len = max_len
+        self.page_size = page_size
+        self.num_pages = num_pages
+        num_rows, max_pages = max_rows + 1, -(-max_len // page_size)
+        self.tokens = torch.zeros((num_rows, max_len), dtype=torch.int32, device=self.device)
+        self.computed_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.known_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.page_table = torch.full((num_rows, max_pages), SINK_PAGE, dtype=torch.int32, device=self.device)
+        self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
+        self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
+        self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
+        self.sampling = SamplingRows(num_rows, self.device)
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Gives rows back, admits requests, writes page tables, in this order."""
+        if plan.release.size or plan.admit:
+            self._clear(plan.release, plan.admit)
+        if plan.admit:
+            self._admit(plan.admit)
+        if plan.table.rows.size:
+            self._write_table(plan.table)
+
+    def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
+        """Forgets the previous tenant, so that none of its entries can pass for the next one's."""
+        host_rows = np.concatenate((release, np.array([each.row for each in admit], dtype=np.int32)))
+        (rows,) = upload((host_rows.astype(np.int64),), self.device)
+        self.computed_len.index_fill_(0, rows, 0)
+        self.known_len.index_fill_(0, rows, 0)
+        self.page_table.index_fill_(0, rows, SINK_PAGE)
+        self.entry_owner.index_fill_(0, rows, NO_OWNER)
+
+    def _admit(self, admit: Sequence[RowAdmit]) -> None:
+        host_rows = np.array([each.row for each in admit], dtype=np.int64)
+        known = np.array([each.tokens.size for each in admit], dtype=np.int64)
+        computed = np.array([each.num_computed for each in admit], dtype=np.int64)
+        assert (host_rows > 0).all(), "row 0 is the padding row and takes no request"
+        assert (computed < known).all(), f"rows {host_rows} have {known} tokens of which {computed} are computed"
+        assert (known <= self.max_len).all(), f"rows {host_rows} have {known} tokens; a row holds {self.max_len}"
+        columns = upload((host_rows, known, computed, *(each.tokens for each in admit)), self.device)
+        rows, known_len, computed_len, *tokens = columns
+        self.known_len.index_copy_(0, rows, known_len)
+        self.computed_len.index_copy_(0, rows, computed_len)
+        for each, prompt in zip(admit, tokens, strict=True):
+            self.tokens[each.row, : each.tokens.size].copy_(prompt)
+        self.sampling.write(host_rows, [each.sampling for each in admit], [each.choice for each in admit])
+
+    def _write_table(self, writes: TableWrites) -> None:
+        low, high = int(writes.pages.min()), int(writes.pages.max())
+        assert SINK_PAGE < low <= high < self.num_pages, f"pages {low} to {high} of a pool of {self.num_pages}"
+        flat = writes.rows.astype(np.int64) * self.page_table.shape[1] + writes.indices
+        entries, pages, owners = upload((flat, writes.pages, writes.owners), self.device)
+        self.page_table.view(-1).index_copy_(0, entries, pages)
+        self.entry_owner.view(-1).index_copy_(0, entries, owners)
+        self.page_owner.index_copy_(0, pages.long(), owners)
+
+    def advance(self, rows: Tensor, kv_lens: Tensor, legal: Tensor, sampling: Tensor, sampled: Tensor) -> None:
+        """Records what a step computed and sampled.
+
+        A row that failed the check forgets its tokens, so that a step already launched for it fails too.
+
+        Args:
+            rows: int64 ``[B]``. Rows of the step.
+            kv_lens: int64 ``[B]``. Their lengths after it.
+            legal: bool ``[B]``. Rows that passed the check.
+            sampling: int64 ``[S]``. Which of the B rows sampled.
+            sampled: int64 ``[S]``. Their tokens.
+        """
+        self.computed_len.index_copy_(0, rows, kv_lens * legal)
+        known_len = self.known_len.index_select(0, rows)
+        known_len.index_add_(0, sampling, torch.ones_like(sampled))
+        self.known_len.index_copy_(0, rows, known_len * legal)
+        # An illegal row's token lands in a row that knows nothing; only its place must exist.
+        places = kv_lens.index_select(0, sampling).clamp_(max=self.max_len - 1)
+        flat = rows.index_select(0, sampling) * self.max_len + places
+        self.tokens.view(-1).index_copy_(0, flat, sampled.to(torch.int32))

@@ -1,0 +1,107 @@
+"""Tiny random models: made by transformers, or drawn here, and an executor around them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hiserve.attention.base import Attention
+from hiserve.attention.cpu import CpuAttention
+from hiserve.attention.reference import ReferenceAttention
+from hiserve.cache.pools.device import DevicePool
+from hiserve.core.groups import CacheGroupSpec
+from hiserve.models.config import ModelConfig, read_model_config
+from hiserve.models.decoder import load_decoder
+from hiserve.runners.eager import EagerRunner
+from hiserve.runners.rows import DeviceRows
+from hiserve.worker.executor import Executor
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+
+
+def save_llama(folder: Path, **overrides: Any) -> Path:
+    """Saves a random Llama with its own output head; overrides as in transformers' config."""
+    torch.manual_seed(1)
+    values = SHAPE | {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+    LlamaForCausalLM(LlamaConfig(**values | overrides)).save_pretrained(folder)
+    return folder
+
+
+def save_qwen3(folder: Path, **overrides: Any) -> Path:
+    """Saves a random Qwen3 with tied embeddings, heads wider than hidden_size / heads, and uneven norms."""
+    torch.manual_seed(2)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE | {"tie_word_embeddings": True, "head_dim": 24} | overrides))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
+    """Loads the oracle."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def kv_group(config: ModelConfig, dtype: str) -> CacheGroupSpec:
+    """The one KV group of a dense decoder."""
+    return CacheGroupSpec(
+        name="kv",
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+
+
+class Engine:
+    """Everything under the planner, for one model folder.
+
+    Args:
+        folder: Checkpoint folder.
+        dtype: Type name of weights and pool.
+        attention: ``cpu`` or ``reference``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        attention: str = "cpu",
+        page_size: int = 16,
+        num_pages: int = 64,
+        max_rows: int = 8,
+        max_len: int = 256,
+        threaded: bool = False,
+        load_format: str = "auto",
+    ) -> None:
+        config = read_model_config(folder)
+        self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format)
+        self.pool = DevicePool([kv_group(config, dtype)], num_pages, page_size, device)
+        self.rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
+        self.attention = make_attention(attention, page_size, getattr(torch, dtype))
+        self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
+        self.executor = Executor(self.runner, self.rows, threaded=threaded)
+
+
+def make_attention(name: str, page_size: int, dtype: torch.dtype) -> Attention:
+    """Builds a backend by name."""
+    return CpuAttention(page_size, dtype) if name == "cpu" else ReferenceAttention(page_size)

@@ -1,0 +1,82 @@
+"""Writes BatchPlans by hand: a planner without a cache, a budget or a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
+from hiserve.core.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def int32(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+class HandPlanner:
+    """Keeps each row's lengths and pages; the test says which rows compute how many tokens.
+
+    Args:
+        page_size: Tokens per page.
+        num_pages: Pages of the pool, the sink included.
+        shuffle_seed: Hands pages out in a random order, so that few are adjacent; None for ascending.
+    """
+
+    def __init__(self, page_size: int, num_pages: int, shuffle_seed: int | None = None) -> None:
+        self.page_size = page_size
+        order = np.arange(num_pages - 1, 0, -1)
+        if shuffle_seed is not None:
+            np.random.default_rng(shuffle_seed).shuffle(order)
+        self.free: list[int] = order.tolist()
+        self.pages: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.known: dict[int, int] = {}
+        self.step_id = 0
+        self._admit: list[RowAdmit] = []
+        self._release: list[int] = []
+
+    def admit(
+        self, row: int, tokens: Sequence[int], sampling: SamplingParams = GREEDY, choice: int = 0, num_computed: int = 0
+    ) -> None:
+        """With the next step, a row takes a request."""
+        self._admit.append(RowAdmit(row, int32(tokens), num_computed, sampling, choice))
+        self.pages[row], self.computed[row], self.known[row] = [], num_computed, len(tokens)
+
+    def release(self, row: int) -> None:
+        """With the next step, a row and its pages are given back."""
+        self._release.append(row)
+        self.free.extend(reversed(self.pages.pop(row)))
+        del self.computed[row], self.known[row]
+
+    def step(self, num_new: Mapping[int, int]) -> BatchPlan:
+        """Plans a step in which each row computes some of its known tokens; those that reach the end sample."""
+        self.step_id += 1
+        writes: list[tuple[int, int, int, int]] = []
+        samples, max_len = [], []
+        for row, count in num_new.items():
+            self.computed[row] += count
+            assert self.computed[row] <= self.known[row]
+            while len(self.pages[row]) * self.page_size < self.computed[row]:
+                page = self.free.pop()
+                writes.append((row, len(self.pages[row]), page, self.step_id))
+                self.pages[row].append(page)
+            samples.append(self.computed[row] == self.known[row])
+            self.known[row] += samples[-1]
+            max_len.append(self.computed[row])
+        columns = np.array(writes, dtype=np.int32).reshape(-1, 4).T
+        plan = BatchPlan(
+            step_id=self.step_id,
+            rows=int32(list(num_new)),
+            num_new=int32(list(num_new.values())),
+            num_draft=np.zeros(len(num_new), dtype=np.int32),
+            samples=np.array(samples, dtype=np.bool_),
+            max_len=int32(max_len),
+            release=int32(self._release),
+            admit=tuple(self._admit),
+            table=TableWrites(*columns),
+        )
+        self._admit, self._release = [], []
+        return plan
