@@ -1,0 +1,126 @@
+"""The HTTP application: routes, errors and request ids around one engine."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hiserve import __version__
+from hiserve.config import Resolved
+from hiserve.errors import HiserveError
+from hiserve.server.admin import AdminRoutes
+from hiserve.server.failures import describe, error_response
+from hiserve.server.gate import Gate
+from hiserve.server.metrics import Metrics
+from hiserve.server.openai import OpenAIRoutes
+from hiserve.server.shapes import ServedModel
+from hiserve.text.detokenizer import Spelling
+from hiserve.text.prompts import Prompts
+
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+CLIENT_CLOSED_REQUEST = 499
+
+
+def create_app(
+    *,
+    gate: Gate,
+    prompts: Prompts,
+    spelling: Spelling,
+    metrics: Metrics,
+    model: ServedModel,
+    resolved: Resolved,
+    startup_s: dict[str, float],
+) -> FastAPI:
+    """Builds the application.
+
+    Its lifespan opens the gate without waiting for the engine, so that ``/health`` answers while the model
+    loads, and closes the gate at the end.
+
+    Args:
+        gate: Starts and stops the engine.
+        prompts: Encodes prompts; closed at the end.
+        spelling: Makes detokenizers.
+        metrics: Counts requests.
+        model: The served model.
+        resolved: The configuration in force, for ``/server_info``.
+        startup_s: Seconds per start-up phase of this process, for ``/server_info``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        gate.open()
+        try:
+            yield
+        finally:
+            await gate.close()
+            prompts.close()
+
+    app = FastAPI(
+        title="hiserve",
+        version=__version__,
+        lifespan=lifespan,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers={
+            HiserveError: _failed,
+            HTTPException: _no_route,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        },
+    )
+    app.include_router(OpenAIRoutes(gate, prompts, spelling, metrics, model).router())
+    app.include_router(AdminRoutes(gate, metrics, resolved, startup_s).router())
+    app.add_middleware(RequestIds)
+    return app
+
+
+class RequestIds:
+    """Gives every response an ``x-request-id``: the client's own when it is printable, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    status, message, code, param = describe(error)
+    return error_response(status, message, code=code, param=param)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    named = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        response = error_response(405, f"{named} is not allowed.", code="method_not_allowed")
+    elif error.status_code == 404:
+        response = error_response(404, f"there is no route {named}.", code="not_found")
+    else:
+        response = error_response(error.status_code, str(error.detail), code="invalid_request")
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

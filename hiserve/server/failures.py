@@ -1,0 +1,42 @@
+"""Failures in OpenAI's nested error shape."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from hiserve.errors import HiserveError
+
+RETRY_AFTER_S = 1
+
+
+def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
+    """Returns ``{"error": {"message", "type", "param", "code"}}`` as JSON.
+
+    Args:
+        status: HTTP status; decides the type.
+        message: For people. What cannot be written as UTF-8 is replaced.
+        code: For programs.
+        param: The request field at fault.
+    """
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": _printable(message), "type": kind, "param": param and _printable(param), "code": code}
+    return msgspec.json.encode({"error": error})
+
+
+def error_response(status: int, message: str, *, code: str, param: str | None = None) -> Response:
+    """Returns the error as a response; 429 and 503 say when to come back."""
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    body = error_body(status, message, code=code, param=param)
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
+
+
+def describe(error: Exception) -> tuple[int, str, str, str | None]:
+    """Returns (status, message, code, param); an error that is our own fault is not described to the client."""
+    if isinstance(error, HiserveError):
+        return error.status, error.message, error.code, error.param
+    return 500, "the server failed to answer this request.", "internal_error", None
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,146 @@
+"""The engine as the front end sees it: absent while it starts, refused while the server drains."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Protocol
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import UnavailableError
+from hiserve.messages.types import Started, Status
+
+
+class Delta(Protocol):
+    """News of one request: tokens, and in the last delta why it ended.
+
+    Attributes:
+        tokens: New token ids; may be empty with a finish.
+        finish: RUNNING until the last delta.
+        cached: Prompt tokens served from the cache in the first delta, -1 after.
+    """
+
+    @property
+    def tokens(self) -> list[int]: ...
+
+    @property
+    def finish(self) -> FinishReason: ...
+
+    @property
+    def cached(self) -> int: ...
+
+
+class Engine(Protocol):
+    """What the front end needs of the engine client.
+
+    Attributes:
+        started: What the workers reported when they became ready.
+        is_ready: Requests can be served now.
+        max_model_len: Longest prompt plus output, in tokens.
+        num_inflight: Requests that have not ended.
+    """
+
+    started: Started
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def num_inflight(self) -> int: ...
+
+    def generate(
+        self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+    ) -> AsyncGenerator[Delta, None]:
+        """Yields deltas until one has a finish. Closing the generator aborts the request."""
+
+    async def flush(self) -> int:
+        """Empties the prefix caches; returns the pages emptied."""
+
+    async def status(self) -> Status:
+        """Asks the scheduler for its state and that of the workers."""
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Ends the engine's processes; running requests have ``drain_s`` seconds to finish."""
+
+
+class Gate:
+    """Starts, hands out and stops the one engine. Lives in one event loop.
+
+    Args:
+        start: Starts the engine; called once.
+
+    Attributes:
+        startup_s: Seconds the start took; 0 before it is over.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[Engine]]) -> None:
+        self._start = start
+        self._opening: asyncio.Task[Engine] | None = None
+        self._engine: Engine | None = None
+        self._is_draining = False
+        self.startup_s = 0.0
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, ready or not; None before it has started and after it was stopped."""
+        return self._engine
+
+    @property
+    def reason(self) -> str | None:
+        """Why no request can be served now; None when one can."""
+        if self._is_draining:
+            return "the server is shutting down"
+        if self._opening is None or not self._opening.done():
+            return "the model is loading"
+        if self._engine is None:
+            return "the engine failed to start"
+        return None if self._engine.is_ready else "the engine is not running"
+
+    def require(self) -> Engine:
+        """Returns the engine for one request.
+
+        Raises:
+            UnavailableError: It is starting, draining or gone.
+        """
+        reason = self.reason
+        if reason is not None or self._engine is None:
+            raise UnavailableError(f"{reason}; try again later.")
+        return self._engine
+
+    def open(self) -> None:
+        """Begins to start the engine."""
+        self._opening = asyncio.create_task(self._open())
+
+    async def wait_open(self) -> None:
+        """Returns once the engine has started.
+
+        Raises:
+            Exception: Whatever ended the start.
+        """
+        assert self._opening is not None, "the gate was never opened"
+        await asyncio.shield(self._opening)
+
+    def drain(self) -> None:
+        """Refuses new requests from now on; running ones go on."""
+        self._is_draining = True
+
+    async def close(self) -> None:
+        """Stops the engine; whatever still runs ends now. May be called again."""
+        self.drain()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.stop()
+
+    async def _open(self) -> Engine:
+        begin = time.monotonic()
+        self._engine = await self._start()
+        self.startup_s = time.monotonic() - begin
+        return self._engine

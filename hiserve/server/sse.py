@@ -1,0 +1,95 @@
+"""Server-sent events, and noticing that a client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from hiserve.errors import HiserveError
+from hiserve.server.failures import describe, error_body
+
+DONE = b"data: [DONE]\n\n"
+_T = TypeVar("_T")
+
+
+def event(data: bytes | dict[str, Any]) -> bytes:
+    """Returns one event; a dict becomes JSON, which has no line breaks."""
+    return b"data: " + (data if isinstance(data, bytes) else msgspec.json.encode(data)) + b"\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Runs ``work`` and cancels it when the client closes its connection.
+
+    Args:
+        receive: The request's ASGI channel; the body must have been read.
+        work: What to do for the client.
+
+    Raises:
+        ClientDisconnect: The client went away; ``work`` has ended.
+    """
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response whose body is a stream of events.
+
+    The status is sent with the first chunk, so an error before it is an ordinary error response. An error
+    after it becomes a last event. The stream is closed in every case.
+
+    Args:
+        chunks: Bytes of one or more events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events until the stream or the client ends."""
+        async with aclosing(self._chunks):
+            with suppress(ClientDisconnect):  # nobody is left to tell
+                await unless_gone(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        is_started = False
+        try:
+            async for chunk in self._chunks:
+                if not is_started:
+                    is_started = True
+                    start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                    await send(start)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except Exception as error:
+            if not is_started:
+                raise
+            status, message, code, param = describe(error)
+            last = event(error_body(status, message, code=code, param=param))
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+            if not isinstance(error, HiserveError):
+                raise
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
