@@ -80,6 +80,7 @@ class Gate:
 
     def __init__(self, start: Callable[[], Awaitable[Engine]]) -> None:
         self._start = start
+        self._is_begun = asyncio.Event()
         self._opening: asyncio.Task[Engine] | None = None
         self._engine: Engine | None = None
         self._is_draining = False
@@ -115,6 +116,7 @@ class Gate:
     def open(self) -> None:
         """Begins to start the engine."""
         self._opening = asyncio.create_task(self._open())
+        self._is_begun.set()
 
     async def wait_open(self) -> None:
         """Returns once the engine has started.
@@ -122,7 +124,8 @@ class Gate:
         Raises:
             Exception: Whatever ended the start.
         """
-        assert self._opening is not None, "the gate was never opened"
+        await self._is_begun.wait()
+        assert self._opening is not None, "begun, but without a task"
         await asyncio.shield(self._opening)
 
     def drain(self) -> None:

@@ -1,0 +1,294 @@
+"""``hiserve chat``: a conversation in the terminal, with a server of its own or a given one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from hiserve.config import Config, settings
+from hiserve.errors import HiserveError, ResourceError, UnavailableError
+
+TEMPERATURE = 0.7
+STOP_S = 10.0
+PR_SET_PDEATHSIG = 1
+HELP = "/reset forgets the conversation, /stats shows counters, /exit leaves"
+
+
+def run(config: Config, url: str | None) -> int:
+    """Talks until ``/exit`` or the end of the input.
+
+    Args:
+        config: For the server that is started when there is no ``url``.
+        url: A running server, or None.
+
+    Returns:
+        The exit status: 1 when a turn failed and nobody was there to see it.
+
+    Raises:
+        HiserveError: The server cannot be started or reached.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            with console.status("loading the model") if console.is_terminal else contextlib.nullcontext():
+                url = stack.enter_context(own_server(config))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None)))
+        return Conversation(console, client).talk()
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """One reply, as it was measured from here.
+
+    Attributes:
+        text: The reply.
+        finish: Why it ended.
+        ttft_s: Seconds to the first event that carried text; 0 when none did.
+        total_s: Seconds to the end.
+        num_prompt: Tokens in the prompt.
+        num_cached: Of these, served from the cache.
+        num_generated: Tokens generated.
+    """
+
+    text: str = ""
+    finish: str = "abort"
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_generated: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed, the first token left out."""
+        span = self.total_s - self.ttft_s
+        return (self.num_generated - 1) / span if span > 0 and self.num_generated > 1 else 0.0
+
+
+class Conversation:
+    """The messages so far, and the commands.
+
+    Args:
+        console: Where to write; questions are read from standard input.
+        client: Bound to the server.
+    """
+
+    def __init__(self, console: Console, client: httpx.Client) -> None:
+        self._console = console
+        self._client = client
+        self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
+        self._messages: list[dict[str, str]] = []
+        self._turns: list[Turn] = []
+
+    def talk(self) -> int:
+        """Reads and answers until the end; returns the exit status."""
+        is_watched = sys.stdin.isatty()
+        if is_watched:
+            self._console.print(f"[dim]{escape(self._model)}. {HELP}[/dim]")
+        status = 0
+        for line in self._lines(is_watched):
+            if line == "/exit":
+                break
+            try:
+                self._obey(line)
+            except HiserveError as error:
+                self._console.print(f"[red]{escape(error.message)}[/red]")
+                status = 0 if is_watched else 1
+        return status
+
+    def _lines(self, is_watched: bool) -> Iterator[str]:
+        """Yields lines of input that are not empty."""
+        while True:
+            try:
+                line = self._console.input("[bold]> [/bold]") if is_watched else input()
+            except (EOFError, KeyboardInterrupt):
+                return
+            if line.strip():
+                yield line.strip()
+
+    def _obey(self, line: str) -> None:
+        if line == "/reset":
+            self._messages.clear()
+            self._console.print("[dim]the conversation is forgotten[/dim]")
+        elif line == "/stats":
+            self._show_stats()
+        elif line.startswith("/"):
+            self._console.print(f"[dim]{HELP}[/dim]")
+        else:
+            self._answer(line)
+
+    def _answer(self, question: str) -> None:
+        """Streams one reply; a reply cut short by Ctrl-C stays in the conversation."""
+        self._messages.append({"role": "user", "content": question})
+        turn = Turn()
+        try:
+            self._stream(turn)
+        except HiserveError:
+            self._messages.pop()
+            raise
+        except KeyboardInterrupt:
+            self._console.print(" [dim](stopped)[/dim]", end="")
+        self._console.print()
+        self._messages.append({"role": "assistant", "content": turn.text})
+        self._turns.append(turn)
+        self._console.print(
+            f"[dim]first token {turn.ttft_s * 1000:.0f} ms · {turn.tokens_per_s:.1f} tokens/s · "
+            f"{turn.num_prompt} prompt tokens, {turn.num_cached} cached · {turn.num_generated} generated · "
+            f"{turn.finish}[/dim]"
+        )
+
+    def _stream(self, turn: Turn) -> None:
+        body = {
+            "model": self._model,
+            "messages": self._messages,
+            "temperature": TEMPERATURE,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        begin = time.monotonic()
+        try:
+            with reaching_server(), self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                check(response)
+                for event in events(response):
+                    self._take(turn, event, time.monotonic() - begin)
+        finally:
+            turn.total_s = time.monotonic() - begin
+
+    def _take(self, turn: Turn, event: dict[str, Any], elapsed_s: float) -> None:
+        if "error" in event:
+            raise UnavailableError(event["error"]["message"])
+        for choice in event["choices"]:
+            text = choice["delta"].get("content", "")
+            turn.finish = choice["finish_reason"] or turn.finish
+            turn.ttft_s = elapsed_s if text and not turn.text else turn.ttft_s
+            turn.text += text
+            self._console.out(text, end="", highlight=False)
+        if event.get("usage"):
+            turn.num_prompt = event["usage"]["prompt_tokens"]
+            turn.num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+            turn.num_generated = event["usage"]["completion_tokens"]
+
+    def _show_stats(self) -> None:
+        info = self._ask("GET", "/server_info")
+        num_prompt = sum(turn.num_prompt for turn in self._turns)
+        num_cached = sum(turn.num_cached for turn in self._turns)
+        share = 100 * num_cached / num_prompt if num_prompt else 0.0
+        lines = [
+            f"{len(self._turns)} turns, {num_prompt} prompt tokens, {num_cached} cached ({share:.0f} %), "
+            f"{sum(turn.num_generated for turn in self._turns)} generated"
+        ]
+        for worker in info["workers"]:
+            stats = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in worker["stats"].items())
+            lines.append(f"worker {worker['replica']} (pid {worker['pid']}): {worker['num_pages']} pages; {stats}")
+        self._console.print("\n".join(f"[dim]{escape(line)}[/dim]" for line in lines))
+
+    def _ask(self, method: str, path: str) -> Any:
+        with reaching_server():
+            response = self._client.request(method, path)
+        check(response)
+        return response.json()
+
+
+def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    """Yields the JSON of each event until ``[DONE]``."""
+    for line in response.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data:
+            yield json.loads(data)
+
+
+def check(response: httpx.Response) -> None:
+    """Raises the server's error.
+
+    Raises:
+        UnavailableError: The status is not 200.
+    """
+    if response.status_code != 200:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = f"the server answered {response.status_code}; is it hiserve?"
+        raise UnavailableError(message)
+
+
+@contextlib.contextmanager
+def reaching_server() -> Iterator[None]:
+    """Turns network errors into one clear message.
+
+    Raises:
+        UnavailableError: The server cannot be reached, or it went away.
+    """
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise UnavailableError(f"cannot reach the server: {error}.") from None
+
+
+@contextlib.contextmanager
+def own_server(config: Config) -> Iterator[str]:
+    """Starts ``hiserve serve`` on a free port and stops it at the end; yields its URL.
+
+    The server is in a session of its own, so that Ctrl-C ends a reply and not the server, and the kernel
+    stops it when this process dies.
+
+    Raises:
+        ResourceError: It did not start; it has said why.
+    """
+    code = "import sys; from hiserve.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "serve", *flags(config), "--host", "127.0.0.1", "--port", "0"]
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
+    try:
+        assert child.stdout is not None, "stdout is a pipe"
+        for line in child.stdout:
+            if line.startswith("listening on "):
+                yield line.removeprefix("listening on ").strip()
+                return
+        raise ResourceError("the server did not start.")
+    finally:
+        stop(child)
+
+
+def flags(config: Config) -> list[str]:
+    """Returns the flags that make ``config`` out of the defaults; logging below a warning is off."""
+    given = []
+    for name, setting in settings().items():
+        value = getattr(getattr(config, setting.section), name)
+        if value == setting.default or name in ("host", "port", "log_level"):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        given += [flag] if setting.kind == "bool" else [flag, str(value)]
+    return [*given, "--log-level", "warning"]
+
+
+def stop(child: subprocess.Popen[str]) -> None:
+    """Ends the server: asks first, kills after a while."""
+    child.send_signal(signal.SIGINT)
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    if child.stdout is not None:
+        child.stdout.close()

@@ -1,0 +1,238 @@
+"""``hiserve serve``: the API process, with the engine behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from hiserve import __version__
+from hiserve.config import Config, Resolved, resolve
+from hiserve.core.digest import namespace_digest
+from hiserve.core.machine import probe
+from hiserve.errors import ResourceError
+from hiserve.models.config import ModelConfig, find_model, read_model_config
+from hiserve.scheduler.client import EngineClient
+from hiserve.server.app import create_app
+from hiserve.server.gate import Gate
+from hiserve.server.metrics import Metrics
+from hiserve.server.shapes import ServedModel
+from hiserve.text.chat import ChatTemplate
+from hiserve.text.detokenizer import Spelling
+from hiserve.text.prompts import Prompts
+from hiserve.text.replies import Replies
+from hiserve.text.tokenizer import Tokenizer
+
+DRAIN_S = 30.0
+# Clients keep connections for a while; closing them earlier than they do makes their next request fail.
+KEEP_ALIVE_S = 75
+CLOSE_S = 5
+BACKLOG = 2048
+MAX_PORT = 65_535
+
+logger = logging.getLogger(__name__)
+
+
+def run(config: Config) -> int:
+    """Serves until it is told to stop: SIGTERM drains, a second one or SIGINT stops at once.
+
+    Prints ``listening on http://host:port`` when the model is ready.
+
+    Args:
+        config: As given; every ``auto`` is resolved here.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        HiserveError: The model, the configuration, the port or the engine's start.
+    """
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    with bind(config.server.host, config.server.port) as listener:
+        begin = time.monotonic()
+        folder = find_model(config.model.model)
+        model = read_model_config(folder)
+        resolved = resolve(config, model.facts(), probe())
+        for line in resolved.decisions:
+            logger.info("%s", line)
+        gate = Gate(lambda: EngineClient.start(resolved.config))
+        app = build_app(gate, folder, model, resolved, begin=begin)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve(app, gate, listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a listening socket. Done before the model is loaded, so that a port in use costs no time.
+
+    Args:
+        host: Name or address.
+        port: 0 picks a free one.
+
+    Raises:
+        ResourceError: The address is in use, not of this machine, or not allowed.
+    """
+    if port > MAX_PORT:
+        raise ResourceError(f"cannot listen on port {port}; the largest is {MAX_PORT}.", param="port")
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ResourceError(
+                f"port {port} on {host} is in use. Stop the program that uses it or choose another --port.",
+                param="port",
+            ) from None
+        raise ResourceError(
+            f"cannot listen on {host} port {port}: {error}. Choose another --host or --port.", param="host"
+        ) from None
+    return listener
+
+
+def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> FastAPI:
+    """Loads what turns text into tokens and back, and builds the application.
+
+    Args:
+        gate: Starts the engine.
+        folder: The model's folder.
+        model: Its shape.
+        resolved: The configuration in force.
+        begin: ``time.monotonic()`` when start-up began.
+
+    Raises:
+        ModelError: The tokenizer or the chat template cannot be used.
+    """
+    config = resolved.config
+    configured = time.monotonic()
+    name = config.server.served_model_name or Path(config.model.model).expanduser().resolve().name
+    tokenizer = Tokenizer.load(folder, model.eos_token_ids)
+    template = ChatTemplate.load(folder)
+    if template is None:
+        logger.warning("the model has no chat template: /v1/chat/completions is off, /v1/completions works")
+    spelling = Spelling(tokenizer)
+    digest = namespace_digest(__version__, name, config.model.dtype, config.model.load_format)
+    return create_app(
+        gate=gate,
+        prompts=Prompts(tokenizer, template, Replies()),
+        spelling=spelling,
+        metrics=Metrics(name),
+        model=ServedModel(
+            name=name,
+            root=config.model.model,
+            vocab_size=model.vocab_size,
+            created=int(time.time()),
+            fingerprint=f"hiserve-{digest.hex()[:12]}",
+        ),
+        resolved=resolved,
+        startup_s={"configuration": configured - begin, "tokenizer": time.monotonic() - configured},
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with its signal handling left to ``serve``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures nothing."""
+        yield
+
+
+async def serve(app: FastAPI, gate: Gate, listener: socket.socket) -> int:
+    """Serves until a signal, drains, stops the engine, closes the connections.
+
+    Args:
+        app: The application; its lifespan opens the gate.
+        gate: Where the engine is.
+        listener: A listening socket.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        HiserveError: The engine did not start.
+    """
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_S,
+        )
+    )
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set() or number == signal.SIGINT:
+            stop_now.set()
+        stop.set()
+
+    def on_end(_: object) -> None:  # never expected before a signal; nothing is left to wait for
+        stop.set()
+        stop_now.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving.add_done_callback(on_end)
+    try:
+        if await _unless(stop, gate.wait_open()):
+            print(f"listening on {url_of(listener)}", flush=True)
+            await stop.wait()
+            gate.drain()
+            logger.info("draining: open requests have %g s to finish", DRAIN_S)
+            with contextlib.suppress(TimeoutError):  # what is left is aborted below
+                await asyncio.wait_for(_unless(stop_now, _idle(gate)), DRAIN_S)
+    finally:
+        await gate.close()
+        server.should_exit = True
+        await serving
+    return 0
+
+
+def url_of(listener: socket.socket) -> str:
+    """Returns the address of a listening socket as a URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Runs ``work`` and cancels it when ``event`` is set first; says whether it came to its end."""
+    tasks: tuple[asyncio.Task[Any], ...] = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+            return True
+        return False
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _idle(gate: Gate) -> None:
+    """Returns when no request is in the engine."""
+    while gate.engine is not None and gate.engine.num_inflight:
+        await asyncio.sleep(0.02)

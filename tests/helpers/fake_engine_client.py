@@ -1,0 +1,119 @@
+"""An engine client without an engine: it plays scripted deltas and counts what happened to each request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import HiserveError
+from hiserve.messages.types import Started, Status, WorkerFacts, WorkerStats
+
+
+class FakeDelta(msgspec.Struct):
+    """Shaped like the client's delta."""
+
+    tokens: list[int]
+    finish: FinishReason = FinishReason.RUNNING
+    cached: int = -1
+
+
+@dataclass
+class Seen:
+    """One request as the engine saw it. Exactly one of the ends becomes true."""
+
+    prompt: Int32Array
+    sampling: SamplingParams
+    namespace: bytes
+    finished: bool = False
+    aborted: bool = False
+    failed: bool = False
+
+
+@dataclass
+class FakeEngineClient:
+    """Answers every request with ``script(prompt)``, one delta a list.
+
+    Attributes:
+        script: Token lists of the deltas; the last delta carries ``finish``.
+        finish: Why requests end.
+        cached: Cached tokens reported by the first delta.
+        step: Awaited before each delta, with its index; lets a test hold a request at any place.
+        fail_at: Index of the delta before which ``failure`` is raised, or None.
+        seen: All requests, in order.
+    """
+
+    script: Callable[[Int32Array], list[list[int]]]
+    finish: FinishReason = FinishReason.STOP
+    cached: int = 0
+    max_model_len: int = 256
+    is_ready: bool = True
+    fail_at: int | None = None
+    failure: HiserveError | Exception | None = None
+    stats: WorkerStats = field(default_factory=WorkerStats)
+    incarnation: int = 1
+    queued: int = 0
+    hangs: bool = False
+    flushed: int = 0
+    stopped: int = 0
+    seen: list[Seen] = field(default_factory=list)
+    step: Callable[[int], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.started = Started(scheduler_pid=4242, workers=[self._worker()])
+
+    @property
+    def num_inflight(self) -> int:
+        return sum(not (seen.finished or seen.aborted or seen.failed) for seen in self.seen)
+
+    async def generate(
+        self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+    ) -> AsyncGenerator[FakeDelta, None]:
+        assert prompt.dtype == np.int32
+        seen = Seen(prompt, sampling, namespace)
+        self.seen.append(seen)
+        try:
+            script = self.script(prompt)
+            for i, tokens in enumerate(script):
+                if self.step is not None:
+                    await self.step(i)  # type: ignore[misc]
+                else:
+                    await asyncio.sleep(0)
+                if self.fail_at == i and self.failure is not None:
+                    seen.failed = True
+                    raise self.failure
+                is_last = i == len(script) - 1
+                seen.finished = is_last
+                finish = self.finish if is_last else FinishReason.RUNNING
+                yield FakeDelta(tokens, finish, self.cached if i == 0 else -1)
+        finally:
+            if not seen.finished and not seen.failed:
+                seen.aborted = True
+
+    async def flush(self) -> int:
+        self.flushed += 1
+        return 7
+
+    async def status(self) -> Status:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return Status(ticket=1, queued=self.queued, workers=[self._worker()])
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        self.stopped += 1
+        self.is_ready = False
+
+    def _worker(self) -> WorkerFacts:
+        return WorkerFacts(
+            replica=0,
+            pid=4243,
+            incarnation=self.incarnation,
+            startup_s={"load": 0.5},
+            num_pages=100,
+            stats=self.stats,
+        )

@@ -1,0 +1,213 @@
+"""The command's own work: the port, signals, draining. The engine is a fake; sockets and HTTP are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from hiserve.commands import serve
+from hiserve.errors import EngineError, ResourceError
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import Server, make_server, reply_script
+
+
+def test_a_port_in_use_is_one_clear_error() -> None:
+    with serve.bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"port {port} on 127.0.0.1 is in use") as caught:
+            serve.bind("127.0.0.1", port)
+        assert caught.value.param == "port"
+
+
+@pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 0), ("no.such.host.invalid", 0), ("127.0.0.1", 70_000)])
+def test_an_address_that_cannot_be_had_is_one_clear_error(host: str, port: int) -> None:
+    with pytest.raises(ResourceError, match="cannot listen"):
+        serve.bind(host, port)
+
+
+def test_the_url_shows_the_real_port() -> None:
+    with serve.bind("127.0.0.1", 0) as listener:
+        assert serve.url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with serve.bind("::1", 0) as listener:
+        assert serve.url_of(listener).startswith("http://[::1]:")
+
+
+class Running:
+    """``serve`` in this process, over a real socket."""
+
+    def __init__(self, made: Server) -> None:
+        self.server = made
+        self.hold = asyncio.Event()
+        self.listener: socket.socket = serve.bind("127.0.0.1", 0)
+        self.task = asyncio.create_task(serve.serve(made.app, made.gate, self.listener))
+        self.client = httpx.AsyncClient(base_url=serve.url_of(self.listener), timeout=10)
+
+    async def ready(self) -> None:
+        for _ in range(500):
+            try:
+                if (await self.client.get("/ready")).status_code == 200:
+                    return
+            except httpx.ConnectError:
+                pass
+            await asyncio.sleep(0.01)
+        raise AssertionError("never ready")
+
+    async def open_stream(self) -> asyncio.Task[str]:
+        """Opens a chat stream that waits before its second token."""
+
+        async def step(index: int) -> None:
+            if index == 1:
+                await self.hold.wait()
+
+        self.server.engine.step = step
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        begun = asyncio.Event()
+
+        async def read() -> str:
+            text = ""
+            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for chunk in response.aiter_text():
+                    text += chunk
+                    begun.set()
+            return text
+
+        task = asyncio.create_task(read())
+        await asyncio.wait_for(begun.wait(), 5)
+        return task
+
+
+@pytest_asyncio.fixture
+async def running() -> AsyncIterator[Running]:
+    made = Running(make_server(FakeEngineClient(script=lambda prompt: reply_script())))
+    yield made
+    await made.client.aclose()
+    if not made.task.done():
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(made.task, 10)
+    made.listener.close()
+
+
+async def test_it_says_where_it_listens_once_the_model_is_ready(running: Running, capsys: Any) -> None:
+    await running.ready()
+    assert capsys.readouterr().out == f"listening on {serve.url_of(running.listener)}\n"
+
+
+async def test_sigterm_lets_open_streams_finish_and_refuses_new_ones(running: Running) -> None:
+    await running.ready()
+    stream = await running.open_stream()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while (ready := await running.client.get("/ready")).status_code == 200:
+        await asyncio.sleep(0.01)
+    assert "shutting down" in ready.json()["error"]["message"]
+    refused = await running.client.post("/v1/completions", json={"prompt": "x"})
+    assert refused.status_code == 503
+    assert running.server.engine.stopped == 0
+    running.hold.set()
+    assert (await asyncio.wait_for(stream, 5)).endswith("data: [DONE]\n\n")
+    assert await asyncio.wait_for(running.task, 10) == 0
+    assert running.server.engine.stopped == 1
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM, signal.SIGTERM]])
+async def test_sigint_or_a_second_sigterm_stops_at_once(running: Running, signals: list[signal.Signals]) -> None:
+    await running.ready()
+    stream = await running.open_stream()
+
+    async def stop(drain_s: float = 0.0) -> None:  # a stopped engine ends its streams
+        running.server.engine.failure = EngineError("stopped.")
+        running.server.engine.fail_at = 1
+        running.hold.set()
+
+    running.server.engine.stop = stop  # type: ignore[method-assign]
+    for number in signals:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.05)
+    assert '"code":"engine_error"' in await asyncio.wait_for(stream, 2)
+    assert await asyncio.wait_for(running.task, 5) == 0
+
+
+async def test_a_drain_does_not_wait_for_ever(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "DRAIN_S", 0.05)
+    monkeypatch.setattr(serve, "CLOSE_S", 1)
+    await running.ready()
+    stream = await running.open_stream()
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not running.server.engine.stopped:
+        await asyncio.sleep(0.01)
+    running.hold.set()
+    await asyncio.wait_for(stream, 5)
+    assert await asyncio.wait_for(running.task, 10) == 0
+
+
+async def test_health_answers_while_the_model_loads_and_a_signal_ends_the_loading(capsys: Any) -> None:
+    is_cancelled = asyncio.Event()
+
+    async def start() -> FakeEngineClient:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+        raise AssertionError
+
+    running = Running(make_server(FakeEngineClient(script=lambda prompt: []), start))
+    try:
+        while True:
+            try:
+                assert (await running.client.get("/health")).status_code == 200
+                break
+            except httpx.ConnectError:
+                await asyncio.sleep(0.01)
+        assert (await running.client.get("/ready")).status_code == 503
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running.task, 10) == 0
+        assert is_cancelled.is_set()
+        assert "listening" not in capsys.readouterr().out
+    finally:
+        await running.client.aclose()
+        running.listener.close()
+
+
+async def test_an_engine_that_does_not_start_ends_the_command_with_its_error() -> None:
+    async def start() -> FakeEngineClient:
+        raise EngineError("no memory.")
+
+    running = Running(make_server(FakeEngineClient(script=lambda prompt: []), start))
+    with pytest.raises(EngineError, match="no memory"):
+        await asyncio.wait_for(running.task, 10)
+    await running.client.aclose()
+    running.listener.close()
+
+
+async def test_a_closed_socket_aborts_over_real_tcp(running: Running) -> None:
+    await running.ready()
+    for is_stream in (True, False):
+        running.hold.clear()
+
+        async def step(index: int) -> None:
+            if index == 1:
+                await running.hold.wait()
+
+        running.server.engine.step = step
+        running.server.engine.seen.clear()
+        host, port = running.listener.getsockname()
+        reader, writer = await asyncio.open_connection(host, port)
+        body = b'{"messages":[{"role":"user","content":"Hi"}],"stream":%s}' % str(is_stream).lower().encode()
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        if is_stream:
+            await asyncio.wait_for(reader.readuntil(b"assistant"), 5)
+        while not running.server.engine.seen:
+            await asyncio.sleep(0.005)
+        writer.close()
+        await writer.wait_closed()
+        async with asyncio.timeout(2):
+            while not running.server.engine.seen[0].aborted:
+                await asyncio.sleep(0.005)

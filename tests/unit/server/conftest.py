@@ -1,0 +1,106 @@
+"""The whole application around a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest_asyncio
+
+from hiserve.config import Machine, ModelFacts, Resolved, make_config, resolve
+from hiserve.server.app import create_app
+from hiserve.server.gate import Gate
+from hiserve.server.metrics import Metrics
+from hiserve.server.shapes import ServedModel
+from hiserve.text.chat import ChatTemplate
+from hiserve.text.detokenizer import Spelling
+from hiserve.text.prompts import Prompts
+from hiserve.text.replies import Replies
+from tests.helpers import tiny_text
+from tests.helpers.asgi import Call
+from tests.helpers.fake_engine_client import FakeEngineClient
+
+TOKENIZER = tiny_text.byte_level()
+REPLY = "the token 🙂"
+
+
+def reply_script(text: str = REPLY, *, end: bool = True) -> list[list[int]]:
+    """One delta a token, spelled the tokenizer's way, and the end token."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False).tolist() + [tiny_text.END] * end
+    return [[index] for index in ids]
+
+
+NUM_STEPS = len(reply_script())
+
+
+def resolved() -> Resolved:
+    facts = ModelFacts(
+        context_length=256, checkpoint_dtype="float32", num_params=1000, slot_elements=64, vocab_size=500
+    )
+    return resolve(make_config(), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=0))
+
+
+@dataclass
+class Server:
+    """The application and what stands behind it."""
+
+    app: Any
+    engine: FakeEngineClient
+    gate: Gate
+    replies: Replies
+
+    def call(self, method: str, path: str, body: bytes | dict[str, Any] = b"", **headers: str) -> Call:
+        return Call(self.app, method, path, body, **headers)
+
+    async def get(self, path: str) -> Call:
+        return await self.call("GET", path).end()
+
+    async def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> Call:
+        return await self.call("POST", path, body, **headers).end()
+
+    async def chat(self, *messages: str, **fields: Any) -> Call:
+        """Posts a chat of alternating user and assistant messages."""
+        roles = ["user", "assistant"] * len(messages)
+        listed = [{"role": role, "content": text} for role, text in zip(roles, messages, strict=False)]
+        return await self.post("/v1/chat/completions", {"messages": listed, **fields})
+
+    async def complete(self, prompt: Any, **fields: Any) -> Call:
+        return await self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Reads one value from ``/metrics``."""
+        wanted = {"model_name": "tiny", **labels}
+        for line in (await self.get("/metrics")).text.splitlines():
+            if line.startswith(name + "{") and all(f'{key}="{value}"' for key, value in wanted.items()):
+                found = dict(part.split("=") for part in line[len(name) + 1 : line.index("}")].split(","))
+                if all(found.get(key) == f'"{value}"' for key, value in wanted.items()):
+                    return float(line.rsplit(" ", 1)[1])
+        raise AssertionError(f"no metric {name} {wanted}")
+
+
+def make_server(engine: FakeEngineClient, start: Any = None) -> Server:
+    async def started() -> FakeEngineClient:
+        return engine
+
+    gate = Gate(start or started)
+    replies = Replies()
+    app = create_app(
+        gate=gate,
+        prompts=Prompts(TOKENIZER, ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"}), replies),
+        spelling=Spelling(TOKENIZER),
+        metrics=Metrics("tiny"),
+        model=ServedModel(name="tiny", root="/models/tiny", vocab_size=500, created=1, fingerprint="fp"),
+        resolved=resolved(),
+        startup_s={"tokenizer": 0.1},
+    )
+    return Server(app, engine, gate, replies)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    made = make_server(FakeEngineClient(script=lambda prompt: reply_script()))
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        yield made
+    assert made.engine.num_inflight == 0, "a request never ended"
