@@ -177,7 +177,7 @@ def main() -> None:
     save_tokenizer(tokenizer, args.model)
     packed = pack(splits, tokenizer, args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(args.out / "corpus.npz", **packed)
+    np.savez_compressed(args.out / "corpus.npz", allow_pickle=False, **packed)
     rows = summary(splits, packed)
     (args.out / "corpus.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     for source, row in rows.items():

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import LlamaForCausalLM
 
 from tools.nano.samples import run_samples
@@ -153,8 +153,10 @@ def ratio(figures: dict[str, object], name: str) -> float:
 
 def load_model(folder: Path, device: torch.device) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Loads an exported folder with transformers; weights are upcast to float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()  # type: ignore[no-untyped-call]
+    model.to(device)  # type: ignore[arg-type]
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tools.nano.model import Nano, NanoConfig
-from tools.nano.tokenizer import BOS, END, PAD, SPECIAL_TOKENS
+from tools.nano.tokenizer import BOS, END, PAD, special_id
 
 
 def hf_config(config: NanoConfig) -> dict[str, object]:
@@ -35,18 +35,18 @@ def hf_config(config: NanoConfig) -> dict[str, object]:
         "initializer_range": 0.02,
         "use_cache": True,
         "dtype": "bfloat16",
-        "bos_token_id": SPECIAL_TOKENS.index(BOS),
-        "eos_token_id": SPECIAL_TOKENS.index(END),
-        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "bos_token_id": special_id(BOS),
+        "eos_token_id": special_id(END),
+        "pad_token_id": special_id(PAD),
     }
 
 
 def generation_config() -> dict[str, object]:
     """The contents of ``generation_config.json``: where replies end, and mild sampling."""
     return {
-        "bos_token_id": SPECIAL_TOKENS.index(BOS),
-        "eos_token_id": SPECIAL_TOKENS.index(END),
-        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "bos_token_id": special_id(BOS),
+        "eos_token_id": special_id(END),
+        "pad_token_id": special_id(PAD),
         "do_sample": True,
         "temperature": 0.6,
         "top_p": 0.9,

@@ -76,7 +76,8 @@ class Attention(nn.Module):
         group = self.num_heads // self.num_kv_heads
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        projected: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return projected
 
 
 class MLP(nn.Module):
@@ -91,7 +92,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., hidden]``."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -139,7 +141,8 @@ class Nano(nn.Module):
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x, cos, sin)
-        return self.norm(x)
+        normed: Tensor = self.norm(x)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., hidden]`` to ``[..., vocab]``."""

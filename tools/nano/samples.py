@@ -80,7 +80,7 @@ class Sample:
 def greedy(model: LlamaForCausalLM, ids: list[int], limit: int) -> list[int]:
     """Greedy continuation of a prompt, up to and with the end token."""
     prompt = torch.tensor([ids], device=model.device)
-    out = model.generate(
+    out = model.generate(  # type: ignore[misc]
         prompt,
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=limit,
@@ -101,7 +101,7 @@ def run_dialogue(
         ids += tokenizer.encode(f"<|user|>{user}<|end|><|assistant|>")
         reply = greedy(model, ids, MAX_REPLY_TOKENS)
         ids += reply if reply[-1] == tokenizer.eos_token_id else [*reply, tokenizer.eos_token_id]
-        turns += [("user", user), ("assistant", tokenizer.decode(reply, skip_special_tokens=True))]
+        turns += [("user", user), ("assistant", str(tokenizer.decode(reply, skip_special_tokens=True)))]
     return turns
 
 
@@ -110,5 +110,5 @@ def run_samples(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> 
     samples = [Sample(name, run_dialogue(model, tokenizer, *script)) for name, script in SCRIPTS.items()]
     for text in COMPLETIONS:
         reply = greedy(model, list(tokenizer.encode("<|bos|>" + text)), MAX_REPLY_TOKENS)
-        samples.append(Sample("completion", [("prompt", text), ("continuation", tokenizer.decode(reply))]))
+        samples.append(Sample("completion", [("prompt", text), ("continuation", str(tokenizer.decode(reply)))]))
     return samples

@@ -42,6 +42,11 @@ CHAT_TEMPLATE = """\
 """
 
 
+def special_id(token: str) -> int:
+    """Id of a special token."""
+    return SPECIAL_TOKENS.index(token)
+
+
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Trains the tokenizer.
 
@@ -75,21 +80,21 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 def encode_body(tokenizer: Tokenizer, document: Document) -> list[int]:
     """Token ids of a document after ``<|bos|>`` and its system message, as the chat template writes them."""
-    end = tokenizer.token_to_id(END)
+    end = special_id(END)
     if document.text:
         return [*tokenizer.encode(document.text).ids, end]
     ids: list[int] = []
     for role, content in document.messages:
-        ids += [tokenizer.token_to_id(ROLE_TOKENS[role]), *tokenizer.encode(content).ids, end]
+        ids += [special_id(ROLE_TOKENS[role]), *tokenizer.encode(content).ids, end]
     return ids
 
 
 def encode_head(tokenizer: Tokenizer, system: str) -> list[int]:
     """Token ids of ``<|bos|>`` and the system message; an empty string means that there is none."""
-    head = [tokenizer.token_to_id(BOS)]
+    head = [special_id(BOS)]
     if system:
-        head += [tokenizer.token_to_id(ROLE_TOKENS["system"]), *tokenizer.encode(system).ids]
-        head.append(tokenizer.token_to_id(END))
+        head += [special_id(ROLE_TOKENS["system"]), *tokenizer.encode(system).ids]
+        head.append(special_id(END))
     return head
 
 

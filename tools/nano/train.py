@@ -46,15 +46,15 @@ class TrainConfig:
     """
 
     steps: int = 6000
-    seconds: float = 400.0
+    seconds: float = 500.0
     lr: float = 2e-3
     lr_end: float = 0.02
     warmup: int = 300
-    weight_decay: float = 0.3
+    weight_decay: float = 1.5
     dropout: float = 0.1
     clip: float = 1.0
     ema: float = 0.998
-    eval_every: int = 200
+    eval_every: int = 250
     seed: int = 0
 
 
@@ -124,7 +124,7 @@ class Trainer:
             group["lr"] = lr
         with torch.autocast(x.device.type, dtype=torch.bfloat16):
             loss = self.losses(self.model.embed_tokens.weight, self.model(x), y).mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
