@@ -56,28 +56,34 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Philox-4x32-10: four random words for each counter.
 
-    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. torch has no
-    uint32 arithmetic, so words travel in int64; a 32 x 32 bit product wraps to the right 64 bits.
+    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. torch has no uint32
+    arithmetic, so words travel in int64: a 32 x 32 bit product wraps to the right 64 bits.
 
     Args:
-        counter: Four int64 tensors that broadcast together, values in [0, 2**32).
-        key: Two more.
+        counter: int64 ``[4, ...]``, values in [0, 2**32).
+        key: int64 ``[2, ...]``, values in [0, 2**32); broadcasts to ``counter[:2]``.
 
     Returns:
-        Four int64 tensors, values in [0, 2**32).
+        int64 ``[4, ...]``, values in [0, 2**32).
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    multipliers, weyl = _pair(*_PHILOX_M, like=counter), _pair(*_PHILOX_W, like=counter)
+    even, odd = counter[0::2], counter[1::2]
     for _ in range(_PHILOX_ROUNDS):
-        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
-        # The high halves are sign-extended and c1, c3 keep high bits: one mask clears both.
-        c0, c1 = ((p1 >> 32) ^ (c1 ^ k0)) & _MASK32, p1
-        c2, c3 = ((p0 >> 32) ^ (c3 ^ k1)) & _MASK32, p0
-        k0, k1 = (k0 + _PHILOX_W[0]) & _MASK32, (k1 + _PHILOX_W[1]) & _MASK32
-    return c0, c1 & _MASK32, c2, c3 & _MASK32
+        products = (even * multipliers).flip(0)
+        # High halves are sign-extended, odd words and keys exceed 32 bits: one mask clears them all.
+        even = (products >> 32).bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK32)
+        odd = products
+        key = key + weyl
+    return torch.stack((even, odd & _MASK32), 1).flatten(0, 1)
+
+
+def _pair(first: int, second: int, like: Tensor) -> Tensor:
+    """Two constants along the first dimension, made on the device: a copy from the host would wait for it."""
+    pair = first + torch.arange(2, device=like.device) * (second - first)
+    return pair.view(2, *[1] * (like.dim() - 1))
 
 
 def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: int) -> Tensor:
@@ -93,12 +99,16 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: in
     Returns:
         float64 ``[S, size]``, finite.
     """
-    block = torch.arange(-(-size // 4), device=seed.device)[None]  # one counter gives four entries
-    counter = (block, position[:, None], choice[:, None], torch.full_like(seed, stream)[:, None])
-    words = philox(counter, ((seed & _MASK32)[:, None], (seed >> 32)[:, None]))
-    flat = torch.stack(words, -1).flatten(1)[:, :size]
-    uniform = (flat.to(torch.float64) + 0.5) * 2.0**-32  # never 0 or 1
-    return -torch.log(-torch.log(uniform))
+    num_rows, num_blocks = seed.shape[0], -(-size // 4)  # one counter gives four entries
+    counter = seed.new_empty((4, num_rows, num_blocks))
+    counter[0] = torch.arange(num_blocks, device=seed.device)
+    counter[1] = position[:, None]
+    counter[2] = choice[:, None]
+    counter[3] = stream
+    key = torch.stack((seed & _MASK32, seed >> 32)).unsqueeze(-1)
+    words = philox(counter, key).permute(1, 2, 0).flatten(1)[:, :size]
+    uniform = words.to(torch.float64).add_(0.5).mul_(2.0**-32)  # never 0 or 1
+    return uniform.log_().neg_().log_().neg_()
 
 
 def last_loc(page_table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:

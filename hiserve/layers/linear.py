@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from hiserve.kernels.cpu import can_pack, pack, packed_linear
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class Linear:
     """A projection without bias; several projections of one input are one matrix.
 
-    Attributes:
-        weight: ``[out_features, in_features]``.
+    Args:
+        weight: ``[out_features, in_features]``. Copied where packing makes products faster.
     """
 
-    weight: Tensor
+    def __init__(self, weight: Tensor) -> None:
+        is_packed = can_pack(weight)
+        self._weight = pack(weight) if is_packed else weight
+        self._project: Callable[[Tensor, Tensor], Tensor] = packed_linear if is_packed else F.linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Projects ``[..., in_features]``."""
-        return F.linear(x, self.weight)
+        """Projects ``[T, in_features]``."""
+        return self._project(x, self._weight)

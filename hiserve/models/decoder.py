@@ -34,16 +34,17 @@ class Decoder:
 
     Args:
         config: The model's shape.
-        parameters: As ``weights.parameter_table`` names them.
+        parameters: As ``weights.parameter_table`` names them. Taken out one by one, so that a
+            projection that keeps a packed copy frees the original.
     """
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Tensor]) -> None:
-        embedding = parameters["embedding"]
+        embedding = parameters.pop("embedding")
         self._embedding = Embedding(embedding)
         self._rotary = Rotary(config.head_dim, config.rope_theta, embedding.dtype, embedding.device)
         self._layers = [_layer(config, parameters, index) for index in range(config.num_layers)]
-        self._norm = RMSNorm(parameters["norm"], config.norm_eps)
-        self._head = Linear(parameters.get("head", embedding))
+        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps)
+        self._head = Linear(parameters.pop("head", embedding))
 
     def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
         """Computes the step's tokens and stores their keys and values.
@@ -66,22 +67,22 @@ def _layer(config: ModelConfig, parameters: dict[str, Tensor], index: int) -> _L
     ours = f"layers.{index}."
     qk_norm = None
     if config.has_qk_norm:
-        query, key = parameters[ours + "q_norm"], parameters[ours + "k_norm"]
+        query, key = parameters.pop(ours + "q_norm"), parameters.pop(ours + "k_norm")
         weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
         qk_norm = RMSNorm(weight, config.norm_eps)
     return _Layer(
-        input_norm=RMSNorm(parameters[ours + "input_norm"], config.norm_eps),
+        input_norm=RMSNorm(parameters.pop(ours + "input_norm"), config.norm_eps),
         attention=SelfAttention(
             layer=index,
-            qkv=Linear(parameters[ours + "qkv"]),
-            out=Linear(parameters[ours + "out"]),
+            qkv=Linear(parameters.pop(ours + "qkv")),
+            out=Linear(parameters.pop(ours + "out")),
             qk_norm=qk_norm,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
         ),
-        mlp_norm=RMSNorm(parameters[ours + "mlp_norm"], config.norm_eps),
-        mlp=GatedMLP(gate_up=Linear(parameters[ours + "gate_up"]), down=Linear(parameters[ours + "down"])),
+        mlp_norm=RMSNorm(parameters.pop(ours + "mlp_norm"), config.norm_eps),
+        mlp=GatedMLP(gate_up=Linear(parameters.pop(ours + "gate_up")), down=Linear(parameters.pop(ours + "down"))),
     )
 
 

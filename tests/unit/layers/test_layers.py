@@ -1,0 +1,58 @@
+"""Layers against transformers' modules of the same name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from hiserve.layers.embedding import Embedding
+from hiserve.layers.linear import Linear
+from hiserve.layers.mlp import GatedMLP
+from hiserve.layers.norm import RMSNorm
+from hiserve.layers.rotary import Rotary
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 100_000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rotation_equals_transformers_at_far_positions(theta: float, dtype: torch.dtype) -> None:
+    config = LlamaConfig(head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    positions = torch.tensor([0, 1, 17, 1000, 8191])
+    heads = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
+    expected, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)
+    got = Rotary(64, theta, dtype, CPU)(positions)(heads)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected[0].transpose(0, 1), atol=1e-6, rtol=0)
+
+
+def test_rotation_of_a_sixteen_bit_model_happens_in_float32() -> None:
+    assert Rotary(64, 1e4, torch.bfloat16, CPU)(torch.arange(3)).cos.dtype == torch.float32
+    assert Rotary(64, 1e4, torch.float64, CPU)(torch.arange(3)).cos.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_linear_projects_no_rows_too(dtype: torch.dtype) -> None:
+    """A step in which no row samples has no logits."""
+    linear = Linear(torch.eye(4, dtype=dtype)[:3])
+    x = torch.arange(8, dtype=dtype).view(2, 4)
+    assert torch.equal(linear(x), x[:, :3])
+    assert linear(x[:0]).shape == (0, 3)
+
+
+def test_mlp_gates_then_projects_down() -> None:
+    gate, up, down = (torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(9))
+    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up))), down=Linear(down))
+    expected = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    torch.testing.assert_close(mlp(x), expected, atol=1e-5, rtol=0)
+
+
+def test_norm_and_embedding_hold_what_they_are_given() -> None:
+    assert torch.equal(Embedding(torch.eye(3))(torch.tensor([2, 0], dtype=torch.int32)), torch.eye(3)[[2, 0]])
+    torch.testing.assert_close(
+        RMSNorm(torch.full((2,), 3.0), 0.0)(torch.tensor([[5.0, -5.0]])), torch.tensor([[3.0, -3.0]])
+    )

@@ -1,0 +1,210 @@
+"""The sampler draws from the exact filtered distribution, and each row from its own stream."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hiserve.core.request import SamplingParams
+from hiserve.sampling.params import SamplingBatch, SamplingRows
+from hiserve.sampling.sampler import sample, scores
+
+CPU = torch.device("cpu")
+VOCAB = 40
+NUM_DRAWS = 40_000
+
+
+def logits(seed: int = 0, rows: int = 1, size: int = VOCAB) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((rows, size), generator=generator, dtype=torch.float64) * 2
+
+
+def batch(
+    params: list[SamplingParams], positions: list[int] | range, choices: list[int] | None = None
+) -> SamplingBatch:
+    """Puts params into rows 1.. and gathers them again."""
+    count = len(params)
+    rows = SamplingRows(count + 1, CPU)
+    numbers = np.arange(1, count + 1)
+    rows.write(numbers, params, choices or [0] * count)
+    return rows.gather(numbers.astype(np.int32), torch.from_numpy(numbers), torch.tensor(list(positions)))
+
+
+def draws(row: Tensor, params: SamplingParams, num_draws: int = NUM_DRAWS) -> Tensor:
+    """Draws at many positions of one stream."""
+    one = batch([params], [0])
+    repeated = {
+        name: getattr(one, name).expand(num_draws) for name in ("temperature", "top_k", "top_p", "seed", "choice")
+    }
+    many = SamplingBatch(
+        **repeated, position=torch.arange(num_draws), has_noise=one.has_noise, has_filter=one.has_filter
+    )
+    return sample(row.expand(num_draws, -1), many)
+
+
+def exact(row: Tensor, params: SamplingParams) -> np.ndarray:
+    """The distribution, token by token: temperature, then top-k, then the smallest set that reaches top-p."""
+    values = row[0].double().numpy() / params.temperature
+    order = sorted(range(len(values)), key=lambda token: -values[token])
+    kept = order[: params.top_k] if params.top_k > 0 else order
+    weights = {token: math.exp(values[token] - values[order[0]]) for token in kept}
+    total, mass, final = sum(weights.values()), 0.0, {}
+    for token in kept:
+        if mass >= params.top_p * total:
+            break
+        final[token] = weights[token]
+        mass += weights[token]
+    out = np.zeros(len(values))
+    for token, weight in final.items():
+        out[token] = weight / mass
+    return out
+
+
+def chi_square_excess(drawn: Tensor, expected: np.ndarray) -> float:
+    """Standard deviations by which chi-square exceeds its mean (Wilson and Hilferty, 1931); inf off support."""
+    counts = np.bincount(drawn.numpy(), minlength=len(expected))
+    if counts[expected == 0].any():
+        return math.inf
+    mean = expected * len(drawn)
+    large = mean >= 5
+    statistic = ((counts - mean)[large] ** 2 / mean[large]).sum()
+    freedom = large.sum() - 1
+    return float(((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom)))
+
+
+FILTERS = {
+    "plain": SamplingParams(temperature=1.0, seed=11),
+    "cold": SamplingParams(temperature=0.6, seed=12),
+    "hot": SamplingParams(temperature=2.5, seed=13),
+    "top-k": SamplingParams(temperature=1.0, top_k=7, seed=14),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8, seed=15),
+    "both": SamplingParams(temperature=1.3, top_k=12, top_p=0.7, seed=16),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_draws_follow_the_exact_filtered_distribution(name: str, dtype: torch.dtype) -> None:
+    row, params = logits(), FILTERS[name]
+    drawn = draws(row.to(dtype), params)
+    assert chi_square_excess(drawn, exact(row, params)) < 4.0
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_the_chi_square_test_notices_a_slightly_wrong_temperature(name: str) -> None:
+    """The negative control of the test above: 10 % off is seen, with the same draws."""
+    row, params = logits(), FILTERS[name]
+    wrong = SamplingParams(temperature=params.temperature * 1.1, top_k=params.top_k, top_p=params.top_p)
+    assert chi_square_excess(draws(row, params), exact(row, wrong)) > 4.0
+
+
+@pytest.mark.parametrize("changed", [{"top_k": 8}, {"top_p": 0.6}])
+def test_the_chi_square_test_notices_another_filter(changed: dict[str, float]) -> None:
+    row = logits()
+    base = {"temperature": 1.0, "top_k": 7, "top_p": 0.8}
+    assert chi_square_excess(draws(row, SamplingParams(**base, seed=3)), exact(row, SamplingParams(**base))) < 4.0
+    assert (
+        chi_square_excess(draws(row, SamplingParams(**base, seed=3)), exact(row, SamplingParams(**base | changed)))
+        > 4.0
+    )
+
+
+def test_neighbouring_positions_are_independent() -> None:
+    row = logits(size=4)
+    drawn = draws(row, FILTERS["plain"])
+    single = exact(row, FILTERS["plain"])
+    pairs = drawn[0::2] * 4 + drawn[1::2]
+    assert chi_square_excess(pairs, np.outer(single, single).ravel()) < 4.0
+    assert chi_square_excess(drawn[0::2] * 5, np.outer(single, single).ravel()) > 4.0
+
+
+def test_greedy_is_the_argmax_and_the_lowest_token_wins_ties() -> None:
+    row = logits(rows=2)
+    row[1, [3, 17, 30]] = 100.0
+    greedy = SamplingParams(temperature=0.0, top_k=1, top_p=0.1, seed=1)
+    plain = batch([greedy] * 2, range(2))
+    assert not plain.has_noise
+    assert not plain.has_filter
+    assert sample(row, plain).tolist() == [int(row[0].argmax()), 3]
+
+
+def test_a_stream_is_the_same_in_any_batch() -> None:
+    """Alone, among greedy rows, among filtered rows, first or last: the same tokens at each position."""
+    rows, params = logits(rows=64), SamplingParams(temperature=0.9, seed=5)
+    alone = [int(sample(rows[p : p + 1], batch([params], [p]))) for p in range(64)]
+    assert len(set(alone)) > 10
+    neighbours = [
+        [SamplingParams(temperature=0.0, seed=1)],
+        [SamplingParams(temperature=1.5, seed=2)],
+        [FILTERS["both"], FILTERS["top-k"]],
+    ]
+    for others in neighbours:
+        for place in range(len(others) + 1):
+            mixed = [*others[:place], params, *others[place:]]
+            for p in range(64):
+                together = logits(seed=p, rows=len(mixed))
+                together[place] = rows[p]
+                drawn = sample(together, batch(mixed, [p] * len(mixed)))
+                assert int(drawn[place]) == alone[p]
+
+
+def test_seed_choice_and_position_each_change_the_stream() -> None:
+    rows = logits(rows=64, seed=4) / 4
+    base = SamplingParams(temperature=1.0, seed=5)
+
+    def stream(params: SamplingParams, first: int = 0, choice: int = 0) -> list[int]:
+        return sample(rows, batch([params] * 64, range(first, first + 64), [choice] * 64)).tolist()
+
+    assert stream(base) == stream(base)
+    for other in (
+        stream(SamplingParams(temperature=1.0, seed=6)),
+        stream(base, first=1),
+        stream(base, choice=1),
+    ):
+        assert sum(a == b for a, b in zip(stream(base), other, strict=True)) < 20
+
+
+def test_float64_stays_float64_and_sixteen_bits_are_widened() -> None:
+    one = batch([FILTERS["both"]], [3])
+    assert scores(logits(), one).dtype == torch.float64
+    assert scores(logits().bfloat16(), one).dtype == torch.float32
+
+
+def test_a_tiny_temperature_is_greedy_in_effect() -> None:
+    row = logits()
+    for temperature in (1e-6, 1e-30, 1e-300):
+        for dtype in (torch.float32, torch.float64):
+            params = SamplingParams(temperature=temperature, seed=3)
+            drawn = sample(row.to(dtype).expand(50, -1), batch([params] * 50, range(50)))
+            assert set(drawn.tolist()) == {int(row.argmax())}
+
+
+def test_a_filter_always_leaves_the_likeliest_token() -> None:
+    row = logits()
+    for params in (
+        SamplingParams(temperature=1.0, top_p=1e-12, seed=3),
+        SamplingParams(temperature=1.0, top_k=1, seed=3),
+    ):
+        assert set(draws(row.float(), params, 200).tolist()) == {int(row.argmax())}
+
+
+def test_a_top_k_beyond_the_vocabulary_keeps_all() -> None:
+    row = logits()
+    wide = draws(row, SamplingParams(temperature=1.0, top_k=10 * VOCAB, seed=3), 200)
+    assert torch.equal(wide, draws(row, SamplingParams(temperature=1.0, seed=3), 200))
+
+
+def test_equal_scores_at_the_threshold_are_all_kept() -> None:
+    row = torch.zeros(1, 6, dtype=torch.float64)
+    row[0, 0] = 1.0
+    assert set(draws(row, SamplingParams(temperature=1.0, top_k=3, seed=2), 500).tolist()) == set(range(6))
+
+
+def test_masked_logits_are_never_drawn() -> None:
+    row = logits()
+    row[0, ::2] = -torch.inf
+    assert (draws(row, FILTERS["top-p"], 500) % 2 == 1).all()
