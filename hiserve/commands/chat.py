@@ -250,7 +250,19 @@ def own_server(config: Config) -> Iterator[str]:
         ResourceError: It did not start; it has said why.
     """
     code = "import sys; from hiserve.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "serve", *flags(config), "--host", "127.0.0.1", "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve",
+        *flags(config),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+    ]
     libc = ctypes.CDLL(None, use_errno=True)
     child = subprocess.Popen(
         command,
@@ -271,15 +283,15 @@ def own_server(config: Config) -> Iterator[str]:
 
 
 def flags(config: Config) -> list[str]:
-    """Returns the flags that make ``config`` out of the defaults; logging below a warning is off."""
-    given = []
+    """Returns the arguments of ``serve`` that make ``config``, but for the address and the logging."""
+    given = [config.model.model]
     for name, setting in settings().items():
         value = getattr(getattr(config, setting.section), name)
-        if value == setting.default or name in ("host", "port", "log_level"):
+        if value == setting.default or name in ("model", "host", "port", "log_level"):
             continue
         flag = f"--{name.replace('_', '-')}"
         given += [flag] if setting.kind == "bool" else [flag, str(value)]
-    return [*given, "--log-level", "warning"]
+    return given
 
 
 def stop(child: subprocess.Popen[str]) -> None:

@@ -20,7 +20,7 @@ from hiserve.server.generation import Generation, Piece
 from hiserve.server.metrics import Meter, Metrics
 from hiserve.server.shapes import ServedModel, Shape, json_response, usage
 from hiserve.server.sse import DONE, EventStream, event, unless_gone
-from hiserve.text.chat import parse_messages
+from hiserve.text.chat import Message, parse_messages
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 
@@ -66,7 +66,7 @@ class OpenAIRoutes:
         engine = self._gate.require()
         encoding = self._prompts.encode_chat(messages, namespace=NAMESPACE, max_tokens=engine.max_model_len)
         prompt = await unless_gone(request.receive, encoding)
-        return await self._answer(request, engine, prompt, options, is_chat=True, arrived=arrived)
+        return await self._answer(request, engine, prompt, options, messages=messages, arrived=arrived)
 
     async def completions(self, request: Request) -> Response:
         """Continues a text or a list of token ids."""
@@ -79,7 +79,7 @@ class OpenAIRoutes:
         if isinstance(prompt, str):
             encoding = self._prompts.encode_text(prompt, max_tokens=engine.max_model_len)
             prompt = await unless_gone(request.receive, encoding)
-        return await self._answer(request, engine, prompt, options, is_chat=False, arrived=arrived)
+        return await self._answer(request, engine, prompt, options, messages=None, arrived=arrived)
 
     async def models(self) -> Response:
         """Lists the one served model."""
@@ -108,8 +108,17 @@ class OpenAIRoutes:
         }
 
     async def _answer(
-        self, request: Request, engine: Engine, prompt: Int32Array, options: Options, *, is_chat: bool, arrived: float
+        self,
+        request: Request,
+        engine: Engine,
+        prompt: Int32Array,
+        options: Options,
+        *,
+        messages: list[Message] | None,
+        arrived: float,
     ) -> Response:
+        """Generates; ``messages`` are what a chat reply answers."""
+        is_chat = messages is not None
         sampling = fit_context(len(prompt), options, engine.max_model_len, is_chat=is_chat)
         shape = Shape(self._model, is_chat=is_chat, has_token_ids=options.has_token_ids)
         generation = Generation(
@@ -118,7 +127,7 @@ class OpenAIRoutes:
             sampling,
             detokenizer=self._spelling.detokenizer(),
             meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
-            remember=partial(self._prompts.remember, NAMESPACE) if is_chat else None,
+            remember=None if messages is None else partial(self._prompts.remember, NAMESPACE, messages),
         )
         pieces = generation.run(engine, namespace=NAMESPACE)
         if options.is_stream:

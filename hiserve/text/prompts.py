@@ -71,12 +71,19 @@ class Prompts:
         known = self._replies.recall(namespace, messages)
         return await self._off_loop(num_chars, lambda: encode_messages(messages, known, template, self._tokenizer))
 
-    def remember(self, namespace: bytes, text: str, ids: Sequence[int]) -> None:
-        """Keeps the ids of a finished reply for the prompts that will contain its text."""
+    def remember(self, namespace: bytes, messages: Sequence[Message], text: str, ids: Sequence[int]) -> None:
+        """Keeps the ids of a finished reply for the prompts that will contain it.
+
+        Args:
+            namespace: As given to ``encode_chat``.
+            messages: As given to ``encode_chat``.
+            text: What the client received.
+            ids: Everything generated, end token included.
+        """
         end = len(ids)
         while end and ids[end - 1] in self._tokenizer.hidden_ids:
             end -= 1
-        self._replies.remember(namespace, text, ids[:end])
+        self._replies.remember(namespace, messages, text, ids[:end])
 
     def _check_length(self, num_chars: int, max_tokens: int, *, param: str) -> None:
         least = num_chars // self._tokenizer.max_token_chars

@@ -2,14 +2,14 @@
 
 A sampled reply is rarely tokenized the way the tokenizer would: "token" may have been sampled as
 "to" + "ken". Re-tokenizing the history would end the prefix hit at the first such place, so the ids
-of each reply are remembered under its text and put back into later prompts.
+of each reply are remembered under its conversation and put back into later prompts.
 """
 
 from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -25,7 +25,10 @@ _STAND_IN_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 
 
 class Replies:
-    """Generated token ids by (namespace, text), least recently used first out.
+    """Generated token ids by conversation, the reply included; least recently used first out.
+
+    The text alone would not do as a key: the same words may have been sampled as different ids in
+    another turn, and only the ids of this very turn continue this prefix.
 
     Args:
         max_entries: Replies kept.
@@ -48,17 +51,18 @@ class Replies:
         """Tokens remembered."""
         return self._num_tokens
 
-    def remember(self, namespace: bytes, text: str, ids: Sequence[int]) -> None:
-        """Keeps the ids of a finished reply; an earlier reply with the same text is replaced.
+    def remember(self, namespace: bytes, messages: Sequence[Message], text: str, ids: Sequence[int]) -> None:
+        """Keeps the ids of a finished reply.
 
         Args:
             namespace: Digest that keeps tenants apart.
+            messages: What the reply answers.
             text: What the client received.
             ids: What was generated, end token not included.
         """
         if not ids or len(ids) > self._max_tokens:
             return
-        key = namespace_digest(namespace, text)
+        *_, key = _conversations(namespace, [*messages, {"role": "assistant", "content": text}])
         self._num_tokens -= len(self._ids.pop(key, ()))
         self._ids[key] = np.array(ids, dtype=np.int32)
         self._num_tokens += len(ids)
@@ -68,12 +72,19 @@ class Replies:
     def recall(self, namespace: bytes, messages: Sequence[Message]) -> dict[int, Int32Array]:
         """Returns the remembered ids of the assistant's messages, by index in ``messages``."""
         found = {}
-        for i, message in enumerate(messages):
-            key = namespace_digest(namespace, message["content"])
-            if message["role"] == "assistant" and key in self._ids:
+        for i, key in enumerate(_conversations(namespace, messages)):
+            if messages[i]["role"] == "assistant" and key in self._ids:
                 self._ids.move_to_end(key)
                 found[i] = self._ids[key]
         return found
+
+
+def _conversations(namespace: bytes, messages: Sequence[Message]) -> Iterator[bytes]:
+    """Yields one digest per message, each covering everything up to it."""
+    digest = namespace
+    for message in messages:
+        digest = namespace_digest(digest, message["role"], message["content"])
+        yield digest
 
 
 def encode_messages(

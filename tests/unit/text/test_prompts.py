@@ -64,7 +64,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(prompts: A
 async def test_a_remembered_reply_loses_its_end_token(prompts: Any) -> None:
     made, tokenizer, replies = prompts
     spelt = tiny_text.spell_in_bytes(tokenizer, "the token")
-    made.remember(b"", "the token", [*spelt, tiny_text.END])
+    made.remember(b"", MESSAGES, "the token", [*spelt, tiny_text.END])
     history = [*MESSAGES, {"role": "assistant", "content": "the token"}]
     assert replies.recall(b"", history)[1].tolist() == spelt
     ids = (await made.encode_chat(history, namespace=b"", max_tokens=1000)).tolist()

@@ -30,10 +30,17 @@ def encode(messages: list[Message], replies: Replies, template: ChatTemplate = T
     return encode_messages(messages, replies.recall(b"", messages), template, TOKENIZER).tolist()
 
 
+def remember(replies: Replies, ids: list[int], *texts: str, namespace: bytes = b"") -> None:
+    """Remembers the last of the replies of a conversation."""
+    *before, last = texts
+    replies.remember(namespace, conversation(*before), last, ids)
+
+
 def remembering(*texts: str) -> Replies:
+    """Remembers each of the replies of a conversation, spelled in bytes."""
     replies = Replies()
-    for text in texts:
-        replies.remember(b"", text, tiny_text.spell_in_bytes(TOKENIZER, text))
+    for i, text in enumerate(texts):
+        remember(replies, tiny_text.spell_in_bytes(TOKENIZER, text), *texts[: i + 1])
     return replies
 
 
@@ -49,8 +56,8 @@ def test_ids_that_are_not_the_canonical_tokenization_survive() -> None:
 
 
 def test_every_known_reply_of_a_long_conversation_is_spliced() -> None:
-    texts = ["a token", "the text", "unknown words", "a token"]
-    ids = encode(conversation(*texts), remembering("a token", "the text"))
+    texts = ["a token", "the text", "a token", "unknown words"]
+    ids = encode(conversation(*texts), remembering(*texts[:3]))
     assert TOKENIZER.decode(ids, skip_hidden=False) == TEMPLATE.render(conversation(*texts))
     joined = ",".join(map(str, ids))
     for text, times in (("a token", 2), ("the text", 1), ("unknown words", 0)):
@@ -69,14 +76,14 @@ def test_only_messages_of_the_assistant_are_spliced() -> None:
 
 def test_ids_that_decode_to_another_text_are_not_used() -> None:
     replies = Replies()
-    replies.remember(b"", REPLY, TOKENIZER.encode("something else", add_special_tokens=False).tolist())
+    remember(replies, TOKENIZER.encode("something else", add_special_tokens=False).tolist(), REPLY)
     assert encode(conversation(REPLY), replies) == plain(conversation(REPLY))
 
 
 def test_ids_with_a_special_token_inside_are_not_used() -> None:
     ids = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
     replies = Replies()
-    replies.remember(b"", REPLY, [*ids[:3], tiny_text.USER, *ids[3:]])
+    remember(replies, [*ids[:3], tiny_text.USER, *ids[3:]], REPLY)
     assert TOKENIZER.decode([*ids[:3], tiny_text.USER, *ids[3:]]) == REPLY, "only when special tokens are skipped"
     assert encode(conversation(REPLY), replies) == plain(conversation(REPLY))
 
@@ -110,7 +117,10 @@ def test_a_template_that_looks_into_the_content_is_obeyed(change: str) -> None:
 def test_a_message_that_forges_a_stand_in_is_plain_text(forged: str) -> None:
     messages = conversation(REPLY)
     messages[0] = {"role": "user", "content": forged}
-    ids = encode(messages, remembering(REPLY))
+    replies = Replies()
+    replies.remember(b"", messages[:1], REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
+    assert list(replies.recall(b"", messages)) == [1]
+    ids = encode(messages, replies)
     assert TOKENIZER.decode(ids, skip_hidden=False) == TEMPLATE.render(messages)
 
 
@@ -123,36 +133,51 @@ def test_a_tokenizer_that_pads_every_text_is_never_spliced() -> None:
     assert encode_messages(messages, {0: odd}, template, tokenizer).tolist() == expected
 
 
+def test_the_same_words_keep_the_ids_of_their_own_turn() -> None:
+    canonical = TOKENIZER.encode(REPLY, add_special_tokens=False).tolist()
+    spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
+    replies = Replies()
+    remember(replies, spelt, REPLY)
+    remember(replies, canonical, REPLY, REPLY)
+    recalled = replies.recall(b"", conversation(REPLY, REPLY))
+    assert {i: ids.tolist() for i, ids in recalled.items()} == {1: spelt, 3: canonical}
+
+
+def test_another_conversation_does_not_see_the_reply() -> None:
+    messages = [{"role": "system", "content": "x"}, *conversation(REPLY)]
+    assert remembering(REPLY).recall(b"", messages) == {}
+
+
 def test_namespaces_do_not_see_each_other() -> None:
     replies = Replies()
-    replies.remember(b"ann", REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
+    remember(replies, tiny_text.spell_in_bytes(TOKENIZER, REPLY), REPLY, namespace=b"ann")
     assert list(replies.recall(b"ann", conversation(REPLY))) == [1]
     assert replies.recall(b"bob", conversation(REPLY)) == {}
 
 
 def test_the_memory_is_bounded_by_entries_and_drops_the_least_recently_used() -> None:
     replies = Replies(max_entries=2)
-    replies.remember(b"", "a", [10])
-    replies.remember(b"", "b", [11])
+    remember(replies, [10], "a")
+    remember(replies, [11], "b")
     assert list(replies.recall(b"", conversation("a"))) == [1]
-    replies.remember(b"", "c", [12])
+    remember(replies, [12], "c")
     assert replies.num_entries == 2
-    assert list(replies.recall(b"", conversation("a", "b", "c"))) == [1, 5]
+    assert [bool(replies.recall(b"", conversation(text))) for text in "abc"] == [True, False, True]
 
 
 def test_the_memory_is_bounded_by_tokens() -> None:
     replies = Replies(max_tokens=10)
     for i in range(50):
-        replies.remember(b"", f"reply {i % 7}", [1] * (1 + i % 5))
-        kept = replies.recall(b"", conversation(*(f"reply {j}" for j in range(7))))
-        assert replies.num_tokens == sum(map(len, kept.values())) <= 10
-    replies.remember(b"", "too long", [1] * 11)
+        remember(replies, [1] * (1 + i % 5), f"reply {i % 7}")
+        kept = [replies.recall(b"", conversation(f"reply {j}")) for j in range(7)]
+        assert replies.num_tokens == sum(len(found[1]) for found in kept if found) <= 10
+    remember(replies, [1] * 11, "too long")
     assert replies.recall(b"", conversation("too long")) == {}
 
 
-def test_the_latest_ids_of_a_text_count() -> None:
+def test_the_latest_ids_of_a_turn_count() -> None:
     replies = Replies()
-    replies.remember(b"", REPLY, [1, 2, 3])
-    replies.remember(b"", REPLY, [4, 5])
+    remember(replies, [1, 2, 3], REPLY)
+    remember(replies, [4, 5], REPLY)
     assert replies.recall(b"", conversation(REPLY))[1].tolist() == [4, 5]
     assert replies.num_tokens == 2

@@ -1,0 +1,108 @@
+"""A live ``hiserve serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+COMMAND = (sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())")
+
+
+@dataclass
+class Live:
+    """A running server.
+
+    Attributes:
+        url: Where it listens.
+        process: The API process.
+        log: What it wrote to standard error.
+    """
+
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def info(self) -> dict[str, Any]:
+        """Asks for ``/server_info``."""
+        return dict(httpx.get(f"{self.url}/server_info", timeout=30).raise_for_status().json())
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Sums the series of a metric that carry these labels."""
+        total = 0.0
+        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.startswith(name + "{") and all(f'{key}="{text}"' in series for key, text in labels.items()):
+                total += float(value)
+        return total
+
+    def wait_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Waits until no request is anywhere; returns ``/server_info``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            info = self.info()
+            busy = info["num_inflight"] + info["num_queued"]
+            busy += sum(worker["stats"]["running"] + worker["stats"]["waiting"] for worker in info["workers"])
+            if not busy:
+                return info
+            assert time.monotonic() < deadline, f"still busy: {info}"
+            time.sleep(0.05)
+
+    def pids(self) -> list[int]:
+        """All processes of the server."""
+        processes = self.info()["processes"]
+        return [processes["api"], processes["scheduler"], *(worker["pid"] for worker in processes["workers"])]
+
+
+@contextlib.contextmanager
+def serve(folder: Path, *flags: str) -> Iterator[Live]:
+    """Starts a server on a free port and ends it, processes and all.
+
+    Args:
+        folder: For its log.
+        flags: Of ``hiserve serve``.
+    """
+    log = folder / "serve.log"
+    with log.open("w") as sink:
+        command = [*COMMAND, "serve", "--port", "0", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on "), f"{line!r}; {log.read_text()}"
+        yield Live(line.removeprefix("listening on ").strip(), process, log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+def is_alive(pid: int) -> bool:
+    """Says whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+    """Waits until none of the processes lives."""
+    deadline = time.monotonic() + timeout_s
+    while alive := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"orphans: {alive} (this is {os.getpid()})"
+        time.sleep(0.05)

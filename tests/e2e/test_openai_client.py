@@ -1,0 +1,291 @@
+"""The real OpenAI client against a live server on the embedded model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+
+from hiserve.models.config import NANO, find_model
+from hiserve.text.tokenizer import Tokenizer
+from tests.e2e.live import COMMAND, Live, serve, wait_gone
+
+MODEL = NANO
+QUESTIONS = [
+    "I would like a small latte with oat milk, please.",
+    "Can you book a table for two tonight?",
+    "Hi, I need a ride to the airport tomorrow morning.",
+    "Two cappuccinos and a muffin, please.",
+    "Find me a cheap hotel in Boston.",
+    "What movies are playing this weekend?",
+]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serve(tmp_path_factory.mktemp("live"), "--cpu-threads", "1") as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def client(live: Live) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def test_a_chat_reply_with_usage(client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(
+        model=MODEL, messages=[user(QUESTIONS[0])], max_completion_tokens=24, temperature=0
+    )
+    (choice,) = reply.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert 0 < reply.usage.completion_tokens <= 24
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens is not None
+    assert reply.system_fingerprint
+    assert reply.id.startswith("chatcmpl-")
+
+
+async def test_a_streamed_reply_equals_the_whole_one(client: openai.AsyncOpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": [user(QUESTIONS[1])], "max_tokens": 32, "seed": 5}
+    whole = await client.chat.completions.create(**fields, temperature=0)
+    stream = await client.chat.completions.create(
+        **fields, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+async def test_text_completions_of_text_and_of_token_ids_agree(client: openai.AsyncOpenAI) -> None:
+    text = "Would you like"
+    ids = Tokenizer.load(find_model(MODEL)).encode(text, add_special_tokens=True).tolist()
+    replies = [
+        await client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, temperature=0)
+        for prompt in (text, ids)
+    ]
+    assert replies[0].choices[0].text == replies[1].choices[0].text
+
+
+async def test_a_seed_repeats_a_sampled_reply_and_another_seed_changes_it(client: openai.AsyncOpenAI) -> None:
+    async def ask(seed: int) -> str:
+        reply = await client.chat.completions.create(
+            model=MODEL, messages=[user(QUESTIONS[2])], max_tokens=32, temperature=1.0, seed=seed
+        )
+        return reply.choices[0].message.content or ""
+
+    first = await ask(1)
+    assert await ask(1) == first
+    assert len({first, await ask(2), await ask(3)}) > 1
+
+
+async def test_errors_are_the_clients_own_exceptions(client: openai.AsyncOpenAI, live: Live) -> None:
+    pids = live.pids()
+    messages: Any = [user("Hi")]
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.chat.completions.create(model="other", messages=messages)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as hot:
+        await client.chat.completions.create(model=MODEL, messages=messages, temperature=-1)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as many:
+        await client.chat.completions.create(model=MODEL, messages=messages, n=2)
+    assert many.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.completions.create(model=MODEL, prompt=[10] * 100_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as negative:
+        await client.completions.create(model=MODEL, prompt=[-1])
+    assert negative.value.param == "prompt"
+    bad = httpx.post(f"{live.url}/v1/completions", content=rb'{"prompt": "\ud800"}')
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "prompt")
+    assert (await client.chat.completions.create(model=MODEL, messages=messages, max_tokens=2)).choices
+    assert live.pids() == pids, "a malformed request must not cost a process"
+
+
+async def test_models_are_listed(client: openai.AsyncOpenAI) -> None:
+    models = await client.models.list()
+    assert [model.id for model in models.data] == [MODEL]
+
+
+async def test_the_next_turn_hits_the_whole_history_of_a_sampled_reply(client: openai.AsyncOpenAI, live: Live) -> None:
+    """Several conversations at temperature 0.7; in some the sampled ids are not the tokenizer's own choice."""
+    page_size = live.info()["config"]["cache"]["page_size"]
+    tokenizer = Tokenizer.load(find_model(MODEL))
+    num_unusual = 0
+    for seed, question in enumerate(QUESTIONS * 2):
+        messages: list[Any] = [user(f"{question} ({seed})")]
+        history = 0
+        for turn in range(4):
+            reply = await client.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                temperature=0.7,
+                seed=100 + seed,
+                max_tokens=64,
+                extra_body={"return_token_ids": True},
+            )
+            assert reply.usage is not None
+            assert reply.usage.prompt_tokens_details is not None
+            cached = reply.usage.prompt_tokens_details.cached_tokens or 0
+            assert cached >= history - page_size, f"seed {seed}, turn {turn}: {cached} of {history}"
+            history = reply.usage.total_tokens
+            text = reply.choices[0].message.content or ""
+            ids = [i for i in reply.choices[0].model_extra["token_ids"] if i not in tokenizer.hidden_ids]
+            num_unusual += ids != tokenizer.encode(text, add_special_tokens=False).tolist()
+            messages += [{"role": "assistant", "content": text}, user("Thank you. And then?")]
+    assert num_unusual >= 1, "no sampled reply differed from its tokenization: the test shows nothing"
+
+
+async def test_disconnects_leak_no_pages_and_every_stream_ends_once(live: Live) -> None:
+    seed = 20_260_214
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    before = live.counter("hiserve:request_success_total")
+    limits = httpx.Limits(max_connections=200)
+    ends: list[str] = []
+
+    async def one(http: httpx.AsyncClient, leave_after: int | None, max_tokens: int, question: str) -> None:
+        body = {"messages": [user(question)], "stream": True, "max_tokens": max_tokens, "temperature": 0.7}
+        num_events, finishes, num_done = 0, [], 0
+        async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if not line:
+                    continue
+                num_events += 1
+                if leave_after is not None and num_events >= leave_after:
+                    ends.append("left")
+                    return
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    num_done += 1
+                    continue
+                event = json.loads(data)
+                assert "error" not in event, event
+                finishes += [choice["finish_reason"] for choice in event["choices"] if choice["finish_reason"]]
+        assert (len(finishes), num_done) == (1, 1)
+        ends.append(finishes[0])
+
+    async with httpx.AsyncClient(base_url=live.url, timeout=120, limits=limits) as http:
+        calls = []
+        for i in range(200):
+            leave_after = rng.randint(1, 12) if rng.random() < 0.3 else None
+            question = f"{rng.choice(QUESTIONS)} {rng.randint(0, 30)} {'please ' * rng.randint(0, 60)}{i % 7}"
+            calls.append(one(http, leave_after, rng.randint(4, 40), question))
+        await asyncio.gather(*calls)
+    assert len(ends) == 200
+    assert 30 <= ends.count("left") <= 90
+    info = live.wait_idle()
+    for worker in info["workers"]:
+        stats = worker["stats"]
+        assert stats["free_pages"] + stats["evictable_pages"] == worker["num_pages"], stats
+    assert live.counter("hiserve:request_success_total") - before == 200
+    assert live.counter("hiserve:request_success_total", finished_reason="error") == 0
+    assert live.counter("hiserve:kv_cache_usage_perc") == 0
+
+
+async def test_a_closed_socket_frees_its_request_while_others_run(live: Live) -> None:
+    """A request without an end in sight leaves the batch when its client does."""
+    live.wait_idle()
+    host, port = live.url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": [50], "max_tokens": 4000, "ignore_eos": True}).encode()
+    for _ in range(3):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        while not (await asyncio.to_thread(live.info))["num_inflight"]:
+            await asyncio.sleep(0.01)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.to_thread(live.wait_idle, 5.0)
+
+
+def test_a_port_in_use_is_one_line_and_exit_status_1(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = subprocess.run(
+            [*COMMAND, "serve", "--port", str(port)], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 1
+    assert f"port {port} on 127.0.0.1 is in use" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_sigterm_lets_a_stream_finish_and_leaves_no_process(tmp_path: Path) -> None:
+    with serve(tmp_path, "--cpu-threads", "1") as running:
+        pids = running.pids()
+        body = {"prompt": [50], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert running.process.wait(30) == 0
+        wait_gone(pids)
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path) -> None:
+    body = {"prompt": [50], "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    for signals, status in (([signal.SIGTERM, signal.SIGTERM], 0), ([signal.SIGKILL], -signal.SIGKILL)):
+        with serve(tmp_path, "--cpu-threads", "1") as running:
+            pids = running.pids()
+            with (
+                pytest.raises(httpx.RemoteProtocolError) if status else contextlib.nullcontext(),
+                httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as response,
+            ):
+                lines = response.iter_lines()
+                next(lines)
+                for number in signals:
+                    running.process.send_signal(number)
+                list(lines)
+            assert running.process.wait(10) == status
+            wait_gone(pids)
+
+
+def test_the_terminal_chat_talks_through_a_pipe(live: Live) -> None:
+    script = f"{QUESTIONS[0]}\nThank you.\n/stats\n/reset\n/nonsense\n{QUESTIONS[1]}\n/exit\nnever said\n"
+    ended = subprocess.run(
+        [*COMMAND, "chat", "--url", live.url], input=script, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("first token") == 3
+    assert "2 turns" in ended.stdout
+    assert "forgotten" in ended.stdout
+
+
+def test_the_terminal_chat_brings_its_own_server() -> None:
+    ended = subprocess.run(
+        [*COMMAND, "chat"], input=f"{QUESTIONS[0]}\n", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("first token") == 1
