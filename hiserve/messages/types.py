@@ -1,6 +1,6 @@
 """What processes say to each other: typed structs, and raw int32 frames for token ids.
 
-Directions: client -> scheduler ``Generate Abort Flush Query``; scheduler -> client
+Directions: client -> scheduler ``Generate Abort Flush Query Stop``; scheduler -> client
 ``Started StartFailed Tokens Failed Flushed Status``; scheduler -> worker ``Configure Admit
 Drop FlushCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed``.
 Token ids travel in frames beside the struct: see each struct's ``Frames``.
@@ -137,11 +137,20 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answer to ``Query``."""
+    """Answer to ``Query``.
+
+    Attributes:
+        queued: Requests no worker has yet.
+        workers: Living workers, by replica.
+        stale_messages: Messages ignored because they were of a dead incarnation.
+        malformed_messages: Messages that no peer of ours would send.
+    """
 
     ticket: int
     queued: int
     workers: list[WorkerFacts]
+    stale_messages: int = 0
+    malformed_messages: int = 0
 
 
 # --- scheduler -> worker ------------------------------------------------------------------
@@ -183,7 +192,7 @@ class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Exit now with status 0."""
+    """Exit now with status 0. Also from the client to the scheduler."""
 
 
 # --- worker -> scheduler ------------------------------------------------------------------
@@ -249,7 +258,7 @@ class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: int
 
 
-ToScheduler = Generate | Abort | Flush | Query
+ToScheduler = Generate | Abort | Flush | Query | Stop
 ToClient = Started | StartFailed | Tokens | Failed | Flushed | Status
 ToWorker = Configure | Admit | Drop | FlushCache | Stop
 FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed

@@ -1,0 +1,273 @@
+"""Private sockets between a parent and its child process; the only place that knows zmq.
+
+A link is one PAIR socket over ``ipc://`` in a 0700 directory of its own. The parent binds
+before it starts the child; the child connects, and removes the directory once the first
+message proved the connection, so that nothing is left to leak and nobody can join later.
+A link never reconnects: what is queued for a dead peer never reaches a successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from hiserve.errors import ResourceError
+from hiserve.messages.codec import Frames
+
+HIGH_WATER_MARK = 256
+MAX_BATCH = 64
+_SCHEME = "ipc://"
+_MAX_SOCKET_PATH = 107
+
+
+class PeerGoneError(Exception):
+    """The process at the other end closed the link or died; everything it sent was received."""
+
+
+class Link:
+    """One end of a connection to one peer. Nothing here blocks but ``wait``.
+
+    It owns a zmq context, so that closing the link ends its threads.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._is_gone = False
+
+    @classmethod
+    def bind(cls) -> Link:
+        """Opens the parent's end at an endpoint nobody else knows.
+
+        Raises:
+            ResourceError: The directory for temporary files has too long a path for a socket.
+        """
+        folder = tempfile.mkdtemp(prefix="hiserve-")
+        path = f"{folder}/s"
+        if len(path) > _MAX_SOCKET_PATH:
+            shutil.rmtree(folder)
+            raise ResourceError(
+                f"The socket path {path} has {len(path)} characters; the system allows {_MAX_SOCKET_PATH}. "
+                "Point TMPDIR at a shorter path."
+            )
+        link = cls(_SCHEME + path)
+        link._socket.bind(link.endpoint)
+        return link
+
+    @classmethod
+    def connect(cls, endpoint: str) -> Link:
+        """Opens the child's end."""
+        link = cls(endpoint)
+        link._socket.connect(endpoint)
+        return link
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """Descriptors of the socket and of its monitor; readable when the state may have changed."""
+        return int(self._socket.FD), int(self._monitor.FD)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the peer was there and is not any more, or could not be reached."""
+        self._is_gone = self._is_gone or bool(self._monitor.poll(0))
+        return self._is_gone
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the next ``try_send`` will be taken."""
+        return bool(self._events & zmq.POLLOUT)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the next ``try_receive`` returns a message."""
+        return bool(self._events & zmq.POLLIN)
+
+    @property
+    def _events(self) -> int:
+        return int(self._socket.getsockopt(zmq.EVENTS))
+
+    def try_send(self, frames: Frames) -> bool:
+        """Hands a message over; False when the peer is slow, not there yet, or gone."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def try_receive(self) -> Frames | None:
+        """Returns the next message, or None."""
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def wait(self, *, until_writable: bool = False) -> None:
+        """Blocks until a message came, the peer is gone, or (if asked) the peer takes messages again."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if until_writable else 0))
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.poll()
+
+    def remove_endpoint(self) -> None:
+        """Removes the directory of the endpoint; an existing connection stays."""
+        shutil.rmtree(Path(self.endpoint.removeprefix(_SCHEME)).parent, ignore_errors=True)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Closes; messages that were sent get ``linger_ms`` milliseconds to leave."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        self._context.term()
+        self.remove_endpoint()
+
+
+class PollingChannel:
+    """A link for a loop of its own, which must not be held up: the worker's."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the peer takes another message now."""
+        return self._link.is_writable
+
+    def receive(self, *, is_idle: bool, until_writable: bool = False) -> list[Frames]:
+        """Returns what has come.
+
+        Args:
+            is_idle: Nothing else to do: block until something happens.
+            until_writable: While blocked, also return once the peer takes messages again.
+
+        Raises:
+            PeerGoneError: The peer is gone and everything it sent was returned before.
+        """
+        if is_idle:
+            self._link.wait(until_writable=until_writable)
+        is_gone = self._link.is_gone
+        batch: list[Frames] = []
+        while len(batch) < MAX_BATCH and (frames := self._link.try_receive()) is not None:
+            batch.append(frames)
+        if is_gone and not batch:
+            raise PeerGoneError("the scheduler is gone")
+        return batch
+
+    def try_send(self, frames: Frames) -> bool:
+        """As ``Link.try_send``."""
+        return self._link.try_send(frames)
+
+
+def _ignore() -> None:
+    """The default of callbacks that nobody asked for."""
+
+
+class AsyncChannel:
+    """A link served by the running event loop.
+
+    Args:
+        link: Its end; the channel closes it.
+        on_messages: Called with up to ``MAX_BATCH`` messages at a time.
+        on_writable: Called when the peer may take messages again after ``try_send`` refused one.
+        on_gone: Called once, when the peer is gone and everything it sent was delivered.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        on_messages: Callable[[list[Frames]], None],
+        on_writable: Callable[[], None] = _ignore,
+        on_gone: Callable[[], None] = _ignore,
+    ) -> None:
+        self._link = link
+        self._on_messages = on_messages
+        self._on_writable = on_writable
+        self._on_gone = on_gone
+        self._backlog: deque[Frames] = deque()
+        self._is_full = False
+        self._is_woken = False
+        self._is_closed = False
+        self._is_gone = False
+        self._loop = asyncio.get_running_loop()
+        for fd in link.fds:
+            self._loop.add_reader(fd, self._pump)
+        self._wake()
+
+    @property
+    def endpoint(self) -> str:
+        """Where the other end connects."""
+        return self._link.endpoint
+
+    def send(self, frames: Frames) -> None:
+        """Sends now or, while the peer is slow, later and in order. For messages whose number is bounded."""
+        if self._backlog or not self.try_send(frames):
+            self._backlog.append(frames)
+
+    def try_send(self, frames: Frames) -> bool:
+        """Sends now or refuses, so that the caller can merge what the peer is too slow for."""
+        if self._is_closed or self._backlog or not self._link.try_send(frames):
+            self._is_full = True
+            return False
+        self._wake()
+        return True
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Stops serving; messages that were sent get ``linger_ms`` milliseconds to leave."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for fd in self._link.fds:
+            self._loop.remove_reader(fd)
+        self._link.close(linger_ms)
+
+    def _wake(self) -> None:
+        # The descriptor only announces changes, and any call on the socket may consume the
+        # announcement: after each call somebody has to look again.
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._is_woken = False
+        if not self._is_closed:
+            self._deliver()
+        if not self._is_closed and self._is_full and self._link.is_writable:
+            self._flush()
+        if not self._is_closed and self._has_more():
+            self._wake()
+
+    def _deliver(self) -> None:
+        was_gone = self._link.is_gone  # asked first: what it sent before is there by now
+        batch: list[Frames] = []
+        while len(batch) < MAX_BATCH and (frames := self._link.try_receive()) is not None:
+            batch.append(frames)
+        if batch:
+            self._on_messages(batch)
+        elif was_gone and not self._is_gone:
+            self._is_gone = True
+            self._on_gone()
+
+    def _has_more(self) -> bool:
+        is_newly_gone = self._link.is_gone and not self._is_gone
+        return is_newly_gone or self._link.is_readable or (self._is_full and self._link.is_writable)
+
+    def _flush(self) -> None:
+        while self._backlog and self._link.try_send(self._backlog[0]):
+            self._backlog.popleft()
+        self._is_full = bool(self._backlog)
+        if not self._is_full:
+            self._on_writable()
+        self._wake()

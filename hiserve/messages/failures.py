@@ -1,0 +1,50 @@
+"""Names of errors on the wire, turned back into the typed errors they stand for."""
+
+from __future__ import annotations
+
+from hiserve.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    HiserveError,
+    ModelError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    ResourceError,
+    UnavailableError,
+)
+
+_BY_CODE: dict[str, type[HiserveError]] = {
+    kind.code: kind
+    for kind in (
+        ConfigError,
+        ContextLengthError,
+        EngineError,
+        ModelError,
+        NotFoundError,
+        OverloadedError,
+        RequestError,
+        ResourceError,
+        UnavailableError,
+    )
+}
+
+
+def to_error(code: str, message: str, trace: str = "") -> HiserveError:
+    """Returns the error a code names; a code without a class of its own is an ``EngineError``.
+
+    Args:
+        code: As in ``HiserveError.code``.
+        message: For people.
+        trace: Where it happened in the other process; kept as a note on the error.
+    """
+    error = _BY_CODE.get(code, EngineError)(message, code=code)
+    if trace:
+        error.add_note(trace)
+    return error
+
+
+def trace_of(error: HiserveError) -> str:
+    """Returns the trace kept on an error that came from another process."""
+    return "\n".join(getattr(error, "__notes__", ()))

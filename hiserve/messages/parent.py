@@ -1,0 +1,76 @@
+"""What a parent does about a child process: starts it, talks to it, hears its last words, ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+
+from hiserve.messages.channels import AsyncChannel, Link
+from hiserve.messages.codec import Frames
+
+LAST_WORDS_S = 0.5
+
+
+class ChildProcess:
+    """A process and the only channel to it. Made by ``start``.
+
+    Args:
+        process: The running process.
+        channel: The parent's end.
+        gone: Set when the child closed its end and all it sent was delivered.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: AsyncChannel, gone: asyncio.Event) -> None:
+        self._process = process
+        self._channel = channel
+        self._gone = gone
+
+    @classmethod
+    async def start(cls, command: Sequence[str], on_messages: Callable[[list[Frames]], None]) -> ChildProcess:
+        """Starts ``command ENDPOINT`` in a session of its own, where no Ctrl-C reaches it.
+
+        Args:
+            command: Its command line; the endpoint is appended.
+            on_messages: As in ``AsyncChannel``. A child says nothing before it was sent something.
+        """
+        gone = asyncio.Event()
+        link = Link.bind()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, link.endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+        except BaseException:
+            link.close()
+            raise
+        return cls(process, AsyncChannel(link, on_messages=on_messages, on_gone=gone.set), gone)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def send(self, frames: Frames) -> None:
+        """As ``AsyncChannel.send``."""
+        self._channel.send(frames)
+
+    async def wait(self) -> str:
+        """Waits for its end and everything it said before; returns how it ended."""
+        returncode = await self._process.wait()
+        await wait_for_event(self._gone, LAST_WORDS_S)
+        self._channel.close()
+        return f"exit code {returncode}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
+
+    def kill(self) -> None:
+        """Ends it now. ``wait`` is still due."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for an event, at most ``timeout_s`` seconds; returns whether it came."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()

@@ -1,0 +1,85 @@
+"""How many requests a worker may hold, and which worker gets the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LOOKAHEAD_SHARE = 8
+
+
+@dataclass(slots=True)
+class _Load:
+    """A worker's rows, and the requests it holds: running, or waiting inside it."""
+
+    max_running: int
+    num_held: int = 0
+
+    @property
+    def credit(self) -> int:
+        # A few more than its rows, so that a row that frees is taken in the very next step.
+        return self.max_running + max(1, self.max_running // LOOKAHEAD_SHARE) - self.num_held
+
+
+class Admission:
+    """Credits: a worker is sent a request only while it holds few enough."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, _Load] = {}
+
+    def join(self, replica: int, max_running: int) -> None:
+        """Adds a worker that holds nothing.
+
+        Args:
+            replica: The worker.
+            max_running: Requests it runs at once.
+        """
+        self._loads[replica] = _Load(max_running)
+
+    def leave(self, replica: int) -> None:
+        """Removes a worker, with what it held."""
+        self._loads.pop(replica, None)
+
+    def num_held(self, replica: int) -> int:
+        """Returns the requests a worker holds."""
+        return self._loads[replica].num_held
+
+    def with_credit(self) -> list[int]:
+        """Returns the workers that may be sent another request."""
+        return [replica for replica, load in self._loads.items() if load.credit > 0]
+
+    def take(self, replica: int) -> None:
+        """Spends a credit: the worker is sent a request."""
+        load = self._loads[replica]
+        assert load.credit > 0, f"worker {replica} holds {load.num_held} requests and was sent another"
+        load.num_held += 1
+
+    def give_back(self, replica: int) -> None:
+        """Returns a credit: a request the worker held has ended."""
+        load = self._loads[replica]
+        assert load.num_held > 0, f"worker {replica} ended a request but holds none"
+        load.num_held -= 1
+
+    def place(self, num_tokens: int, matched: Callable[[int], int]) -> int | None:
+        """Chooses the worker for a request; None when none has credit.
+
+        The longest cached prefix wins while its worker is not far busier than the idlest one:
+        it may hold up to half its rows more if all of the prompt is cached, and less in
+        proportion (a shared system prompt must not draw all traffic to one worker).
+        Equals are decided by load.
+
+        Args:
+            num_tokens: Length of the prompt.
+            matched: Prompt tokens a worker has cached.
+        """
+        candidates = self.with_credit()
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        idlest = min(self._loads[replica].num_held for replica in candidates)
+        ranked = []
+        for replica in candidates:
+            load, cached = self._loads[replica], matched(replica)
+            slack = load.max_running * cached / (2 * num_tokens)
+            if load.num_held - idlest <= slack:
+                ranked.append((-cached, load.num_held, replica))
+        return min(ranked)[2]

@@ -1,0 +1,295 @@
+"""The async token-level client of the engine: starts the scheduler process and talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+
+from hiserve.config import Config, known
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import EngineError, HiserveError, UnavailableError
+from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
+from hiserve.messages.failures import to_error
+from hiserve.messages.parent import ChildProcess, wait_for_event
+from hiserve.messages.types import (
+    Abort,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    Query,
+    Started,
+    StartFailed,
+    Status,
+    Stop,
+    ToClient,
+    Tokens,
+)
+
+SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
+STOP_TIMEOUT_S = 10.0
+
+
+class Delta(msgspec.Struct):
+    """News of one request; what came while the reader was away is one delta.
+
+    Attributes:
+        tokens: New tokens; may be empty with a finish.
+        finish: RUNNING but in the last delta.
+        cached: Prompt tokens served from the cache in the first delta, -1 after.
+    """
+
+    tokens: list[int]
+    finish: FinishReason
+    cached: int
+
+
+class _Stream:
+    """Tokens of one request that its reader has not taken. Bounded by the request's own length."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._finish = 0
+        self._cached: int | None = None
+        self._is_first = True
+        self._error: HiserveError | None = None
+        self._news = asyncio.Event()
+
+    def push(self, tokens: list[int], finish: int, cached: int) -> None:
+        self._tokens += tokens
+        self._finish = finish
+        if self._cached is None:
+            self._cached = max(0, cached)
+        self._news.set()
+
+    def fail(self, error: HiserveError) -> None:
+        self._error = error
+        self._news.set()
+
+    async def take(self) -> Delta:
+        """Waits for news; an error comes after the tokens that preceded it."""
+        await self._news.wait()
+        self._news.clear()
+        if self._error is not None:
+            if not self._tokens:
+                raise self._error
+            self._news.set()
+        cached = self._cached if self._is_first and self._cached is not None else -1
+        delta = Delta(self._tokens, FinishReason(self._finish), cached)
+        self._tokens, self._is_first = [], False
+        return delta
+
+
+class EngineClient:
+    """Submits token ids and yields token ids. Made by ``start``; lives in one event loop.
+
+    Attributes:
+        started: What the workers reported when they became ready.
+    """
+
+    started: Started
+    _process: ChildProcess
+    _watch: asyncio.Task[None]
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._streams: dict[int, _Stream] = {}
+        self._uids = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._tickets = itertools.count(1)
+        self._starting: asyncio.Future[Started] = asyncio.get_running_loop().create_future()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed: str | None = None
+        self._decoder = Decoder[ToClient](ToClient)
+
+    @classmethod
+    async def start(cls, config: Config, *, command: Sequence[str] = SCHEDULER_COMMAND) -> EngineClient:
+        """Starts the scheduler, which starts the workers; returns when all are ready.
+
+        Args:
+            config: Resolved configuration.
+            command: Command line of the scheduler, without its endpoint.
+
+        Raises:
+            HiserveError: What kept a worker from starting; its trace is a note on the error.
+        """
+        client = cls(config)
+        client._process = await ChildProcess.start(command, client._receive)
+        client._process.send(encode(config))
+        client._watch = asyncio.create_task(client._watch_process())
+        try:
+            client.started = await client._starting
+        except BaseException:
+            await client.stop()
+            raise
+        return client
+
+    @property
+    def is_ready(self) -> bool:
+        """Requests can be sent: the engine was not stopped and its scheduler lives."""
+        return self._closed is None
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, in tokens."""
+        return known(self._config.model.max_model_len)
+
+    @property
+    def num_inflight(self) -> int:
+        """Requests sent and not ended; one that was aborted counts until the scheduler says so."""
+        return len(self._streams)
+
+    async def generate(
+        self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+    ) -> AsyncGenerator[Delta, None]:
+        """Yields deltas until one has a finish.
+
+        The request is sent at the first ``__anext__``. Closing the generator, or cancelling the
+        task that reads it, aborts the request.
+
+        Args:
+            prompt: int32 ``[n]``.
+            sampling: How to sample and when to stop.
+            namespace: Keeps tenants' caches apart.
+            choice: Index among the request's choices; part of the random key.
+
+        Raises:
+            ContextLengthError: Prompt, or prompt plus ``max_tokens``, exceeds the context.
+            RequestError: The prompt is not acceptable.
+            EngineError: The engine lost the request.
+            UnavailableError: The engine is stopped, stopping or dead.
+        """
+        self._require_open()
+        uid = next(self._uids)
+        stream = self._streams[uid] = _Stream()
+        self._idle.clear()
+        self._process.send(encode(Generate(uid, sampling, namespace, choice), prompt))
+        try:
+            finish = FinishReason.RUNNING
+            while finish is FinishReason.RUNNING:
+                delta = await stream.take()
+                finish = delta.finish
+                yield delta
+        finally:
+            if uid in self._streams and self._closed is None:
+                self._process.send(encode(Abort([uid])))
+
+    async def flush(self) -> int:
+        """Empties the prefix caches of all workers; returns the pages emptied.
+
+        Raises:
+            UnavailableError: The engine is stopped or dead.
+        """
+        answer: Flushed = await self._ask(Flush)
+        return answer.pages
+
+    async def status(self) -> Status:
+        """Returns the state of scheduler and workers.
+
+        Raises:
+            UnavailableError: The engine is stopped or dead.
+        """
+        answer: Status = await self._ask(Query)
+        return answer
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Ends scheduler and workers; may be called again.
+
+        Args:
+            drain_s: Seconds that requests already sent get to finish; those left then fail. To
+                refuse new ones meanwhile is the caller's part.
+        """
+        if self._closed is None:
+            await wait_for_event(self._idle, drain_s)
+        self._close("the engine was stopped.")
+        self._process.send(encode(Stop()))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._watch), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._watch
+
+    async def _ask(self, question: type[Flush] | type[Query]) -> Any:
+        self._require_open()
+        ticket = next(self._tickets)
+        answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
+        self._process.send(encode(question(ticket)))
+        try:
+            return await answer
+        finally:
+            self._answers.pop(ticket, None)
+
+    def _require_open(self) -> None:
+        if self._closed is not None:
+            raise UnavailableError(self._closed)
+
+    async def _watch_process(self) -> None:
+        end = await self._process.wait()
+        self._close(f"the scheduler process died ({end}).")
+
+    def _close(self, reason: str) -> None:
+        """Fails whatever is open; the first reason stays."""
+        if self._closed is not None:
+            return
+        self._closed = reason
+        if not self._starting.done():
+            self._starting.set_exception(EngineError(reason))
+        for stream in self._streams.values():
+            stream.fail(UnavailableError(reason))
+        self._streams.clear()
+        self._idle.set()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(reason))
+
+    def _receive(self, batch: list[Frames]) -> None:
+        for frames in batch:
+            if self._closed is not None:
+                return
+            try:
+                self._hear(self._decoder.decode(frames))
+            except MalformedError as error:
+                self._close(f"the scheduler process sent a malformed message: {error}")
+                self._process.kill()
+
+    def _hear(self, received: Received[ToClient]) -> None:
+        match received.message:
+            case Tokens() as news:
+                self._spread(news, received.tokens.tolist())
+            case Failed() as failed:
+                self._end(failed.uid).fail(to_error(failed.code, failed.message))
+            case Flushed() | Status() as answer:
+                if answer.ticket in self._answers and not self._answers[answer.ticket].done():
+                    self._answers[answer.ticket].set_result(answer)
+            case Started() as started:
+                if not self._starting.done():
+                    self._starting.set_result(started)
+            case StartFailed(message, code, trace):
+                if not self._starting.done():
+                    self._starting.set_exception(to_error(code, message, trace))
+
+    def _spread(self, news: Tokens, tokens: list[int]) -> None:
+        start = 0
+        for uid, count, finish, cached in zip(news.uids, news.counts, news.finishes, news.cached, strict=True):
+            stream = self._end(uid) if finish else self._stream(uid)
+            stream.push(tokens[start : start + count], finish, cached)
+            start += count
+
+    def _stream(self, uid: int) -> _Stream:
+        if uid not in self._streams:
+            raise MalformedError(f"news of request {uid}, which is not open")
+        return self._streams[uid]
+
+    def _end(self, uid: int) -> _Stream:
+        stream = self._stream(uid)
+        del self._streams[uid]
+        if not self._streams:
+            self._idle.set()
+        return stream

@@ -1,0 +1,189 @@
+"""Every decision of the scheduler, without sockets: messages go in, messages come out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason
+from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.messages.failures import to_error
+from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens
+from hiserve.scheduler.admission import Admission
+from hiserve.scheduler.ledger import Entry, Ledger, State
+from hiserve.scheduler.policy import Policy
+from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.queue import Queue, Waiting
+
+
+class Outlet(Protocol):
+    """Where the decisions go. Nothing in it may block or fail."""
+
+    def tokens(self, news: Tokens, tokens: Int32Array) -> None:
+        """Tells the client news of requests."""
+
+    def failed(self, uid: int, error: HiserveError) -> None:
+        """Tells the client that a request ended with an error, or was refused."""
+
+    def admit(self, replica: int, message: Admit, tokens: Int32Array) -> None:
+        """Sends a worker a request."""
+
+    def drop(self, replica: int, uids: list[int]) -> None:
+        """Asks a worker to abort requests."""
+
+
+class Dispatcher:
+    """Ledger, queue, policy, admission and prefix index at work together.
+
+    A request is in the ledger from ``submit`` to its one terminal message; while it is queued
+    it is in the queue, and from its admission on it holds one credit of its worker.
+
+    Args:
+        outlet: Receives every message.
+        policy: Who is next.
+        page_size: Tokens per page.
+    """
+
+    def __init__(self, outlet: Outlet, policy: Policy, page_size: int) -> None:
+        self._outlet = outlet
+        self._policy = policy
+        self.ledger = Ledger()
+        self.queue = Queue()
+        self.admission = Admission()
+        self.index = PrefixIndex(page_size)
+        self._max_len = 0
+        self._closed: HiserveError | None = None
+
+    def submit(self, message: Generate, prompt: Int32Array) -> None:
+        """Accepts a request or answers why not. It is admitted by the next ``dispatch``.
+
+        Raises:
+            MalformedError: Its uid is in use.
+        """
+        refusal = self._refusal(message, prompt)
+        if refusal is not None:
+            self._outlet.failed(message.uid, refusal)
+            return
+        entry = self.ledger.accept(message, prompt)
+        self.queue.push(Waiting(entry, self.index.prefix(prompt, message.namespace)))
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends queued requests now, and running ones when their worker answers; others have ended."""
+        drops: dict[int, list[int]] = {}
+        dropped: list[int] = []
+        for uid in uids:
+            entry = self.ledger.get(uid)
+            if entry is None or entry.state is State.ABORTING:
+                continue
+            if entry.replica is None:
+                self.queue.remove(uid)
+                self._end(entry)
+                dropped.append(uid)
+            else:
+                entry.state = State.ABORTING
+                drops.setdefault(entry.replica, []).append(uid)
+        if dropped:
+            zeros = [0] * len(dropped)
+            news = Tokens(uids=dropped, counts=zeros, finishes=[int(FinishReason.ABORT)] * len(dropped), cached=zeros)
+            self._outlet.tokens(news, np.empty(0, dtype=np.int32))
+        for replica, running in drops.items():
+            self._outlet.drop(replica, running)
+
+    def worker_ready(self, replica: int, ready: Ready) -> None:
+        """A worker, new or restarted, can take requests."""
+        self._max_len = ready.max_len
+        self.admission.join(replica, ready.max_running)
+        self.index.attach(replica, ready.namespace)
+
+    def worker_lost(self, replica: int, error: HiserveError) -> None:
+        """A worker is gone: what it held ends with ``error``, its credits and its cache are forgotten."""
+        self.admission.leave(replica)
+        self.index.detach(replica)
+        for entry in self.ledger.running_on(replica):
+            entry.replica = None
+            self._end(entry)
+            self._outlet.failed(entry.uid, error)
+
+    def close(self, error: UnavailableError) -> None:
+        """No worker is left and none will come: queued and later requests are refused."""
+        self._closed = error
+        for waiting in self.queue.window(len(self.queue)):
+            self.queue.remove(waiting.entry.uid)
+            self._end(waiting.entry)
+            self._outlet.failed(waiting.entry.uid, error)
+
+    def report(
+        self, replica: int, report: StepReport, tokens: Int32Array, published: bytes = b"", removed: bytes = b""
+    ) -> None:
+        """Records what a worker did and passes it on.
+
+        Args:
+            replica: The worker.
+            report: Its report, and the arrays that came beside it:
+            tokens: int32 ``[sum(counts)]``.
+            published: Joined digests of pages its cache gained.
+            removed: Joined digests of pages its cache lost.
+
+        Raises:
+            MalformedError: It reports on requests it does not hold; nothing was recorded.
+        """
+        entries = self.ledger.rows(report.uids, replica)
+        failures = self.ledger.rows([uid for uid, _, _ in report.failed], replica)
+        self.index.update(replica, published, removed)
+        if entries:
+            ids = tokens.tolist()
+            start = 0
+            for entry, count, finish in zip(entries, report.counts, report.finishes, strict=True):
+                entry.generated.extend(ids[start : start + count])
+                start += count
+                if finish:
+                    self._end(entry)
+            news = Tokens(uids=report.uids, counts=report.counts, finishes=report.finishes, cached=report.cached)
+            self._outlet.tokens(news, tokens)
+        for entry, (_, code, message) in zip(failures, report.failed, strict=True):
+            self._end(entry)
+            self._outlet.failed(entry.uid, to_error(code, message))
+
+    def dispatch(self) -> None:
+        """Admits waiting requests while workers have credit."""
+        while len(self.queue) and (candidates := self.admission.with_credit()):
+            waiting = self._choose(candidates)
+            entry = waiting.entry
+            replica = self.admission.place(len(entry.prompt), partial(self.index.match, waiting.prefix))
+            assert replica is not None, f"no worker for request {entry.uid} though {candidates} have credit"
+            self.queue.remove(entry.uid)
+            self.admission.take(replica)
+            entry.state, entry.replica = State.RUNNING, replica
+            self._outlet.admit(replica, *entry.to_admit())
+
+    def _choose(self, candidates: list[int]) -> Waiting:
+        """Asks the policy, and counts whom its choice overtakes."""
+        window = self.queue.window(self._policy.window)
+        chosen = self._policy.choose(
+            window, lambda waiting: max(self.index.match(waiting.prefix, replica) for replica in candidates)
+        )
+        for overtaken in window[:chosen]:
+            overtaken.num_overtaken += 1
+        return window[chosen]
+
+    def _refusal(self, message: Generate, prompt: Int32Array) -> HiserveError | None:
+        if self._closed is not None:
+            return self._closed
+        if not len(prompt) or prompt.min() < 0:
+            return RequestError("the prompt must have at least one token, and no negative token ids.", param="prompt")
+        num_new = message.sampling.max_tokens or 1
+        if len(prompt) + num_new > self._max_len:
+            return ContextLengthError(
+                f"the prompt has {len(prompt)} tokens and at least {num_new} more were asked for, but the context is "
+                f"{self._max_len} tokens. Shorten the prompt or lower max_tokens.",
+                param="prompt",
+            )
+        return None
+
+    def _end(self, entry: Entry) -> None:
+        if entry.replica is not None:
+            self.admission.give_back(entry.replica)
+        self.ledger.end(entry)

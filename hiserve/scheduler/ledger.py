@@ -1,0 +1,123 @@
+"""What is owed: every request accepted and not yet ended, with all it takes to run it again."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.errors import InvariantError
+from hiserve.messages.codec import MalformedError
+from hiserve.messages.types import Admit, Generate
+
+
+class State(IntEnum):
+    """Where a request is."""
+
+    QUEUED = 0
+    RUNNING = 1
+    ABORTING = 2
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One request.
+
+    Attributes:
+        prompt: int32 ``[n]``.
+        sampling: With a seed, drawn here when the caller gave none.
+        generated: Tokens the client was sent, in order.
+        replica: The worker that runs it; None while queued.
+    """
+
+    uid: int
+    prompt: Int32Array
+    sampling: SamplingParams
+    namespace: bytes
+    choice: int
+    state: State = State.QUEUED
+    replica: int | None = None
+    generated: array[int] = field(default_factory=lambda: array("i"))
+
+    def to_admit(self) -> tuple[Admit, Int32Array]:
+        """Returns what a worker needs to run the request from here, and its tokens int32 ``[n + generated]``."""
+        message = Admit(
+            uid=self.uid,
+            num_prompt=len(self.prompt),
+            sampling=self.sampling,
+            namespace=self.namespace,
+            choice=self.choice,
+        )
+        return message, np.concatenate([self.prompt, np.frombuffer(self.generated, dtype=np.int32)])
+
+
+class Ledger:
+    """Every accepted request leaves it exactly once, through ``end``.
+
+    Attributes:
+        num_accepted: Requests ever accepted; always the ended and the live ones together.
+        num_ended: Requests ever ended.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        self.num_accepted = 0
+        self.num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def accept(self, message: Generate, prompt: Int32Array) -> Entry:
+        """Records a request and draws its seed.
+
+        Raises:
+            MalformedError: A live request has this uid already.
+        """
+        if message.uid in self._entries:
+            raise MalformedError(f"request {message.uid} was sent twice")
+        sampling = message.sampling
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
+        entry = Entry(message.uid, prompt, sampling, message.namespace, message.choice)
+        self._entries[entry.uid] = entry
+        self.num_accepted += 1
+        return entry
+
+    def get(self, uid: int) -> Entry | None:
+        """Returns a live request."""
+        return self._entries.get(uid)
+
+    def running_on(self, replica: int) -> list[Entry]:
+        """Returns the requests a worker holds, oldest first."""
+        return [entry for entry in self._entries.values() if entry.replica == replica]
+
+    def rows(self, uids: Sequence[int], replica: int) -> list[Entry]:
+        """Returns the entries a worker reports on.
+
+        Raises:
+            MalformedError: The worker does not hold one of them.
+        """
+        entries = []
+        for uid in uids:
+            entry = self._entries.get(uid)
+            if entry is None or entry.replica != replica:
+                raise MalformedError(f"worker {replica} reports on request {uid}, which it does not hold")
+            entries.append(entry)
+        return entries
+
+    def end(self, entry: Entry) -> None:
+        """Forgets a request for which the terminal message is being sent.
+
+        Raises:
+            InvariantError: It ended before.
+        """
+        if self._entries.pop(entry.uid, None) is not entry:
+            raise InvariantError(f"request {entry.uid} ended twice ({len(self._entries)} live)")
+        self.num_ended += 1

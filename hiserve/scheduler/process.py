@@ -1,0 +1,247 @@
+"""The scheduler process: joins client, dispatcher and workers. ``python -m hiserve.scheduler.process ENDPOINT``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+
+from hiserve.config import Config
+from hiserve.core.plan import Int32Array
+from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
+from hiserve.messages.channels import AsyncChannel, Link
+from hiserve.messages.child import log_to_stderr, meet_parent
+from hiserve.messages.coalesce import Coalescer
+from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
+from hiserve.messages.failures import trace_of
+from hiserve.messages.types import (
+    Abort,
+    Admit,
+    CacheFlushed,
+    Drop,
+    Failed,
+    Flush,
+    FlushCache,
+    Flushed,
+    FromWorker,
+    Generate,
+    Query,
+    Ready,
+    Started,
+    StartFailed,
+    Status,
+    StepReport,
+    Stop,
+    Tokens,
+    ToScheduler,
+)
+from hiserve.scheduler.dispatcher import Dispatcher
+from hiserve.scheduler.policy import POLICIES
+from hiserve.scheduler.supervisor import WORKER_COMMAND, Supervisor
+
+logger = logging.getLogger(__name__)
+
+LINGER_MS = 1000
+PARENT_DIED = signal.SIGHUP
+
+
+@dataclass(slots=True)
+class _Flushing:
+    """A flush some workers have not answered yet."""
+
+    waiting: set[int]
+    pages: int = 0
+
+
+class Service:
+    """Carries messages between the client's channel, the dispatcher and the supervisor.
+
+    Everything runs in callbacks of one event loop; an exception in any of them ends the process.
+
+    Args:
+        config: Resolved configuration.
+        link: The client's.
+        worker_command: Command line of a worker, without its endpoint.
+    """
+
+    def __init__(self, config: Config, link: Link, worker_command: Sequence[str]) -> None:
+        loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = loop.create_future()
+        loop.set_exception_handler(self._broken)
+        loop.add_signal_handler(PARENT_DIED, self._end, 0)
+        self._page_size = config.cache.page_size
+        self._decoder = Decoder[ToScheduler](ToScheduler)
+        self._late = Coalescer()
+        self._flushing: dict[int, _Flushing] = {}
+        self._num_malformed = 0
+        self._abandoned: set[int] = set()
+        self._replicas = config.parallel.replicas
+        self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), self._page_size)
+        self._supervisor = Supervisor(config, worker_command, self)
+        self._client = AsyncChannel(
+            link, on_messages=self._receive, on_writable=self._send_late, on_gone=lambda: self._end(0)
+        )
+
+    async def run(self) -> int:
+        """Serves until the client ends it or is gone; returns the exit code."""
+        supervision = asyncio.create_task(self._supervisor.run())
+        supervision.add_done_callback(self._supervised)
+        self._supervisor.started.add_done_callback(self._started)
+        try:
+            return await self._ended
+        finally:
+            await self._supervisor.stop()
+            self._client.close(LINGER_MS)
+
+    # --- from the client ------------------------------------------------------------------
+
+    def _receive(self, batch: list[Frames]) -> None:
+        for frames in batch:
+            try:
+                self._obey(self._decoder.decode(frames))
+            except MalformedError as error:
+                self._num_malformed += 1
+                logger.error("the client sent a malformed message: %s", error)
+                if isinstance(error.message, Generate):
+                    self.failed(error.message.uid, RequestError(f"malformed request: {error}"))
+        self._dispatcher.dispatch()
+
+    def _obey(self, received: Received[ToScheduler]) -> None:
+        match received.message:
+            case Generate() as message:
+                self._dispatcher.submit(message, received.tokens)
+            case Abort(uids):
+                self._dispatcher.abort(uids)
+            case Flush(ticket):
+                self._flush(ticket)
+            case Query(ticket):
+                self._client.send(encode(self._status(ticket)))
+            case Stop():
+                self._end(0)
+
+    def _flush(self, ticket: int) -> None:
+        self._flushing[ticket] = _Flushing(set(self._supervisor.ready_replicas()))
+        for replica in self._flushing[ticket].waiting:
+            self._supervisor.send(replica, encode(FlushCache(ticket)))
+        self._answer_flushes()
+
+    def _answer_flushes(self) -> None:
+        for ticket in [ticket for ticket, flushing in self._flushing.items() if not flushing.waiting]:
+            self._client.send(encode(Flushed(ticket, self._flushing.pop(ticket).pages)))
+
+    def _status(self, ticket: int) -> Status:
+        return Status(
+            ticket=ticket,
+            queued=len(self._dispatcher.queue),
+            workers=self._supervisor.facts(),
+            stale_messages=self._supervisor.num_stale,
+            malformed_messages=self._num_malformed + self._supervisor.num_malformed,
+        )
+
+    # --- from the dispatcher --------------------------------------------------------------
+
+    def tokens(self, news: Tokens, tokens: Int32Array) -> None:
+        """Sends news on, or merges it with what the client was too slow for."""
+        if self._late or not self._client.try_send(encode(news, tokens)):
+            self._late.add(news, tokens)
+
+    def failed(self, uid: int, error: HiserveError) -> None:
+        """Tells the client; behind all tokens of the request."""
+        self._send_late()
+        self._client.send(encode(Failed(uid, error.status, error.code, error.message)))
+
+    def admit(self, replica: int, message: Admit, tokens: Int32Array) -> None:
+        """Sends a worker a request."""
+        self._supervisor.send(replica, encode(message, tokens))
+
+    def drop(self, replica: int, uids: list[int]) -> None:
+        """Asks a worker to abort requests."""
+        self._supervisor.send(replica, encode(Drop(uids)))
+
+    def _send_late(self) -> None:
+        if self._late:
+            self._client.send(encode(*self._late.take()))
+
+    # --- from the supervisor --------------------------------------------------------------
+
+    def worker_ready(self, replica: int, ready: Ready) -> None:
+        """Gives it work."""
+        assert ready.page_size == self._page_size, f"pages of {ready.page_size} tokens, configured {self._page_size}"
+        self._dispatcher.worker_ready(replica, ready)
+
+    def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
+        """Passes on what it did.
+
+        Raises:
+            MalformedError: It contradicts the ledger.
+        """
+        message = received.message
+        if isinstance(message, StepReport):
+            self._dispatcher.report(replica, message, received.tokens, received.published, received.removed)
+        elif isinstance(message, CacheFlushed) and message.ticket in self._flushing:
+            self._flushing[message.ticket].pages += message.pages
+            self._flushing[message.ticket].waiting.discard(replica)
+            self._answer_flushes()
+
+    def worker_idle(self) -> None:
+        """Uses the credits that came back."""
+        self._dispatcher.dispatch()
+
+    def worker_lost(self, replica: int, error: HiserveError) -> None:
+        """Ends what it held."""
+        self._dispatcher.worker_lost(replica, error)
+        for flushing in self._flushing.values():
+            flushing.waiting.discard(replica)
+        self._answer_flushes()
+
+    def worker_abandoned(self, replica: int, error: HiserveError) -> None:
+        """Refuses everything once no worker is left."""
+        self._abandoned.add(replica)
+        if len(self._abandoned) == self._replicas:
+            self._dispatcher.close(UnavailableError(f"no worker is left: {error.message}"))
+
+    # --- the process itself ---------------------------------------------------------------
+
+    def _started(self, started: asyncio.Future[None]) -> None:
+        error = started.exception()
+        if error is None:
+            self._client.send(encode(Started(os.getpid(), self._supervisor.facts())))
+        elif isinstance(error, HiserveError):
+            self._client.send(encode(StartFailed(error.message, error.code, trace_of(error))))
+            self._end(1)
+
+    def _supervised(self, supervision: asyncio.Task[None]) -> None:
+        error = supervision.exception()
+        if error is not None and not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _end(self, returncode: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(returncode)
+
+    def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(context.get("exception") or EngineError(context["message"]))
+
+
+async def _serve(config: Config, link: Link, worker_command: Sequence[str]) -> int:
+    return await Service(config, link, worker_command).run()
+
+
+def main(endpoint: str, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+    """Runs the process; returns its exit code."""
+    link, frames = meet_parent(endpoint, PARENT_DIED)
+    config = Decoder[Config](Config).decode(frames).message
+    log_to_stderr(config)
+    return int(uvloop.run(_serve(config, link, worker_command)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

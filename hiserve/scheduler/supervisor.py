@@ -1,0 +1,222 @@
+"""Starts the worker processes, notices their deaths, starts their successors, stops them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from hiserve.config import Config
+from hiserve.errors import EngineError, HiserveError
+from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
+from hiserve.messages.failures import to_error
+from hiserve.messages.parent import ChildProcess, wait_for_event
+from hiserve.messages.types import (
+    Configure,
+    FromWorker,
+    Ready,
+    StepReport,
+    Stop,
+    WorkerFacts,
+    WorkerFailed,
+    WorkerStats,
+)
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "hiserve.worker.process")
+RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
+STOP_GRACE_S = 2.0
+
+
+class Audience(Protocol):
+    """Who is told what the workers do. Called from the event loop."""
+
+    def worker_ready(self, replica: int, ready: Ready) -> None:
+        """A worker can take requests."""
+
+    def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
+        """A ready worker sent a report or an answer.
+
+        Raises:
+            MalformedError: It makes no sense; the worker is replaced.
+        """
+
+    def worker_idle(self) -> None:
+        """A batch of messages has been handled."""
+
+    def worker_lost(self, replica: int, error: HiserveError) -> None:
+        """A worker that was ready, or a successor that never was, has died."""
+
+    def worker_abandoned(self, replica: int, error: HiserveError) -> None:
+        """A worker died too often to be started again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One incarnation of one replica."""
+
+    replica: int
+    incarnation: int
+    process: ChildProcess
+    ready: Ready | None = None
+    failure: HiserveError | None = None
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(
+            replica=self.replica,
+            pid=self.process.pid,
+            incarnation=self.incarnation,
+            startup_s=self.ready.startup_s if self.ready else {},
+            num_pages=self.ready.num_pages if self.ready else 0,
+            stats=self.stats,
+        )
+
+
+class Supervisor:
+    """Keeps one process per replica alive from ``run`` to ``stop``.
+
+    Args:
+        config: Resolved configuration; the first message to every worker.
+        command: Command line of a worker, without its endpoint.
+        audience: Is told everything.
+
+    Attributes:
+        started: Done when every replica was ready once; fails with the ``HiserveError`` of the
+            worker that could not start (its trace is a note on it).
+        num_stale: Messages ignored because they were of another incarnation.
+        num_malformed: Messages for which a worker was replaced.
+    """
+
+    def __init__(self, config: Config, command: Sequence[str], audience: Audience) -> None:
+        self._config = config
+        self._command = command
+        self._audience = audience
+        self._decoder = Decoder[FromWorker](FromWorker)
+        self._workers: dict[int, _Worker] = {}
+        self._stopping = asyncio.Event()
+        self._ended = asyncio.Event()
+        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.num_stale = 0
+        self.num_malformed = 0
+
+    async def run(self) -> None:
+        """Returns when every worker has been stopped or abandoned."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for replica in range(self._config.parallel.replicas):
+                    group.create_task(self._keep(replica))
+        finally:
+            self._ended.set()
+
+    async def stop(self) -> None:
+        """Ends all workers: those that listen within ``STOP_GRACE_S``, the others at once."""
+        self._stopping.set()
+        for worker in self._workers.values():
+            if worker.ready is None:
+                worker.process.kill()
+            else:
+                worker.process.send(encode(Stop()))
+        if not await wait_for_event(self._ended, STOP_GRACE_S):
+            for worker in self._workers.values():
+                worker.process.kill()
+            await self._ended.wait()
+
+    def send(self, replica: int, frames: Frames) -> None:
+        """Sends a message to the living incarnation of a replica, if there is one."""
+        if replica in self._workers:
+            self._workers[replica].process.send(frames)
+
+    def ready_replicas(self) -> list[int]:
+        """Returns the replicas that serve now."""
+        return [worker.replica for worker in self._workers.values() if worker.ready is not None]
+
+    def facts(self) -> list[WorkerFacts]:
+        """Returns what is known of each living worker, by replica."""
+        return [self._workers[replica].facts() for replica in sorted(self._workers)]
+
+    async def _keep(self, replica: int) -> None:
+        num_failed = 0
+        for incarnation in itertools.count(1):
+            worker, error = await self._live(replica, incarnation)
+            if self._stopping.is_set():
+                return
+            if not self.started.done():
+                self.started.set_exception(error)
+                return
+            logger.error("worker %d (incarnation %d) is gone: %s", replica, incarnation, error, exc_info=error)
+            # Here the requests of the dead will be admitted again; until then they end with an error.
+            self._audience.worker_lost(replica, EngineError("the worker that ran this request died; send it again."))
+            num_failed = 0 if worker.ready is not None else num_failed + 1
+            if num_failed == len(RESTART_DELAYS_S):
+                self._audience.worker_abandoned(replica, error)
+                return
+            await wait_for_event(self._stopping, RESTART_DELAYS_S[num_failed])
+
+    async def _live(self, replica: int, incarnation: int) -> tuple[_Worker, HiserveError]:
+        """Runs one incarnation from birth to death; returns it and why it died."""
+        process = await ChildProcess.start(self._command, partial(self._receive, replica))
+        worker = self._workers[replica] = _Worker(replica, incarnation, process)
+        try:
+            process.send(encode(Configure(config=self._config, replica=replica, incarnation=incarnation)))
+            if self._stopping.is_set():
+                process.kill()
+            end = await process.wait()
+        finally:
+            process.kill()
+            del self._workers[replica]
+        when = "" if worker.ready else "while it started "
+        return worker, worker.failure or EngineError(f"worker {replica} died {when}({end}).")
+
+    def _receive(self, replica: int, batch: list[Frames]) -> None:
+        worker = self._workers[replica]
+        for frames in batch:
+            if worker.failure is not None:
+                return
+            try:
+                self._hear(worker, self._decoder.decode(frames))
+            except MalformedError as error:
+                self.num_malformed += 1
+                worker.failure = EngineError(f"worker {replica} sent a malformed message: {error}")
+                worker.process.kill()
+        self._audience.worker_idle()
+
+    def _hear(self, worker: _Worker, received: Received[FromWorker]) -> None:
+        message = received.message
+        if message.incarnation != worker.incarnation:
+            self.num_stale += 1
+        elif isinstance(message, WorkerFailed):
+            worker.failure = to_error(message.code, message.message, message.trace)
+            worker.process.kill()
+        elif isinstance(message, Ready):
+            self._welcome(worker, message)
+        elif worker.ready is None:
+            raise MalformedError(f"{type(message).__name__} before Ready")
+        else:
+            if isinstance(message, StepReport):
+                worker.stats = message.stats
+            self._audience.worker_said(worker.replica, received)
+
+    def _welcome(self, worker: _Worker, ready: Ready) -> None:
+        if worker.ready is not None:
+            raise MalformedError("Ready twice")
+        worker.ready = ready
+        logger.info(
+            "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",
+            worker.replica,
+            worker.process.pid,
+            worker.incarnation,
+            sum(ready.startup_s.values()),
+            ready.num_pages,
+            ready.page_size,
+            ready.max_running,
+        )
+        self._audience.worker_ready(worker.replica, ready)
+        if not self.started.done() and len(self.ready_replicas()) == self._config.parallel.replicas:
+            self.started.set_result(None)

@@ -1,0 +1,99 @@
+"""What the worker has to say, kept and merged while the scheduler is too slow to listen."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+
+from hiserve.cache.index.events import PrefixEvents
+from hiserve.core.plan import Int32Array
+from hiserve.messages.channels import PollingChannel
+from hiserve.messages.coalesce import Coalescer
+from hiserve.messages.codec import Frames, encode, split_digests
+from hiserve.messages.types import CacheFlushed, Ready, StepReport, Tokens, WorkerStats
+
+
+class Report(Protocol):
+    """What a step changed; the columns and arrays of ``StepReport``."""
+
+    uids: list[int]
+    counts: list[int]
+    finishes: list[int]
+    cached: list[int]
+    tokens: Int32Array
+    failed: list[tuple[int, str, str]]
+    published: bytes
+    removed: bytes
+
+
+class Outbox:
+    """Sends at once what the scheduler takes at once; never blocks.
+
+    While the scheduler is slow, reports are merged per request, so that memory is bounded by
+    the requests the worker holds, and page digests by the pages of its cache.
+
+    Args:
+        channel: To the scheduler.
+        incarnation: Stamped on every report.
+    """
+
+    def __init__(self, channel: PollingChannel, incarnation: int) -> None:
+        self._channel = channel
+        self._incarnation = incarnation
+        self._answers: deque[Frames] = deque()
+        self._late = Coalescer()
+        self._late_failed: list[tuple[int, str, str]] = []
+        self._late_events = PrefixEvents()
+        self._late_stats: WorkerStats | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something waits for the scheduler."""
+        return bool(self._answers) or self._late_stats is not None
+
+    def answer(self, message: Ready | CacheFlushed) -> None:
+        """Sends a message of which there are few."""
+        self._answers.append(encode(message))
+        self.flush()
+
+    def report(self, report: Report, stats: WorkerStats) -> None:
+        """Sends a report, or merges it with those that wait."""
+        if not self.is_pending and self._channel.is_writable:
+            self._send(report, report.tokens, report.failed, stats, report.published, report.removed)
+            return
+        news = Tokens(uids=report.uids, counts=report.counts, finishes=report.finishes, cached=report.cached)
+        self._late.add(news, report.tokens)
+        self._late_failed += report.failed
+        self._late_events.publish(split_digests(report.published))
+        self._late_events.remove(split_digests(report.removed))
+        self._late_stats = stats
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the scheduler takes it."""
+        while self._answers and self._channel.try_send(self._answers[0]):
+            self._answers.popleft()
+        if self._late_stats is not None and not self._answers and self._channel.is_writable:
+            news, tokens = self._late.take()
+            self._send(news, tokens, self._late_failed, self._late_stats, *self._late_events.take())
+            self._late_failed, self._late_stats = [], None
+
+    def _send(
+        self,
+        news: Report | Tokens,
+        tokens: Int32Array,
+        failed: list[tuple[int, str, str]],
+        stats: WorkerStats,
+        published: bytes,
+        removed: bytes,
+    ) -> None:
+        message = StepReport(
+            incarnation=self._incarnation,
+            uids=news.uids,
+            counts=news.counts,
+            finishes=news.finishes,
+            cached=news.cached,
+            failed=failed,
+            stats=stats,
+        )
+        # It was writable a moment ago; if it is not, the scheduler is gone and so are we, soon.
+        self._channel.try_send(encode(message, tokens, published, removed))

@@ -1,0 +1,176 @@
+"""The worker's loop between the scheduler's channel and an engine: obey, step, report."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+from hiserve.config import Config
+from hiserve.core.plan import Int32Array
+from hiserve.errors import EngineError, HiserveError
+from hiserve.messages.channels import Link, PeerGoneError, PollingChannel
+from hiserve.messages.child import log_to_stderr, meet_parent
+from hiserve.messages.codec import Decoder, Received, encode
+from hiserve.messages.types import (
+    Admit,
+    CacheFlushed,
+    Configure,
+    Drop,
+    FlushCache,
+    Ready,
+    Stop,
+    ToWorker,
+    WorkerFailed,
+    WorkerStats,
+)
+from hiserve.worker.outbox import Outbox, Report
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_MS = 500
+
+
+class Facts(Protocol):
+    """What a worker tells when it is ready; the fields of ``Ready``."""
+
+    max_running: int
+    max_len: int
+    num_pages: int
+    page_size: int
+    namespace: bytes
+    startup_s: dict[str, float]
+
+
+class Engine(Protocol):
+    """Runs requests, step by step. Nothing in it waits for the outside.
+
+    Attributes:
+        facts: Its capacity.
+    """
+
+    facts: Facts
+
+    def add(self, admit: Admit, tokens: Int32Array) -> None:
+        """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends requests; each is reported once, unless its end has been reported."""
+
+    def flush(self) -> int:
+        """Empties the prefix cache; returns the pages emptied."""
+
+    def step(self) -> Report | None:
+        """Does what can be done now; None when there is nothing to report."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` should be called again without waiting for a message."""
+
+    def stats(self) -> WorkerStats:
+        """Returns gauges and counters after the last step."""
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+class Service:
+    """Serves one scheduler with one engine.
+
+    Args:
+        engine: Runs the requests.
+        channel: To the scheduler.
+        incarnation: Stamped on every message.
+    """
+
+    def __init__(self, engine: Engine, channel: PollingChannel, incarnation: int) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._incarnation = incarnation
+        self._outbox = Outbox(channel, incarnation)
+        self._decoder = Decoder[ToWorker](ToWorker)
+        self._is_stopped = False
+
+    def run(self) -> None:
+        """Serves until the scheduler says stop.
+
+        Raises:
+            PeerGoneError: The scheduler is gone.
+            MalformedError: The scheduler sent something no scheduler of ours would send.
+        """
+        facts = self._engine.facts
+        ready = Ready(
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            max_running=facts.max_running,
+            max_len=facts.max_len,
+            num_pages=facts.num_pages,
+            page_size=facts.page_size,
+            namespace=facts.namespace,
+            startup_s=facts.startup_s,
+        )
+        self._outbox.answer(ready)
+        while not self._is_stopped:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Handles all that has come, does one step, and says what it changed."""
+        is_idle = not self._engine.has_work
+        for frames in self._channel.receive(is_idle=is_idle, until_writable=self._outbox.is_pending):
+            self._obey(self._decoder.decode(frames))
+        report = self._engine.step()
+        if report is not None:
+            self._outbox.report(report, self._engine.stats())
+        self._outbox.flush()
+
+    def _obey(self, received: Received[ToWorker]) -> None:
+        match received.message:
+            case Admit() as admit:
+                self._engine.add(admit, received.tokens)
+            case Drop(uids):
+                self._engine.abort(uids)
+            case FlushCache(ticket):
+                pages = self._engine.flush()
+                self._outbox.answer(CacheFlushed(incarnation=self._incarnation, ticket=ticket, pages=pages))
+            case Stop() | Configure():
+                self._is_stopped = True
+
+
+def serve(endpoint: str, build: Callable[[Config], Engine]) -> int:
+    """Meets the scheduler, builds the engine and serves; returns the exit code.
+
+    After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
+
+    Args:
+        endpoint: Where the scheduler listens.
+        build: Makes the engine.
+    """
+    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    configure = Decoder[Configure](Configure).decode(frames).message
+    log_to_stderr(configure.config)
+    try:
+        engine = build(configure.config)
+        Service(engine, PollingChannel(link), configure.incarnation).run()
+    except PeerGoneError:
+        logger.warning("the scheduler is gone; worker %d ends", configure.replica)
+        os._exit(1)
+    except HiserveError as error:
+        _say_farewell(link, configure.incarnation, error.message, error.code)
+    except Exception as error:
+        logger.exception("worker %d (incarnation %d) ends", configure.replica, configure.incarnation)
+        _say_farewell(link, configure.incarnation, f"{type(error).__name__}: {error}", EngineError.code)
+    engine.close()
+    link.close()
+    return 0
+
+
+def _say_farewell(link: Link, incarnation: int, message: str, code: str) -> NoReturn:
+    """Reports the exception being handled, and ends the process."""
+    link.try_send(
+        encode(WorkerFailed(incarnation=incarnation, message=message, code=code, trace=traceback.format_exc()))
+    )
+    link.close(linger_ms=LAST_WORDS_MS)
+    os._exit(1)

@@ -1,0 +1,196 @@
+"""An engine without a model: token ids follow from the prompt, pages are digests in a set.
+
+Some token ids at the front of a prompt are orders: see ``CRASH``, ``FAIL``, ``SLOW``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hiserve.cache.index.events import PrefixEvents
+from hiserve.config import Config, known
+from hiserve.core.digest import chain, namespace_digest, pack_tokens
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason
+from hiserve.errors import ModelError
+from hiserve.messages.types import Admit, WorkerStats
+
+CRASH = 900001  # the step that runs this request raises
+KILL = 900002  # the step that runs this request ends the process as kill -9 would
+FAIL = 900003  # the engine fails this request alone
+LIE = 900004  # reports on a request nobody sent
+STEP_S = 0.001
+VOCAB = 1000
+
+
+def reply_token(prompt: Int32Array, position: int) -> int:
+    """The token the fake engine generates at a position of a request."""
+    return int((int(prompt[-1]) * 31 + len(prompt) * 7 + position * 13) % VOCAB)
+
+
+def reply(prompt: Int32Array, num_tokens: int) -> list[int]:
+    return [reply_token(prompt, position) for position in range(num_tokens)]
+
+
+@dataclass
+class FakeFacts:
+    max_running: int
+    max_len: int
+    num_pages: int
+    page_size: int
+    namespace: bytes
+    startup_s: dict[str, float]
+
+
+@dataclass
+class FakeReport:
+    uids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    finishes: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    failed: list[tuple[int, str, str]] = field(default_factory=list)
+    published: bytes = b""
+    removed: bytes = b""
+
+
+@dataclass
+class _Request:
+    admit: Admit
+    tokens: list[int]
+    max_tokens: int
+    cached: int
+    digests: list[bytes]
+    is_reported: bool = False
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.admit.num_prompt
+
+
+class FakeEngine:
+    """One token per running request and step."""
+
+    def __init__(self, config: Config, step_s: float = STEP_S) -> None:
+        self._page_size = config.cache.page_size
+        self._max_running = known(config.scheduler.max_running_requests)
+        self._step_s = step_s
+        self._namespace = namespace_digest("fake")
+        self._pages: set[bytes] = set()
+        self._events = PrefixEvents()
+        self._requests: dict[int, _Request] = {}
+        self._aborted: list[int] = []
+        self._num_steps = 0
+        self.facts = FakeFacts(
+            max_running=self._max_running,
+            max_len=known(config.model.max_model_len),
+            num_pages=known(config.cache.kv_pages) - 1,
+            page_size=self._page_size,
+            namespace=self._namespace,
+            startup_s={"build": 0.0},
+        )
+
+    def add(self, admit: Admit, tokens: Int32Array) -> None:
+        root = namespace_digest(self._namespace, admit.namespace)
+        digests = chain(root, pack_tokens(tokens), self._page_size)
+        depth = 0
+        while depth < min(len(digests), (len(tokens) - 1) // self._page_size) and digests[depth] in self._pages:
+            depth += 1
+        room = self.facts.max_len - admit.num_prompt
+        max_tokens = min(admit.sampling.max_tokens or room, room)
+        self._requests[admit.uid] = _Request(
+            admit, tokens.tolist(), max_tokens, depth * self._page_size, digests[:depth]
+        )
+
+    def abort(self, uids: list[int]) -> None:
+        for uid in uids:
+            if self._requests.pop(uid, None):
+                self._aborted.append(uid)
+
+    def flush(self) -> int:
+        pages, self._pages = self._pages, set()
+        self._events.remove(list(pages))
+        return len(pages)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._aborted)
+
+    def step(self) -> FakeReport | None:
+        report = FakeReport()
+        tokens: list[int] = []
+        for uid in self._aborted:
+            self._tell(report, uid, 0, FinishReason.ABORT, 0)
+        self._aborted.clear()
+        running = list(self._requests.values())[: self._max_running]
+        if running:
+            time.sleep(self._step_s)
+            self._num_steps += 1
+        for request in running:
+            uid = request.admit.uid
+            order = request.tokens[0]
+            if order == CRASH:
+                raise RuntimeError("the device is on fire")
+            if order == KILL:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if order == FAIL:
+                report.failed.append((uid, "engine_error", "this request is cursed"))
+                del self._requests[uid]
+                continue
+            prompt = np.array(request.tokens[: request.admit.num_prompt], dtype=np.int32)
+            token = reply_token(prompt, request.num_generated)
+            tokens.append(token)
+            request.tokens.append(token)
+            is_last = request.num_generated >= request.max_tokens
+            finish = FinishReason.LENGTH if is_last else FinishReason.RUNNING
+            self._tell(
+                report, uid + (10**9 if order == LIE else 0), 1, finish, -1 if request.is_reported else request.cached
+            )
+            request.is_reported = True
+            self._publish(request)
+            if is_last:
+                del self._requests[uid]
+        report.tokens = np.array(tokens, dtype=np.int32)
+        report.published, report.removed = self._events.take()
+        return report if report.uids or report.failed or report.published or report.removed else None
+
+    def stats(self) -> WorkerStats:
+        return WorkerStats(running=len(self._requests), steps=self._num_steps, free_pages=self.facts.num_pages)
+
+    def close(self) -> None:
+        self._requests.clear()
+
+    def _tell(self, report: FakeReport, uid: int, count: int, finish: FinishReason, cached: int) -> None:
+        report.uids.append(uid)
+        report.counts.append(count)
+        report.finishes.append(int(finish))
+        report.cached.append(cached)
+
+    def _publish(self, request: _Request) -> None:
+        """Publishes the pages whose tokens are all computed: every token but the newest."""
+        num_full = (len(request.tokens) - 1) // self._page_size
+        if num_full > len(request.digests):
+            root = namespace_digest(self._namespace, request.admit.namespace)
+            request.digests = chain(root, pack_tokens(np.array(request.tokens[:-1])), self._page_size)
+            new = [digest for digest in request.digests if digest not in self._pages]
+            self._pages.update(new)
+            self._events.publish(new)
+
+
+def build(config: Config) -> FakeEngine:
+    """Builds the engine, or fails as the model's name asks."""
+    match config.model.model:
+        case "missing":
+            raise ModelError("the folder 'missing' has no config.json. Give a checkpoint folder.")
+        case "broken":
+            raise RuntimeError("the builder is broken")
+        case "vanishes":
+            os._exit(7)
+        case "slow":
+            time.sleep(60)
+    return FakeEngine(config)
