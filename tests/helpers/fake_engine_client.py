@@ -65,14 +65,22 @@ class FakeEngineClient:
     step: Callable[[int], object] | None = None
 
     def __post_init__(self) -> None:
+        self._streams: list[AsyncGenerator[FakeDelta, None]] = []
         self.started = Started(scheduler_pid=4242, workers=[self._worker()])
 
     @property
     def num_inflight(self) -> int:
         return sum(not (seen.finished or seen.aborted or seen.failed) for seen in self.seen)
 
-    async def generate(
+    def generate(
         self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+    ) -> AsyncGenerator[FakeDelta, None]:
+        stream = self._generate(prompt, sampling, namespace)
+        self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
+        return stream
+
+    async def _generate(
+        self, prompt: Int32Array, sampling: SamplingParams, namespace: bytes
     ) -> AsyncGenerator[FakeDelta, None]:
         assert prompt.dtype == np.int32
         seen = Seen(prompt, sampling, namespace)

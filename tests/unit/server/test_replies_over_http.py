@@ -100,6 +100,15 @@ async def test_no_event_holds_part_of_a_character(server: Server) -> None:
     assert len(events) == 2, "the opening, and one event for the four bytes and the finish"
 
 
+async def test_a_reply_cut_inside_a_character_ends_with_a_replacement(server: Server) -> None:
+    alphabet = {token: index for index, token in TOKENIZER.vocab.items()}
+    server.engine.script = lambda prompt: [[alphabet[char]] for char in "aðŁ"]
+    server.engine.finish = FinishReason.LENGTH
+    assert (await server.chat("Hi")).json["choices"][0]["message"]["content"] == "a\ufffd"
+    *events, _ = (await server.chat("Hi", stream=True)).events
+    assert "".join(texts(events)) == "a\ufffd"
+
+
 async def test_usage_is_the_last_event_when_asked_for(server: Server) -> None:
     server.engine.cached = 2
     *events, last, done = (await server.chat("Hi", stream=True, stream_options={"include_usage": True})).events
