@@ -98,8 +98,8 @@ def encode_messages(
         <|user|>Hi<|end|><|assistant|>{0}<|end|><|user|>Bye<|end|><|assistant|>
         └────────── encode ──────────┘ids└───────────── encode ──────────────┘
 
-    A template that looks into the contents (trims, cuts, counts them) fails the comparison, and the text is
-    encoded as it is.
+    A reply that the template trims or cuts is not in the text and is encoded afresh. A template that looks
+    deeper into the contents (counts them, compares them) fails the comparison, and the text is encoded as it is.
 
     Args:
         messages: As ``parse_messages`` returns them.
@@ -114,34 +114,31 @@ def encode_messages(
         RequestError: The template refuses the messages.
     """
     text = template.render(messages)
-    usable = {
-        i: ids
-        for i, ids in known.items()
-        if tokenizer.is_concatenative and tokenizer.decode(ids, skip_hidden=False) == messages[i]["content"]
-    }
-    # Templates often trim contents. That changes only those with outer spaces, so the others get a second chance.
-    unpadded = {i: ids for i, ids in usable.items() if messages[i]["content"] == messages[i]["content"].strip()}
-    for chosen in (usable, unpadded) if len(unpadded) < len(usable) else (usable,):
-        pieces = _split(text, messages, chosen, template) if chosen else []
-        if pieces:
-            return np.concatenate(
-                [
-                    chosen[int(piece)] if at % 2 else tokenizer.encode(piece, add_special_tokens=False)
-                    for at, piece in enumerate(pieces)
-                ]
-            )
-    return tokenizer.encode(text, add_special_tokens=False)
+    usable = {i: ids for i, ids in known.items() if _is_usable(ids, messages[i]["content"], text, tokenizer)}
+    pieces = _split(text, messages, usable, template) if usable else [text]
+    return np.concatenate(
+        [
+            usable[int(piece)] if at % 2 else tokenizer.encode(piece, add_special_tokens=False)
+            for at, piece in enumerate(pieces)
+        ]
+    )
+
+
+def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -> bool:
+    """Says whether a reply stands in the text as it was, and its ids alone make it."""
+    is_verbatim = tokenizer.is_concatenative and content in text
+    return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
 
 
 def _split(
     text: str, messages: Sequence[Message], chosen: Mapping[int, Int32Array], template: ChatTemplate
 ) -> list[str]:
-    """Returns text, index, text, index, ..., text; or nothing when the template does more than insert contents."""
+    """Returns text, index, text, index, ..., text; or the text alone when the template does more than insert."""
     marked = template.render(
         [{**message, "content": _STAND_IN.format(i)} if i in chosen else message for i, message in enumerate(messages)]
     )
     pieces = _STAND_IN_PATTERN.split(marked)
     if any(int(i) not in chosen for i in pieces[1::2]):
-        return []
+        return [text]
     pieces_back = [messages[int(piece)]["content"] if at % 2 else piece for at, piece in enumerate(pieces)]
-    return pieces if "".join(pieces_back) == text else []
+    return pieces if "".join(pieces_back) == text else [text]

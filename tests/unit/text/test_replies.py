@@ -96,6 +96,17 @@ def test_a_template_that_trims_keeps_the_replies_it_leaves_alone() -> None:
     assert spelt in ",".join(map(str, ids))
 
 
+def test_a_template_that_cuts_one_reply_keeps_the_others() -> None:
+    cut = "message['content'].split('</think>')[-1]"
+    template = ChatTemplate(tiny_text.TEMPLATE.replace("message['content']", cut), {"bos_token": "<|bos|>"})
+    messages = conversation("hm</think>the text", REPLY)
+    ids = encode(messages, remembering("hm</think>the text", REPLY), template)
+    assert TOKENIZER.decode(ids, skip_hidden=False) == template.render(messages)
+    assert "hm" not in TOKENIZER.decode(ids)
+    spelt = ",".join(map(str, tiny_text.spell_in_bytes(TOKENIZER, REPLY)))
+    assert spelt in ",".join(map(str, ids))
+
+
 @pytest.mark.parametrize(
     "change",
     [
