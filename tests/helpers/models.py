@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from hiserve.core.groups import CacheGroupSpec
 from hiserve.models.config import ModelConfig, read_model_config
 from hiserve.models.decoder import load_decoder
 from hiserve.runners.eager import EagerRunner
+from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.executor import Executor
+from tests.helpers.plans import HandPlanner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -100,6 +103,28 @@ class Engine:
         self.attention = make_attention(attention, page_size, getattr(torch, dtype))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
         self.executor = Executor(self.runner, self.rows, threaded=threaded)
+
+    @torch.inference_mode()
+    def logits(self, planner: HandPlanner, prompts: dict[int, list[int]], chunk: int) -> dict[int, torch.Tensor]:
+        """Computes ragged chunks of all prompts, and returns the logits of every position, by row.
+
+        Returns:
+            ``[len(prompt), vocab_size]`` for each row.
+        """
+        for row, prompt in prompts.items():
+            planner.admit(row, prompt)
+        parts: dict[int, list[torch.Tensor]] = {row: [] for row in prompts}
+        while work := {row: min(chunk, left) for row in prompts if (left := len(prompts[row]) - planner.computed[row])}:
+            plan = planner.step(work)
+            self.rows.apply(plan)
+            step = build_inputs(plan, self.rows)
+            every = torch.arange(plan.num_tokens, device=self.rows.device)
+            out = self.runner.run(dataclasses.replace(step.forward, logits_rows=every)).logits
+            self.rows.advance(step.rows, step.forward.kv_lens, step.legal, step.sampling, step.sampling)
+            assert step.legal.all()
+            for row, part in zip(work, out.split(list(work.values())), strict=True):
+                parts[row].append(part)
+        return {row: torch.cat(part) for row, part in parts.items()}
 
 
 def make_attention(name: str, page_size: int, dtype: torch.dtype) -> Attention:

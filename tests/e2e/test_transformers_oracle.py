@@ -1,0 +1,146 @@
+"""The engine against transformers: logits in float32, greedy tokens in float64.
+
+Two models made by transformers with random weights, and the embedded one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from hiserve.models.config import NANO, find_model
+from tests.helpers.models import Engine, load_transformers, save_llama, save_qwen3
+from tests.helpers.plans import HandPlanner
+
+MODELS = ("llama", "qwen3", "nano")
+NUM_NEW = 24
+MIN_DISTINCT = 20
+MAX_LOGIT_DIFFERENCE = 1e-4
+NUM_PAGES = 160
+TEXTS = (
+    "def area(width, height):\n    return",
+    "I would like a large latte with oat milk, and",
+    "Tom has 12 apples. He gives 5 of them to Anna and buys 7 more. How many apples does Tom have now?",
+    "Hello! Can you help me find a restaurant for tonight?",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, prompts for it, and what transformers makes of them.
+
+    Attributes:
+        folder: Checkpoint.
+        prompts: By row.
+        greedy: Tokens that follow each prompt, by row.
+    """
+
+    folder: Path
+    prompts: dict[int, list[int]]
+    greedy: dict[int, list[int]]
+
+
+@torch.inference_mode()
+def greedy(oracle: Any, prompt: list[int], num_new: int) -> list[int]:
+    """Generates one token after another, past any end token."""
+    tokens, cache = list(prompt), None
+    inputs = torch.tensor([prompt])
+    for _ in range(num_new):
+        out = oracle(inputs, past_key_values=cache, use_cache=True)
+        tokens.append(int(out.logits[0, -1].argmax()))
+        inputs, cache = torch.tensor([tokens[-1:]]), out.past_key_values
+    return tokens[len(prompt) :]
+
+
+def prompts_of(name: str, folder: Path) -> list[list[int]]:
+    """Ragged prompts: shorter than a page, of whole pages, longer."""
+    if name == "nano":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return [tokenizer.encode(text).ids for text in TEXTS]
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 320, (length,), generator=generator).tolist() for length in (3, 16, 33, 70)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    torch.set_num_threads(1)
+    name = request.param
+    if name == "nano":
+        folder = find_model(NANO)
+    else:
+        save = save_llama if name == "llama" else save_qwen3
+        folder = save(tmp_path_factory.mktemp(name))
+    oracle = load_transformers(folder, torch.float64)
+    prompts = dict(enumerate(prompts_of(name, folder), start=1))
+    return Subject(folder, prompts, {row: greedy(oracle, prompt, NUM_NEW) for row, prompt in prompts.items()})
+
+
+def test_the_reference_outputs_are_varied_enough_to_mean_something(subject: Subject) -> None:
+    assert len({token for tokens in subject.greedy.values() for token in tokens}) >= MIN_DISTINCT
+
+
+@pytest.mark.parametrize("attention", ["cpu", "reference"])
+def test_float32_logits_of_every_position_agree(subject: Subject, attention: str) -> None:
+    """Ragged chunks of all prompts at once, in scattered pages."""
+    engine = Engine(subject.folder, attention=attention, num_pages=NUM_PAGES)
+    logits = engine.logits(HandPlanner(16, NUM_PAGES, shuffle_seed=5), subject.prompts, chunk=9)
+    assert max(len(prompt) for prompt in subject.prompts.values()) > 2 * 9
+    oracle = load_transformers(subject.folder, torch.float32)
+    for row, prompt in subject.prompts.items():
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([prompt])).logits[0]
+        assert logits[row].shape == expected.shape
+        assert (logits[row] - expected).abs().max().item() <= MAX_LOGIT_DIFFERENCE
+
+
+def generate(engine: Engine, planner: HandPlanner, subject: Subject, chunk: int, depth: int) -> dict[int, list[int]]:
+    """Admits row after row, one a step, and runs all to the end; submits ``depth`` steps ahead of the results."""
+    waiting = list(subject.prompts.items())
+    out: dict[int, list[int]] = {row: [] for row in subject.prompts}
+    emitted = dict.fromkeys(subject.prompts, 0)
+    flying: list[Any] = []
+    while True:
+        if waiting:
+            planner.admit(*waiting.pop(0))
+        work = {
+            row: min(chunk, planner.known[row] - planner.computed[row])
+            for row in planner.known
+            if emitted[row] < NUM_NEW
+        }
+        if work:
+            plan = planner.step(work)
+            flying.append((plan, engine.executor.submit(plan)))
+            for row in plan.rows[plan.samples].tolist():
+                emitted[row] += 1
+        while flying and (len(flying) > depth or not work):
+            plan, future = flying.pop(0)
+            result = future.result()
+            assert result.faults.size == 0
+            for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
+                out[row].append(token)
+        if not work and not waiting:
+            return out
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+@pytest.mark.parametrize(
+    ("attention", "page_size", "shuffle_seed"), [("cpu", 16, None), ("cpu", 4, 7), ("reference", 16, 7)]
+)
+def test_float64_greedy_tokens_are_equal_in_ragged_batches_of_any_chunk(
+    subject: Subject, chunk: int, attention: str, page_size: int, shuffle_seed: int | None
+) -> None:
+    engine = Engine(subject.folder, dtype="float64", attention=attention, page_size=page_size, num_pages=NUM_PAGES)
+    planner = HandPlanner(page_size, NUM_PAGES, shuffle_seed)
+    assert generate(engine, planner, subject, chunk, depth=0) == subject.greedy
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_float64_greedy_tokens_are_equal_when_steps_are_submitted_ahead(subject: Subject, depth: int) -> None:
+    engine = Engine(subject.folder, dtype="float64", num_pages=NUM_PAGES, threaded=True)
+    assert generate(engine, HandPlanner(16, NUM_PAGES), subject, 16, depth) == subject.greedy
+    engine.executor.close()

@@ -1,0 +1,142 @@
+"""The eager path on CUDA, through the executor, against the float32 reference on the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from hiserve.core.request import SamplingParams
+from hiserve.models.config import NANO, find_model
+from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
+from tests.helpers.models import Engine, save_llama, save_qwen3
+from tests.helpers.plans import GREEDY, HandPlanner
+
+pytestmark = pytest.mark.gpu
+
+NUM_NEW, NUM_PAGES, MAX_LEN = 250, 400, 512
+SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
+TEXTS = (
+    "def area(width, height):\n    return",
+    "I would like a large latte with oat milk, and",
+    "Tom has 12 apples. He gives 5 of them to Anna and buys 7 more. How many apples does Tom have now?",
+    "Hello! Can you help me find a restaurant for tonight?",
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        "llama": save_llama(tmp_path_factory.mktemp("llama")),
+        "qwen3": save_qwen3(tmp_path_factory.mktemp("qwen3")),
+        "nano": find_model(NANO),
+    }
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Makes any implicit wait for the device an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def prompts_of(name: str, folder: Path) -> dict[int, list[int]]:
+    if name == "nano":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return dict(enumerate((tokenizer.encode(text).ids for text in TEXTS), start=1))
+    generator = torch.Generator().manual_seed(3)
+    return {
+        row: torch.randint(0, 320, (length,), generator=generator).tolist()
+        for row, length in enumerate((3, 16, 33, 70), 1)
+    }
+
+
+def engine(folder: Path, dtype: str, device: str = "cuda") -> Engine:
+    return Engine(
+        folder, dtype=dtype, device=device, attention="reference", num_pages=NUM_PAGES, max_len=MAX_LEN, max_rows=8
+    )
+
+
+def generate(
+    subject: Engine, prompts: dict[int, list[int]], sampling: SamplingParams = GREEDY, num_new: int = NUM_NEW
+) -> dict[int, list[int]]:
+    """One chunked prefill, then decode steps, all submitted before the first result is read."""
+    planner = HandPlanner(16, NUM_PAGES, shuffle_seed=1)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+    plans = []
+    while left := {row: count for row, prompt in prompts.items() if (count := len(prompt) - planner.computed[row]) > 0}:
+        plans.append(planner.step({row: min(16, count) for row, count in left.items()}))
+    plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(num_new - 1)]
+    flying = [(plan, subject.executor.submit(plan)) for plan in plans]
+    out: dict[int, list[int]] = {row: [] for row in prompts}
+    for plan, future in flying:
+        result = future.result()
+        assert result.faults.size == 0
+        for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
+            out[row].append(token)
+    return {row: tokens[:num_new] for row, tokens in out.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "float32"), ("qwen3", "float32"), ("nano", "float32"), ("nano", "bfloat16")]
+)
+def test_greedy_tokens_keep_the_margin_of_the_cpu_reference(folders: dict[str, Path], name: str, dtype: str) -> None:
+    assert not torch.backends.cuda.matmul.allow_tf32
+    prompts = prompts_of(name, folders[name])
+    tokens = generate(engine(folders[name], dtype), prompts)
+    forced = {row: teacher_forced(prompt, tokens[row]) for row, prompt in prompts.items()}
+    reference = engine(folders[name], "float32", "cpu").logits(HandPlanner(16, NUM_PAGES), forced, MAX_LEN)
+    # Two batch shapes, on two devices: on CUDA alone a tiny bfloat16 model rounds alike in every shape.
+    shapes = [
+        engine(folders[name], dtype, device).logits(HandPlanner(16, NUM_PAGES), forced, chunk)
+        for device, chunk in (("cuda", 64), ("cpu", 7))
+    ]
+    verdict = join(
+        [
+            margin(reference[row][len(prompt) - 1 :], as_tensor(tokens[row]), shape_difference(*shapes))
+            for row, prompt in prompts.items()
+        ]
+    )
+    print(name, dtype, verdict, flush=True)
+    assert len({token for row in tokens.values() for token in row}) >= 20
+    assert verdict.is_kept, verdict
+
+
+def test_float64_tokens_equal_those_of_the_cpu(folders: dict[str, Path]) -> None:
+    prompts = prompts_of("llama", folders["llama"])
+    for sampling in (GREEDY, SAMPLED):
+        cuda = generate(engine(folders["llama"], "float64"), prompts, sampling, 40)
+        assert cuda == generate(engine(folders["llama"], "float64", "cpu"), prompts, sampling, 40)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_launching_a_step_never_waits_for_the_device(folders: dict[str, Path], sampling: SamplingParams) -> None:
+    prompts = prompts_of("nano", folders["nano"])
+    subject = engine(folders["nano"], "bfloat16")
+    with no_sync():
+        tokens = generate(subject, prompts, sampling, 10)
+    assert len(tokens[1]) == 10
+    subject.executor.close()
+
+
+def test_a_stale_entry_is_a_fault_on_cuda_too(folders: dict[str, Path]) -> None:
+    subject = engine(folders["llama"], "float32")
+    planner = HandPlanner(16, NUM_PAGES)
+    planner.admit(1, list(range(20)))
+    planner.admit(2, list(range(20)))
+    subject.executor.submit(planner.step({1: 20, 2: 20})).result()
+    subject.rows.page_owner[planner.pages[1][0]] = 99
+    result = subject.executor.submit(planner.step({1: 1, 2: 1})).result()
+    assert result.faults.tolist() == [1]
+    assert result.counts.tolist() == [0, 1]
