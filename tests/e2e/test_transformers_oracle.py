@@ -1,4 +1,4 @@
-"""The engine against transformers: logits in float32, greedy tokens in float64.
+"""The engine against transformers: logits in float32, tokens in float64.
 
 Two models made by transformers with random weights, and the embedded one.
 """
@@ -9,19 +9,24 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
 
+from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
+from hiserve.sampling.params import SamplingRows
+from hiserve.sampling.sampler import sample
 from tests.helpers.models import Engine, load_transformers, save_llama, save_qwen3
-from tests.helpers.plans import HandPlanner
+from tests.helpers.plans import GREEDY, HandPlanner
 
 MODELS = ("llama", "qwen3", "nano")
 NUM_NEW = 24
 MIN_DISTINCT = 20
 MAX_LOGIT_DIFFERENCE = 1e-4
 NUM_PAGES = 160
+SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=21)
 TEXTS = (
     "def area(width, height):\n    return",
     "I would like a large latte with oat milk, and",
@@ -38,21 +43,26 @@ class Subject:
         folder: Checkpoint.
         prompts: By row.
         greedy: Tokens that follow each prompt, by row.
+        sampled: Tokens drawn after each prompt, by row.
     """
 
     folder: Path
     prompts: dict[int, list[int]]
     greedy: dict[int, list[int]]
+    sampled: dict[int, list[int]]
 
 
 @torch.inference_mode()
-def greedy(oracle: Any, prompt: list[int], num_new: int) -> list[int]:
-    """Generates one token after another, past any end token."""
+def continuation(oracle: Any, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
+    """Generates with transformers' logits and our choice of a token, past any end token."""
+    rows = SamplingRows(2, torch.device("cpu"))
+    rows.write(np.array([1]), [sampling], [0])
     tokens, cache = list(prompt), None
     inputs = torch.tensor([prompt])
-    for _ in range(num_new):
+    for _ in range(NUM_NEW):
         out = oracle(inputs, past_key_values=cache, use_cache=True)
-        tokens.append(int(out.logits[0, -1].argmax()))
+        batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]))
+        tokens.append(int(sample(out.logits[:, -1], batch)))
         inputs, cache = torch.tensor([tokens[-1:]]), out.past_key_values
     return tokens[len(prompt) :]
 
@@ -77,11 +87,18 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folder = save(tmp_path_factory.mktemp(name))
     oracle = load_transformers(folder, torch.float64)
     prompts = dict(enumerate(prompts_of(name, folder), start=1))
-    return Subject(folder, prompts, {row: greedy(oracle, prompt, NUM_NEW) for row, prompt in prompts.items()})
+    return Subject(
+        folder,
+        prompts,
+        greedy={row: continuation(oracle, prompt) for row, prompt in prompts.items()},
+        sampled={row: continuation(oracle, prompt, SAMPLED) for row, prompt in prompts.items()},
+    )
 
 
 def test_the_reference_outputs_are_varied_enough_to_mean_something(subject: Subject) -> None:
-    assert len({token for tokens in subject.greedy.values() for token in tokens}) >= MIN_DISTINCT
+    for outputs in (subject.greedy, subject.sampled):
+        assert len({token for tokens in outputs.values() for token in tokens}) >= MIN_DISTINCT
+    assert subject.greedy != subject.sampled
 
 
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
@@ -98,7 +115,14 @@ def test_float32_logits_of_every_position_agree(subject: Subject, attention: str
         assert (logits[row] - expected).abs().max().item() <= MAX_LOGIT_DIFFERENCE
 
 
-def generate(engine: Engine, planner: HandPlanner, subject: Subject, chunk: int, depth: int) -> dict[int, list[int]]:
+def generate(
+    engine: Engine,
+    planner: HandPlanner,
+    subject: Subject,
+    chunk: int,
+    depth: int,
+    sampling: SamplingParams = GREEDY,
+) -> dict[int, list[int]]:
     """Admits row after row, one a step, and runs all to the end; submits ``depth`` steps ahead of the results."""
     waiting = list(subject.prompts.items())
     out: dict[int, list[int]] = {row: [] for row in subject.prompts}
@@ -106,7 +130,7 @@ def generate(engine: Engine, planner: HandPlanner, subject: Subject, chunk: int,
     flying: list[Any] = []
     while True:
         if waiting:
-            planner.admit(*waiting.pop(0))
+            planner.admit(*waiting.pop(0), sampling)
         work = {
             row: min(chunk, planner.known[row] - planner.computed[row])
             for row in planner.known
@@ -143,4 +167,14 @@ def test_float64_greedy_tokens_are_equal_in_ragged_batches_of_any_chunk(
 def test_float64_greedy_tokens_are_equal_when_steps_are_submitted_ahead(subject: Subject, depth: int) -> None:
     engine = Engine(subject.folder, dtype="float64", num_pages=NUM_PAGES, threaded=True)
     assert generate(engine, HandPlanner(16, NUM_PAGES), subject, 16, depth) == subject.greedy
+    engine.executor.close()
+
+
+@pytest.mark.parametrize(("chunk", "depth"), [(1, 0), (7, 1), (64, 2)])
+def test_float64_sampled_tokens_are_those_drawn_from_transformers_logits(
+    subject: Subject, chunk: int, depth: int
+) -> None:
+    engine = Engine(subject.folder, dtype="float64", num_pages=NUM_PAGES, threaded=depth > 0)
+    planner = HandPlanner(16, NUM_PAGES, shuffle_seed=2)
+    assert generate(engine, planner, subject, chunk, depth, SAMPLED) == subject.sampled
     engine.executor.close()
