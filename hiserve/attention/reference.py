@@ -41,10 +41,9 @@ class ReferenceAttention:
         padded = q.new_zeros((*self._shape, heads, head_dim), dtype=wide)
         padded[self._token_rows, self._offsets] = q.to(wide)
         grouped = padded.view(*self._shape, kv_heads, heads // kv_heads, head_dim)
-        # Slots nobody owns may hold NaN, and 0 * NaN is NaN: blank them before the products.
-        unread = self._unread[:, :, None, None]
-        keys = kv.k[self._slots].to(wide).masked_fill_(unread, 0)
-        values = kv.v[self._slots].to(wide).masked_fill_(unread, 0)
+        keys = kv.k[self._slots].to(wide)
+        # Slots nobody owns may hold NaN, and 0 * NaN is NaN: their scores are overwritten, their values blanked.
+        values = kv.v[self._slots].to(wide).masked_fill_(self._unread[:, :, None, None], 0)
         scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, keys) * head_dim**-0.5
         scores.masked_fill_(self._hidden[:, None, None], -torch.inf)
         out = torch.einsum("bhgqn,bnhd->bqhgd", scores.softmax(-1), values)

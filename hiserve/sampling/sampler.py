@@ -61,7 +61,7 @@ def _threshold(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     top_p = batch.top_p.to(scaled.dtype)[:, None]
     # Summed from the smallest up: an entry falls if it and all below it weigh at most 1 - top_p.
     num_fallen = (probabilities.cumsum(-1) <= 1 - top_p).sum(-1, keepdim=True).clamp_(max=size - 1)
-    return torch.maximum(least, ascending.gather(1, num_fallen))
+    return ascending.gather(1, num_fallen)
 
 
 def _sorted_values(x: Tensor) -> Tensor:

@@ -124,6 +124,19 @@ def test_an_illegal_row_forgets_its_tokens(rows: DeviceRows) -> None:
     assert rows.computed_len.tolist() == [0, 0, 3, 0]
 
 
+def test_an_illegal_row_of_full_length_writes_into_no_other_row(rows: DeviceRows) -> None:
+    rows.apply(plan(admit=[admit(1, [1, 2, 3]), admit(2, [4, 5, 6])]))
+    before = rows.tokens[2].clone()
+    rows.advance(
+        rows=torch.tensor([1]),
+        kv_lens=torch.tensor([12]),
+        legal=torch.tensor([False]),
+        sampling=torch.tensor([0]),
+        sampled=torch.tensor([41]),
+    )
+    assert torch.equal(rows.tokens[2], before)
+
+
 def test_upload_carries_arrays_of_every_kind_and_copies_them() -> None:
     arrays = [
         np.array([[1, 2, 3]], dtype=np.int32),

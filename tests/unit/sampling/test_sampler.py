@@ -176,7 +176,7 @@ def test_float64_stays_float64_and_sixteen_bits_are_widened() -> None:
 
 def test_a_tiny_temperature_is_greedy_in_effect() -> None:
     row = logits()
-    for temperature in (1e-6, 1e-30, 1e-300):
+    for temperature in (1e-6, 1e-39, 1e-320):
         for dtype in (torch.float32, torch.float64):
             params = SamplingParams(temperature=temperature, seed=3)
             drawn = sample(row.to(dtype).expand(50, -1), batch([params] * 50, range(50)))
@@ -190,6 +190,13 @@ def test_a_filter_always_leaves_the_likeliest_token() -> None:
         SamplingParams(temperature=1.0, top_k=1, seed=3),
     ):
         assert set(draws(row.float(), params, 200).tolist()) == {int(row.argmax())}
+
+
+def test_a_token_that_is_certain_survives_any_filter() -> None:
+    """Its probability rounds to 1, which is all that a tiny top-p asks to remove."""
+    row = torch.full((1, VOCAB), -200.0)
+    row[0, 5] = 200.0
+    assert set(draws(row, SamplingParams(temperature=1.0, top_p=1e-12, seed=3), 50).tolist()) == {5}
 
 
 def test_a_top_k_beyond_the_vocabulary_keeps_all() -> None:
