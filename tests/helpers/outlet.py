@@ -1,0 +1,78 @@
+"""A scheduler's outlet that remembers everything, per request and per worker."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import SamplingParams
+from hiserve.errors import HiserveError
+from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens, WorkerStats
+
+PAGE_SIZE = 4
+NAMESPACE = b"n" * 16
+
+
+class FakeOutlet:
+    def __init__(self) -> None:
+        self.sent: dict[int, list[int]] = defaultdict(list)
+        self.terminals: dict[int, list[str]] = defaultdict(list)
+        self.admitted: list[tuple[int, int]] = []
+        self.admits: dict[int, tuple[Admit, list[int]]] = {}
+        self.dropped: list[tuple[int, list[int]]] = []
+
+    def tokens(self, news: Tokens, tokens: Int32Array) -> None:
+        start = 0
+        for uid, count, finish in zip(news.uids, news.counts, news.finishes, strict=True):
+            assert not self.terminals[uid], f"news of {uid} after its end"
+            self.sent[uid] += tokens[start : start + count].tolist()
+            start += count
+            if finish:
+                self.terminals[uid].append(str(finish))
+
+    def failed(self, uid: int, error: HiserveError) -> None:
+        self.terminals[uid].append(error.code)
+
+    def admit(self, replica: int, message: Admit, tokens: Int32Array) -> None:
+        self.admitted.append((replica, message.uid))
+        self.admits[message.uid] = (message, tokens.tolist())
+
+    def drop(self, replica: int, uids: list[int]) -> None:
+        self.dropped.append((replica, uids))
+
+
+def ready(replica: int = 0, *, rows: int = 4, max_len: int = 256) -> Ready:
+    return Ready(
+        incarnation=1,
+        pid=1,
+        max_running=rows,
+        max_len=max_len,
+        num_pages=100,
+        page_size=PAGE_SIZE,
+        namespace=NAMESPACE,
+        startup_s={},
+    )
+
+
+def generate(uid: int, **sampling: object) -> Generate:
+    return Generate(uid, SamplingParams(**sampling))
+
+
+def prompt(*tokens: int) -> Int32Array:
+    return np.array(tokens, dtype=np.int32)
+
+
+def step_report(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ()) -> tuple[StepReport, Int32Array]:
+    """Rows are (uid, tokens, finish)."""
+    report = StepReport(
+        incarnation=1,
+        uids=[uid for uid, _, _ in rows],
+        counts=[len(tokens) for _, tokens, _ in rows],
+        finishes=[finish for _, _, finish in rows],
+        cached=[0 for _ in rows],
+        failed=[(uid, "engine_error", "it broke") for uid in failed],
+        stats=WorkerStats(),
+    )
+    return report, np.array([token for _, tokens, _ in rows for token in tokens], dtype=np.int32)

@@ -1,0 +1,71 @@
+"""Credits bound what a worker holds; placement weighs cached prefix against load."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiserve.scheduler.admission import Admission
+
+
+def admission(*held: int, rows: int = 8) -> Admission:
+    built = Admission()
+    for replica, count in enumerate(held):
+        built.join(replica, rows)
+        for _ in range(count):
+            built.take(replica)
+    return built
+
+
+def no_match(_replica: int) -> int:
+    return 0
+
+
+def test_a_worker_holds_its_rows_and_a_small_lookahead() -> None:
+    built = admission(0, rows=16)
+    while built.with_credit():
+        built.take(0)
+    assert built.num_held(0) == 18
+    assert built.place(100, no_match) is None
+    built.give_back(0)
+    assert built.place(100, no_match) == 0
+
+
+def test_even_one_row_has_a_lookahead() -> None:
+    assert admission(1, rows=1).with_credit() == [0]
+    assert admission(2, rows=1).with_credit() == []
+
+
+def test_load_decides_without_a_prefix() -> None:
+    assert admission(3, 1, 2).place(100, no_match) == 1
+
+
+def test_the_longest_prefix_wins_against_load() -> None:
+    assert admission(3, 0).place(100, lambda replica: 96 if replica == 0 else 0) == 0
+    assert admission(3, 3).place(100, lambda replica: [32, 96][replica]) == 1
+
+
+def test_the_prefix_loses_when_its_worker_is_far_busier() -> None:
+    assert admission(5, 0).place(100, lambda replica: 96 if replica == 0 else 0) == 1
+
+
+def test_a_small_shared_prefix_does_not_draw_all_traffic_to_one_worker() -> None:
+    assert admission(2, 0).place(1000, lambda replica: 32 if replica == 0 else 0) == 1
+
+
+def test_the_prefix_loses_when_its_worker_has_no_credit() -> None:
+    assert admission(9, 8).place(100, lambda replica: 96 if replica == 0 else 0) == 1
+
+
+def test_a_worker_that_left_is_not_chosen_and_comes_back_empty() -> None:
+    built = admission(2, 5)
+    built.leave(0)
+    assert built.with_credit() == [1]
+    built.join(0, 8)
+    assert built.num_held(0) == 0
+
+
+def test_credits_cannot_go_below_nothing() -> None:
+    with pytest.raises(AssertionError, match="holds none"):
+        admission(0).give_back(0)
+    with pytest.raises(AssertionError, match="was sent another"):
+        admission(9).take(0)

@@ -1,0 +1,128 @@
+"""Whatever happens in whatever order: one terminal per accepted request, no credit and no request lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hiserve.errors import EngineError
+from hiserve.scheduler.dispatcher import Dispatcher
+from hiserve.scheduler.ledger import State
+from hiserve.scheduler.policy import Fcfs, LongestPrefix
+from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_report
+
+ROWS = 2
+CAPACITY = ROWS + 1
+REPLICAS = (0, 1)
+
+
+class Conservation(RuleBasedStateMachine):
+    """Clients, workers and crashes drive a dispatcher; the outlet is the witness."""
+
+    @initialize(longest=st.booleans())
+    def start(self, longest: bool) -> None:
+        self.outlet = FakeOutlet()
+        self.dispatcher = Dispatcher(self.outlet, LongestPrefix() if longest else Fcfs(), PAGE_SIZE)
+        self.uid = 0
+        self.accepted: set[int] = set()
+        self.alive: set[int] = set()
+        self.expected: dict[int, list[int]] = {}
+        self.begin(0)
+
+    def held(self, replica: int) -> list[int]:
+        return [
+            uid
+            for uid, entry in ((uid, self.dispatcher.ledger.get(uid)) for uid in sorted(self.accepted))
+            if entry is not None and entry.replica == replica
+        ]
+
+    @precondition(lambda self: len(self.alive) < len(REPLICAS))
+    @rule(replica=st.sampled_from(REPLICAS))
+    def begin(self, replica: int) -> None:
+        if replica not in self.alive:
+            self.alive.add(replica)
+            self.dispatcher.worker_ready(replica, ready(replica, rows=ROWS, max_len=32))
+            self.dispatcher.dispatch()
+
+    @rule(replica=st.sampled_from(REPLICAS))
+    def lose(self, replica: int) -> None:
+        if replica in self.alive:
+            self.alive.discard(replica)
+            self.dispatcher.worker_lost(replica, EngineError("lost"))
+            self.dispatcher.dispatch()
+
+    @rule(length=st.integers(0, 34), token=st.integers(0, 2))
+    def submit(self, length: int, token: int) -> None:
+        self.uid += 1
+        if 0 < length < 32:
+            self.accepted.add(self.uid)
+        self.dispatcher.submit(generate(self.uid), np.full(length, token, dtype=np.int32))
+        self.dispatcher.dispatch()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.dispatcher.abort(data.draw(st.lists(st.integers(1, self.uid + 2), max_size=4)))
+        self.dispatcher.dispatch()
+
+    @rule(replica=st.sampled_from(REPLICAS), data=st.data())
+    def step(self, replica: int, data: st.DataObject) -> None:
+        if replica not in self.alive:
+            return
+        rows, failed = [], []
+        for uid in self.held(replica):
+            fate = data.draw(st.sampled_from(["nothing", "token", "tokens", "stop", "fail", "abort"]))
+            tokens = {"token": [1], "tokens": [1, 2, 3], "stop": [4]}.get(fate, [])
+            if fate == "fail":
+                failed.append(uid)
+            elif fate != "nothing":
+                rows.append((uid, tokens, {"stop": 1, "abort": 3}.get(fate, 0)))
+            self.expected.setdefault(uid, []).extend(tokens)
+        self.dispatcher.report(replica, *step_report(*rows, failed=tuple(failed)))
+        self.dispatcher.dispatch()
+
+    @invariant()
+    def every_request_is_in_one_place(self) -> None:
+        ledger, queue = self.dispatcher.ledger, self.dispatcher.queue
+        assert ledger.num_accepted == len(self.accepted) == ledger.num_ended + len(ledger)
+        queued = {waiting.entry.uid for waiting in queue.window(len(queue))}
+        assert len(queued) == len(queue)
+        for uid in self.accepted:
+            entry = ledger.get(uid)
+            assert len(self.outlet.terminals[uid]) == (entry is None)
+            if entry is not None:
+                assert (entry.state is State.QUEUED) == (entry.replica is None) == (uid in queued)
+                assert entry.generated.tolist() == self.outlet.sent[uid]
+
+    @invariant()
+    def credits_are_the_requests_held(self) -> None:
+        for replica in self.alive:
+            held = len(self.held(replica))
+            assert self.dispatcher.admission.num_held(replica) == held <= CAPACITY
+            assert held == CAPACITY or len(self.dispatcher.queue) == 0
+
+    @invariant()
+    def nothing_is_admitted_twice_and_no_token_is_lost(self) -> None:
+        assert max(Counter(uid for _, uid in self.outlet.admitted).values(), default=0) <= 1
+        for uid, tokens in self.expected.items():
+            assert self.outlet.sent[uid] == tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "dispatcher"):
+            return
+        for replica in REPLICAS:
+            self.begin(replica)
+        while len(self.dispatcher.ledger):
+            for replica in REPLICAS:
+                rows = [(uid, [9], 1) for uid in self.held(replica)]
+                self.dispatcher.report(replica, *step_report(*rows))
+            self.dispatcher.dispatch()
+        assert len(self.dispatcher.queue) == 0
+        assert all(len(self.outlet.terminals[uid]) == 1 for uid in range(1, self.uid + 1))
+
+
+Conservation.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestConservation = Conservation.TestCase

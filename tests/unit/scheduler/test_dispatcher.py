@@ -1,0 +1,251 @@
+"""Who is admitted when and where, and what ends how."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hiserve.core.digest import chain, namespace_digest, pack_tokens
+from hiserve.core.request import FinishReason
+from hiserve.errors import EngineError, InvariantError, UnavailableError
+from hiserve.messages.codec import MalformedError
+from hiserve.scheduler.dispatcher import Dispatcher
+from hiserve.scheduler.ledger import Ledger
+from hiserve.scheduler.policy import MAX_OVERTAKEN, Fcfs, LongestPrefix, Policy
+from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
+
+ABORT = str(int(FinishReason.ABORT))
+STOP = str(int(FinishReason.STOP))
+
+
+class Desk:
+    """A dispatcher with its outlet."""
+
+    def __init__(self, policy: Policy | None = None, *, replicas: int = 1, rows: int = 2) -> None:
+        self.outlet = FakeOutlet()
+        self.dispatcher = Dispatcher(self.outlet, policy or Fcfs(), PAGE_SIZE)
+        for replica in range(replicas):
+            self.dispatcher.worker_ready(replica, ready(replica, rows=rows))
+
+    def submit(self, uid: int, *tokens: int, **sampling: object) -> None:
+        self.dispatcher.submit(generate(uid, **sampling), prompt(*(tokens or (1, 2, 3))))
+        self.dispatcher.dispatch()
+
+    def report(self, *rows: tuple[int, list[int], int], replica: int = 0, failed: tuple[int, ...] = ()) -> None:
+        self.dispatcher.report(replica, *step_report(*rows, failed=failed))
+        self.dispatcher.dispatch()
+
+    def cache(self, replica: int, *tokens: int) -> None:
+        digests = chain(namespace_digest(NAMESPACE, b""), pack_tokens(np.array(tokens)), PAGE_SIZE)
+        self.dispatcher.report(replica, *step_report(), published=b"".join(digests))
+
+    @property
+    def admitted(self) -> list[int]:
+        return [uid for _, uid in self.outlet.admitted]
+
+    def is_empty(self) -> bool:
+        return len(self.dispatcher.ledger) == len(self.dispatcher.queue) == 0
+
+
+def test_fcfs_admits_in_order_of_arrival_as_credits_come_back() -> None:
+    desk = Desk(rows=2)
+    for uid in range(1, 8):
+        desk.submit(uid)
+    assert desk.admitted == [1, 2, 3]
+    desk.report((2, [5], 1))
+    desk.report((1, [5], 1), (3, [5], 2))
+    assert desk.admitted == [1, 2, 3, 4, 5, 6]
+
+
+def test_longest_prefix_admits_the_best_match_first_and_the_oldest_among_equals() -> None:
+    desk = Desk(LongestPrefix(), rows=1)
+    desk.submit(1)
+    desk.submit(2)
+    desk.cache(0, *range(16))
+    for uid, length in ((3, 2), (4, 10), (5, 15), (6, 10)):
+        desk.submit(uid, *range(length), 99)
+    for uid in (1, 2, 5, 4, 6):
+        desk.report((uid, [5], 1))
+    assert desk.admitted == [1, 2, 5, 4, 6, 3]
+
+
+def test_longest_prefix_starves_nobody() -> None:
+    desk = Desk(LongestPrefix(), rows=1)
+    desk.cache(0, *range(16))
+    desk.submit(1, *range(17))
+    desk.submit(2, *range(17))
+    desk.submit(3, 500, 501)
+    running = [1, 2]
+    for uid in range(4, MAX_OVERTAKEN + 8):
+        desk.submit(uid, *range(17))
+        desk.report((running.pop(0), [5], 1))
+        running.append(desk.admitted[-1])
+    assert desk.admitted.index(3) == MAX_OVERTAKEN + 2
+
+
+def test_a_request_goes_to_the_worker_that_holds_its_prefix() -> None:
+    desk = Desk(replicas=2, rows=8)
+    desk.cache(1, *range(32))
+    desk.submit(1, *range(33))
+    desk.submit(2, *range(500, 533))
+    desk.submit(3, *range(33))
+    assert desk.outlet.admitted == [(1, 1), (0, 2), (1, 3)]
+
+
+def test_the_seed_is_drawn_once_and_a_given_one_is_kept() -> None:
+    desk = Desk()
+    desk.submit(1)
+    desk.submit(2, seed=7)
+    desk.submit(3)
+    seeds = [desk.outlet.admits[uid][0].sampling.seed for uid in (1, 2, 3)]
+    assert seeds[1] == 7
+    assert isinstance(seeds[0], int)
+    assert isinstance(seeds[2], int)
+    assert seeds[0] != seeds[2]
+
+
+def test_an_admit_carries_prompt_then_generated() -> None:
+    desk = Desk()
+    desk.submit(1, 4, 5, 6)
+    desk.report((1, [7, 8], 0))
+    entry = desk.dispatcher.ledger.get(1)
+    assert entry is not None
+    message, tokens = entry.to_admit()
+    assert (message.num_prompt, tokens.tolist()) == (3, [4, 5, 6, 7, 8])
+
+
+def test_an_abort_while_queued_ends_at_once() -> None:
+    desk = Desk(rows=1)
+    for uid in (1, 2, 3, 4):
+        desk.submit(uid)
+    desk.dispatcher.abort([3, 4, 3])
+    assert desk.outlet.terminals[3] == desk.outlet.terminals[4] == [ABORT]
+    assert desk.outlet.dropped == []
+    desk.report((1, [5], 1), (2, [5], 1))
+    assert desk.is_empty()
+
+
+def test_an_abort_while_running_ends_when_the_worker_answers() -> None:
+    desk = Desk()
+    desk.submit(1)
+    desk.submit(2)
+    desk.dispatcher.abort([2])
+    desk.dispatcher.abort([2])
+    assert desk.outlet.dropped == [(0, [2])]
+    assert desk.outlet.terminals[2] == []
+    desk.report((1, [5], 0), (2, [], 3))
+    assert desk.outlet.terminals[2] == [ABORT]
+    assert desk.dispatcher.admission.num_held(0) == 1
+
+
+def test_an_abort_that_crosses_the_natural_end_adds_no_second_one() -> None:
+    desk = Desk()
+    desk.submit(1)
+    desk.dispatcher.abort([1])
+    desk.report((1, [5], 1))
+    desk.dispatcher.abort([1])
+    assert desk.outlet.terminals[1] == [STOP]
+    assert desk.is_empty()
+
+
+def test_a_lost_worker_ends_its_requests_with_one_error_each_and_no_other() -> None:
+    desk = Desk(replicas=2, rows=2)
+    for uid in range(1, 5):
+        desk.submit(uid)
+    held = {replica: [uid for worker, uid in desk.outlet.admitted if worker == replica] for replica in (0, 1)}
+    desk.dispatcher.worker_lost(0, EngineError("the worker died"))
+    for uid in held[0]:
+        assert desk.outlet.terminals[uid] == ["engine_error"]
+    for uid in held[1]:
+        assert desk.outlet.terminals[uid] == []
+    desk.dispatcher.dispatch()
+    desk.submit(9)
+    assert desk.outlet.admitted[-1] == (1, 9)
+    desk.dispatcher.worker_ready(0, ready(0, rows=2))
+    desk.submit(10)
+    assert desk.outlet.admitted[-1] == (0, 10)
+
+
+def test_queued_requests_wait_for_a_successor() -> None:
+    desk = Desk(rows=1)
+    for uid in (1, 2, 3):
+        desk.submit(uid)
+    desk.dispatcher.worker_lost(0, EngineError("the worker died"))
+    desk.dispatcher.dispatch()
+    assert desk.outlet.terminals[3] == []
+    desk.dispatcher.worker_ready(0, ready(0))
+    desk.dispatcher.dispatch()
+    assert desk.admitted == [1, 2, 3]
+
+
+def test_without_any_worker_left_everything_is_refused() -> None:
+    desk = Desk(rows=1)
+    for uid in (1, 2, 3):
+        desk.submit(uid)
+    desk.dispatcher.worker_lost(0, EngineError("the worker died"))
+    desk.dispatcher.close(UnavailableError("no worker is left"))
+    desk.submit(4)
+    assert desk.outlet.terminals[3] == desk.outlet.terminals[4] == ["unavailable"]
+    assert desk.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "code"),
+    [(256, None, "context_length_exceeded"), (250, 7, "context_length_exceeded"), (0, None, "invalid_request")],
+)
+def test_a_request_that_cannot_run_is_refused_and_not_accepted(length: int, max_tokens: int, code: str) -> None:
+    desk = Desk()
+    desk.submit(1, max_tokens=max_tokens)
+    desk.dispatcher.submit(generate(2, max_tokens=max_tokens), np.zeros(length, dtype=np.int32))
+    assert desk.outlet.terminals[2] == [code]
+    assert desk.dispatcher.ledger.num_accepted == 1
+
+
+def test_the_longest_request_that_fits_is_accepted() -> None:
+    desk = Desk()
+    desk.dispatcher.submit(generate(1, max_tokens=6), np.zeros(250, dtype=np.int32))
+    desk.dispatcher.submit(generate(2), np.zeros(255, dtype=np.int32))
+    assert desk.dispatcher.ledger.num_accepted == 2
+
+
+def test_a_negative_token_id_never_reaches_a_worker() -> None:
+    desk = Desk()
+    desk.submit(1, 5, -1, 5)
+    assert desk.outlet.terminals[1] == ["invalid_request"]
+
+
+def test_a_request_the_engine_fails_ends_with_its_error_after_its_tokens() -> None:
+    desk = Desk()
+    desk.submit(1)
+    desk.report((1, [5], 0), failed=(1,))
+    assert desk.outlet.sent[1] == [5]
+    assert desk.outlet.terminals[1] == ["engine_error"]
+    assert desk.is_empty()
+
+
+def test_a_report_on_what_the_worker_does_not_hold_changes_nothing() -> None:
+    desk = Desk(replicas=2)
+    desk.submit(1)
+    desk.submit(2)
+    for rows in ([(1, [5], 0), (7, [5], 0)], [(1, [5], 0), (2, [5], 1)]):
+        with pytest.raises(MalformedError, match="does not hold"):
+            desk.report(*rows)
+    with pytest.raises(MalformedError, match="does not hold"):
+        desk.report((1, [5], 0), failed=(2,))
+    assert desk.outlet.sent[1] == []
+    assert len(desk.dispatcher.ledger) == 2
+
+
+def test_a_uid_in_use_is_malformed() -> None:
+    desk = Desk()
+    desk.submit(1)
+    with pytest.raises(MalformedError, match="twice"):
+        desk.submit(1)
+
+
+def test_ending_a_request_twice_is_an_invariant_error() -> None:
+    ledger = Ledger()
+    entry = ledger.accept(generate(1), prompt(1))
+    ledger.end(entry)
+    with pytest.raises(InvariantError, match="ended twice"):
+        ledger.end(entry)
