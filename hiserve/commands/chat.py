@@ -23,6 +23,8 @@ from hiserve.errors import HiserveError, ResourceError, UnavailableError
 TEMPERATURE = 0.7
 STOP_S = 10.0
 PR_SET_PDEATHSIG = 1
+# A model may write any character; the terminal must not obey it.
+INVISIBLE = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 HELP = "/reset forgets the conversation, /stats shows counters, /exit leaves"
 
 
@@ -175,7 +177,7 @@ class Conversation:
             turn.finish = choice["finish_reason"] or turn.finish
             turn.ttft_s = elapsed_s if text and not turn.text else turn.ttft_s
             turn.text += text
-            self._console.out(text, end="", highlight=False)
+            self._console.out(text.translate(INVISIBLE), end="", highlight=False)
         if event.get("usage"):
             turn.num_prompt = event["usage"]["prompt_tokens"]
             turn.num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]

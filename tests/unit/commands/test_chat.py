@@ -62,6 +62,13 @@ async def test_markup_in_a_reply_is_shown_as_it_is(running: Any, monkeypatch: An
     assert "[red]a[/red] [b" in capsys.readouterr().out
 
 
+async def test_a_reply_cannot_command_the_terminal(running: Any, monkeypatch: Any, capsys: Any) -> None:
+    server, url = running
+    server.engine.script = lambda prompt: reply_script("a\x1b[2Jb\x07\x9bc\ne")
+    assert await talk(url, "hi\n", monkeypatch) == 0
+    assert "\na[2Jbc\ne\n" in capsys.readouterr().out
+
+
 async def test_stats_show_the_conversation_and_the_workers(running: Any, monkeypatch: Any, capsys: Any) -> None:
     server, url = running
     server.engine.cached = 2
