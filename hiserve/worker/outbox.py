@@ -16,14 +16,29 @@ from hiserve.messages.types import CacheFlushed, Ready, StepReport, Tokens, Work
 class Report(Protocol):
     """What a step changed; the columns and arrays of ``StepReport``."""
 
-    uids: list[int]
-    counts: list[int]
-    finishes: list[int]
-    cached: list[int]
-    tokens: Int32Array
-    failed: list[tuple[int, str, str]]
-    published: bytes
-    removed: bytes
+    @property
+    def uids(self) -> list[int]: ...
+
+    @property
+    def counts(self) -> list[int]: ...
+
+    @property
+    def finishes(self) -> list[int]: ...
+
+    @property
+    def cached(self) -> list[int]: ...
+
+    @property
+    def tokens(self) -> Int32Array: ...
+
+    @property
+    def failed(self) -> list[tuple[int, str, str]]: ...
+
+    @property
+    def published(self) -> bytes: ...
+
+    @property
+    def removed(self) -> bytes: ...
 
 
 class Outbox:

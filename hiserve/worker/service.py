@@ -37,22 +37,31 @@ LAST_WORDS_MS = 500
 class Facts(Protocol):
     """What a worker tells when it is ready; the fields of ``Ready``."""
 
-    max_running: int
-    max_len: int
-    num_pages: int
-    page_size: int
-    namespace: bytes
-    startup_s: dict[str, float]
+    @property
+    def max_running(self) -> int: ...
+
+    @property
+    def max_len(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def namespace(self) -> bytes: ...
+
+    @property
+    def startup_s(self) -> dict[str, float]: ...
 
 
 class Engine(Protocol):
-    """Runs requests, step by step. Nothing in it waits for the outside.
+    """Runs requests, step by step. Nothing in it waits for the outside."""
 
-    Attributes:
-        facts: Its capacity.
-    """
-
-    facts: Facts
+    @property
+    def facts(self) -> Facts:
+        """What it tells the scheduler when it is ready."""
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
         """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""

@@ -1,0 +1,103 @@
+"""Reports leave at once while the scheduler listens, and are merged while it does not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hiserve.messages.codec import Decoder, Frames, Received
+from hiserve.messages.types import CacheFlushed, FromWorker, StepReport, WorkerStats
+from hiserve.worker.outbox import Outbox
+from tests.helpers.fake_engine import FakeReport
+
+
+class FakeChannel:
+    """A peer that listens or not."""
+
+    def __init__(self) -> None:
+        self.is_writable = True
+        self.sent: list[Frames] = []
+
+    def try_send(self, frames: Frames) -> bool:
+        if self.is_writable:
+            self.sent.append(frames)
+        return self.is_writable
+
+    def received(self) -> list[Received[FromWorker]]:
+        return [Decoder[FromWorker](FromWorker).decode(frames) for frames in self.sent]
+
+
+def report(uid: int, *tokens: int, finish: int = 0, published: bytes = b"", removed: bytes = b"") -> FakeReport:
+    return FakeReport([uid], [len(tokens)], [finish], [0], np.array(tokens, dtype=np.int32), [], published, removed)
+
+
+def test_a_listening_scheduler_gets_each_report_as_it_is() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 3)
+    outbox.report(report(1, 10, 11, published=b"p" * 16), WorkerStats(steps=1))
+    outbox.report(report(1, 12, finish=1), WorkerStats(steps=2))
+    assert not outbox.is_pending
+    first, second = channel.received()
+    assert isinstance(first.message, StepReport)
+    assert (first.message.incarnation, first.tokens.tolist(), first.published) == (3, [10, 11], b"p" * 16)
+    assert second.tokens.tolist() == [12]
+
+
+def test_reports_for_a_slow_scheduler_become_one() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 1)
+    channel.is_writable = False
+    a, b, c = b"a" * 16, b"b" * 16, b"c" * 16
+    for step in range(500):
+        outbox.report(report(1, step), WorkerStats(steps=step))
+    outbox.report(report(2, 7, finish=1, published=a + b), WorkerStats(steps=500))
+    outbox.report(FakeReport(failed=[(3, "engine_error", "no")], published=c, removed=a), WorkerStats(steps=501))
+    outbox.flush()
+    assert channel.sent == []
+    assert outbox.is_pending
+    channel.is_writable = True
+    outbox.flush()
+    [received] = channel.received()
+    message = received.message
+    assert isinstance(message, StepReport)
+    assert (message.uids, message.counts, message.finishes) == ([1, 2], [500, 1], [0, 1])
+    assert received.tokens.tolist() == [*range(500), 7]
+    assert message.failed == [(3, "engine_error", "no")]
+    assert message.stats.steps == 501
+    assert (received.published, received.removed) == (b + c, b"")
+    assert not outbox.is_pending
+
+
+def test_a_page_lost_and_found_again_while_waiting_is_not_reported() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 1)
+    channel.is_writable = False
+    outbox.report(FakeReport(removed=b"x" * 16), WorkerStats())
+    outbox.report(FakeReport(published=b"x" * 16), WorkerStats())
+    channel.is_writable = True
+    outbox.flush()
+    assert channel.received()[0].published == channel.received()[0].removed == b""
+
+
+def test_a_report_does_not_overtake_those_that_wait() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 1)
+    channel.is_writable = False
+    outbox.report(report(1, 10), WorkerStats())
+    channel.is_writable = True
+    outbox.report(report(1, 11), WorkerStats())
+    outbox.flush()
+    [received] = channel.received()
+    assert received.tokens.tolist() == [10, 11]
+
+
+def test_answers_wait_and_are_not_merged() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 1)
+    channel.is_writable = False
+    for ticket in (1, 2):
+        outbox.answer(CacheFlushed(incarnation=1, ticket=ticket, pages=4))
+    outbox.report(report(1, 10), WorkerStats())
+    channel.is_writable = True
+    outbox.flush()
+    kinds = [type(received.message).__name__ for received in channel.received()]
+    assert kinds == ["CacheFlushed", "CacheFlushed", "StepReport"]
