@@ -1,0 +1,90 @@
+"""Free pages of one pool, and which allocation each page belongs to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+
+SINK_PAGE = 0
+
+
+class PageAllocator:
+    """Hands out pages 1 to ``num_pages - 1``; page 0 is the padding sink and never leaves.
+
+    A stack with two bitmaps: a page may be taken out of turn (because it follows the row's
+    last page, which keeps a row contiguous), so a stack entry may be out of date; ``_stacked``
+    keeps each page on the stack at most once.
+
+    Args:
+        num_pages: Pages in the pool, the sink included.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 2, f"a pool of {num_pages} pages has none beside the sink"
+        self.num_pages = num_pages
+        self.num_free = num_pages - 1
+        self.owner: Int32Array = np.zeros(num_pages, dtype=np.int32)
+        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._is_free[SINK_PAGE] = False
+        self._stacked = self._is_free.copy()
+        self._stack: Int32Array = np.empty(num_pages, dtype=np.int32)
+        self._stack[: self.num_free] = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self._top = self.num_free
+
+    def take(self, wanted: Int32Array, owner: int) -> Int32Array | None:
+        """Takes one page for each entry of ``wanted``, or none at all.
+
+        Args:
+            wanted: int32 ``[n]``. The page each entry would like (the one after the row's last
+                page); 0 or any page that is not free means no preference.
+            owner: Number of this allocation (the step), kept in ``owner[page]``.
+
+        Returns:
+            int32 ``[n]`` pages, or None when fewer than n are free.
+        """
+        if wanted.size > self.num_free:
+            return None
+        wanted = np.where(wanted < self.num_pages, wanted, SINK_PAGE)
+        granted = self._is_free[wanted]
+        if wanted.size > 1:  # two rows may share their last page: only the first gets its wish
+            first = np.zeros(wanted.size, dtype=np.bool_)
+            first[np.unique(wanted, return_index=True)[1]] = True
+            granted &= first
+        self._is_free[wanted[granted]] = False
+        pages = wanted.astype(np.int32)
+        pages[~granted] = self._pop(int(wanted.size - granted.sum()))
+        self.owner[pages] = owner
+        self.num_free -= wanted.size
+        return pages
+
+    def give(self, pages: Int32Array) -> None:
+        """Returns pages; each must be in use.
+
+        They are stacked in reverse, so that the next taker gets them in the given order.
+        """
+        assert not self._is_free[pages].any() and SINK_PAGE not in pages, f"pages {pages} are not all in use"
+        assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
+        self._is_free[pages] = True
+        self.num_free += pages.size
+        fresh = pages[~self._stacked[pages]][::-1]
+        self._stacked[fresh] = True
+        self._stack[self._top : self._top + fresh.size] = fresh
+        self._top += fresh.size
+
+    def _pop(self, count: int) -> Int32Array:
+        popped: list[Int32Array] = []
+        while count:
+            start = max(0, self._top - count)
+            batch = self._stack[start : self._top][::-1].copy()
+            self._top = start
+            self._stacked[batch] = False
+            batch = batch[self._is_free[batch]]
+            self._is_free[batch] = False
+            popped.append(batch)
+            count -= batch.size
+        return np.concatenate(popped) if popped else np.empty(0, dtype=np.int32)
+
+    def free_pages(self) -> Int32Array:
+        """Returns the free pages in ascending order (for checks)."""
+        return np.flatnonzero(self._is_free).astype(np.int32)
