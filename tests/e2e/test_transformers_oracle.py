@@ -178,3 +178,51 @@ def test_float64_sampled_tokens_are_those_drawn_from_transformers_logits(
     planner = HandPlanner(16, NUM_PAGES, shuffle_seed=2)
     assert generate(engine, planner, subject, chunk, depth, SAMPLED) == subject.sampled
     engine.executor.close()
+
+
+@pytest.mark.parametrize("attention", ["cpu", "reference"])
+def test_float64_tokens_are_equal_over_a_prefix_that_another_request_computed(subject: Subject, attention: str) -> None:
+    """Row 4 ends; row 5 asks the same over its whole pages, while row 3 runs on."""
+    engine = Engine(subject.folder, dtype="float64", attention=attention, page_size=4, num_pages=NUM_PAGES)
+    planner = HandPlanner(4, NUM_PAGES, shuffle_seed=1)
+    prompt = subject.prompts[4]
+    planner.admit(3, subject.prompts[3])
+    planner.admit(4, prompt)
+    first = engine.executor.submit(planner.step({3: 5, 4: len(prompt)})).result()
+    assert first.tokens[0, 0] == subject.greedy[4][0]
+    cached = planner.release(4, keep=(len(prompt) - 1) // 4)
+    planner.admit(5, prompt, cached=cached)
+    assert planner.computed[5] >= 8
+    out: dict[int, list[int]] = {3: [], 5: []}
+    while len(out[3]) < NUM_NEW:
+        plan = planner.step({row: min(6, planner.known[row] - planner.computed[row]) for row in out})
+        result = engine.executor.submit(plan).result()
+        assert result.faults.size == 0
+        for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
+            out[row].append(token)
+    assert out[3] == subject.greedy[3]
+    assert out[5][:NUM_NEW] == subject.greedy[4]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_float64_tokens_are_equal_after_a_row_was_preempted(subject: Subject, sampling: SamplingParams) -> None:
+    """Half-way, row 2 loses its row and its pages; it comes back elsewhere with what it had generated."""
+    expected = subject.greedy if sampling is GREEDY else subject.sampled
+    engine = Engine(subject.folder, dtype="float64", page_size=4, num_pages=NUM_PAGES)
+    planner = HandPlanner(4, NUM_PAGES)
+    planner.admit(1, subject.prompts[1], sampling)
+    planner.admit(2, subject.prompts[2], sampling)
+    out: dict[int, list[int]] = {1: [], 2: []}
+    place = {1: 1, 2: 2}
+    while len(out[2]) < NUM_NEW:
+        if len(out[2]) == NUM_NEW // 2 and place[2] == 2:
+            planner.release(2)
+            place[2] = 6
+            planner.admit(6, subject.prompts[2] + out[2], sampling)
+        plan = planner.step({row: min(9, planner.known[row] - planner.computed[row]) for row in place.values()})
+        result = engine.executor.submit(plan).result()
+        for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
+            out[1 if row == 1 else 2].append(token)
+    assert place[2] == 6
+    assert out[2] == expected[2]
+    assert out[1][:NUM_NEW] == expected[1]

@@ -32,35 +32,47 @@ class HandPlanner:
             np.random.default_rng(shuffle_seed).shuffle(order)
         self.free: list[int] = order.tolist()
         self.pages: dict[int, list[int]] = {}
+        self.owner: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.known: dict[int, int] = {}
         self.step_id = 0
         self._admit: list[RowAdmit] = []
         self._release: list[int] = []
+        self._writes: list[tuple[int, int, int, int]] = []
 
     def admit(
-        self, row: int, tokens: Sequence[int], sampling: SamplingParams = GREEDY, choice: int = 0, num_computed: int = 0
+        self,
+        row: int,
+        tokens: Sequence[int],
+        sampling: SamplingParams = GREEDY,
+        choice: int = 0,
+        cached: Sequence[int] = (),
     ) -> None:
-        """With the next step, a row takes a request."""
+        """With the next step, a row takes a request whose first pages may hold a computed prefix."""
+        num_computed = len(cached) * self.page_size
         self._admit.append(RowAdmit(row, int32(tokens), num_computed, sampling, choice))
-        self.pages[row], self.computed[row], self.known[row] = [], num_computed, len(tokens)
+        self._writes += [(row, index, page, self.owner[page]) for index, page in enumerate(cached)]
+        self.pages[row], self.computed[row], self.known[row] = list(cached), num_computed, len(tokens)
 
-    def release(self, row: int) -> None:
-        """With the next step, a row and its pages are given back."""
+    def release(self, row: int, keep: int = 0) -> list[int]:
+        """With the next step, a row is given back, and all its pages but the first ``keep``, which are returned."""
         self._release.append(row)
-        self.free.extend(reversed(self.pages.pop(row)))
+        pages = self.pages.pop(row)
+        self.free.extend(reversed(pages[keep:]))
         del self.computed[row], self.known[row]
+        return pages[:keep]
 
     def step(self, num_new: Mapping[int, int]) -> BatchPlan:
         """Plans a step in which each row computes some of its known tokens; those that reach the end sample."""
         self.step_id += 1
-        writes: list[tuple[int, int, int, int]] = []
+        writes, self._writes = self._writes, []
         samples, max_len = [], []
         for row, count in num_new.items():
             self.computed[row] += count
             assert self.computed[row] <= self.known[row]
             while len(self.pages[row]) * self.page_size < self.computed[row]:
                 page = self.free.pop()
+                self.owner[page] = self.step_id
                 writes.append((row, len(self.pages[row]), page, self.step_id))
                 self.pages[row].append(page)
             samples.append(self.computed[row] == self.known[row])
