@@ -1,0 +1,55 @@
+"""A worker that breaks the protocol as the configured model's name asks. Run as ``fake_worker``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import numpy as np
+
+from hiserve.messages.channels import Link
+from hiserve.messages.child import meet_parent
+from hiserve.messages.codec import Decoder, Frames, encode
+from hiserve.messages.types import Configure, Ready, StepReport, WorkerFailed, WorkerStats
+
+
+def say(link: Link, frames: Frames) -> None:
+    while not link.try_send(frames):
+        link.wait(until_writable=True)
+
+
+def report(incarnation: int, uid: int) -> Frames:
+    message = StepReport(incarnation, [uid], [1], [0], [0], [], WorkerStats(steps=incarnation))
+    return encode(message, np.array([1], dtype=np.int32), b"", b"")
+
+
+def main() -> None:
+    link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
+    configure = Decoder[Configure](Configure).decode(frames).message
+    own, model = configure.incarnation, configure.config.model.model
+    ready = encode(Ready(own, 0, 4, 64, 10, 16, b"n" * 16, {}))
+    if model == "stale":
+        say(link, encode(Ready(own - 1, 0, 4, 64, 10, 16, b"n" * 16, {})))
+        say(link, ready)
+        say(link, report(own - 1, 55))
+        say(link, report(own + 1, 55))
+        say(link, report(own, 1))
+    elif own > 1:
+        say(link, ready)
+    elif model == "garbage":
+        say(link, ready)
+        say(link, [b"\xc1", b"garbage"])
+    elif model == "early":
+        say(link, report(own, 1))
+    elif model == "twice":
+        say(link, ready)
+        say(link, ready)
+    elif model == "farewell":
+        say(link, ready)
+        say(link, encode(WorkerFailed(own, "the device is on fire", "engine_error", "the trace")))
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The supervisor believes only the living incarnation, and replaces a worker that breaks the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from hiserve.config import make_config
+from hiserve.errors import HiserveError
+from hiserve.messages.codec import Received
+from hiserve.messages.types import FromWorker, Ready, StepReport
+from hiserve.scheduler import supervisor as supervisor_module
+from hiserve.scheduler.supervisor import Supervisor
+from tests.helpers.processes import wait_dead
+
+ROGUE = (sys.executable, "-m", "tests.helpers.rogue_worker")
+
+
+class Witness:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.reports: list[StepReport] = []
+
+    def worker_ready(self, replica: int, ready: Ready) -> None:
+        self.events.append(f"ready {ready.incarnation}")
+
+    def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
+        assert isinstance(received.message, StepReport)
+        self.reports.append(received.message)
+
+    def worker_idle(self) -> None:
+        pass
+
+    def worker_lost(self, replica: int, error: HiserveError) -> None:
+        self.events.append(f"lost: {error.message}")
+
+    def worker_abandoned(self, replica: int, error: HiserveError) -> None:
+        self.events.append(f"abandoned: {error.message}")
+
+    async def until(self, event: str) -> None:
+        async with asyncio.timeout(20):
+            while not any(event in seen for seen in self.events):
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def supervised(model: str, command: tuple[str, ...] = ROGUE) -> AsyncIterator[tuple[Supervisor, Witness]]:
+    witness = Witness()
+    supervisor = Supervisor(make_config(model=model), command, witness)
+    run = asyncio.create_task(supervisor.run())
+    try:
+        yield supervisor, witness
+    finally:
+        pids = [facts.pid for facts in supervisor.facts()]
+        for pid in pids:  # the rogue obeys nobody
+            os.kill(pid, signal.SIGKILL)
+        await supervisor.stop()
+        await run
+        wait_dead(pids)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+async def test_messages_of_another_incarnation_are_counted_and_ignored() -> None:
+    async with supervised("stale") as (supervisor, witness):
+        await supervisor.started
+        async with asyncio.timeout(20):
+            while not witness.reports:
+                await asyncio.sleep(0.005)
+        assert [report.uids for report in witness.reports] == [[1]]
+        assert witness.events == ["ready 1"]
+        assert supervisor.num_stale == 3
+        assert supervisor.facts()[0].stats.steps == 1
+
+
+@pytest.mark.parametrize("model", ["garbage", "twice"])
+async def test_a_worker_that_talks_nonsense_is_replaced(model: str) -> None:
+    async with supervised(model) as (supervisor, witness):
+        await witness.until("ready 2")
+        assert witness.events[0] == "ready 1"
+        assert witness.events[1].startswith("lost")
+        assert supervisor.num_malformed == 1
+        assert [facts.incarnation for facts in supervisor.facts()] == [2]
+
+
+async def test_a_worker_that_says_farewell_is_replaced() -> None:
+    async with supervised("farewell") as (_, witness):
+        await witness.until("ready 2")
+
+
+async def test_a_report_before_ready_fails_the_start() -> None:
+    async with supervised("early") as (supervisor, _):
+        with pytest.raises(HiserveError, match="StepReport before Ready"):
+            await supervisor.started
+
+
+async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(supervisor_module, "RESTART_DELAYS_S", (0.0, 0.0))
+    flag = tmp_path / "started"
+    flag.touch()
+    script = (
+        "import os, runpy, sys; first = os.path.exists(sys.argv[1]); first and os.remove(sys.argv[1]);"
+        "first or sys.exit(3); sys.argv = sys.argv[1:]; runpy.run_module('tests.helpers.rogue_worker', run_name='__main__')"
+    )
+    async with supervised("farewell", (sys.executable, "-c", script, str(flag))) as (_, witness):
+        await witness.until("abandoned")
+    assert [event.split(":")[0] for event in witness.events] == ["ready 1", "lost", "lost", "lost", "abandoned"]
+    assert "exit code 3" in witness.events[-1]
