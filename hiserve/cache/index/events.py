@@ -6,9 +6,9 @@ from __future__ import annotations
 class PrefixEvents:
     """Collects digests of published and removed pages, in order, until they are taken.
 
-    A page that is published and removed between two takes is still reported in both lists;
-    the reader applies published first, so it ends as removed. The opposite order (removed,
-    then published again) is kept apart by cancelling the removal.
+    A page that comes and goes between two takes, or goes and comes back, is not reported: the
+    lists have no digest in common, and a page's parent stands before it in ``published`` or
+    was reported earlier.
     """
 
     def __init__(self) -> None:

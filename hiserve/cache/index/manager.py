@@ -29,7 +29,7 @@ class Match:
     num_tokens: int
     tree_epoch: int
     _node: Node
-    _node_pages: int
+    _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
 
 
 class Receipt:
@@ -94,19 +94,17 @@ class CacheManager:
     def match(self, tenant: bytes, key: bytes) -> Match:
         """Finds the longest cached prefix, leaving at least the last token to compute.
 
-        Moves no page and splits no node. ``key`` is the whole prompt, packed.
+        Changes nothing. ``key`` is the whole prompt, packed.
         """
         usable = max(0, len(key) // 4 - 1) // self.page_size * self.tree.page_bytes
-        namespace = namespace_digest(self.namespace, tenant)
-        node, node_pages, num_pages = self.tree.find(self.tree.root(namespace), key[:usable])
-        return Match(num_pages * self.page_size, self.versions.tree_epoch, node, node_pages)
+        root = self.tree.root(namespace_digest(self.namespace, tenant))
+        node, node_pages, num_pages = self.tree.find(root, key[:usable])
+        return Match(num_pages * self.page_size, self.versions.tree_epoch, node, node.pages.size - node_pages)
 
     def lock(self, match: Match) -> Receipt:
         """Keeps a matched prefix from eviction until the receipt is released."""
         assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
-        node = match._node
-        if 0 < match._node_pages < node.pages.size:
-            node = self.tree.split(node, match._node_pages)
+        node = self._end_of(match)
         self._clock += 1
         runs: list[Int32Array] = []
         step = node
@@ -119,7 +117,6 @@ class CacheManager:
             if step.parent is None:
                 break
             step = step.parent
-        self.tree.roots[step.digests[0]] = step  # a release may have dropped the root since the match
         runs.reverse()
         return Receipt(self, node, np.concatenate(runs))
 
@@ -209,6 +206,17 @@ class CacheManager:
         """Returns (published, removed) page digests since the last call, 16 bytes each."""
         return self._events.take()
 
+    def _end_of(self, match: Match) -> Node:
+        """Returns the node that ends where the match ends, cutting one if need be."""
+        node, num_beyond = match._node, match._num_beyond
+        if node.is_root:
+            return self.tree.keep_root(node)
+        while num_beyond >= node.pages.size:  # another lock cut this node since the match
+            num_beyond -= node.pages.size
+            assert node.parent is not None
+            node = node.parent
+        return self.tree.split(node, node.pages.size - num_beyond) if num_beyond else node
+
     def _insert(self, node: Node, key: bytes, pages: Int32Array) -> Node:
         end, digests = self.tree.extend(node, key, pages)
         if end is not node:
@@ -239,13 +247,15 @@ class CacheManager:
         self.versions.tree_epoch += 1
         self.num_evictable -= count
         self.num_evicted += count
+        freed: list[Int32Array] = []
+        lost: list[bytes] = []
         while count:
             leaf = self._eviction.pop()
             assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
             parent = leaf.parent
             pages, digests = self.tree.trim(leaf, min(count, leaf.pages.size))
-            self.pages.give(pages)
-            self._events.remove(digests)
+            freed.append(pages)
+            lost += digests
             count -= pages.size
             if leaf.pages.size:
                 self._eviction.add(leaf)
@@ -253,3 +263,5 @@ class CacheManager:
                 self._eviction.add(parent)
             elif parent.is_root:
                 self.tree.drop_root_if_unused(parent)
+        self.pages.give(np.concatenate(freed))
+        self._events.remove(lost)

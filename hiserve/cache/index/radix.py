@@ -30,11 +30,12 @@ class RadixTree:
         self.roots: dict[bytes, Node] = {}
 
     def root(self, namespace: bytes) -> Node:
-        """Returns the namespace's root, made when first asked for."""
-        found = self.roots.get(namespace)
-        if found is None:
-            found = self.roots[namespace] = make_root(namespace)
-        return found
+        """Returns the namespace's root, or an empty one that the tree does not keep yet."""
+        return self.roots.get(namespace) or make_root(namespace)
+
+    def keep_root(self, root: Node) -> Node:
+        """Keeps a root that is about to be locked; returns the one its namespace has already, if any."""
+        return self.roots.setdefault(root.digests[0], root)
 
     def drop_root_if_unused(self, root: Node) -> None:
         """Forgets a root that holds nothing and that no receipt refers to."""

@@ -1,0 +1,76 @@
+"""The one scheduling rule: how many tokens each row computes in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hiserve.core.plan import BoolArray, Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """What each row of a step does, in columns.
+
+    Attributes:
+        num_new: int32 ``[B]``. Tokens to compute, drafts included.
+        num_draft: int32 ``[B]``. Of these, drafts.
+        samples: bool ``[B]``. Whether the row reaches the end of what is known.
+    """
+
+    num_new: Int32Array
+    num_draft: Int32Array
+    samples: BoolArray
+
+    def pick(self, mask: BoolArray) -> Share:
+        """Returns the rows where ``mask`` (bool ``[B]``) holds."""
+        return Share(self.num_new[mask], self.num_draft[mask], self.samples[mask])
+
+    def join(self, other: Share) -> Share:
+        """Returns these rows, then the other's."""
+        return Share(
+            np.concatenate((self.num_new, other.num_new)),
+            np.concatenate((self.num_draft, other.num_draft)),
+            np.concatenate((self.samples, other.samples)),
+        )
+
+
+def share_budget(
+    *,
+    known: Int32Array,
+    pending: Int32Array,
+    computed: Int32Array,
+    limit: Int32Array,
+    max_draft: int,
+    budget: int,
+) -> Share:
+    """Splits the token budget over running rows.
+
+    ``num_new = known + pending + num_draft - computed``, cut by the budget: chunked prefill,
+    decode and verify are this one line. Rows that are one token behind (decode, verify) come
+    before rows with a prompt to compute, so that a long prompt delays nobody's next token.
+
+    Args:
+        known: int32 ``[B]``. Tokens the planner has seen.
+        pending: int32 ``[B]``. Tokens that steps in flight may still append, at most.
+        computed: int32 ``[B]``. Tokens whose KV is computed once the steps in flight end, at most.
+        limit: int32 ``[B]``. Longest the row may get; a row that may have reached it in flight waits.
+        max_draft: Drafts to verify per row and step.
+        budget: Tokens of the whole step.
+
+    Returns:
+        The share of each row; ``num_new`` is 0 for a row that does nothing.
+    """
+    left = limit - known - pending
+    behind = np.where(left > 0, known + pending - computed, 0)
+    # A row drafts once it has caught up: until then it has no last token to draft from.
+    draft = np.where(behind == 1, np.minimum(max_draft, left - 1), 0)
+    need = behind + draft
+    order = np.argsort(behind > 1, kind="stable")
+    before = np.cumsum(need[order]) - need[order]
+    num_new = np.zeros_like(need)
+    num_new[order] = np.clip(budget - before, 0, need[order])
+    samples = (num_new >= behind) & (behind > 0)
+    num_draft = np.where(samples, num_new - behind, 0)
+    return Share(num_new.astype(np.int32), num_draft.astype(np.int32), np.asarray(samples))

@@ -1,0 +1,127 @@
+"""The composition root: a resolved configuration becomes an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hiserve.attention.base import Attention
+from hiserve.attention.cpu import CpuAttention
+from hiserve.attention.reference import ReferenceAttention
+from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.pools.device import DevicePool
+from hiserve.config import Config, known
+from hiserve.core.digest import namespace_digest
+from hiserve.core.groups import CacheGroupSpec
+from hiserve.errors import ResourceError
+from hiserve.models.config import ModelConfig, find_model, read_model_config
+from hiserve.models.decoder import load_decoder
+from hiserve.runners.eager import EagerRunner
+from hiserve.runners.rows import DeviceRows
+from hiserve.worker.executor import Executor
+from hiserve.worker.loop import Engine, EngineFacts
+from hiserve.worker.planner import Planner
+
+LAYOUT_VERSION = "1"  # of a page's bytes; caches of different layouts must not meet
+
+
+def build_engine(config: Config) -> Engine:
+    """Loads the model, allocates pool and rows, and joins both halves.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        ModelError: The model cannot be used.
+        ResourceError: The device's memory does not suffice.
+    """
+    startup_s: dict[str, float] = {}
+    device, dtype = config.model.device, config.model.dtype
+    torch.set_num_threads(known(config.runner.cpu_threads))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder = find_model(config.model.model)
+    model_config = read_model_config(folder)
+    max_len = known(config.model.max_model_len)
+    max_rows = known(config.scheduler.max_running_requests)
+    num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
+    with _phase(startup_s, "load weights"):
+        model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=config.model.load_format)
+    with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
+        pool = DevicePool([_kv_group(model_config, dtype)], num_pages, page_size, device)
+        rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
+    runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
+    depth = known(config.runner.overlap)
+    namespace = _namespace(folder, config)
+    planner = Planner(
+        cache=CacheManager(num_pages=num_pages, page_size=page_size, namespace=namespace, eviction=LruEviction()),
+        max_rows=max_rows,
+        max_len=max_len,
+        max_batched_tokens=known(config.scheduler.max_batched_tokens),
+        eos_token_ids=model_config.eos_token_ids,
+    )
+    facts = EngineFacts(
+        max_running=max_rows,
+        max_len=max_len,
+        num_pages=num_pages - 1,
+        page_size=page_size,
+        namespace=namespace,
+        startup_s=startup_s,
+    )
+    return Engine(planner, Executor(runner, rows, threaded=depth > 0), depth, facts)
+
+
+def _kv_group(model: ModelConfig, dtype: str) -> CacheGroupSpec:
+    return CacheGroupSpec(
+        name="kv",
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+
+
+def _attention(device: str, page_size: int, dtype: str) -> Attention:
+    return CpuAttention(page_size, getattr(torch, dtype)) if device == "cpu" else ReferenceAttention(page_size)
+
+
+def _namespace(folder: Path, config: Config) -> bytes:
+    """Digest of what keeps caches apart: weights, element type, layout, page size, shard."""
+    files = sorted(folder.glob("*.safetensors"))
+    stamps = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
+    shard = "1/1"
+    return namespace_digest(
+        str(folder.resolve()),
+        config.model.load_format,
+        *stamps,
+        config.model.dtype,
+        LAYOUT_VERSION,
+        str(config.cache.page_size),
+        shard,
+    )
+
+
+@contextmanager
+def _phase(startup_s: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    startup_s[name] = round(time.perf_counter() - start, 3)
+
+
+@contextmanager
+def _memory_error_as_advice(num_pages: int) -> Iterator[None]:
+    """Turns an allocation failure into what the user can lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise ResourceError(
+            f"no memory for {num_pages} KV pages: {str(error).splitlines()[0]}. "
+            "Lower --kv-pages, --max-running-requests or --max-model-len.",
+            param="kv_pages",
+        ) from None

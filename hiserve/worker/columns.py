@@ -1,0 +1,118 @@
+"""The planner's view of the permanent rows: one array per fact, indexed by row."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from hiserve.cache.index.manager import Receipt
+from hiserve.core.plan import Int32Array
+from hiserve.worker.waiting import Request
+
+
+class Columns:
+    """Host mirror of the rows. Row 0 is the padding row and never used.
+
+    The lengths of a row, in tokens::
+
+        0 ─ published ─ settled ─ computed ≤ known + pending ≤ limit
+            (pages)     (done)    (planned)
+
+    Attributes:
+        tokens: int32 ``[R, max_len]``. Known tokens.
+        known: int32 ``[R]``. Valid entries of ``tokens``.
+        pending: int32 ``[R]``. Tokens that steps in flight may append, at most.
+        computed: int32 ``[R]``. Tokens computed once the steps in flight end, at most.
+        settled: int32 ``[R]``. Tokens computed by steps whose result is in.
+        limit: int32 ``[R]``. Longest the row may get.
+        page_table: int32 ``[R, max_pages]``.
+        num_pages: int32 ``[R]``. Valid entries of ``page_table``.
+        num_published: int32 ``[R]``. Leading pages that the index owns.
+        admission: int64 ``[R]``. Serial number of the tenancy; 0 for a free row.
+        uid: int64 ``[R]``.
+        ignores_eos: bool ``[R]``.
+        num_cached: int32 ``[R]``. Cached prompt tokens still to be reported; -1 when they were.
+        requests: The tenant of each row.
+        receipts: The tenant's lock on its published prefix.
+        active: int64 ``[n]``. Rows in use, longest tenancy first.
+    """
+
+    def __init__(self, max_rows: int, max_len: int, page_size: int) -> None:
+        count = max_rows + 1
+        self._page_size = page_size
+        self.tokens = np.zeros((count, max_len), dtype=np.int32)
+        self.known = np.zeros(count, dtype=np.int32)
+        self.pending = np.zeros(count, dtype=np.int32)
+        self.computed = np.zeros(count, dtype=np.int32)
+        self.settled = np.zeros(count, dtype=np.int32)
+        self.limit = np.zeros(count, dtype=np.int32)
+        self.page_table = np.zeros((count, -(-max_len // page_size)), dtype=np.int32)
+        self.num_pages = np.zeros(count, dtype=np.int32)
+        self.num_published = np.zeros(count, dtype=np.int32)
+        self.admission = np.zeros(count, dtype=np.int64)
+        self.uid = np.zeros(count, dtype=np.int64)
+        self.ignores_eos = np.zeros(count, dtype=np.bool_)
+        self.num_cached = np.full(count, -1, dtype=np.int32)
+        self.requests: list[Request | None] = [None] * count
+        self.receipts: list[Receipt | None] = [None] * count
+        self.active = np.empty(0, dtype=np.int64)
+        self._free = list(range(1, count))
+        self._admissions = 0
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether another request can be admitted."""
+        return bool(self._free)
+
+    def open(self, request: Request, receipt: Receipt, limit: int) -> int:
+        """Gives a request the lowest free row, its cached prefix already in place.
+
+        Args:
+            request: The new tenant.
+            receipt: Lock on its cached prefix.
+            limit: Longest the row may get.
+
+        Returns:
+            The row.
+        """
+        row = heapq.heappop(self._free)
+        self._admissions += 1
+        prefix = receipt.pages
+        self.tokens[row, : request.tokens.size] = request.tokens
+        self.known[row] = request.tokens.size
+        self.pending[row] = 0
+        self.computed[row] = self.settled[row] = prefix.size * self._page_size
+        self.limit[row] = limit
+        self.page_table[row, : prefix.size] = prefix
+        self.num_pages[row] = self.num_published[row] = prefix.size
+        self.admission[row] = self._admissions
+        self.uid[row] = request.uid
+        self.ignores_eos[row] = request.sampling.ignore_eos
+        self.num_cached[row] = request.num_cached
+        self.requests[row] = request
+        self.receipts[row] = receipt
+        self.active = np.append(self.active, row)
+        return row
+
+    def close(self, row: int) -> tuple[Request, Receipt, Int32Array]:
+        """Ends a tenancy.
+
+        Returns:
+            The tenant, its lock, and the pages that the index does not own.
+        """
+        request, receipt = self.tenant(row), self.receipts[row]
+        assert receipt is not None
+        private = self.page_table[row, self.num_published[row] : self.num_pages[row]].copy()
+        self.admission[row] = 0
+        self.requests[row] = None
+        self.receipts[row] = None
+        self.active = self.active[self.active != row]
+        heapq.heappush(self._free, row)
+        return request, receipt, private
+
+    def tenant(self, row: int) -> Request:
+        """Returns the request that has the row; there must be one."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request

@@ -1,0 +1,106 @@
+"""The step loop: plan, submit, commit. Overlap is the number of steps planned ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from hiserve.core.plan import BatchPlan, Int32Array, StepResult
+from hiserve.messages.types import Admit, WorkerStats
+from hiserve.worker.planner import Planner
+from hiserve.worker.report import Report
+from hiserve.worker.waiting import Request
+
+
+class Executor(Protocol):
+    """Runs plans in the order they are submitted."""
+
+    def submit(self, plan: BatchPlan) -> Future[StepResult]:
+        """Starts a step after those before it; its exception is raised by ``result()``."""
+
+    def close(self) -> None:
+        """Finishes what was submitted and gives everything back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine tells before its first step.
+
+    Attributes:
+        max_running: Rows.
+        max_len: Longest prompt plus output, in tokens.
+        num_pages: KV pages, the sink not counted.
+        page_size: Tokens per page.
+        namespace: Base digest of everything that keeps caches apart but the tenant.
+        startup_s: Seconds per start-up phase, in order.
+    """
+
+    max_running: int
+    max_len: int
+    num_pages: int
+    page_size: int
+    namespace: bytes
+    startup_s: dict[str, float]
+
+
+class Engine:
+    """A planner and an executor, in step.
+
+    Args:
+        planner: Decides each step.
+        executor: Runs it.
+        depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
+        facts: What it tells before its first step.
+    """
+
+    def __init__(self, planner: Planner, executor: Executor, depth: int, facts: EngineFacts) -> None:
+        self.facts = facts
+        self._planner = planner
+        self._executor = executor
+        self._depth = depth
+        self._in_flight: deque[Future[StepResult]] = deque()
+
+    def add(self, admit: Admit, tokens: Int32Array) -> None:
+        """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
+        self._planner.add(
+            Request(
+                uid=admit.uid,
+                tokens=tokens,
+                num_prompt=admit.num_prompt,
+                sampling=admit.sampling,
+                tenant=admit.namespace,
+                choice=admit.choice,
+            )
+        )
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends requests; each that has not ended yet is reported once."""
+        self._planner.abort(uids)
+
+    def flush(self) -> int:
+        """Empties the prefix cache but for prefixes in use; returns the pages emptied."""
+        return self._planner.flush()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` should be called again without waiting for a message."""
+        return self._planner.has_work
+
+    def step(self) -> Report | None:
+        """Plans and submits a step, then commits the oldest one when enough are in flight."""
+        plan = self._planner.plan()
+        if plan is not None:
+            self._in_flight.append(self._executor.submit(plan))
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            self._planner.commit(self._in_flight.popleft().result())
+        return self._planner.take_report()
+
+    def stats(self) -> WorkerStats:
+        """Returns gauges and counters after the last step."""
+        return self._planner.stats()
+
+    def close(self) -> None:
+        """Waits for the steps in flight and gives everything back."""
+        self._executor.close()

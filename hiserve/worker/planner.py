@@ -1,0 +1,396 @@
+"""Decides each step: who runs, how many tokens, on which pages; and takes the results in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.cache.index.manager import CacheManager, Receipt
+from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, RowAdmit, StepResult
+from hiserve.core.request import FinishReason
+from hiserve.errors import EngineError
+from hiserve.messages.types import WorkerStats
+from hiserve.worker.budget import Share, share_budget
+from hiserve.worker.columns import Columns
+from hiserve.worker.journal import TableJournal
+from hiserve.worker.report import Report
+from hiserve.worker.waiting import Forerunner, Request, WaitingQueue
+
+MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    """What must be remembered of a plan until its result is in."""
+
+    plan: BatchPlan
+    admissions: NDArray[np.int64]
+
+
+class Planner:
+    """Plans steps over the rows and the cache. Integers only; knows no device.
+
+    A plan may be made while earlier ones run: lengths are upper bounds (``pending``) that
+    results correct. A result for a row that has changed hands meanwhile is ignored.
+
+    Args:
+        cache: Pages and prefixes.
+        max_rows: Requests that run at once.
+        max_len: Longest prompt plus output, in tokens.
+        max_batched_tokens: Budget of a step, in tokens.
+        eos_token_ids: Tokens that end a reply.
+        max_draft: Drafts verified per row and step; 0 is plain decoding.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: CacheManager,
+        max_rows: int,
+        max_len: int,
+        max_batched_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        max_draft: int = 0,
+    ) -> None:
+        self._cache = cache
+        self._rows = Columns(max_rows, max_len, cache.page_size)
+        self._waiting = WaitingQueue()
+        self._max_len = max_len
+        self._budget = max_batched_tokens
+        self._eos = np.array(eos_token_ids, dtype=np.int32)
+        self._max_draft = max_draft
+        self._step_id = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._released: list[int] = []
+        self._journal = TableJournal()
+        self._report = Report()
+        self._tokens: list[Int32Array] = []
+        self._counters = dict.fromkeys(
+            ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "stale_rows"), 0
+        )
+
+    # --- requests -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Takes a request; its prompt must be shorter than ``max_len``."""
+        assert request.sampling.seed is not None, f"request {request.uid} came without a seed"
+        assert request.tokens.size < self._max_len, f"request {request.uid} has {request.tokens.size} tokens"
+        self._waiting.append(request)
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends requests; each that is still here is reported once as aborted."""
+        wanted = set(uids)
+        for request in self._waiting:
+            if request.uid in wanted:
+                self._waiting.remove(request)
+                self._report.add_end(request.uid, FinishReason.ABORT)
+        for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
+            self._report.add_end(self._release(row).uid, FinishReason.ABORT)
+
+    def flush(self) -> int:
+        """Evicts every prefix that no running request uses; returns how many pages."""
+        return self._cache.flush()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting, running or ended without having been reported."""
+        return bool(len(self._waiting) or self._rows.active.size or self._in_flight or not self._report.is_empty)
+
+    def stats(self) -> WorkerStats:
+        """Returns gauges and counters as of now."""
+        return WorkerStats(
+            running=self._rows.active.size,
+            waiting=len(self._waiting),
+            free_pages=self._cache.pages.num_free,
+            evictable_pages=self._cache.num_evictable,
+            steps=self._step_id,
+            evicted_pages=self._cache.num_evicted,
+            **self._counters,
+        )
+
+    def take_report(self) -> Report | None:
+        """Returns what changed since the last call; None when nothing did."""
+        report, self._report = self._report, Report()
+        if self._tokens:
+            report.tokens = np.concatenate(self._tokens)
+            self._tokens = []
+        report.published, report.removed = self._cache.take_events()
+        return None if report.is_empty else report
+
+    # --- plan -----------------------------------------------------------------------------
+
+    def plan(self) -> BatchPlan | None:
+        """Returns the next step, or None when no row can do anything now."""
+        step_id = self._step_id + 1
+        running, share = self._plan_running(step_id)
+        admit, chunks = self._plan_waiting(step_id, self._budget - int(share.num_new.sum()))
+        busy = share.num_new > 0
+        rows = np.concatenate((running[busy].astype(np.int32), np.array([each.row for each in admit], dtype=np.int32)))
+        share = share.pick(busy).join(chunks)
+        if not rows.size:
+            return None
+        self._step_id = step_id
+        columns = self._rows
+        columns.computed[rows] += share.num_new
+        columns.pending[rows] += np.where(share.samples, 1 + share.num_draft, 0)
+        plan = BatchPlan(
+            step_id=step_id,
+            rows=rows,
+            num_new=share.num_new,
+            num_draft=share.num_draft,
+            samples=share.samples,
+            max_len=columns.computed[rows],
+            release=np.array(self._released, dtype=np.int32),
+            admit=tuple(admit),
+            table=self._journal.take(columns.admission, self._cache.pages.owner),
+            relocation_version=self._cache.versions.relocation_version,
+        )
+        self._released = []
+        self._in_flight.append(_InFlight(plan, columns.admission[rows]))
+        return plan
+
+    def _plan_running(self, step_id: int) -> tuple[NDArray[np.int64], Share]:
+        """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
+        columns = self._rows
+        while True:
+            rows = columns.active
+            share = share_budget(
+                known=columns.known[rows],
+                pending=columns.pending[rows],
+                computed=columns.computed[rows],
+                limit=columns.limit[rows],
+                max_draft=self._max_draft,
+                budget=self._budget,
+            )
+            if self._grow(rows, share.num_new, step_id):
+                return rows, share
+            self._preempt(int(rows[-1]))
+
+    def _grow(self, rows: NDArray[np.int64], num_new: Int32Array, step_id: int) -> bool:
+        """Gives each row the pages its new tokens need; False, and nothing, when there are too few."""
+        columns, page_size = self._rows, self._cache.page_size
+        held = columns.num_pages[rows]
+        extra = np.maximum((columns.computed[rows] + num_new + page_size - 1) // page_size - held, 0)
+        total = int(extra.sum())
+        if not total:
+            return True
+        growing = extra > 0
+        rows, held, extra = rows[growing], held[growing], extra[growing]
+        owner = np.repeat(np.arange(rows.size), extra)
+        within = np.arange(total) - np.repeat(np.cumsum(extra) - extra, extra)
+        last = np.where(held > 0, columns.page_table[rows, np.maximum(held - 1, 0)], 0)
+        wanted = np.where(last[owner] > 0, last[owner] + 1 + within, 0)
+        pages = self._cache.take(wanted.astype(np.int32), step_id)
+        if pages is None:
+            return False
+        columns.page_table[rows[owner], held[owner] + within] = pages
+        columns.num_pages[rows] += extra
+        starts = np.cumsum(extra) - extra
+        for row, first, start, count in zip(rows.tolist(), held.tolist(), starts.tolist(), extra.tolist(), strict=True):
+            self._write_table(row, np.arange(first, first + count), pages[start : start + count])
+        return True
+
+    def _plan_waiting(self, step_id: int, budget: int) -> tuple[list[RowAdmit], Share]:
+        """Admits waiting requests in order while rows, pages and budget last."""
+        admit: list[RowAdmit] = []
+        chunks: list[tuple[int, bool]] = []
+        for request in self._waiting:
+            if budget <= 0 or not self._rows.has_free_row:
+                break
+            if self._must_wait_for(request.forerunner):
+                continue
+            row = self._admit(request)
+            if row is None:
+                if request.forerunner is not None:
+                    continue
+                break
+            self._waiting.remove(request)
+            num_computed = int(self._rows.computed[row])
+            chunk = min(request.tokens.size - num_computed, budget)
+            fits = self._grow(np.array([row]), np.array([chunk], dtype=np.int32), step_id)
+            assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
+            budget -= chunk
+            admit.append(RowAdmit(row, request.tokens, num_computed, request.sampling, request.choice))
+            chunks.append((chunk, num_computed + chunk == request.tokens.size))
+        num_new = np.array([chunk for chunk, _ in chunks], dtype=np.int32)
+        samples = np.array([is_last for _, is_last in chunks], dtype=np.bool_)
+        return admit, Share(num_new, np.zeros_like(num_new), samples)
+
+    def _admit(self, request: Request) -> int | None:
+        """Gives a request a row, if its whole prompt will fit beside what was promised to others.
+
+        Returns:
+            The row, or None: it waits for pages, or (``forerunner`` is set) for another row.
+        """
+        cache, page_size = self._cache, self._cache.page_size
+        match = cache.match(request.tenant, request.key)
+        request.forerunner = self._find_forerunner(request, match.num_tokens)
+        if request.forerunner is not None:
+            return None
+        with cache.lock(match) as receipt:
+            need = -(-(request.tokens.size + 1) // page_size) - receipt.pages.size
+            if need > cache.pages.num_free + cache.num_evictable - self._promised_pages():
+                return None
+            if not request.was_admitted:
+                request.was_admitted = True
+                request.num_cached = match.num_tokens
+                self._counters["prompt_tokens"] += request.num_prompt
+                self._counters["cached_tokens"] += match.num_tokens
+            output = request.sampling.max_tokens or self._max_len
+            row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
+        self._write_table(row, np.arange(receipt.pages.size), receipt.pages)
+        return row
+
+    def _promised_pages(self) -> int:
+        """Pages that running rows still need for their prompts."""
+        columns = self._rows
+        rows = columns.active
+        whole = -(-(columns.known[rows] + 1) // self._cache.page_size)
+        return int(np.maximum(whole - columns.num_pages[rows], 0).sum())
+
+    def _find_forerunner(self, request: Request, num_matched: int) -> Forerunner | None:
+        """Looks for a row that is computing more of this prompt than the cache holds.
+
+        Waiting for it is cheaper when it has no further to go than the request would.
+        """
+        columns, page_size = self._rows, self._cache.page_size
+        rows = columns.active
+        usable = request.tokens.size - 1
+        for row in rows[columns.settled[rows] < columns.known[rows] - 1].tolist():
+            if columns.tenant(row).tenant != request.tenant:
+                continue
+            length = min(int(columns.known[row]), usable)
+            differs = columns.tokens[row, :length] != request.tokens[:length]
+            shared = int(differs.argmax()) if differs.any() else length
+            num_pages = shared // page_size
+            if num_pages * page_size > num_matched and columns.settled[row] >= num_matched:
+                return Forerunner(row, int(columns.admission[row]), num_pages)
+        return None
+
+    def _must_wait_for(self, other: Forerunner | None) -> bool:
+        columns = self._rows
+        return (
+            other is not None
+            and columns.admission[other.row] == other.admission
+            and columns.num_published[other.row] < other.num_pages
+        )
+
+    # --- commit ---------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> None:
+        """Takes in the result of the oldest step in flight."""
+        step = self._in_flight.popleft()
+        plan = step.plan
+        assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
+        columns = self._rows
+        faulty = np.isin(plan.rows, result.faults)
+        is_live = columns.admission[plan.rows] == step.admissions
+        for row in plan.rows[faulty & is_live].tolist():
+            self._handle_fault(row)
+        ok = is_live & ~faulty
+        columns.settled[plan.rows[ok]] += plan.num_new[ok]
+        sampled = ok[plan.samples]
+        rows = plan.rows[plan.samples][sampled]
+        ended = self._append_tokens(
+            rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], result.tokens[sampled]
+        )
+        self._publish(plan.rows[ok])
+        for row in rows[ended].tolist():
+            self._release(row)
+
+    def _append_tokens(
+        self, rows: Int32Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
+    ) -> BoolArray:
+        """Corrects upper bounds, appends tokens up to a stop, reports; returns which rows ended.
+
+        Args:
+            rows: int32 ``[S]``.
+            num_draft: int32 ``[S]``. Drafts the step verified.
+            counts: int32 ``[S]``. Accepted drafts + 1.
+            tokens: int32 ``[S, 1 + max draft]``.
+        """
+        columns = self._rows
+        rejected = num_draft + 1 - counts
+        assert (counts >= 1).all() and (rejected >= 0).all(), f"rows {rows} emitted {counts} of {num_draft} drafts + 1"
+        columns.computed[rows] -= rejected
+        columns.settled[rows] -= rejected
+        columns.pending[rows] -= num_draft + 1
+        width = np.arange(tokens.shape[1], dtype=np.int32)
+        is_end = np.isin(tokens, self._eos) & (width < counts[:, None]) & ~columns.ignores_eos[rows][:, None]
+        stops = is_end.any(axis=1)
+        counts = np.where(stops, is_end.argmax(axis=1) + 1, counts).astype(np.int32)
+        room = columns.limit[rows] - columns.known[rows]
+        full = counts >= room
+        stops &= counts <= room
+        counts = np.minimum(counts, room)
+        is_new = width < counts[:, None]
+        places = columns.known[rows][:, None] + width
+        owners = np.broadcast_to(rows[:, None], is_new.shape)
+        columns.tokens[owners[is_new], places[is_new]] = tokens[is_new]
+        columns.known[rows] += counts
+        finishes = np.where(stops, int(FinishReason.STOP), np.where(full, int(FinishReason.LENGTH), 0))
+        self._report.uids += columns.uid[rows].tolist()
+        self._report.counts += counts.tolist()
+        self._report.finishes += finishes.tolist()
+        self._report.cached += columns.num_cached[rows].tolist()
+        columns.num_cached[rows] = -1
+        self._tokens.append(tokens[is_new])
+        self._counters["generated_tokens"] += int(counts.sum())
+        return np.asarray(finishes != 0)
+
+    def _publish(self, rows: Int32Array) -> None:
+        """Publishes every page that became full; dedup may move a row to pages that were there before."""
+        columns, page_size = self._rows, self._cache.page_size
+        full = np.minimum(columns.settled[rows], columns.known[rows]) // page_size
+        grown = full > columns.num_published[rows]
+        for row, end in zip(rows[grown].tolist(), full[grown].tolist(), strict=True):
+            start = int(columns.num_published[row])
+            pages = columns.page_table[row, start:end]
+            key = columns.tokens[row, start * page_size : end * page_size].tobytes()
+            canonical = self._cache.publish(self._receipt(row), key, pages)
+            moved = np.flatnonzero(canonical != pages)
+            if moved.size:
+                columns.page_table[row, start:end] = canonical
+                self._write_table(row, start + moved, canonical[moved])
+            columns.num_published[row] = end
+
+    def _handle_fault(self, row: int) -> None:
+        """Recomputes a request whose page table the device refused; a second time it fails."""
+        self._counters["stale_rows"] += 1
+        request = self._release(row)
+        request.num_faults += 1
+        if request.num_faults <= MAX_FAULTS:
+            self._waiting.put_back(request)
+            return
+        message = f"the device refused the page table of request {request.uid} {request.num_faults} times"
+        self._report.failed.append((request.uid, EngineError.code, message))
+
+    def _preempt(self, row: int) -> None:
+        """Takes the row away; the request will go on where its published pages end."""
+        self._counters["preemptions"] += 1
+        self._waiting.put_back(self._release(row))
+
+    def _release(self, row: int) -> Request:
+        """Ends a tenancy and returns what it held; steps in flight may still write there, in stream order."""
+        columns = self._rows
+        tokens = columns.tokens[row, : columns.known[row]].copy()
+        num_cached = int(columns.num_cached[row])
+        request, receipt, private = columns.close(row)
+        request.lose_row(tokens)
+        request.num_cached = num_cached
+        if private.size:
+            self._cache.give(private)
+        self._cache.release(receipt)
+        self._released.append(row)
+        return request
+
+    def _write_table(self, row: int, indices: NDArray[np.int64], pages: Int32Array) -> None:
+        self._journal.write(row, int(self._rows.admission[row]), indices.astype(np.int32), pages)
+
+    def _receipt(self, row: int) -> Receipt:
+        receipt = self._rows.receipts[row]
+        assert receipt is not None, f"row {row} holds no receipt"
+        return receipt

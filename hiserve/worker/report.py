@@ -1,0 +1,47 @@
+"""What a step changed, as the scheduler and the caller of an in-process engine see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason
+
+
+@dataclass(slots=True)
+class Report:
+    """News of requests, in columns. An entry per request that has news.
+
+    Attributes:
+        uids: Requests.
+        counts: New tokens of each.
+        finishes: ``FinishReason`` of each.
+        cached: Prompt tokens served from the cache with the first news of each; -1 after that.
+        tokens: int32 ``[sum(counts)]``.
+        failed: (uid, code, message) of requests that ended with an error.
+        published: Digests of pages that became findable, 16 bytes each.
+        removed: Digests of pages that were lost.
+    """
+
+    uids: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    finishes: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    failed: list[tuple[int, str, str]] = field(default_factory=list)
+    published: bytes = b""
+    removed: bytes = b""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.uids or self.failed or self.published or self.removed)
+
+    def add_end(self, uid: int, finish: FinishReason) -> None:
+        """Reports that a request ended without new tokens."""
+        self.uids.append(uid)
+        self.counts.append(0)
+        self.finishes.append(int(finish))
+        self.cached.append(-1)

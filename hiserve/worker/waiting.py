@@ -1,0 +1,94 @@
+"""Requests that have no row yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hiserve.core.digest import pack_tokens
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Forerunner:
+    """Another row that is computing a prefix this request wants.
+
+    Attributes:
+        row: Its row.
+        admission: Its admission; the wait ends when the row has another tenant.
+        num_pages: Pages it will have published when the wait has paid off.
+    """
+
+    row: int
+    admission: int
+    num_pages: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request the worker was given; its tokens live in its row while it has one.
+
+    Attributes:
+        uid: The scheduler's name for it.
+        tokens: int32 ``[n]``. Prompt, then what was generated before it lost its row.
+        num_prompt: Leading tokens that are the prompt.
+        sampling: With a seed.
+        tenant: Namespace of the request within the worker's cache.
+        choice: Index among the request's n choices.
+        num_faults: Times the device found its page table stale.
+        num_cached: Prompt tokens served from the cache at first admission; -1 before it, or
+            once reported.
+        was_admitted: Whether it ever had a row.
+        forerunner: Whom it waits for, if anyone.
+        key: ``tokens``, packed.
+    """
+
+    uid: int
+    tokens: Int32Array
+    num_prompt: int
+    sampling: SamplingParams
+    tenant: bytes
+    choice: int
+    num_faults: int = 0
+    num_cached: int = -1
+    was_admitted: bool = False
+    forerunner: Forerunner | None = None
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Packs the tokens for matching."""
+        self.key = pack_tokens(self.tokens)
+
+    def lose_row(self, tokens: Int32Array) -> None:
+        """Takes the tokens known so far back from the row."""
+        self.tokens = tokens
+        self.key = pack_tokens(tokens)
+
+
+class WaitingQueue:
+    """First come, first served; a preempted request goes back to the front."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        """Returns the number of waiting requests."""
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Walks the queue as it stands, so that the walker may remove."""
+        return iter(tuple(self._queue))
+
+    def append(self, request: Request) -> None:
+        """Adds a new request at the end."""
+        self._queue.append(request)
+
+    def put_back(self, request: Request) -> None:
+        """Adds a preempted request at the front."""
+        self._queue.appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out; it must be in the queue."""
+        self._queue.remove(request)

@@ -1,0 +1,38 @@
+"""Engines without a model, for tests of the planning half."""
+
+from __future__ import annotations
+
+from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.manager import CacheManager
+from hiserve.worker.loop import Engine, EngineFacts
+from hiserve.worker.planner import Planner
+from tests.helpers.echo import EchoExecutor
+
+
+def echo_engine(
+    *,
+    num_pages: int,
+    page_size: int = 4,
+    max_rows: int = 6,
+    max_len: int = 96,
+    budget: int = 16,
+    depth: int = 0,
+    max_draft: int = 0,
+    eos: tuple[int, ...] = (0, 1, 2),
+    step_s: float = 0.0,
+    seed: int = 0,
+) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
+    cache = CacheManager(num_pages=num_pages, page_size=page_size, namespace=b"echo", eviction=LruEviction())
+    planner = Planner(
+        cache=cache,
+        max_rows=max_rows,
+        max_len=max_len,
+        max_batched_tokens=budget,
+        eos_token_ids=eos,
+        max_draft=max_draft,
+    )
+    executor = EchoExecutor(
+        num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_len=max_len, step_s=step_s, seed=seed
+    )
+    facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"echo", {})
+    return Engine(planner, executor, depth, facts), planner, executor, cache
