@@ -1,0 +1,42 @@
+# hiserve: make demo | test | test-long | mutants | bench
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-long mutants check bench clean
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed  ## a multi-turn chat with the embedded model, over HTTP
+	$(BIN)/python examples/demo.py
+
+check: $(VENV)/.installed-dev  ## format, lint, types, floors
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check  ## everything CI runs
+	$(BIN)/python -m pytest
+
+test-long: $(VENV)/.installed-dev  ## the full products and the soaks
+	$(BIN)/python -m pytest -m long --timeout 3600
+
+mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
+	$(BIN)/python -m tests.mutants.run
+
+bench: $(VENV)/.installed-dev  ## the recorded CPU figures, into benchmarks/results/
+	$(BIN)/python benchmarks/radix.py
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/second_turn.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
