@@ -1,98 +1,29 @@
-"""The engine against transformers: logits in float32, tokens in float64.
+"""The executing half against transformers: logits in float32, tokens in float64, plans written by hand.
 
 Two models made by transformers with random weights, and the embedded one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from hiserve.core.request import SamplingParams
-from hiserve.models.config import NANO, find_model
-from hiserve.sampling.params import SamplingRows
-from hiserve.sampling.sampler import sample
-from tests.helpers.models import Engine, load_transformers, save_llama, save_qwen3
+from tests.helpers.models import Engine, load_transformers
+from tests.helpers.oracle import MODELS, NUM_NEW, SAMPLED, Subject, make_subject
 from tests.helpers.plans import GREEDY, HandPlanner
 
-MODELS = ("llama", "qwen3", "nano")
-NUM_NEW = 24
 MIN_DISTINCT = 20
 MAX_LOGIT_DIFFERENCE = 1e-4
 NUM_PAGES = 160
-SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=21)
-TEXTS = (
-    "def area(width, height):\n    return",
-    "I would like a large latte with oat milk, and",
-    "Tom has 12 apples. He gives 5 of them to Anna and buys 7 more. How many apples does Tom have now?",
-    "Hello! Can you help me find a restaurant for tonight?",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """A model, prompts for it, and what transformers makes of them.
-
-    Attributes:
-        folder: Checkpoint.
-        prompts: By row.
-        greedy: Tokens that follow each prompt, by row.
-        sampled: Tokens drawn after each prompt, by row.
-    """
-
-    folder: Path
-    prompts: dict[int, list[int]]
-    greedy: dict[int, list[int]]
-    sampled: dict[int, list[int]]
-
-
-@torch.inference_mode()
-def continuation(oracle: Any, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
-    """Generates with transformers' logits and our choice of a token, past any end token."""
-    rows = SamplingRows(2, torch.device("cpu"))
-    rows.write(np.array([1]), [sampling], [0])
-    tokens, cache = list(prompt), None
-    inputs = torch.tensor([prompt])
-    for _ in range(NUM_NEW):
-        out = oracle(inputs, past_key_values=cache, use_cache=True)
-        batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]))
-        tokens.append(int(sample(out.logits[:, -1], batch)))
-        inputs, cache = torch.tensor([tokens[-1:]]), out.past_key_values
-    return tokens[len(prompt) :]
-
-
-def prompts_of(name: str, folder: Path) -> list[list[int]]:
-    """Ragged prompts: shorter than a page, of whole pages, longer."""
-    if name == "nano":
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return [tokenizer.encode(text).ids for text in TEXTS]
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, 320, (length,), generator=generator).tolist() for length in (3, 16, 33, 70)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     torch.set_num_threads(1)
-    name = request.param
-    if name == "nano":
-        folder = find_model(NANO)
-    else:
-        save = save_llama if name == "llama" else save_qwen3
-        folder = save(tmp_path_factory.mktemp(name))
-    oracle = load_transformers(folder, torch.float64)
-    prompts = dict(enumerate(prompts_of(name, folder), start=1))
-    return Subject(
-        folder,
-        prompts,
-        greedy={row: continuation(oracle, prompt) for row, prompt in prompts.items()},
-        sampled={row: continuation(oracle, prompt, SAMPLED) for row, prompt in prompts.items()},
-    )
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_the_reference_outputs_are_varied_enough_to_mean_something(subject: Subject) -> None:

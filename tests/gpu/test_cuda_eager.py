@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
+from tests.helpers import oracle
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY, HandPlanner
@@ -21,12 +21,6 @@ pytestmark = pytest.mark.gpu
 
 NUM_NEW, NUM_PAGES, MAX_LEN = 250, 400, 512
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
-TEXTS = (
-    "def area(width, height):\n    return",
-    "I would like a large latte with oat milk, and",
-    "Tom has 12 apples. He gives 5 of them to Anna and buys 7 more. How many apples does Tom have now?",
-    "Hello! Can you help me find a restaurant for tonight?",
-)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +45,7 @@ def no_sync() -> Iterator[None]:
 
 
 def prompts_of(name: str, folder: Path) -> dict[int, list[int]]:
-    if name == "nano":
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        return dict(enumerate((tokenizer.encode(text).ids for text in TEXTS), start=1))
-    generator = torch.Generator().manual_seed(3)
-    return {
-        row: torch.randint(0, 320, (length,), generator=generator).tolist()
-        for row, length in enumerate((3, 16, 33, 70), 1)
-    }
+    return dict(enumerate(oracle.prompts_of(name, folder), start=1))
 
 
 def engine(folder: Path, dtype: str, device: str = "cuda") -> Engine:
@@ -140,3 +127,17 @@ def test_a_stale_entry_is_a_fault_on_cuda_too(folders: dict[str, Path]) -> None:
     result = subject.executor.submit(planner.step({1: 1, 2: 1})).result()
     assert result.faults.tolist() == [1]
     assert result.counts.tolist() == [0, 1]
+
+
+def test_the_whole_engine_on_cuda_gives_transformers_tokens_in_float64(tmp_path: Path) -> None:
+    """With overlap, over a prefix of the first pass, and with a pool too small for all."""
+    subject = oracle.make_subject("llama", tmp_path)
+    roomy = oracle.engine_of(subject, chunk=16, depth=1, device="cuda")
+    tight = oracle.engine_of(subject, chunk=16, depth=1, kv_pages=36, device="cuda")
+    for running in (roomy, tight):
+        for _ in range(2):
+            assert oracle.generate(running, subject.prompts) == subject.greedy
+        assert oracle.generate(running, subject.prompts, SAMPLED) == oracle.generate(running, subject.prompts, SAMPLED)
+        running.close()
+    assert roomy.stats().cached_tokens > 0
+    assert tight.stats().preemptions >= 1

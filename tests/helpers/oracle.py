@@ -1,0 +1,140 @@
+"""Models, prompts, and what transformers makes of them: the tokens every path must give in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from hiserve.config import make_config
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.messages.types import Admit
+from hiserve.models.config import NANO, find_model
+from hiserve.sampling.params import SamplingRows
+from hiserve.sampling.sampler import sample
+from hiserve.worker.build import build_engine
+from hiserve.worker.loop import Engine
+from tests.helpers.models import load_transformers, save_llama, save_qwen3
+from tests.helpers.plans import GREEDY
+
+MODELS = ("llama", "qwen3", "nano")
+NUM_NEW = 24
+SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=21)
+TEXTS = (
+    "def area(width, height):\n    return",
+    "I would like a large latte with oat milk, and",
+    "Tom has 12 apples. He gives 5 of them to Anna and buys 7 more. How many apples does Tom have now?",
+    "Hello! Can you help me find a restaurant for tonight?",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, prompts for it, and what transformers makes of them.
+
+    Attributes:
+        folder: Checkpoint.
+        prompts: By row.
+        greedy: Tokens that follow each prompt, by row.
+        sampled: Tokens drawn after each prompt, by row.
+    """
+
+    folder: Path
+    prompts: dict[int, list[int]]
+    greedy: dict[int, list[int]]
+    sampled: dict[int, list[int]]
+
+
+@torch.inference_mode()
+def continuation(oracle: Any, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
+    """Generates with transformers' logits and our choice of a token, past any end token."""
+    rows = SamplingRows(2, torch.device("cpu"))
+    rows.write(np.array([1]), [sampling], [0])
+    tokens, cache = list(prompt), None
+    inputs = torch.tensor([prompt])
+    for _ in range(NUM_NEW):
+        out = oracle(inputs, past_key_values=cache, use_cache=True)
+        batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]))
+        tokens.append(int(sample(out.logits[:, -1], batch)))
+        inputs, cache = torch.tensor([tokens[-1:]]), out.past_key_values
+    return tokens[len(prompt) :]
+
+
+def prompts_of(name: str, folder: Path) -> list[list[int]]:
+    """Ragged prompts: shorter than a page, of whole pages, longer."""
+    if name == "nano":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return [tokenizer.encode(text).ids for text in TEXTS]
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 320, (length,), generator=generator).tolist() for length in (3, 16, 33, 70)]
+
+
+def make_subject(name: str, folder: Path) -> Subject:
+    """Saves a random model into ``folder`` or takes the embedded one, and asks transformers."""
+    if name == "nano":
+        folder = find_model(NANO)
+    else:
+        (save_llama if name == "llama" else save_qwen3)(folder)
+    oracle = load_transformers(folder, torch.float64)
+    prompts = dict(enumerate(prompts_of(name, folder), start=1))
+    return Subject(
+        folder,
+        prompts,
+        greedy={row: continuation(oracle, prompt) for row, prompt in prompts.items()},
+        sampled={row: continuation(oracle, prompt, SAMPLED) for row, prompt in prompts.items()},
+    )
+
+
+def engine_of(
+    subject: Subject, *, chunk: int = 64, depth: int = 0, page_size: int = 4, kv_pages: int = 200, device: str = "cpu"
+) -> Engine:
+    """The engine as ``hiserve serve`` builds it, in float64."""
+    return build_engine(
+        make_config(
+            model=str(subject.folder),
+            dtype="float64",
+            device=device,
+            max_model_len=160,
+            kv_pages=kv_pages,
+            page_size=page_size,
+            max_running_requests=8,
+            max_batched_tokens=chunk,
+            overlap=depth,
+            cpu_threads=1,
+        )
+    )
+
+
+def generate(engine: Engine, prompts: dict[int, list[int]], sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
+    """Adds all prompts at once, runs until nothing is left to do, and checks how each ended."""
+    limited = SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        max_tokens=NUM_NEW,
+        ignore_eos=True,
+    )
+    for uid, prompt in prompts.items():
+        admit = Admit(uid=uid, num_prompt=len(prompt), sampling=limited, namespace=b"", choice=0)
+        engine.add(admit, np.array(prompt, dtype=np.int32))
+    out: dict[int, list[int]] = {uid: [] for uid in prompts}
+    ends: dict[int, int] = {}
+    while engine.has_work:
+        report = engine.step()
+        if report is None:
+            continue
+        assert not report.failed
+        parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
+        for uid, part, finish in zip(report.uids, parts, report.finishes, strict=True):
+            out[uid] += part.tolist()
+            if finish:
+                assert uid not in ends
+                ends[uid] = finish
+    assert ends == dict.fromkeys(prompts, FinishReason.LENGTH)
+    assert engine.stats().stale_rows == 0
+    return out
