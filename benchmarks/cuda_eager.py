@@ -20,7 +20,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.environment import describe
+from benchmarks.record import about
 
 QUESTIONS = (
     "Hi, I would like to find a place to eat in San Jose.",
@@ -86,10 +86,12 @@ async def chat(client: httpx.AsyncClient) -> list[dict[str, Any]]:
 async def load(client: httpx.AsyncClient, streams: int) -> dict[str, Any]:
     """Concurrent streams; returns the token rate over all."""
     start = time.perf_counter()
-    done = await asyncio.gather(*(
-        turn(client, [{"role": "user", "content": f"{QUESTIONS[i % 4]} ({i})"}], temperature=0.8, seed=i)
-        for i in range(streams)
-    ))
+    done = await asyncio.gather(
+        *(
+            turn(client, [{"role": "user", "content": f"{QUESTIONS[i % 4]} ({i})"}], temperature=0.8, seed=i)
+            for i in range(streams)
+        )
+    )
     wall = time.perf_counter() - start
     tokens = sum(each["completion_tokens"] for each in done)
     return {"streams": streams, "tokens": tokens, "wall_s": round(wall, 3), "tokens_per_s": round(tokens / wall, 1)}
@@ -124,7 +126,8 @@ def serve_and_measure(*flags: str) -> dict[str, Any]:
 def main() -> int:
     """Writes the result file; returns 1 if a GPU test failed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
-    result = describe(commit) | {"tests": gpu_tests(), "servers": []}
+    header = about("python benchmarks/cuda_eager.py OUT.json COMMIT", at_commit=commit)
+    result = header | {"tests": gpu_tests(), "servers": []}
     for flags in ((), ("--dtype", "float32", "--overlap", "0"), ("--replicas", "2", "--kv-pages", "4096")):
         result["servers"].append(serve_and_measure(*flags))
         out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

@@ -110,7 +110,9 @@ def main() -> int:
         status = server.wait(timeout=30)
     console.print(f"[dim]server stopped with status {status}[/]")
     if status != 0 or min(hits[1:]) == 0:
-        console.print("[bold red]the demo failed[/]: a later turn was not served from the cache, or the stop was unclean")
+        console.print(
+            "[bold red]the demo failed[/]: a later turn was not served from the cache, or the stop was unclean"
+        )
         return 1
     return 0
 
