@@ -1,0 +1,70 @@
+"""LRU over leaves: order, lazy deletion, and a heap that stays small."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.node import Node, make_root
+
+ROOT = make_root(b"namespace")
+
+
+def leaf(last_used: int) -> Node:
+    node = Node(bytes(4), np.array([1], dtype=np.int32), [b"digest"], ROOT)
+    node.last_used = last_used
+    return node
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    eviction, nodes = LruEviction(), [leaf(used) for used in (3, 1, 2)]
+    for node in nodes:
+        eviction.add(node)
+    assert [eviction.pop() for _ in range(4)] == [nodes[1], nodes[2], nodes[0], None]
+
+
+def test_of_equally_old_ones_the_first_added_goes_first() -> None:
+    eviction, nodes = LruEviction(), [leaf(1) for _ in range(3)]
+    for node in nodes:
+        eviction.add(node)
+    assert [eviction.pop() for _ in range(3)] == nodes
+
+
+def test_use_moves_a_node_to_the_back() -> None:
+    eviction, old, new = LruEviction(), leaf(1), leaf(2)
+    eviction.add(old)
+    eviction.add(new)
+    old.last_used = 3
+    eviction.add(old)
+    assert [eviction.pop() for _ in range(3)] == [new, old, None]
+
+
+def test_what_is_locked_has_children_or_is_gone_is_passed_over() -> None:
+    eviction, locked, parent, gone, victim = LruEviction(), leaf(1), leaf(2), leaf(3), leaf(4)
+    for node in (locked, parent, gone, victim):
+        eviction.add(node)
+    locked.num_locks = 1
+    parent.children[bytes(4)] = leaf(5)
+    gone.pages = gone.pages[:0]
+    assert [eviction.pop(), eviction.pop()] == [victim, None]
+
+
+def test_the_heap_stays_bounded_under_endless_use() -> None:
+    eviction, nodes = LruEviction(), [leaf(0) for _ in range(10)]
+    for clock in range(1, 20_000):
+        node = nodes[clock % 10]
+        node.last_used = clock
+        eviction.add(node)
+    assert len(eviction._heap) <= 1024
+    assert [eviction.pop() for _ in range(11)] == [*nodes[0:], None]
+
+
+def test_the_heap_stays_within_twice_the_leaves_when_they_are_many() -> None:
+    eviction, nodes = LruEviction(), [leaf(0) for _ in range(3000)]
+    for clock in range(1, 30_000):
+        node = nodes[clock % 3000]
+        node.last_used = clock
+        eviction.add(node)
+        assert len(eviction._heap) <= 6000
+    popped = [eviction.pop() for _ in range(3001)]
+    assert popped == [*nodes, None]
