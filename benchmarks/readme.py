@@ -1,0 +1,66 @@
+"""Writes the README's figures from the result files: ``python benchmarks/readme.py [--check]``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures -->\n"
+
+
+def result(name: str) -> dict[str, Any]:
+    """Reads one result file."""
+    return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
+
+
+def source(found: dict[str, Any]) -> str:
+    """Says where a figure comes from."""
+    return f"{found['hardware']}; `{found['command']}`, {found['date']}"
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Returns (what, figure with its bar, source)."""
+    turn, radix, planner, cuda = (result(name) for name in ("second_turn", "radix", "planner", "cuda_eager"))
+    server = cuda["servers"][0]
+    plans = ", ".join(f"{case['median_us']:.0f} µs at {case['rows']} (≤ {case['bar_us']})" for case in planner["cases"])
+    return [
+        (
+            "second turn, about 2,000 prompt tokens: time to first token, cached / uncached",
+            f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {turn['ratio']:.2f} (≤ {turn['bar']})",
+            source(turn),
+        ),
+        ("match, lock and release of a 100k-token prompt over 300 nodes, against memcmp", radix_figure(radix), source(radix)),
+        ("plan + commit of a step, decoding rows", plans, source(planner)),
+        (
+            "the same server on a GPU, eager: 128 streams; second turn's first token",
+            f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
+            source(cuda),
+        ),
+    ]
+
+
+def radix_figure(radix: dict[str, Any]) -> str:
+    """Returns the match figure with its bar."""
+    match = radix["match"]
+    return f"{match['median_us']:.0f} µs = {match['ratio']:.1f} × (≤ {match['bar']})"
+
+
+def main() -> int:
+    """Rewrites the table; with ``--check``, returns 1 if it is out of date."""
+    lines = ["| what | figure | from |", "|---|---|---|", *(f"| {what} | {figure} | {where} |" for what, figure, where in rows())]
+    path = ROOT / "README.md"
+    text = path.read_text()
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    fresh = before + START + "\n".join(lines) + "\n" + END + after
+    if "--check" in sys.argv:
+        return int(fresh != text)
+    path.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
