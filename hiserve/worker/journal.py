@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hiserve.core.plan import Int32Array, TableWrites
+
+Int64Array = NDArray[np.int64]
 
 
 class TableJournal:
@@ -15,28 +18,35 @@ class TableJournal:
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Int32Array, Int32Array]] = []
+        self._writes: list[tuple[Int64Array, Int64Array, Int64Array, Int32Array]] = []
 
-    def write(self, row: int, admission: int, indices: Int32Array, pages: Int32Array) -> None:
-        """Records that ``indices`` of the row's table are now ``pages``; both int32 ``[n]``."""
-        if pages.size:
-            self._entries.append((row, admission, indices, pages))
+    def write(self, rows: Int64Array, admissions: Int64Array, indices: Int64Array, pages: Int32Array) -> None:
+        """Records that entry ``indices[i]`` of row ``rows[i]``'s table is now ``pages[i]``.
 
-    def take(self, admissions: np.ndarray, owners: Int32Array) -> TableWrites:
+        Args:
+            rows: int64 ``[n]``.
+            admissions: int64 ``[n]``. Tenancy of each row.
+            indices: int64 ``[n]``.
+            pages: int32 ``[n]``.
+        """
+        self._writes.append((rows, admissions, indices, pages))
+
+    def take(self, admissions: Int64Array, owners: Int32Array) -> TableWrites:
         """Returns what still concerns the rows' present tenants, and starts afresh.
 
         Args:
             admissions: int64 ``[R]``. Present tenancy of each row.
             owners: int32 ``[num_pages]``. Present allocation of each page.
         """
-        live = [entry for entry in self._entries if admissions[entry[0]] == entry[1]]
-        self._entries = []
-        if not live:
+        if not self._writes:
             return TableWrites()
-        pages = np.concatenate([pages for *_, pages in live])
+        rows, tenancies, indices, pages = (np.concatenate(column) for column in zip(*self._writes, strict=True))
+        self._writes = []
+        live = admissions[rows] == tenancies
+        pages = pages[live]
         return TableWrites(
-            rows=np.repeat([row for row, *_ in live], [part.size for *_, part in live]).astype(np.int32),
-            indices=np.concatenate([indices for _, _, indices, _ in live]).astype(np.int32),
+            rows=rows[live].astype(np.int32),
+            indices=indices[live].astype(np.int32),
             pages=pages,
             owners=owners[pages],
         )

@@ -60,7 +60,7 @@ class Planner:
         self._waiting = WaitingQueue()
         self._max_len = max_len
         self._budget = max_batched_tokens
-        self._eos = np.array(eos_token_ids, dtype=np.int32)
+        self._eos = eos_token_ids
         self._max_draft = max_draft
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
@@ -186,11 +186,8 @@ class Planner:
         pages = self._cache.take(wanted.astype(np.int32), step_id)
         if pages is None:
             return False
-        columns.page_table[rows[owner], held[owner] + within] = pages
         columns.num_pages[rows] += extra
-        starts = np.cumsum(extra) - extra
-        for row, first, start, count in zip(rows.tolist(), held.tolist(), starts.tolist(), extra.tolist(), strict=True):
-            self._write_table(row, np.arange(first, first + count), pages[start : start + count])
+        self._write_table(rows[owner], held[owner] + within, pages)
         return True
 
     def _plan_waiting(self, step_id: int, budget: int) -> tuple[list[RowAdmit], Share]:
@@ -241,7 +238,8 @@ class Planner:
                 self._counters["cached_tokens"] += match.num_tokens
             output = request.sampling.max_tokens or self._max_len
             row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
-        self._write_table(row, np.arange(receipt.pages.size), receipt.pages)
+        prefix = receipt.pages
+        self._write_table(np.full(prefix.size, row), np.arange(prefix.size), prefix)
         return row
 
     def _promised_pages(self) -> int:
@@ -286,11 +284,12 @@ class Planner:
         plan = step.plan
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
         columns = self._rows
-        faulty = np.isin(plan.rows, result.faults)
-        is_live = columns.admission[plan.rows] == step.admissions
-        for row in plan.rows[faulty & is_live].tolist():
-            self._handle_fault(row)
-        ok = is_live & ~faulty
+        ok = columns.admission[plan.rows] == step.admissions
+        if result.faults.size:
+            faulty = np.isin(plan.rows, result.faults)
+            for row in plan.rows[faulty & ok].tolist():
+                self._handle_fault(row)
+            ok &= ~faulty
         columns.settled[plan.rows[ok]] += plan.num_new[ok]
         sampled = ok[plan.samples]
         rows = plan.rows[plan.samples][sampled]
@@ -318,20 +317,17 @@ class Planner:
         columns.computed[rows] -= rejected
         columns.settled[rows] -= rejected
         columns.pending[rows] -= num_draft + 1
+        known = columns.known[rows]
+        room = columns.limit[rows] - known
+        counts, stops = self._cut_at_stop(rows, np.minimum(counts, room), tokens)
         width = np.arange(tokens.shape[1], dtype=np.int32)
-        is_end = np.isin(tokens, self._eos) & (width < counts[:, None]) & ~columns.ignores_eos[rows][:, None]
-        stops = is_end.any(axis=1)
-        counts = np.where(stops, is_end.argmax(axis=1) + 1, counts).astype(np.int32)
-        room = columns.limit[rows] - columns.known[rows]
-        full = counts >= room
-        stops &= counts <= room
-        counts = np.minimum(counts, room)
         is_new = width < counts[:, None]
-        places = columns.known[rows][:, None] + width
+        places = known[:, None] + width
         owners = np.broadcast_to(rows[:, None], is_new.shape)
         columns.tokens[owners[is_new], places[is_new]] = tokens[is_new]
         columns.known[rows] += counts
-        finishes = np.where(stops, int(FinishReason.STOP), np.where(full, int(FinishReason.LENGTH), 0))
+        finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
+        finishes[stops] = int(FinishReason.STOP)
         self._report.uids += columns.uid[rows].tolist()
         self._report.counts += counts.tolist()
         self._report.finishes += finishes.tolist()
@@ -340,6 +336,17 @@ class Planner:
         self._tokens.append(tokens[is_new])
         self._counters["generated_tokens"] += int(counts.sum())
         return np.asarray(finishes != 0)
+
+    def _cut_at_stop(self, rows: Int32Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
+        """Cuts each row's new tokens after its first end-of-sequence token; tells which rows have one."""
+        is_end: BoolArray = np.zeros(tokens.shape, dtype=np.bool_)
+        for token in self._eos:
+            is_end |= tokens == token
+        is_end &= np.arange(tokens.shape[1]) < counts[:, None]
+        is_end &= ~self._rows.ignores_eos[rows][:, None]
+        stops = is_end.any(axis=1)
+        counts[stops] = is_end[stops].argmax(axis=1) + 1
+        return counts, stops
 
     def _publish(self, rows: Int32Array) -> None:
         """Publishes every page that became full; dedup may move a row to pages that were there before."""
@@ -351,10 +358,9 @@ class Planner:
             pages = columns.page_table[row, start:end]
             key = columns.tokens[row, start * page_size : end * page_size].tobytes()
             canonical = self._cache.publish(self._receipt(row), key, pages)
-            moved = np.flatnonzero(canonical != pages)
-            if moved.size:
-                columns.page_table[row, start:end] = canonical
-                self._write_table(row, start + moved, canonical[moved])
+            if canonical is not pages:
+                moved = np.flatnonzero(canonical != pages)
+                self._write_table(np.full_like(moved, row), start + moved, canonical[moved])
             columns.num_published[row] = end
 
     def _handle_fault(self, row: int) -> None:
@@ -387,8 +393,11 @@ class Planner:
         self._released.append(row)
         return request
 
-    def _write_table(self, row: int, indices: NDArray[np.int64], pages: Int32Array) -> None:
-        self._journal.write(row, int(self._rows.admission[row]), indices.astype(np.int32), pages)
+    def _write_table(self, rows: NDArray[np.int64], indices: NDArray[np.int64], pages: Int32Array) -> None:
+        """Changes page-table entries, here and with the next plan on the device; one row per entry."""
+        columns = self._rows
+        columns.page_table[rows, indices] = pages
+        self._journal.write(rows, columns.admission[rows], indices, pages)
 
     def _receipt(self, row: int) -> Receipt:
         receipt = self._rows.receipts[row]

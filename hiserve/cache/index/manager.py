@@ -170,10 +170,10 @@ class CacheManager:
             pages: int32 ``[p]``. Where they were computed; owned by the caller until now.
 
         Returns:
-            int32 ``[p]``. The pages to use from now on.
+            int32 ``[p]``. The pages to use from now on; ``pages`` itself when none moved.
         """
         assert receipt.is_open and len(key) == pages.size * self.tree.page_bytes
-        canonical = pages.copy()
+        canonical = pages
         done = 0
         node = receipt.node
         while done < pages.size:
@@ -185,13 +185,12 @@ class CacheManager:
             shared = self.tree.common_pages(child.key, key, offset)
             if shared < child.pages.size:
                 child = self.tree.split(child, shared)
-            canonical[done : done + shared] = child.pages
+            canonical = np.concatenate((canonical[:done], child.pages, pages[done + shared :]))
             node = self._lock_child(child)
             done += shared
         receipt.node = node
-        duplicates = pages[canonical != pages]
-        if duplicates.size:
-            self.pages.give(duplicates)
+        if done:
+            self.pages.give(pages[:done])
             self.versions.relocation_version += 1
         return canonical
 

@@ -112,7 +112,7 @@ class RadixTree:
         if grows and node.pages.size + pages.size <= MAX_NODE_PAGES:
             node.key += key
             node.pages = np.concatenate((node.pages, pages))
-            node.digests = node.digests + digests
+            node.digests += digests
             return node, digests
         assert key[: self.page_bytes] not in node.children, "the first new page is already in the tree"
         child = Node(key, pages.copy(), digests, node)

@@ -69,9 +69,13 @@ def test_sending_to_nobody_is_refused_at_once() -> None:
 
 def test_a_peer_that_does_not_read_is_refused_after_a_bounded_number_of_messages() -> None:
     parent, child = pair()
-    num_sent = 0
-    while child.try_send([b"x" * 100_000]) and num_sent < 10_000:
-        num_sent += 1
+    num_sent, is_full = 0, False
+    while not is_full and num_sent < 10_000:
+        if child.try_send([b"x" * 100_000]):
+            num_sent += 1
+        else:  # some may be on their way still
+            time.sleep(0.1)
+            is_full = not child.is_writable
     assert HIGH_WATER_MARK <= num_sent <= 4 * HIGH_WATER_MARK
     assert not child.is_writable
     for _ in range(num_sent):
@@ -183,9 +187,13 @@ async def test_a_refused_sender_is_told_when_it_may_go_on() -> None:
     recorder = Recorder(child)
     while not recorder.channel.try_send([b"x" * 100_000]):
         await asyncio.sleep(0.001)
-    num_sent = 1
-    while recorder.channel.try_send([b"x" * 100_000]):
-        num_sent += 1
+    num_sent, is_full = 1, False
+    while not is_full:
+        if recorder.channel.try_send([b"x" * 100_000]):
+            num_sent += 1
+        else:
+            await asyncio.sleep(0.1)
+            is_full = not child.is_writable
     before = recorder.num_writable
     reader = threading.Thread(target=lambda: [receive(parent) for _ in range(num_sent)])
     reader.start()
