@@ -67,10 +67,12 @@ def share_budget(
     # A row drafts once it has caught up: until then it has no last token to draft from.
     draft = np.where(behind == 1, np.minimum(max_draft, left - 1), 0)
     need = behind + draft
-    order = np.argsort(behind > 1, kind="stable")
-    before = np.cumsum(need[order]) - need[order]
-    num_new = np.zeros_like(need)
-    num_new[order] = np.clip(budget - before, 0, need[order])
+    num_new = need
+    if need.sum() > budget:
+        order = np.argsort(behind > 1, kind="stable")
+        before = np.cumsum(need[order]) - need[order]
+        num_new = np.zeros_like(need)
+        num_new[order] = np.clip(budget - before, 0, need[order])
     samples = (num_new >= behind) & (behind > 0)
     num_draft = np.where(samples, num_new - behind, 0)
     return Share(num_new.astype(np.int32), num_draft.astype(np.int32), np.asarray(samples))

@@ -128,8 +128,10 @@ class Planner:
         running, share = self._plan_running(step_id)
         admit, chunks = self._plan_waiting(step_id, self._budget - int(share.num_new.sum()))
         busy = share.num_new > 0
-        rows = np.concatenate((running[busy].astype(np.int32), np.array([each.row for each in admit], dtype=np.int32)))
-        share = share.pick(busy).join(chunks)
+        rows, share = running[busy].astype(np.int32), share.pick(busy)
+        if admit:
+            rows = np.concatenate((rows, np.array([each.row for each in admit], dtype=np.int32)))
+            share = share.join(chunks)
         if not rows.size:
             return None
         self._step_id = step_id
@@ -339,12 +341,12 @@ class Planner:
 
     def _cut_at_stop(self, rows: Int32Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
         """Cuts each row's new tokens after its first end-of-sequence token; tells which rows have one."""
-        is_end: BoolArray = np.zeros(tokens.shape, dtype=np.bool_)
+        is_end = np.zeros(tokens.shape, dtype=np.bool_)
         for token in self._eos:
             is_end |= tokens == token
         is_end &= np.arange(tokens.shape[1]) < counts[:, None]
         is_end &= ~self._rows.ignores_eos[rows][:, None]
-        stops = is_end.any(axis=1)
+        stops: BoolArray = np.any(is_end, axis=1)
         counts[stops] = is_end[stops].argmax(axis=1) + 1
         return counts, stops
 
