@@ -161,7 +161,8 @@ class EngineClient:
             choice: Index among the request's choices; part of the random key.
 
         Raises:
-            ContextLengthError: Prompt, or prompt plus ``max_tokens``, exceeds the context.
+            ContextLengthError: The prompt leaves no room for output. (``max_tokens`` beyond the context
+                are not generated; to refuse them is the front end's part.)
             RequestError: The prompt is not acceptable.
             EngineError: The engine lost the request.
             UnavailableError: The engine is stopped, stopping or dead.

@@ -63,7 +63,7 @@ class Dispatcher:
         Raises:
             MalformedError: Its uid is in use.
         """
-        refusal = self._refusal(message, prompt)
+        refusal = self._refusal(prompt)
         if refusal is not None:
             self._outlet.failed(message.uid, refusal)
             return
@@ -169,16 +169,15 @@ class Dispatcher:
             overtaken.num_overtaken += 1
         return window[chosen]
 
-    def _refusal(self, message: Generate, prompt: Int32Array) -> HiserveError | None:
+    def _refusal(self, prompt: Int32Array) -> HiserveError | None:
         if self._closed is not None:
             return self._closed
         if not len(prompt) or prompt.min() < 0:
             return RequestError("the prompt must have at least one token, and no negative token ids.", param="prompt")
-        num_new = message.sampling.max_tokens or 1
-        if len(prompt) + num_new > self._max_len:
+        if len(prompt) >= self._max_len:
             return ContextLengthError(
-                f"the prompt has {len(prompt)} tokens and at least {num_new} more were asked for, but the context is "
-                f"{self._max_len} tokens. Shorten the prompt or lower max_tokens.",
+                f"the prompt has {len(prompt)} tokens; the context is {self._max_len}, output included. "
+                "Shorten the prompt.",
                 param="prompt",
             )
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
 
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.core.plan import Int32Array
@@ -11,34 +10,7 @@ from hiserve.messages.channels import PollingChannel
 from hiserve.messages.coalesce import Coalescer
 from hiserve.messages.codec import Frames, encode, split_digests
 from hiserve.messages.types import CacheFlushed, Ready, StepReport, Tokens, WorkerStats
-
-
-class Report(Protocol):
-    """What a step changed; the columns and arrays of ``StepReport``."""
-
-    @property
-    def uids(self) -> list[int]: ...
-
-    @property
-    def counts(self) -> list[int]: ...
-
-    @property
-    def finishes(self) -> list[int]: ...
-
-    @property
-    def cached(self) -> list[int]: ...
-
-    @property
-    def tokens(self) -> Int32Array: ...
-
-    @property
-    def failed(self) -> list[tuple[int, str, str]]: ...
-
-    @property
-    def published(self) -> bytes: ...
-
-    @property
-    def removed(self) -> bytes: ...
+from hiserve.worker.report import Report
 
 
 class Outbox:

@@ -27,40 +27,20 @@ from hiserve.messages.types import (
     WorkerFailed,
     WorkerStats,
 )
-from hiserve.worker.outbox import Outbox, Report
+from hiserve.worker.loop import EngineFacts
+from hiserve.worker.outbox import Outbox
+from hiserve.worker.report import Report
 
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_MS = 500
 
 
-class Facts(Protocol):
-    """What a worker tells when it is ready; the fields of ``Ready``."""
-
-    @property
-    def max_running(self) -> int: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def namespace(self) -> bytes: ...
-
-    @property
-    def startup_s(self) -> dict[str, float]: ...
-
-
 class Engine(Protocol):
-    """Runs requests, step by step. Nothing in it waits for the outside."""
+    """What the service needs of ``loop.Engine``."""
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> EngineFacts:
         """What it tells the scheduler when it is ready."""
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.errors import ModelError
 from hiserve.messages.types import Admit, WorkerStats
+from hiserve.worker.loop import EngineFacts
+from hiserve.worker.report import Report
 
 CRASH = 900001  # the step that runs this request raises
 KILL = 900002  # the step that runs this request ends the process as kill -9 would
@@ -35,28 +37,6 @@ def reply_token(prompt: Int32Array, position: int) -> int:
 
 def reply(prompt: Int32Array, num_tokens: int) -> list[int]:
     return [reply_token(prompt, position) for position in range(num_tokens)]
-
-
-@dataclass
-class FakeFacts:
-    max_running: int
-    max_len: int
-    num_pages: int
-    page_size: int
-    namespace: bytes
-    startup_s: dict[str, float]
-
-
-@dataclass
-class FakeReport:
-    uids: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    finishes: list[int] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
-    tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    failed: list[tuple[int, str, str]] = field(default_factory=list)
-    published: bytes = b""
-    removed: bytes = b""
 
 
 @dataclass
@@ -86,7 +66,7 @@ class FakeEngine:
         self._requests: dict[int, _Request] = {}
         self._aborted: list[int] = []
         self._num_steps = 0
-        self.facts = FakeFacts(
+        self.facts = EngineFacts(
             max_running=self._max_running,
             max_len=known(config.model.max_model_len),
             num_pages=known(config.cache.kv_pages) - 1,
@@ -121,8 +101,8 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._requests or self._aborted)
 
-    def step(self) -> FakeReport | None:
-        report = FakeReport()
+    def step(self) -> Report | None:
+        report = Report()
         tokens: list[int] = []
         for uid in self._aborted:
             self._tell(report, uid, 0, FinishReason.ABORT, 0)
@@ -165,7 +145,7 @@ class FakeEngine:
     def close(self) -> None:
         self._requests.clear()
 
-    def _tell(self, report: FakeReport, uid: int, count: int, finish: FinishReason, cached: int) -> None:
+    def _tell(self, report: Report, uid: int, count: int, finish: FinishReason, cached: int) -> None:
         report.uids.append(uid)
         report.counts.append(count)
         report.finishes.append(int(finish))

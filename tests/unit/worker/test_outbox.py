@@ -7,7 +7,7 @@ import numpy as np
 from hiserve.messages.codec import Decoder, Frames, Received
 from hiserve.messages.types import CacheFlushed, FromWorker, StepReport, WorkerStats
 from hiserve.worker.outbox import Outbox
-from tests.helpers.fake_engine import FakeReport
+from hiserve.worker.report import Report
 
 
 class FakeChannel:
@@ -26,8 +26,8 @@ class FakeChannel:
         return [Decoder[FromWorker](FromWorker).decode(frames) for frames in self.sent]
 
 
-def report(uid: int, *tokens: int, finish: int = 0, published: bytes = b"", removed: bytes = b"") -> FakeReport:
-    return FakeReport([uid], [len(tokens)], [finish], [0], np.array(tokens, dtype=np.int32), [], published, removed)
+def report(uid: int, *tokens: int, finish: int = 0, published: bytes = b"", removed: bytes = b"") -> Report:
+    return Report([uid], [len(tokens)], [finish], [0], np.array(tokens, dtype=np.int32), [], published, removed)
 
 
 def test_a_listening_scheduler_gets_each_report_as_it_is() -> None:
@@ -50,7 +50,7 @@ def test_reports_for_a_slow_scheduler_become_one() -> None:
     for step in range(500):
         outbox.report(report(1, step), WorkerStats(steps=step))
     outbox.report(report(2, 7, finish=1, published=a + b), WorkerStats(steps=500))
-    outbox.report(FakeReport(failed=[(3, "engine_error", "no")], published=c, removed=a), WorkerStats(steps=501))
+    outbox.report(Report(failed=[(3, "engine_error", "no")], published=c, removed=a), WorkerStats(steps=501))
     outbox.flush()
     assert channel.sent == []
     assert outbox.is_pending
@@ -71,8 +71,8 @@ def test_a_page_lost_and_found_again_while_waiting_is_not_reported() -> None:
     channel = FakeChannel()
     outbox = Outbox(channel, 1)
     channel.is_writable = False
-    outbox.report(FakeReport(removed=b"x" * 16), WorkerStats())
-    outbox.report(FakeReport(published=b"x" * 16), WorkerStats())
+    outbox.report(Report(removed=b"x" * 16), WorkerStats())
+    outbox.report(Report(published=b"x" * 16), WorkerStats())
     channel.is_writable = True
     outbox.flush()
     assert channel.received()[0].published == channel.received()[0].removed == b""

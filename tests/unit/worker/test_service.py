@@ -25,8 +25,9 @@ from hiserve.messages.types import (
     StepReport,
     Stop,
 )
+from hiserve.worker.report import Report
 from hiserve.worker.service import Service
-from tests.helpers.fake_engine import FakeEngine, FakeReport, reply
+from tests.helpers.fake_engine import FakeEngine, reply
 
 PROMPT = np.arange(40, dtype=np.int32)
 
@@ -34,7 +35,7 @@ PROMPT = np.arange(40, dtype=np.int32)
 class CountingEngine(FakeEngine):
     num_step_calls = 0
 
-    def step(self) -> FakeReport | None:
+    def step(self) -> Report | None:
         self.num_step_calls += 1
         return super().step()
 
