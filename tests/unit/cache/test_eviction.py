@@ -56,7 +56,17 @@ def test_the_heap_stays_bounded_under_endless_use() -> None:
         node.last_used = clock
         eviction.add(node)
     assert len(eviction._heap) <= 1024
-    assert [eviction.pop() for _ in range(11)] == [*nodes[0:], None]
+    assert [eviction.pop() for _ in range(11)] == [*nodes, None]
+
+
+def test_a_sweep_keeps_what_nobody_used_since() -> None:
+    eviction, idle, busy = LruEviction(), [leaf(used) for used in range(1, 6)], leaf(6)
+    for node in idle:
+        eviction.add(node)
+    for clock in range(6, 5000):
+        busy.last_used = clock
+        eviction.add(busy)
+    assert [eviction.pop() for _ in range(7)] == [*idle, busy, None]
 
 
 def test_the_heap_stays_within_twice_the_leaves_when_they_are_many() -> None:

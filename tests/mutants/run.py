@@ -1,0 +1,114 @@
+"""Runs every mutant of the catalogue and reports those that no test noticed.
+
+    python -m tests.mutants.run [--only WORD]
+
+The package and its tests are copied to a temporary directory; each mutant is written there,
+its test run there, and the file restored. First all named tests run unchanged: a test that
+fails anyway kills nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutants import catalogue
+from tests.mutants.mutant import Mutant
+
+ROOT = Path(__file__).parents[2]
+TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; any other means that the tests did not run
+CONFTEST = '''"""Refuses to test any package but the copy beside this file."""
+
+import pathlib
+
+import hiserve
+
+assert pathlib.Path(hiserve.__file__).parents[1] == pathlib.Path(__file__).parent, hiserve.__file__
+'''
+
+
+def load() -> list[Mutant]:
+    """Returns the mutants of every room, checked against the source."""
+    found: list[Mutant] = []
+    for module in sorted(pkgutil.iter_modules(catalogue.__path__), key=lambda module: module.name):
+        found += importlib.import_module(f"{catalogue.__name__}.{module.name}").MUTANTS
+    names = [mutant.name for mutant in found]
+    assert len(set(names)) == len(names), f"names occur twice: {sorted({n for n in names if names.count(n) > 1})}"
+    for mutant in found:
+        count = (ROOT / mutant.file).read_text().count(mutant.old)
+        assert count == 1, f"{mutant.name}: its text occurs {count} times in {mutant.file}, not once"
+        assert mutant.old != mutant.new, f"{mutant.name}: replaces its text by itself"
+    return found
+
+
+def copy_to(place: Path) -> None:
+    """Copies what a test run needs, without caches and compiled files."""
+    junk = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for folder in ("hiserve", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, place / folder, ignore=junk)
+    shutil.copy(ROOT / "pyproject.toml", place)
+    (place / "conftest.py").write_text(CONFTEST)
+
+
+def run_tests(place: Path, tests: list[str], timeout_s: float) -> tuple[int, str]:
+    """Runs pytest in the copy; returns its exit code (failed when out of time) and its output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=place, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return TESTS_FAILED, f"out of time after {timeout_s:.0f} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def is_killed(place: Path, mutant: Mutant, timeout_s: float) -> bool:
+    """Writes the mutant into the copy, runs its test, and restores the file."""
+    path = place / mutant.file
+    source = path.read_text()
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        code, output = run_tests(place, mutant.test.split(), timeout_s)
+    finally:
+        path.write_text(source)
+    assert code in (TESTS_PASSED, TESTS_FAILED), f"{mutant.name}: the tests did not run\n{output}"
+    return code == TESTS_FAILED
+
+
+def main() -> int:
+    """Runs what was asked for; returns 1 when a mutant survives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run mutants whose name or file contains this")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a mutant's test may take")
+    options = parser.parse_args()
+    mutants = [mutant for mutant in load() if options.only in mutant.name or options.only in mutant.file]
+    assert mutants, f"no mutant's name or file contains {options.only!r}"
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        place = Path(folder)
+        copy_to(place)
+        tests = sorted({test for mutant in mutants for test in mutant.test.split()})
+        code, output = run_tests(place, tests, options.timeout * len(tests))
+        assert code == TESTS_PASSED, f"the tests fail without any mutant\n{output}"
+        survivors = []
+        for mutant in mutants:
+            start = time.monotonic()
+            killed = is_killed(place, mutant, options.timeout)
+            print(
+                f"{'killed  ' if killed else 'SURVIVED'} {time.monotonic() - start:6.1f} s  {mutant.file}: {mutant.name}"
+            )
+            survivors += [] if killed else [mutant.name]
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed" + "".join(f"\nsurvived: {n}" for n in survivors))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
