@@ -385,4 +385,4 @@ def test_index_agrees_with_the_model(page_size: int) -> None:
     )
     print(f"page size {page_size}: {dict(ran)}")
     for path in ("hits", "evicted", "refused", "published", "moved", "moved in part", "remembered", "stale matches"):
-        assert ran[path] >= 5, f"{path} happened {ran[path]} times; the sequences miss it"
+        assert ran[path], f"{path} never happened; the sequences miss it"
