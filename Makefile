@@ -34,8 +34,8 @@ mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must 
 	$(BIN)/python -m tests.mutants.run
 
 bench: $(VENV)/.installed-dev  ## the recorded CPU figures, into benchmarks/results/
-	$(BIN)/python benchmarks/radix.py
-	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python -m benchmarks.radix
+	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python benchmarks/second_turn.py
 
 clean:
