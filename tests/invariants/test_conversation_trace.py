@@ -1,0 +1,96 @@
+"""Cached tokens of a real conversation trace, against a set of prefixes that knows nothing of the index."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.manager import CacheManager
+from hiserve.core.plan import BatchPlan, StepResult
+from hiserve.core.request import SamplingParams
+from hiserve.messages.types import Admit
+from hiserve.worker.loop import Engine, EngineFacts
+from hiserve.worker.planner import Planner
+
+TRACE = Path(__file__).parent.parent / "data" / "conversation_trace_500.jsonl.gz"
+PAGE = 16  # one block of 512 tokens in the trace is one page here, the last, partial one too
+FILLER = 1  # what the fake model says; no prompt has it
+NUM_PAGES = 16_384  # more than prompts and replies fill together
+MAX_LEN = 256 * PAGE
+
+
+class FillerExecutor:
+    """Answers every sampling row with one filler token, at once."""
+
+    def submit(self, plan: BatchPlan) -> Future[StepResult]:
+        num_sampling = int(plan.samples.sum())
+        done: Future[StepResult] = Future()
+        done.set_result(
+            StepResult(
+                plan.step_id, np.ones(num_sampling, dtype=np.int32), np.full((num_sampling, 1), FILLER, dtype=np.int32)
+            )
+        )
+        return done
+
+    def close(self) -> None:
+        pass
+
+
+class PrefixOracle:
+    """Remembers every whole-page prefix ever computed, byte for byte; an endless cache."""
+
+    def __init__(self) -> None:
+        self.prefixes: set[bytes] = set()
+
+    def num_cached(self, prompt: np.ndarray) -> int:
+        """Tokens found; the last token of a prompt is always computed."""
+        best = 0
+        for end in range(PAGE, prompt.size, PAGE):
+            if prompt[:end].tobytes() not in self.prefixes:
+                break
+            best = end
+        return best
+
+    def remember(self, computed: np.ndarray) -> None:
+        for end in range(PAGE, computed.size + 1, PAGE):
+            self.prefixes.add(computed[:end].tobytes())
+
+
+def requests() -> list[tuple[np.ndarray, int]]:
+    """(prompt, tokens to generate) of each request: 16 made-up tokens per block, lengths divided by 32."""
+    lines = [json.loads(line) for line in gzip.decompress(TRACE.read_bytes()).splitlines()]
+    rng = np.random.default_rng(0)
+    num_blocks = 1 + max(max(line["hash_ids"]) for line in lines)
+    blocks = rng.integers(2, 128_000, (num_blocks, PAGE)).astype(np.int32)
+    return [(blocks[line["hash_ids"]].reshape(-1), max(1, line["output_length"] // 32)) for line in lines]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_cached_tokens_of_a_trace_equal_an_endless_prefix_set(depth: int) -> None:
+    cache = CacheManager(num_pages=NUM_PAGES, page_size=PAGE, namespace=b"trace", eviction=LruEviction())
+    planner = Planner(cache=cache, max_rows=2, max_len=MAX_LEN, max_batched_tokens=1024, eos_token_ids=())
+    engine = Engine(planner, FillerExecutor(), depth, EngineFacts(2, MAX_LEN, NUM_PAGES - 1, PAGE, b"trace", {}))
+    oracle = PrefixOracle()
+    wanted, got = [], []
+    for uid, (prompt, num_new) in enumerate(requests()):
+        engine.add(Admit(uid, prompt.size, SamplingParams(seed=0, max_tokens=num_new), b"", 0), prompt)
+        told: list[int] = []
+        while engine.has_work:
+            report = engine.step()
+            if report is not None:
+                told += [cached for cached in report.cached if cached >= 0]
+        assert len(told) == 1, f"request {uid} was told its cached tokens {len(told)} times"
+        got += told
+        wanted.append(oracle.num_cached(prompt))
+        oracle.remember(np.concatenate((prompt, np.full(num_new - 1, FILLER, dtype=np.int32))))
+    assert got == wanted
+    stats = engine.stats()
+    assert len(got) == 500 and stats.cached_tokens == sum(got)
+    assert sum(got) > 0.15 * stats.prompt_tokens  # the trace does repeat itself
+    assert stats.evicted_pages == 0
