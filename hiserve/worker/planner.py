@@ -15,9 +15,10 @@ from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
 from hiserve.worker.budget import Share, share_budget
 from hiserve.worker.columns import Columns
+from hiserve.worker.forerunner import find_forerunner, must_wait_for
 from hiserve.worker.journal import TableJournal
 from hiserve.worker.report import Report
-from hiserve.worker.waiting import Forerunner, Request, WaitingQueue
+from hiserve.worker.waiting import Request, WaitingQueue
 
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
 
@@ -199,7 +200,7 @@ class Planner:
         for request in self._waiting:
             if budget <= 0 or not self._rows.has_free_row:
                 break
-            if self._must_wait_for(request.forerunner):
+            if must_wait_for(request.forerunner, self._rows):
                 continue
             row = self._admit(request)
             if row is None:
@@ -226,7 +227,7 @@ class Planner:
         """
         cache, page_size = self._cache, self._cache.page_size
         match = cache.match(request.tenant, request.key)
-        request.forerunner = self._find_forerunner(request, match.num_tokens)
+        request.forerunner = find_forerunner(request, match.num_tokens, self._rows, page_size)
         if request.forerunner is not None:
             return None
         with cache.lock(match) as receipt:
@@ -250,33 +251,6 @@ class Planner:
         rows = columns.active
         whole = -(-(columns.known[rows] + 1) // self._cache.page_size)
         return int(np.maximum(whole - columns.num_pages[rows], 0).sum())
-
-    def _find_forerunner(self, request: Request, num_matched: int) -> Forerunner | None:
-        """Looks for a row that is computing more of this prompt than the cache holds.
-
-        Waiting for it is cheaper when it has no further to go than the request would.
-        """
-        columns, page_size = self._rows, self._cache.page_size
-        rows = columns.active
-        usable = request.tokens.size - 1
-        for row in rows[columns.settled[rows] < columns.known[rows] - 1].tolist():
-            if columns.tenant(row).tenant != request.tenant:
-                continue
-            length = min(int(columns.known[row]), usable)
-            differs = columns.tokens[row, :length] != request.tokens[:length]
-            shared = int(differs.argmax()) if differs.any() else length
-            num_pages = shared // page_size
-            if num_pages * page_size > num_matched and columns.settled[row] >= num_matched:
-                return Forerunner(row, int(columns.admission[row]), num_pages)
-        return None
-
-    def _must_wait_for(self, other: Forerunner | None) -> bool:
-        columns = self._rows
-        return (
-            other is not None
-            and columns.admission[other.row] == other.admission
-            and columns.num_published[other.row] < other.num_pages
-        )
 
     # --- commit ---------------------------------------------------------------------------
 
