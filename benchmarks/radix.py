@@ -51,7 +51,7 @@ def random_key(rng: np.random.Generator, num_pages: int) -> bytes:
 
 def take(cache: CacheManager, count: int) -> Int32Array:
     """Takes ``count`` pages without preference."""
-    pages = cache.take(np.zeros(count, dtype=np.int32), 0)
+    pages = cache.take(np.zeros(count, dtype=np.int32))
     assert pages is not None
     return pages
 

@@ -52,7 +52,7 @@ class TableWrites:
         rows: int32 ``[W]``. Which row's table.
         indices: int32 ``[W]``. Which entry: covers positions ``index * page_size`` and on.
         pages: int32 ``[W]``. The page, never 0 (the sink).
-        owners: int32 ``[W]``. The allocation the page belongs to: the step that handed it out.
+        owners: int32 ``[W]``. Number of the allocation that handed the page out.
             The device keeps ``page_owner[page]``; an entry whose owner differs is stale.
     """
 

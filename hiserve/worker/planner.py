@@ -126,8 +126,8 @@ class Planner:
     def plan(self) -> BatchPlan | None:
         """Returns the next step, or None when no row can do anything now."""
         step_id = self._step_id + 1
-        running, share = self._plan_running(step_id)
-        admit, chunks = self._plan_waiting(step_id, self._budget - int(share.num_new.sum()))
+        running, share = self._plan_running()
+        admit, chunks = self._plan_waiting(self._budget - int(share.num_new.sum()))
         busy = share.num_new > 0
         rows, share = running[busy].astype(np.int32), share.pick(busy)
         if admit:
@@ -155,7 +155,7 @@ class Planner:
         self._in_flight.append(_InFlight(plan, columns.admission[rows]))
         return plan
 
-    def _plan_running(self, step_id: int) -> tuple[NDArray[np.int64], Share]:
+    def _plan_running(self) -> tuple[NDArray[np.int64], Share]:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
         columns = self._rows
         while True:
@@ -168,11 +168,11 @@ class Planner:
                 max_draft=self._max_draft,
                 budget=self._budget,
             )
-            if self._grow(rows, share.num_new, step_id):
+            if self._grow(rows, share.num_new):
                 return rows, share
             self._preempt(int(rows[-1]))
 
-    def _grow(self, rows: NDArray[np.int64], num_new: Int32Array, step_id: int) -> bool:
+    def _grow(self, rows: NDArray[np.int64], num_new: Int32Array) -> bool:
         """Gives each row the pages its new tokens need; False, and nothing, when there are too few."""
         columns, page_size = self._rows, self._cache.page_size
         held = columns.num_pages[rows]
@@ -186,14 +186,14 @@ class Planner:
         within = np.arange(total) - np.repeat(np.cumsum(extra) - extra, extra)
         last = np.where(held > 0, columns.page_table[rows, np.maximum(held - 1, 0)], 0)
         wanted = np.where(last[owner] > 0, last[owner] + 1 + within, 0)
-        pages = self._cache.take(wanted.astype(np.int32), step_id)
+        pages = self._cache.take(wanted.astype(np.int32))
         if pages is None:
             return False
         columns.num_pages[rows] += extra
         self._write_table(rows[owner], held[owner] + within, pages)
         return True
 
-    def _plan_waiting(self, step_id: int, budget: int) -> tuple[list[RowAdmit], Share]:
+    def _plan_waiting(self, budget: int) -> tuple[list[RowAdmit], Share]:
         """Admits waiting requests in order while rows, pages and budget last."""
         admit: list[RowAdmit] = []
         chunks: list[tuple[int, bool]] = []
@@ -210,7 +210,7 @@ class Planner:
             self._waiting.remove(request)
             num_computed = int(self._rows.computed[row])
             chunk = min(request.tokens.size - num_computed, budget)
-            fits = self._grow(np.array([row]), np.array([chunk], dtype=np.int32), step_id)
+            fits = self._grow(np.array([row]), np.array([chunk], dtype=np.int32))
             assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
             budget -= chunk
             admit.append(RowAdmit(row, request.tokens, num_computed, request.sampling, request.choice))

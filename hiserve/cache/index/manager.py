@@ -138,7 +138,7 @@ class CacheManager:
             root, step = step, step.parent
         self.tree.drop_root_if_unused(root)
 
-    def take(self, wanted: Int32Array, owner: int) -> Int32Array | None:
+    def take(self, wanted: Int32Array) -> Int32Array | None:
         """Takes one page per entry of ``wanted`` (see ``PageAllocator.take``), evicting if need be.
 
         Returns:
@@ -150,7 +150,7 @@ class CacheManager:
             return None
         if short > 0:
             self._evict(short)
-        taken = self.pages.take(wanted, owner)
+        taken = self.pages.take(wanted)
         assert taken is not None, f"{wanted.size} pages wanted, {self.pages.num_free} free after eviction"
         return taken
 

@@ -7,6 +7,7 @@ import numpy as np
 from hiserve.core.plan import Int32Array
 
 SINK_PAGE = 0
+MAX_OWNER = 2**31 - 1  # numbers start again after this: years apart, so two never meet
 
 
 class PageAllocator:
@@ -18,12 +19,18 @@ class PageAllocator:
 
     Args:
         num_pages: Pages in the pool, the sink included.
+
+    Attributes:
+        num_free: Pages that can be taken.
+        owner: int32 ``[num_pages]``. Number of each page's last allocation, unique and at least 1;
+            0 for a page never taken.
     """
 
     def __init__(self, num_pages: int) -> None:
         assert num_pages >= 2, f"a pool of {num_pages} pages has none beside the sink"
         self.num_pages = num_pages
         self.num_free = num_pages - 1
+        self._num_taken = 0
         self.owner: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self._is_free = np.ones(num_pages, dtype=np.bool_)
         self._is_free[SINK_PAGE] = False
@@ -32,13 +39,12 @@ class PageAllocator:
         self._stack[: self.num_free] = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._top = self.num_free
 
-    def take(self, wanted: Int32Array, owner: int) -> Int32Array | None:
+    def take(self, wanted: Int32Array) -> Int32Array | None:
         """Takes one page for each entry of ``wanted``, or none at all.
 
         Args:
             wanted: int32 ``[n]``. The page each entry would like (the one after the row's last
                 page); 0 or any page that is not free means no preference.
-            owner: Number of this allocation (the step), kept in ``owner[page]``.
 
         Returns:
             int32 ``[n]`` pages, or None when fewer than n are free.
@@ -54,7 +60,8 @@ class PageAllocator:
         self._is_free[wanted[granted]] = False
         pages = wanted.astype(np.int32)
         pages[~granted] = self._pop(int(wanted.size - granted.sum()))
-        self.owner[pages] = owner
+        self.owner[pages] = (self._num_taken + np.arange(pages.size)) % MAX_OWNER + 1
+        self._num_taken += pages.size
         self.num_free -= wanted.size
         return pages
 

@@ -61,11 +61,11 @@ MUTANTS = [
         test=OF_PAGES + "test_giving_a_page_twice_at_once_is_our_own_fault",
     ),
     Mutant(
-        name="the owner of a page is not kept",
+        name="two allocations get the same number",
         file=PAGES,
-        old="        self.owner[pages] = owner\n",
+        old="        self._num_taken += pages.size\n",
         new="",
-        test=OF_PAGES + "test_the_owner_is_the_last_allocation",
+        test=OF_PAGES + "test_each_allocation_of_a_page_has_a_number_of_its_own",
     ),
     Mutant(
         name="the most recently used goes first",

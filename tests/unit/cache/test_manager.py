@@ -30,7 +30,7 @@ def new_cache(num_pages: int = 32, namespace: bytes = b"model") -> CacheManager:
 
 
 def take(cache: CacheManager, count: int) -> Int32Array:
-    pages = cache.take(np.zeros(count, dtype=np.int32), owner=1)
+    pages = cache.take(np.zeros(count, dtype=np.int32))
     assert pages is not None
     return pages
 
@@ -125,7 +125,7 @@ def test_a_lock_holds_across_splits_of_its_node() -> None:
     whole = serve(cache, 1, 2, 3, 4)
     for pages in [(1, 2, 3), (1,), (1, 2)]:
         cache.release(cache.lock(cache.match(TENANT, prompt(*pages))))
-    assert cache.num_evictable == 0 and cache.take(np.zeros(1, dtype=np.int32), owner=1) is None
+    assert cache.num_evictable == 0 and cache.take(np.zeros(1, dtype=np.int32)) is None
     cache.release(whole)
     assert cache.num_evictable == 4 and all(node.num_locks == 0 for node in cache.tree.nodes())
 
@@ -280,7 +280,7 @@ def test_taking_more_than_can_be_freed_is_an_answer_and_evicts_nothing() -> None
     cache.release(serve(cache, 1, 2))
     held = serve(cache, 3)
     epoch = cache.versions.tree_epoch
-    assert cache.take(np.zeros(5, dtype=np.int32), owner=1) is None
+    assert cache.take(np.zeros(5, dtype=np.int32)) is None
     assert (cached(cache, 1, 2), cache.pages.num_free, cache.versions.tree_epoch) == (2, 2, epoch)
     assert sorted(take(cache, 4)) == [1, 2, 4, 5]
     assert (cached(cache, 1, 2), cached(cache, 3)) == (0, 1)
@@ -327,9 +327,9 @@ def test_a_shared_prefix_goes_after_its_branches() -> None:
 
 
 def test_a_wish_reaches_the_allocator_and_owners_are_kept(cache: CacheManager) -> None:
-    pages = cache.take(np.array([9, 0], dtype=np.int32), owner=5)
+    pages = cache.take(np.array([9, 0], dtype=np.int32))
     assert pages is not None and pages.tolist() == [9, 1]
-    assert cache.pages.owner[pages].tolist() == [5, 5]
+    assert cache.pages.owner[pages].tolist() == [1, 2]
 
 
 def test_unpublished_pages_go_back_once(cache: CacheManager) -> None:

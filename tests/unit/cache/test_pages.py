@@ -14,7 +14,7 @@ def ints(*values: int) -> Int32Array:
 
 
 def taken(pages: PageAllocator, *wanted: int) -> list[int]:
-    result = pages.take(ints(*wanted), owner=1)
+    result = pages.take(ints(*wanted))
     assert result is not None and result.dtype == np.int32
     return result.tolist()
 
@@ -32,7 +32,7 @@ def test_fresh_pages_come_in_ascending_order() -> None:
 def test_too_few_free_pages_is_an_answer_and_takes_nothing() -> None:
     pages = PageAllocator(4)
     taken(pages, 0)
-    assert pages.take(ints(2, 0, 0), owner=1) is None
+    assert pages.take(ints(2, 0, 0)) is None
     assert pages.free_pages().tolist() == [2, 3] and pages.num_free == 2
     assert taken(pages, 0, 0) == [2, 3]
 
@@ -62,13 +62,13 @@ def test_a_wish_comes_before_those_without_one() -> None:
     assert taken(PageAllocator(4), 0, 1, 0) == [2, 1, 3]
 
 
-def test_the_owner_is_the_last_allocation() -> None:
+def test_each_allocation_of_a_page_has_a_number_of_its_own() -> None:
     pages = PageAllocator(4)
-    first = pages.take(ints(0, 0), owner=7)
-    assert first is not None and pages.owner[first].tolist() == [7, 7]
+    first = pages.take(ints(0, 0))
+    assert first is not None and pages.owner[first].tolist() == [1, 2]
     pages.give(first)
     assert taken(pages, 0) == [1]
-    assert pages.owner.tolist() == [0, 1, 7, 0]
+    assert pages.owner.tolist() == [0, 3, 2, 0]
 
 
 def test_given_pages_come_back_in_the_order_given() -> None:
