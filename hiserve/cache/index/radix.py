@@ -14,7 +14,7 @@ from hiserve.cache.index.node import Node, make_root
 from hiserve.core.digest import chain
 from hiserve.core.plan import Int32Array
 
-MAX_NODE_PAGES = 128  # extending a node copies its key: bounds that copy, and the cost of a split
+MAX_NODE_PAGES = 128  # a leaf grows in place up to here: bounds what each publish of a growing row copies
 
 
 class RadixTree:

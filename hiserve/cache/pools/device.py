@@ -26,7 +26,8 @@ class DevicePool:
         for group in groups:
             assert group.name not in self._layers, f"two KV groups are named {group.name!r}"
             shape = storage_shape(group, num_pages, page_size)
-            storage = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)
+            # Not cleared: rows nobody owns may hold anything, and touching them all would take seconds.
+            storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
             self._layers[group.name] = layer_views(storage)
 
     def layers(self, group: str) -> tuple[LayerKV, ...]:
