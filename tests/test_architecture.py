@@ -1,0 +1,87 @@
+"""What the linters cannot say: sizes, docstrings, what importing costs, versions, no environment."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hiserve
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "hiserve").rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+TORCH_FREE = (
+    "hiserve",
+    "hiserve.cli",
+    "hiserve.commands.serve",
+    "hiserve.commands.config",
+    "hiserve.scheduler.process",
+    "hiserve.server.app",
+    "hiserve.worker.planner",
+)
+LISTING = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
+
+
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from ``def`` to the end, the docstring not counted."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        assert docstring.end_lineno is not None
+        lines -= docstring.end_lineno - docstring.lineno + 1
+    return lines
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_the_package_is_where_the_test_looks() -> None:
+    assert Path(hiserve.__file__) in FILES
+    assert len(FILES) > 50
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_a_file_says_what_it_is_for_and_stays_short(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "the module has no docstring"
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    long = {function.name: num_lines(function) for function in functions(tree)}
+    assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_nothing_reads_the_environment(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not (attributes | imported) & {"environ", "environb", "getenv", "getenvb"}
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_importing_the_planning_half_and_the_front_end_loads_no_torch(module: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LISTING, module], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert module in loaded
+    assert not loaded & {"torch", "triton", "flashinfer", "transformers"}
+
+
+def test_the_changelog_and_the_project_file_know_the_version() -> None:
+    released = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert released[0] == hiserve.__version__
+    project = (ROOT / "pyproject.toml").read_text()
+    assert re.findall(r'^version = "([^"]+)"$', project, flags=re.MULTILINE) == [hiserve.__version__]
