@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from hiserve import __version__
-from hiserve.config import Config, Setting, make_config, nearest, settings
+from hiserve.config import Config, Setting, flag_of, make_config, nearest, settings
 from hiserve.errors import ConfigError, HiserveError
 
 # The one table that turns a command's name into its module; each has ``run``.
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    flag = f"--{setting.name.replace('_', '-')}"
+    flag = flag_of(setting.name)
     words = (["N"] if setting.kind == "int" else []) + list(setting.choices)
     unit = f" [{setting.unit}]" if setting.unit else ""
     default = "" if setting.default is None else f" (default: {setting.default})"
@@ -67,12 +67,18 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, str | None
     """
     arguments, unknown = make_parser().parse_known_args(argv)
     if unknown:
-        name = unknown[0].lstrip("-").split("=")[0]
-        raise ConfigError(f"unknown argument {unknown[0]!r}.{nearest(name.replace('-', '_'), settings())}")
+        raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
     extra = {name: given.pop(name) for name in tuple(given) if name not in settings()}
     chosen = {name: value for name, value in given.items() if value is not None}
     return arguments.command, make_config(**chosen), extra
+
+
+def _advice(argument: str) -> str:
+    name = argument.lstrip("-").split("=")[0].replace("-", "_")
+    if name == "model":
+        return " Give the model without a flag: hiserve serve MODEL."
+    return nearest(name, [setting for setting in settings() if setting != "model"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Every setting, in frozen sections; ``resolve`` turns each ``auto`` into a value, once.
+"""Every setting, in frozen sections; ``core.resolve`` turns each ``auto`` into a value, once.
 
 A field's description is its ``--help`` text and its name is its flag (``page_size`` is
 ``--page-size``). A class takes its section or plain values, never the whole ``Config``.
@@ -7,17 +7,19 @@ A field's description is its ``--help`` text and its name is its flag (``page_si
 from __future__ import annotations
 
 import difflib
+import operator
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
-from hiserve.errors import ConfigError, ResourceError
+from hiserve.errors import ConfigError
 
 Auto = Literal["auto"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-GIB = 2**30
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 
 
 def about(text: str, *, unit: str | None = None, least: int | None = None, most: int | None = None) -> Meta:
@@ -36,7 +38,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         about("Type of weights and KV cache; auto is the checkpoint's, and float32 on CPU. float64 is for tests."),
     ] = "auto"
     max_model_len: Annotated[
-        int | Auto, about("Longest prompt plus output; auto is the model's context.", unit="tokens", least=2)
+        int | Auto,
+        about(
+            "Longest prompt plus output; auto is the model's context, or what the KV pool holds if that is less.",
+            unit="tokens",
+            least=2,
+            most=MAX_INT32,
+        ),
     ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], about("auto reads the weights; dummy draws random ones of the configured shape.")
@@ -55,11 +63,12 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             "Size of the device KV pool, the padding page included; auto takes a share of free memory.",
             unit="pages",
             least=2,
+            most=MAX_INT32,
         ),
     ] = "auto"
-    page_size: Annotated[int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1)] = (
-        16
-    )
+    page_size: Annotated[
+        int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
+    ] = 16
 
 
 class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +76,12 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
 
     max_running_requests: Annotated[
         int | Auto,
-        about("Requests a worker runs at once; auto is 32 on cpu and 256 on cuda.", unit="requests", least=1),
+        about(
+            "Requests a worker runs at once; auto is 32 on cpu and 256 on cuda.",
+            unit="requests",
+            least=1,
+            most=MAX_INT32,
+        ),
     ] = "auto"
     max_batched_tokens: Annotated[
         int | Auto,
@@ -75,6 +89,7 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
             "Tokens computed per step, prefill chunks and decodes together; auto is 512 on cpu and 2048 on cuda.",
             unit="tokens",
             least=1,
+            most=MAX_INT32,
         ),
     ] = "auto"
     policy: Annotated[
@@ -100,6 +115,7 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
             "Threads a worker computes with on cpu; auto is the cores less one, shared among replicas.",
             unit="threads",
             least=1,
+            most=1024,
         ),
     ] = "auto"
 
@@ -117,7 +133,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP surface and logging."""
 
     host: Annotated[str, about("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", least=0)] = 8000
+    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", least=0, most=65_535)] = 8000
     served_model_name: Annotated[
         str | None, about("Name clients use for the model; the default is the folder's name.")
     ] = None
@@ -200,7 +216,7 @@ def make_config(**values: Any) -> Config:
     Numbers may be given as text. Names with dashes are accepted.
 
     Raises:
-        ConfigError: An unknown name (the nearest known one is suggested) or a value out of range.
+        ConfigError: An unknown name (the nearest known one is suggested), or a value of the wrong type or out of range.
     """
     known = settings()
     sections: dict[str, dict[str, Any]] = {}
@@ -217,28 +233,40 @@ def make_config(**values: Any) -> Config:
     )
 
 
-def nearest(name: str, known: dict[str, Setting]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a sentence that suggests the nearest known setting, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean --{close[0].replace('_', '-')}?" if close else ""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {flag_of(close[0])}?" if close else ""
+
+
+def flag_of(name: str) -> str:
+    """Returns the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _checked(setting: Setting, value: Any) -> Any:
-    flag = f"--{setting.name.replace('_', '-')}"
-    if setting.kind == "bool" or value is None:
+    """Returns the value if the setting takes it; a number in text becomes a number."""
+    is_optional = setting.default is None
+    if (value is None and is_optional) or (isinstance(value, str) and value in setting.choices):
         return value
-    if setting.kind == "str":
-        text = str(value)
-        if setting.choices and text not in setting.choices:
-            raise ConfigError(f"{flag} is {text!r}; choose one of {', '.join(setting.choices)}.", param=setting.name)
-        return text
-    if isinstance(value, str) and value in setting.choices:
-        return value
+    if setting.kind == "int":
+        return _number(setting, value)
+    is_right = isinstance(value, bool if setting.kind == "bool" else str) and not setting.choices
+    if not is_right:
+        wanted = f"one of {', '.join(setting.choices)}" if setting.choices else f"a {setting.kind}"
+        raise ConfigError(f"{flag_of(setting.name)} is {value!r}; give {wanted}.", param=setting.name)
+    return value
+
+
+def _number(setting: Setting, value: Any) -> int:
+    flag = flag_of(setting.name)
     try:
-        number = int(value)
+        number = int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(value, bool):
         words = f" or {', '.join(setting.choices)}" if setting.choices else ""
-        raise ConfigError(f"{flag} is {value!r}; give a whole number{words}.", param=setting.name) from None
+        raise ConfigError(f"{flag} is {value!r}; give a whole number{words}.", param=setting.name)
     if setting.least is not None and number < setting.least:
         raise ConfigError(f"{flag} is {number}; the least is {setting.least}.", param=setting.name)
     if setting.most is not None and number > setting.most:
@@ -246,136 +274,7 @@ def _checked(setting: Setting, value: Any) -> Any:
     return number
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of a model.
-
-    Attributes:
-        context_length: Tokens the model was made for.
-        checkpoint_dtype: Type name of the stored weights.
-        num_params: Parameters.
-        slot_elements: KV elements per token, all layers together.
-        vocab_size: Tokens in the vocabulary.
-    """
-
-    context_length: int
-    checkpoint_dtype: str
-    num_params: int
-    slot_elements: int
-    vocab_size: int
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``resolve`` must know of the machine.
-
-    Attributes:
-        cores: CPU cores this process may use.
-        memory_bytes: Memory still available to it, control-group limits included.
-        cuda_memory_bytes: Free memory of the first CUDA device; 0 when there is none.
-    """
-
-    cores: int
-    memory_bytes: int
-    cuda_memory_bytes: int
-
-
-class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """A configuration without ``auto``, and how it came about.
-
-    Attributes:
-        config: Every ``auto`` replaced.
-        decisions: One line for each value that was chosen here.
-        memory: Bytes per worker, item by item.
-    """
-
-    config: Config
-    decisions: tuple[str, ...]
-    memory: dict[str, int]
-
-
 def known(value: int | Auto) -> int:
     """Returns a resolved number; ``auto`` here means that ``resolve`` was not called."""
     assert isinstance(value, int), "an 'auto' setting reached a consumer; call resolve() first"
     return value
-
-
-def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
-    """Replaces every ``auto``. Pure: the same facts give the same answer.
-
-    Raises:
-        ConfigError: Settings contradict each other or the model.
-        ResourceError: Weights or the smallest KV pool do not fit in memory.
-    """
-    device = config.model.device
-    if device == "auto":
-        device = "cuda" if machine.cuda_memory_bytes else "cpu"
-    if device == "cuda" and not machine.cuda_memory_bytes:
-        raise ConfigError("--device is cuda but no CUDA device was found. Use --device cpu.", param="device")
-    on_cpu = device == "cpu"
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else model.checkpoint_dtype  # type: ignore[assignment]
-    replicas = config.parallel.replicas
-    rows = _or(config.scheduler.max_running_requests, 32 if on_cpu else 256)
-    tokens = _or(config.scheduler.max_batched_tokens, 512 if on_cpu else 2048)
-    threads = _or(config.runner.cpu_threads, max(1, max(1, machine.cores - 1) // replicas))
-    overlap = _or(config.runner.overlap, 0 if on_cpu else 1)
-    length = _or(config.model.max_model_len, model.context_length)
-    if length > model.context_length:
-        raise ConfigError(
-            f"--max-model-len is {length} but the model's context is {model.context_length} tokens. Lower it.",
-            param="max_model_len",
-        )
-    weights = model.num_params * DTYPE_BYTES[dtype]
-    page = config.cache.page_size * model.slot_elements * DTYPE_BYTES[dtype]
-    free = machine.memory_bytes // replicas if on_cpu else machine.cuda_memory_bytes // replicas
-    pages, length = _size_pool(config, length, rows, page=page, room=free - weights, on_cpu=on_cpu)
-    resolved = Config(
-        model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
-        cache=msgspec.structs.replace(config.cache, kv_pages=pages),
-        scheduler=msgspec.structs.replace(config.scheduler, max_running_requests=rows, max_batched_tokens=tokens),
-        runner=msgspec.structs.replace(config.runner, overlap=overlap, cpu_threads=threads),
-        parallel=config.parallel,
-        server=config.server,
-    )
-    memory = {"weights": weights, "KV pool": pages * page, "token and page tables": rows * length * 8}
-    return Resolved(config=resolved, decisions=_decisions(config, resolved), memory=memory)
-
-
-def _or(value: int | Auto, otherwise: int) -> int:
-    return value if isinstance(value, int) else otherwise
-
-
-def _size_pool(config: Config, length: int, rows: int, *, page: int, room: int, on_cpu: bool) -> tuple[int, int]:
-    """Returns (pages, longest request), shrinking whichever of the two was ``auto``."""
-    page_size = config.cache.page_size
-    if isinstance(config.cache.kv_pages, int):
-        pages = config.cache.kv_pages
-    else:
-        share = min(room // 4, 2 * GIB) if on_cpu else int(room * 0.85)
-        pages = min(share // page, 1 + rows * -(-length // page_size))
-    if pages * page > room:
-        raise ResourceError(
-            f"{pages} KV pages need {pages * page / GIB:.2f} GiB but {max(0, room) / GIB:.2f} GiB are free beside "
-            "the weights. Lower --kv-pages, --replicas or --page-size.",
-            param="kv_pages",
-        )
-    longest = (pages - 1) * page_size
-    if longest >= length:
-        return pages, length
-    if config.model.max_model_len == "auto" and longest >= 2:
-        return pages, longest
-    raise ConfigError(
-        f"{pages} KV pages hold {max(0, longest)} tokens, fewer than the {length} of the longest request. "
-        "Raise --kv-pages or lower --max-model-len.",
-        param="kv_pages",
-    )
-
-
-def _decisions(given: Config, resolved: Config) -> tuple[str, ...]:
-    lines = []
-    for setting in settings().values():
-        before = getattr(getattr(given, setting.section), setting.name)
-        after = getattr(getattr(resolved, setting.section), setting.name)
-        if before != after:
-            lines.append(f"--{setting.name.replace('_', '-')} {before} -> {after}")
-    return tuple(lines)

@@ -7,20 +7,25 @@ import logging
 import secrets
 import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 
-from hiserve.config import Config, known, make_config, resolve
+from hiserve.config import Config, known, make_config
 from hiserve.core.machine import probe
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_SEED, FinishReason, SamplingParams
-from hiserve.errors import ContextLengthError, EngineError, RequestError
+from hiserve.core.resolve import resolve
+from hiserve.errors import ConfigError, ContextLengthError, EngineError, RequestError, UnavailableError
 from hiserve.messages.types import Admit
 from hiserve.models.config import find_model, read_model_config
 from hiserve.scheduler.client import EngineClient
+from hiserve.text.chat import check_text
 from hiserve.text.tokenizer import Tokenizer
 from hiserve.worker.build import build_engine
 from hiserve.worker.loop import Engine
@@ -86,15 +91,19 @@ class LLM:
         ConfigError, ModelError, ResourceError: As for ``hiserve serve``.
     """
 
-    def __init__(self, model: str = "hiserve-nano", *, in_process: bool = False, **config: Any) -> None:
-        folder = find_model(model)
+    def __init__(self, model: str | Path = "hiserve-nano", *, in_process: bool = False, **config: Any) -> None:
+        given = make_config(model=str(model), **config)
+        if in_process and given.parallel.replicas > 1:
+            raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
+        folder = find_model(str(model))
         model_config = read_model_config(folder)
-        resolved = resolve(make_config(model=model, **config), model_config.facts(), probe())
+        resolved = resolve(given, model_config.facts(), probe())
         for decision in resolved.decisions:
             logger.info(decision)
         self.config = resolved.config
         self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
         self._vocab_size = model_config.vocab_size
+        self._is_closed = False
         self._backend: _Backend = _InProcess(self.config) if in_process else _Processes(self.config)
 
     def generate(
@@ -109,7 +118,10 @@ class LLM:
         Raises:
             RequestError: A prompt is empty, has unknown token ids or does not fit the context.
             EngineError: The engine failed a request.
+            UnavailableError: The engine was closed or has died.
         """
+        if self._is_closed:
+            raise UnavailableError("this LLM was closed; make a new one.")
         batch = _as_batch(prompts)
         params = list(sampling) if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(batch)
         if len(params) != len(batch):
@@ -126,8 +138,10 @@ class LLM:
         return outputs
 
     def close(self) -> None:
-        """Stops the processes, or frees the model."""
-        self._backend.close()
+        """Stops the processes, or frees the model; may be called again."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._backend.close()
 
     def __enter__(self) -> LLM:
         """Starts a ``with`` block."""
@@ -141,10 +155,11 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Int32Array:
         if isinstance(prompt, str):
+            check_text(prompt, "prompt")
             ids = self.tokenizer.encode(prompt, add_special_tokens=True)
         else:
-            if any(not 0 <= token < self._vocab_size for token in prompt):
-                raise RequestError(f"token ids must be between 0 and {self._vocab_size - 1}.", param="prompt")
+            if not all(_is_token(value, self._vocab_size) for value in prompt):
+                raise RequestError(f"token ids must be integers from 0 to {self._vocab_size - 1}.", param="prompt")
             ids = np.array(prompt, dtype=np.int32)
         max_len = known(self.config.model.max_model_len)
         if not ids.size:
@@ -157,33 +172,55 @@ class LLM:
         return ids
 
 
+def _is_token(value: object, vocab_size: int) -> bool:
+    return isinstance(value, Integral) and 0 <= int(value) < vocab_size
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(part, int) for part in prompts):
+    if prompts and all(isinstance(part, Integral) for part in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 class _InProcess:
-    """Steps an engine of this process."""
+    """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
 
     def __init__(self, config: Config) -> None:
         self.engine: Engine = build_engine(config)
         self._last_uid = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-llm")
 
     def run(self, prompts: list[Int32Array], sampling: list[SamplingParams], outputs: list[RequestOutput]) -> None:
+        stop = threading.Event()
+        try:
+            self._thread.submit(self._run, prompts, sampling, outputs, stop).result()
+        finally:
+            stop.set()
+
+    def _run(
+        self,
+        prompts: list[Int32Array],
+        sampling: list[SamplingParams],
+        outputs: list[RequestOutput],
+        stop: threading.Event,
+    ) -> None:
         waiting: dict[int, RequestOutput] = {}
         for tokens, params, output in zip(prompts, sampling, outputs, strict=True):
             self._last_uid += 1
             self.engine.add(Admit(self._last_uid, tokens.size, _seeded(params), b"", 0), tokens)
             waiting[self._last_uid] = output
-        while waiting:
+        failure: EngineError | None = None
+        while self.engine.has_work:
+            if failure is not None or stop.is_set():
+                self.engine.abort(list(waiting))
             report = self.engine.step()
             if report is None:
                 continue
             for uid, _, message in report.failed:
-                raise EngineError(f"request {uid} failed: {message}")
+                del waiting[uid]
+                failure = failure or EngineError(f"request {uid} failed: {message}")
             at = 0
             for uid, count, finish, cached in zip(
                 report.uids, report.counts, report.finishes, report.cached, strict=True
@@ -191,8 +228,11 @@ class _InProcess:
                 output = waiting[uid] if not finish else waiting.pop(uid)
                 _extend(output, report.tokens[at : at + count].tolist(), FinishReason(finish), cached)
                 at += count
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
+        self._thread.shutdown()
         self.engine.close()
 
 
@@ -224,10 +264,13 @@ class _Processes:
             _extend(output, delta.tokens, delta.finish, delta.cached)
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return future.result()
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
+        finally:
+            future.cancel()  # Ctrl-C while it waits: what was asked for is aborted
 
     def close(self) -> None:
         self._wait(self._client.stop())

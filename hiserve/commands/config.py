@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from hiserve.config import GIB, Config, resolve, settings
+from hiserve.config import Config, flag_of, settings
 from hiserve.core.machine import probe
+from hiserve.core.resolve import GIB, resolve
 from hiserve.models.config import find_model, read_model_config
 
 
@@ -20,8 +21,7 @@ def run(config: Config) -> int:
         table.add_column(name)
     for setting in settings().values():
         given, value = (getattr(getattr(each, setting.section), setting.name) for each in (config, resolved.config))
-        flag = f"--{setting.name.replace('_', '-')}"
-        table.add_row(setting.section, flag, str(given), str(value), setting.unit or "")
+        table.add_row(setting.section, flag_of(setting.name), str(given), str(value), setting.unit or "")
     memory = Table(title="memory of one worker")
     memory.add_column("item")
     memory.add_column("GiB", justify="right")

@@ -18,9 +18,10 @@ import uvloop
 from fastapi import FastAPI
 
 from hiserve import __version__
-from hiserve.config import Config, Resolved, resolve
+from hiserve.config import Config
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
+from hiserve.core.resolve import Resolved, resolve
 from hiserve.errors import ResourceError
 from hiserve.models.config import ModelConfig, find_model, read_model_config
 from hiserve.scheduler.client import EngineClient

@@ -6,30 +6,51 @@ import ctypes
 import os
 from pathlib import Path
 
-from hiserve.config import Machine
+from hiserve.core.resolve import Machine
 
-_CGROUP_LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+# Files of a control group, versions 2 and 1: limit, usage, and what of the usage is cache that gives way.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
-def probe() -> Machine:
-    """Returns cores, available memory (control-group limits included) and CUDA memory."""
+def probe(root: Path = Path("/")) -> Machine:
+    """Returns cores and available memory, control-group limits included, and CUDA memory.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+    """
+    groups = root / "sys/fs/cgroup"
     return Machine(
-        cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_available_memory(),
+        cores=_cores(groups),
+        memory_bytes=_available_memory(root / "proc/meminfo", groups),
         cuda_memory_bytes=_cuda_memory(),
     )
 
 
-def _available_memory() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, usage in _CGROUP_LIMITS:
-        if Path(limit).is_file() and (text := Path(limit).read_text().strip()) != "max":
-            available = min(available, int(text) - int(Path(usage).read_text()))
+def _cores(groups: Path) -> int:
+    """CPU cores this process may use; part of one counts as one."""
+    cores = len(os.sched_getaffinity(0))
+    if (path := groups / "cpu.max").is_file():
+        quota, period = path.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, -(-int(quota) // int(period))))
+    return cores
+
+
+def _available_memory(meminfo: Path, groups: Path) -> int:
+    available = _read_table(meminfo)["MemAvailable:"] * 1024
+    for limit, usage, stat, reclaimable in _MEMORY_FILES:
+        if (groups / limit).is_file() and (text := (groups / limit).read_text().strip()) != "max":
+            used = int((groups / usage).read_text()) - _read_table(groups / stat)[reclaimable]
+            available = min(available, int(text) - used)
     return max(0, available)
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    """Reads lines of a name, a number and perhaps a unit."""
+    return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
 def _cuda_memory() -> int:

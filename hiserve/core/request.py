@@ -6,10 +6,10 @@ from enum import IntEnum
 
 import msgspec
 
+from hiserve.config import MAX_INT32
 from hiserve.errors import RequestError
 
 MAX_SEED = 2**63 - 1
-MAX_INT32 = 2**31 - 1
 
 
 class FinishReason(IntEnum):

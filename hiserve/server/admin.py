@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from hiserve import __version__
-from hiserve.config import Resolved
+from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError, UnavailableError
 from hiserve.messages.types import Status
 from hiserve.server.failures import error_response

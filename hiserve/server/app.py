@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hiserve import __version__
-from hiserve.config import Resolved
+from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
 from hiserve.server.failures import describe, error_response

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hiserve.config import MAX_INT32
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import MAX_INT32, SamplingParams
+from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.text.chat import check_text
 

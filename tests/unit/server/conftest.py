@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest_asyncio
 
-from hiserve.config import Machine, ModelFacts, Resolved, make_config, resolve
+from hiserve.config import make_config
+from hiserve.core.resolve import Machine, ModelFacts, Resolved, resolve
 from hiserve.server.app import create_app
 from hiserve.server.gate import Gate
 from hiserve.server.metrics import Metrics

@@ -1,0 +1,164 @@
+"""Replaces every ``auto`` of a configuration by a value, for one model on one machine; checks that all of it fits."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, flag_of, settings
+from hiserve.errors import ConfigError, ResourceError
+
+GIB = 2**30
+# Bytes that a row's tables take per token and per page, on the device and on the host together.
+TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resolve`` must know of a model.
+
+    Attributes:
+        context_length: Tokens the model was made for.
+        checkpoint_dtype: Type name of the stored weights.
+        num_params: Parameters.
+        slot_elements: KV elements per token, all layers together.
+        vocab_size: Tokens in the vocabulary.
+    """
+
+    context_length: int
+    checkpoint_dtype: str
+    num_params: int
+    slot_elements: int
+    vocab_size: int
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resolve`` must know of the machine.
+
+    Attributes:
+        cores: CPU cores this process may use.
+        memory_bytes: Memory still available to it, control-group limits included.
+        cuda_memory_bytes: Memory of the first CUDA device, all of it; 0 when there is none.
+    """
+
+    cores: int
+    memory_bytes: int
+    cuda_memory_bytes: int
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration without ``auto``, and how it came about.
+
+    Attributes:
+        config: Every ``auto`` replaced.
+        decisions: One line for each value that was chosen here.
+        memory: Bytes per worker, item by item.
+    """
+
+    config: Config
+    decisions: tuple[str, ...]
+    memory: dict[str, int]
+
+
+def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
+    """Replaces every ``auto``. Pure: the same facts give the same answer.
+
+    Raises:
+        ConfigError: Settings contradict each other or the model.
+        ResourceError: Weights, KV pool and tables do not fit in memory; the message says what to lower.
+    """
+    device = config.model.device
+    if device == "auto":
+        device = "cuda" if machine.cuda_memory_bytes else "cpu"
+    if device == "cuda" and not machine.cuda_memory_bytes:
+        raise ConfigError("--device is cuda but no CUDA device was found. Use --device cpu.", param="device")
+    on_cpu = device == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else model.checkpoint_dtype  # type: ignore[assignment]
+    replicas = config.parallel.replicas
+    rows = _or(config.scheduler.max_running_requests, 32 if on_cpu else 256)
+    tokens = _or(config.scheduler.max_batched_tokens, 512 if on_cpu else 2048)
+    threads = _or(config.runner.cpu_threads, max(1, max(1, machine.cores - 1) // replicas))
+    overlap = _or(config.runner.overlap, 0 if on_cpu else 1)
+    length = _or(config.model.max_model_len, model.context_length)
+    if length > model.context_length:
+        raise ConfigError(
+            f"--max-model-len is {length} but the model's context is {model.context_length} tokens. Lower it.",
+            param="max_model_len",
+        )
+    weights = model.num_params * DTYPE_BYTES[dtype]
+    page = config.cache.page_size * model.slot_elements * DTYPE_BYTES[dtype]
+    free = (machine.memory_bytes if on_cpu else machine.cuda_memory_bytes) // replicas
+    if weights >= free:
+        raise ResourceError(
+            f"the weights need {_gib(weights)} as {dtype} but {_gib(free)} are free for each worker. "
+            "Lower --replicas, use a narrower --dtype or a smaller model.",
+            param="replicas" if replicas > 1 else "dtype",
+        )
+    pages, length = _size_pool(config, length, rows, page=page, room=free - weights, on_cpu=on_cpu)
+    tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // config.cache.page_size) * PAGE_ENTRY_BYTES)
+    memory = {"weights": weights, "KV pool": pages * page, "token and page tables": tables}
+    if sum(memory.values()) > free:
+        raise ResourceError(
+            f"token and page tables of {rows} requests need {_gib(tables)} but {_gib(free - weights - pages * page)} "
+            "are free beside weights and KV pool. Lower --max-running-requests, --max-model-len or --kv-pages.",
+            param="max_running_requests",
+        )
+    resolved = Config(
+        model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
+        cache=msgspec.structs.replace(config.cache, kv_pages=pages),
+        scheduler=msgspec.structs.replace(config.scheduler, max_running_requests=rows, max_batched_tokens=tokens),
+        runner=msgspec.structs.replace(config.runner, overlap=overlap, cpu_threads=threads),
+        parallel=config.parallel,
+        server=config.server,
+    )
+    return Resolved(config=resolved, decisions=_decisions(config, resolved), memory=memory)
+
+
+def _or(value: int | Auto, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _size_pool(config: Config, length: int, rows: int, *, page: int, room: int, on_cpu: bool) -> tuple[int, int]:
+    """Returns (pages, longest request), shrinking whichever of the two was ``auto``."""
+    page_size, given = config.cache.page_size, config.cache.kv_pages
+    if isinstance(given, int):
+        pages = given
+    else:
+        share = min(room // 4, 2 * GIB) if on_cpu else int(room * 0.85)
+        pages = min(share // page, 1 + rows * -(-length // page_size), MAX_INT32)
+        if pages < 2:  # one for padding, one to use
+            raise ResourceError(
+                f"a KV page of {page_size} tokens takes {_gib(page)}: fewer than two fit in {_gib(share)}. "
+                "Lower --page-size or --replicas, or set --kv-pages.",
+                param="page_size",
+            )
+    if pages * page > room:
+        raise ResourceError(
+            f"{pages} KV pages need {_gib(pages * page)} but {_gib(room)} are free beside the weights. "
+            "Lower --kv-pages, --replicas or --page-size.",
+            param="kv_pages",
+        )
+    longest = (pages - 1) * page_size
+    if longest >= length:
+        return pages, length
+    if config.model.max_model_len == "auto" and longest >= 2:
+        return pages, longest
+    raise ConfigError(
+        f"{pages} KV pages hold {longest} tokens, fewer than the {length} of the longest request. "
+        "Raise --kv-pages or lower --max-model-len.",
+        param="kv_pages",
+    )
+
+
+def _decisions(given: Config, resolved: Config) -> tuple[str, ...]:
+    lines = []
+    for setting in settings().values():
+        before = getattr(getattr(given, setting.section), setting.name)
+        after = getattr(getattr(resolved, setting.section), setting.name)
+        if before != after:
+            lines.append(f"{flag_of(setting.name)} {before} -> {after}")
+    return tuple(lines)
