@@ -295,7 +295,8 @@ class Planner:
         columns.pending[rows] -= num_draft + 1
         known = columns.known[rows]
         room = columns.limit[rows] - known
-        counts, stops = self._cut_at_stop(rows, np.minimum(counts, room), tokens)
+        assert (counts <= room).all(), f"rows {rows} emitted {counts} tokens with room for {room}"
+        counts, stops = self._cut_at_stop(rows, counts, tokens)
         width = np.arange(tokens.shape[1], dtype=np.int32)
         is_new = width < counts[:, None]
         places = known[:, None] + width
@@ -321,6 +322,7 @@ class Planner:
         is_end &= np.arange(tokens.shape[1]) < counts[:, None]
         is_end &= ~self._rows.ignores_eos[rows][:, None]
         stops: BoolArray = np.any(is_end, axis=1)
+        counts = counts.copy()
         counts[stops] = is_end[stops].argmax(axis=1) + 1
         return counts, stops
 

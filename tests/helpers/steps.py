@@ -62,10 +62,10 @@ class Steps:
         self.commit()
         return plan
 
-    def emit(self, plan: BatchPlan, *runs: list[int]) -> None:
-        """Commits a plan that was kept from the executor: one run of tokens per sampling row."""
-        width = max(map(len, runs))
-        tokens = np.array([run + [0] * (width - len(run)) for run in runs], dtype=np.int32)
+    def emit(self, plan: BatchPlan, *runs: list[int], rejected: int = 0) -> None:
+        """Commits a plan that was kept from the executor: one run of tokens per sampling row, then what was not."""
+        width = 1 + int(plan.num_draft.max())
+        tokens = np.array([run + [rejected] * (width - len(run)) for run in runs], dtype=np.int32)
         self.planner.commit(StepResult(plan.step_id, np.array([len(run) for run in runs], dtype=np.int32), tokens))
         self.take_report()
 

@@ -52,9 +52,9 @@ def test_a_row_counts_the_tokens_that_steps_in_flight_will_append() -> None:
 
 
 def test_a_row_that_may_have_reached_its_limit_in_flight_waits() -> None:
-    got = share(known=[20, 20], pending=[4, 4], computed=[23, 23], limit=[24, 25], budget=9)
-    assert got.num_new.tolist() == [0, 1]
-    assert got.samples.tolist() == [False, True]
+    got = share(known=[20, 20, 20], pending=[4, 4, 4], computed=[23, 23, 22], limit=[24, 25, 24], budget=9)
+    assert got.num_new.tolist() == [0, 1, 0]
+    assert got.samples.tolist() == [False, True, False]
 
 
 def test_a_row_drafts_only_once_it_has_caught_up() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.core.request import FinishReason
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.worker.waiting import Request
 from tests.helpers.echo import oracle
 from tests.helpers.steps import Steps
 
@@ -100,17 +101,27 @@ def test_a_rejected_draft_that_is_a_stop_token_stops_nothing() -> None:
     steps.add(1, prompt(5))
     steps.emit(steps.planner.plan(), [11])
     plan = steps.planner.plan()
-    steps.emit(plan, [20])  # the two drafts were rejected: 20 stands in for the first
+    steps.emit(plan, [20], rejected=8)  # 20 stands in for the first of two drafts
     assert steps.said == {1: [11, 20]}
     assert not steps.ends
 
 
-def test_an_accepted_run_beyond_the_limit_is_cut() -> None:
+def test_a_request_that_ignores_stop_tokens_runs_to_its_limit() -> None:
+    out = oracle(prompt(10), 6)
+    steps = Steps(num_pages=30, budget=64, eos=(out[3],))
+    sampling = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
+    steps.planner.add(Request(1, prompt(10), 10, sampling, b"", choice=0))
+    steps.finish()
+    assert steps.said == {1: out}
+    assert steps.ends == {1: FinishReason.LENGTH}
+
+
+def test_no_more_is_drafted_than_the_limit_leaves_room_for() -> None:
     steps = Steps(num_pages=30, max_draft=3)
     steps.add(1, prompt(5), max_tokens=4)
     steps.emit(steps.planner.plan(), [11])
     plan = steps.planner.plan()
-    assert plan.num_draft.tolist() == [2]  # a third draft could only be cut
+    assert plan.num_draft.tolist() == [2]  # a third would leave no room for the token that follows
     steps.emit(plan, [12, 13, 14])
     assert steps.said == {1: [11, 12, 13, 14]}
     assert steps.ends == {1: FinishReason.LENGTH}

@@ -53,6 +53,33 @@ def test_a_page_is_findable_once_the_step_that_filled_it_is_committed() -> None:
     assert num_findable(steps, known) == 8
 
 
+def test_a_page_is_not_published_by_the_step_before_the_one_that_fills_it() -> None:
+    steps = Steps(num_pages=30, budget=5)
+    steps.add(1, prompt(9), max_tokens=2)
+    steps.plan()
+    steps.plan()  # the rest of the prompt
+    steps.commit()
+    assert num_findable(steps, prompt(9)) == 4
+    steps.commit()
+    assert num_findable(steps, prompt(9)) == 8
+    steps.finish()
+
+
+def test_rejected_drafts_do_not_fill_a_page() -> None:
+    steps = Steps(num_pages=30, max_draft=3)
+    steps.add(1, prompt(5))
+    steps.emit(steps.planner.plan(), [11])
+    steps.emit(steps.planner.plan(), [12, 13])  # computed: 11 and three drafts, of which 12 was right
+    steps.emit(steps.planner.plan(), [14])  # computed: 13 and three drafts, all wrong
+    known = np.append(prompt(5), [11, 12, 13, 14])
+    assert num_findable(steps, known) == 8
+    steps = Steps(num_pages=30, max_draft=3)
+    steps.add(1, prompt(6))
+    steps.emit(steps.planner.plan(), [11])
+    steps.emit(steps.planner.plan(), [12])  # known: eight, the last of them not computed
+    assert num_findable(steps, np.append(prompt(6), [11, 12])) == 4
+
+
 def test_chunks_of_a_prompt_are_published_as_they_are_committed() -> None:
     steps = Steps(num_pages=30, budget=6)
     steps.add(1, prompt(15), max_tokens=1)

@@ -1,0 +1,254 @@
+"""Guards of the planner, its budget, its journal and the loop."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PLANNER = "hiserve/worker/planner.py"
+BUDGET = "hiserve/worker/budget.py"
+JOURNAL = "hiserve/worker/journal.py"
+FORERUNNER = "hiserve/worker/forerunner.py"
+LOOP = "hiserve/worker/loop.py"
+OF_PLANNER = "tests/unit/worker/test_planner.py::"
+OF_PAGES = "tests/unit/worker/test_planner_pages.py::"
+OF_BUDGET = "tests/unit/worker/test_budget.py::"
+OF_LOOP = "tests/unit/worker/test_engine_loop.py::"
+
+MUTANTS = [
+    # --- who runs ---
+    Mutant(
+        name="prompts come before decode rows",
+        file=BUDGET,
+        old='np.argsort(behind > 1, kind="stable")',
+        new="np.arange(behind.size)",
+        test=OF_BUDGET + "test_decode_rows_come_before_prompts_wherever_they_stand",
+    ),
+    Mutant(
+        name="a step samples before it reaches the end",
+        file=BUDGET,
+        old="samples = (num_new >= behind) & (behind > 0)",
+        new="samples = num_new > 0",
+        test=OF_BUDGET + "test_a_step_samples_only_when_it_reaches_the_end",
+    ),
+    Mutant(
+        name="a row plans beyond its limit",
+        file=BUDGET,
+        old="np.where(left > 0, known + pending - computed, 0)",
+        new="known + pending - computed",
+        test=OF_BUDGET + "test_a_row_that_may_have_reached_its_limit_in_flight_waits",
+    ),
+    Mutant(
+        name="drafts leave no room for the bonus token",
+        file=BUDGET,
+        old="np.minimum(max_draft, left - 1)",
+        new="np.minimum(max_draft, left)",
+        test=OF_BUDGET + "test_drafts_stop_before_the_limit_since_a_bonus_token_follows",
+    ),
+    Mutant(
+        name="a row drafts before it has caught up",
+        file=BUDGET,
+        old="np.where(behind == 1, ",
+        new="np.where(behind >= 1, ",
+        test=OF_BUDGET + "test_a_row_drafts_only_once_it_has_caught_up",
+    ),
+    Mutant(
+        name="admission ignores promised pages",
+        file=PLANNER,
+        old="cache.num_evictable - self._promised_pages()",
+        new="cache.num_evictable",
+        test=OF_PAGES + "test_admission_leaves_the_pages_that_running_rows_will_need",
+    ),
+    Mutant(
+        name="the first admitted is preempted",
+        file=PLANNER,
+        old="self._preempt(int(rows[-1]))",
+        new="self._preempt(int(rows[0]))",
+        test=OF_PAGES + "test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens",
+    ),
+    # --- waiting for a row ---
+    Mutant(
+        name="nobody waits for a row that computes the prefix",
+        file=FORERUNNER,
+        old="        num_pages = shared // page_size\n",
+        new="        num_pages = 0\n",
+        test=OF_PLANNER + "test_a_request_waits_for_a_row_that_computes_its_prefix_and_then_hits",
+    ),
+    Mutant(
+        name="a request waits for a row of another tenant",
+        file=FORERUNNER,
+        old="if columns.tenant(row).tenant != request.tenant:",
+        new="if False:",
+        test=OF_PLANNER + "test_other_tenants_neither_wait_nor_hit",
+    ),
+    Mutant(
+        name="a request waits for a row that was aborted",
+        file=FORERUNNER,
+        old="columns.admission[other.row] == other.admission",
+        new="columns.admission[other.row] >= 0",
+        test=OF_PLANNER + "test_nobody_waits_for_an_aborted_row",
+    ),
+    Mutant(
+        name="a request waits for a row that was preempted",
+        file=FORERUNNER,
+        old="columns.admission[other.row] == other.admission",
+        new="columns.admission[other.row] >= 0",
+        test=OF_PLANNER + "test_nobody_waits_for_a_preempted_row",
+    ),
+    # --- results ---
+    Mutant(
+        name="a late result reaches the next tenant of a row",
+        file=PLANNER,
+        old="ok = columns.admission[plan.rows] == step.admissions",
+        new="ok = columns.admission[plan.rows] > 0",
+        test=OF_PLANNER + "test_a_late_result_never_reaches_the_next_tenant_of_a_row",
+    ),
+    Mutant(
+        name="rejected drafts count as computed",
+        file=PLANNER,
+        old="columns.computed[rows] -= rejected",
+        new="columns.computed[rows] -= 0",
+        test=OF_PLANNER + "test_rejected_drafts_are_computed_again",
+    ),
+    Mutant(
+        name="rejected drafts count as settled",
+        file=PLANNER,
+        old="columns.settled[rows] -= rejected",
+        new="columns.settled[rows] -= 0",
+        test=OF_PAGES + "test_rejected_drafts_do_not_fill_a_page",
+    ),
+    Mutant(
+        name="what follows a stop token is kept",
+        file=PLANNER,
+        old="counts[stops] = is_end[stops].argmax(axis=1) + 1",
+        new="pass",
+        test=OF_PLANNER + "test_a_stop_token_inside_an_accepted_run_cuts_the_rest",
+    ),
+    Mutant(
+        name="a rejected draft stops a reply",
+        file=PLANNER,
+        old="        is_end &= np.arange(tokens.shape[1]) < counts[:, None]\n",
+        new="",
+        test=OF_PLANNER + "test_a_rejected_draft_that_is_a_stop_token_stops_nothing",
+    ),
+    Mutant(
+        name="ignore_eos is ignored",
+        file=PLANNER,
+        old="        is_end &= ~self._rows.ignores_eos[rows][:, None]\n",
+        new="",
+        test=OF_PLANNER + "test_a_request_that_ignores_stop_tokens_runs_to_its_limit",
+    ),
+    Mutant(
+        name="a reply at its limit goes on",
+        file=PLANNER,
+        old="np.where(counts == room, int(FinishReason.LENGTH), 0)",
+        new="np.zeros_like(counts)",
+        test=OF_PLANNER + "test_no_more_is_drafted_than_the_limit_leaves_room_for",
+    ),
+    Mutant(
+        name="a stop token at the limit ends a reply for its length",
+        file=PLANNER,
+        old="        finishes[stops] = int(FinishReason.STOP)\n",
+        new="        finishes[stops & (finishes == 0)] = int(FinishReason.STOP)\n",
+        test=OF_PLANNER + "test_a_stop_token_is_reported_and_ends_the_reply_even_as_the_last_allowed_one",
+    ),
+    Mutant(
+        name="cached tokens are reported with every token",
+        file=PLANNER,
+        old="        columns.num_cached[rows] = -1\n",
+        new="",
+        test=OF_PLANNER + "test_a_request_ends_at_max_tokens",
+    ),
+    Mutant(
+        name="cached tokens are reported again after a preemption",
+        file=PLANNER,
+        old="        request.num_cached = num_cached\n",
+        new="",
+        test=OF_PAGES + "test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens",
+    ),
+    Mutant(
+        name="a later admission counts as the first",
+        file=PLANNER,
+        old="if not request.was_admitted:",
+        new="if True:",
+        test=OF_PAGES + "test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens",
+    ),
+    # --- pages ---
+    Mutant(
+        name="a page is published before it is computed",
+        file=PLANNER,
+        old="np.minimum(columns.settled[rows], columns.known[rows])",
+        new="columns.known[rows]",
+        test=OF_PAGES + "test_a_page_is_findable_once_the_step_that_filled_it_is_committed",
+    ),
+    Mutant(
+        name="a page is published while a step computes it",
+        file=PLANNER,
+        old="np.minimum(columns.settled[rows], columns.known[rows])",
+        new="np.minimum(columns.computed[rows], columns.known[rows])",
+        test=OF_PAGES + "test_a_page_is_not_published_by_the_step_before_the_one_that_fills_it",
+    ),
+    Mutant(
+        name="a page computed after the stop is published",
+        file=PLANNER,
+        old="np.minimum(columns.settled[rows], columns.known[rows])",
+        new="columns.settled[rows]",
+        test=OF_PAGES + "test_what_was_computed_after_a_stop_is_not_published",
+    ),
+    Mutant(
+        name="the device is not told of a move",
+        file=PLANNER,
+        old="if canonical is not pages:",
+        new="if False:",
+        test=OF_PAGES + "test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one",
+    ),
+    Mutant(
+        name="a move reaches the next tenant of the row",
+        file=JOURNAL,
+        old="live = admissions[rows] == tenancies",
+        new="live = admissions[rows] > 0",
+        test=OF_PAGES + "test_a_move_is_dropped_when_the_row_changes_hands_before_the_next_plan",
+    ),
+    Mutant(
+        name="a row leaks its pages when it ends",
+        file=PLANNER,
+        old="            self._cache.give(private)\n",
+        new="            pass\n",
+        test=OF_PLANNER + "test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more",
+    ),
+    Mutant(
+        name="a row stays locked when it ends",
+        file=PLANNER,
+        old="        self._cache.release(receipt)\n",
+        new="",
+        test=OF_PLANNER + "test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more",
+    ),
+    Mutant(
+        name="a row does not ask for the page after its last one",
+        file=PLANNER,
+        old="last[owner] + 1 + within",
+        new="last[owner] + 2 + within",
+        test=OF_PAGES + "test_a_row_grows_into_the_pages_after_its_last_one",
+    ),
+    Mutant(
+        name="rows that ended are not released on the device",
+        file=PLANNER,
+        old="        self._released.append(row)\n",
+        new="",
+        test=OF_PLANNER + "test_a_late_result_never_reaches_the_next_tenant_of_a_row",
+    ),
+    # --- the loop ---
+    Mutant(
+        name="overlap never has a step in flight",
+        file=LOOP,
+        old="len(self._in_flight) > self._depth",
+        new="len(self._in_flight) > 0",
+        test=OF_LOOP + "test_a_step_is_planned_while_depth_steps_are_in_flight",
+    ),
+    Mutant(
+        name="overlap plans one step too far",
+        file=LOOP,
+        old="len(self._in_flight) > self._depth",
+        new="len(self._in_flight) > self._depth + 1",
+        test=OF_LOOP + "test_a_step_is_planned_while_depth_steps_are_in_flight",
+    ),
+]
