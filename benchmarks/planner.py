@@ -30,6 +30,12 @@ from hiserve.core.request import SamplingParams
 from hiserve.worker.planner import Planner
 from hiserve.worker.waiting import Request
 
+MEASURED = (
+    *(f"hiserve/worker/{name}.py" for name in ("planner", "budget", "columns", "journal")),
+    "hiserve/cache/index",
+    "hiserve/core/plan.py",
+    "benchmarks/planner.py",
+)
 RESULTS = Path(__file__).parent / "results" / "planner.json"
 PAGE_SIZE = 16
 PROMPT_TOKENS = 512
@@ -123,7 +129,7 @@ def main() -> None:
     command = " ".join(["python -m benchmarks.planner", *sys.argv[1:]])
     record = {
         "what": "Cost of a decode step on the planning thread: CPU time of the thread, pinned to one core.",
-        **about(command, "hiserve/worker", "hiserve/cache/index", "hiserve/core", "benchmarks/planner.py"),
+        **about(command, *MEASURED),
         "load": f"1-minute load average {os.getloadavg()[0]:.1f}",
         "results": results,
     }
