@@ -65,6 +65,8 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, str | None
     Raises:
         ConfigError: An unknown or ill-formed argument; the nearest flag is suggested.
     """
+    if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
+        raise ConfigError(f"{argv[0]} stands before the command. Put it behind: hiserve serve {argv[0]} ...")
     arguments, unknown = make_parser().parse_known_args(argv)
     if unknown:
         raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")

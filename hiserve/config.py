@@ -125,7 +125,12 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
 
     replicas: Annotated[
         int,
-        about("Workers under one scheduler, each with a copy of the model and its own cache.", unit="workers", least=1),
+        about(
+            "Workers under one scheduler, each with a copy of the model and its own cache.",
+            unit="workers",
+            least=1,
+            most=1024,
+        ),
     ] = 1
 
 

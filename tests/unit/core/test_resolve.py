@@ -1,0 +1,214 @@
+"""``resolve``: no ``auto`` is left, everything fits in memory, or the error says what to lower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
+from hiserve.core.groups import CacheGroupSpec, page_bytes
+from hiserve.core.resolve import Machine, ModelFacts, resolve
+from hiserve.errors import ConfigError, HiserveError, ResourceError
+
+MIB, GIB = 2**20, 2**30
+NANO = ModelFacts(
+    context_length=8192, checkpoint_dtype="bfloat16", num_params=7_344_384, slot_elements=2048, vocab_size=4096
+)
+LARGE = ModelFacts(
+    context_length=131_072,
+    checkpoint_dtype="bfloat16",
+    num_params=8_030_261_248,
+    slot_elements=65_536,
+    vocab_size=128_256,
+)
+LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
+SERVER = Machine(cores=64, memory_bytes=256 * GIB, cuda_memory_bytes=80 * GIB)
+
+
+def values(config: Config) -> dict[str, Any]:
+    return {each.name: getattr(getattr(config, each.section), each.name) for each in settings().values()}
+
+
+def test_defaults_on_cpu() -> None:
+    resolved = resolve(make_config(), NANO, LAPTOP)
+    assert values(resolved.config) == values(make_config()) | {
+        "device": "cpu",
+        "dtype": "float32",
+        "max_model_len": 8192,
+        "kv_pages": 2 * GIB // (16 * 2048 * 4),
+        "max_running_requests": 32,
+        "max_batched_tokens": 512,
+        "overlap": 0,
+        "cpu_threads": 3,
+    }
+
+
+def test_defaults_on_cuda() -> None:
+    resolved = resolve(make_config(), LARGE, SERVER)
+    found = values(resolved.config)
+    assert found["device"] == "cuda"
+    assert found["dtype"] == "bfloat16"
+    assert (found["max_running_requests"], found["max_batched_tokens"], found["overlap"]) == (256, 2048, 1)
+    assert found["max_model_len"] == 131_072
+    assert resolved.memory["KV pool"] > 0.8 * (80 * GIB - resolved.memory["weights"])
+
+
+def test_what_was_given_stays() -> None:
+    chosen = {
+        "device": "cpu",
+        "dtype": "float64",
+        "max_model_len": 100,
+        "kv_pages": 9,
+        "max_running_requests": 3,
+        "max_batched_tokens": 7,
+        "overlap": 1,
+        "cpu_threads": 2,
+    }
+    resolved = resolve(make_config(**chosen), NANO, SERVER)
+    assert resolved.config == make_config(**chosen)
+    assert resolved.decisions == ()
+
+
+def test_one_decision_a_line() -> None:
+    lines = resolve(make_config(page_size=8), NANO, LAPTOP).decisions
+    assert "--device auto -> cpu" in lines
+    assert "--cpu-threads auto -> 3" in lines
+    assert not any("page-size" in line for line in lines)
+    assert len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 1  # load_format stays
+
+
+@pytest.mark.parametrize(("cores", "replicas", "threads"), [(1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4), (3, 8, 1)])
+def test_threads_are_the_cores_less_one_shared_among_replicas(cores: int, replicas: int, threads: int) -> None:
+    machine = msgspec.structs.replace(LAPTOP, cores=cores)
+    assert resolve(make_config(replicas=replicas), NANO, machine).config.runner.cpu_threads == threads
+
+
+def test_replicas_share_the_memory() -> None:
+    small = msgspec.structs.replace(LAPTOP, memory_bytes=GIB)
+    pools = [resolve(make_config(replicas=count), NANO, small).memory["KV pool"] for count in (1, 2)]
+    assert pools[1] < 0.55 * pools[0]
+
+
+def test_a_pool_is_no_larger_than_its_rows_can_use() -> None:
+    resolved = resolve(make_config(max_running_requests=1, max_model_len=64), NANO, LAPTOP)
+    assert resolved.config.cache.kv_pages == 1 + 4
+
+
+def test_the_longest_request_shrinks_to_the_pool_when_nobody_chose_it() -> None:
+    assert resolve(make_config(kv_pages=5, page_size=8), NANO, LAPTOP).config.model.max_model_len == 32
+
+
+REFUSED: list[tuple[str, dict[str, Any], ModelFacts, Machine, type[HiserveError], str]] = [
+    ("no device", {"device": "cuda"}, NANO, LAPTOP, ConfigError, "--device"),
+    ("beyond the context", {"max_model_len": 8193}, NANO, LAPTOP, ConfigError, "--max-model-len"),
+    ("weights", {}, LARGE, LAPTOP, ResourceError, "--dtype"),
+    ("weights of all", {"replicas": 1000}, NANO, LAPTOP, ResourceError, "--replicas"),
+    (
+        "exactly the weights",
+        {},
+        NANO,
+        msgspec.structs.replace(LAPTOP, memory_bytes=7_344_384 * 4),
+        ResourceError,
+        "dtype",
+    ),
+    ("pages", {"kv_pages": 10**8}, NANO, LAPTOP, ResourceError, "--kv-pages"),
+    ("a huge page", {"page_size": 10**6}, NANO, LAPTOP, ResourceError, "--page-size"),
+    ("tables", {"max_running_requests": 10**6}, NANO, LAPTOP, ResourceError, "--max-running-requests"),
+    ("pool below the length", {"kv_pages": 4, "max_model_len": 64}, NANO, LAPTOP, ConfigError, "--kv-pages"),
+    ("pool below two tokens", {"kv_pages": 2, "page_size": 1}, NANO, LAPTOP, ConfigError, "--kv-pages"),
+    ("no memory at all", {}, NANO, msgspec.structs.replace(LAPTOP, memory_bytes=0), ResourceError, "dtype"),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "machine", "kind", "flag"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED]
+)
+def test_what_does_not_fit_names_what_to_change(
+    given: dict[str, Any], model: ModelFacts, machine: Machine, kind: type[HiserveError], flag: str
+) -> None:
+    with pytest.raises(kind, match=flag) as refused:
+        resolve(make_config(**given), model, machine)
+    assert refused.value.param in settings()
+    assert "-1" not in refused.value.message
+
+
+def test_a_pool_of_exactly_the_longest_request_is_enough() -> None:
+    assert resolve(make_config(kv_pages=5, max_model_len=64), NANO, LAPTOP).config.cache.kv_pages == 5
+
+
+machines = st.builds(
+    Machine,
+    cores=st.integers(1, 256),
+    memory_bytes=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 2**40)),
+    cuda_memory_bytes=st.one_of(st.just(0), st.integers(0, 2**38)),
+)
+models = st.builds(
+    ModelFacts,
+    context_length=st.integers(2, 2**31 - 1),
+    checkpoint_dtype=st.sampled_from(list(DTYPE_BYTES)),
+    num_params=st.integers(1, 10**11),
+    slot_elements=st.integers(2, 2**20).map(lambda half: half * 2),
+    vocab_size=st.integers(1, 200_000),
+)
+givens = st.fixed_dictionaries(
+    {"page_size": st.sampled_from([1, 7, 16, 256]), "replicas": st.integers(1, 4)},
+    optional={
+        "kv_pages": st.integers(2, 10**6),
+        "max_model_len": st.integers(2, 10**6),
+        "max_running_requests": st.integers(1, 10**5),
+        "dtype": st.sampled_from(list(DTYPE_BYTES)),
+        "device": st.sampled_from(["cpu", "cuda"]),
+    },
+)
+
+
+@given(machine=machines, model=models, given=givens)
+def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
+    machine: Machine, model: ModelFacts, given: dict[str, Any]
+) -> None:
+    config = make_config(**given)
+    try:
+        resolved = resolve(config, model, machine)
+    except (ConfigError, ResourceError) as error:
+        refusal: HiserveError | None = error
+    else:
+        refusal = None
+    if refusal is not None:
+        assert refusal.param in settings()
+        assert "--" in refusal.message
+        return
+    assert resolve(config, model, machine) == resolved
+    found = values(resolved.config)
+    assert [name for name, value in found.items() if value == "auto"] in ([], ["load_format"])
+    assert {name: found[name] for name in given} == given
+    on_cpu = found["device"] == "cpu"
+    memory = machine.memory_bytes if on_cpu else machine.cuda_memory_bytes
+    assert sum(resolved.memory.values()) * found["replicas"] <= memory
+    group = CacheGroupSpec(
+        name="kv", num_layers=1, num_kv_heads=1, head_dim=model.slot_elements // 2, dtype=found["dtype"]
+    )
+    assert resolved.memory["weights"] == model.num_params * DTYPE_BYTES[found["dtype"]]
+    assert resolved.memory["KV pool"] == found["kv_pages"] * page_bytes((group,), found["page_size"])
+    pool_tokens = (known(resolved.config.cache.kv_pages) - 1) * found["page_size"]
+    assert 2 <= found["max_model_len"] <= min(pool_tokens, model.context_length)
+    assert found["cpu_threads"] >= 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(resolved.config), type=Config) == resolved.config
+    assert resolve(resolved.config, model, machine).config == resolved.config
+
+
+def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
+    from hiserve.runners.rows import DeviceRows
+    from hiserve.worker.columns import Columns
+
+    for page_size in (1, 16):
+        resolved = resolve(
+            make_config(max_running_requests=7, max_model_len=500, kv_pages=600, page_size=page_size), NANO, LAPTOP
+        )
+        device = DeviceRows(7, 500, page_size, 600, "cpu")
+        host = Columns(7, 500, page_size)
+        tables = (device.tokens, device.page_table, device.entry_owner, host.tokens, host.page_table)
+        assert sum(table.nbytes for table in tables) == resolved.memory["token and page tables"]

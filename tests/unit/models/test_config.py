@@ -1,0 +1,272 @@
+"""config.json and generation_config.json: both spellings, and every way to be wrong is a ModelError."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiserve.errors import ModelError
+from hiserve.models.config import ARCHITECTURES, NANO, find_model, read_model_config
+from tests.helpers.models import load_transformers, save_llama, save_qwen3
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+
+def folder(place: Path, without: tuple[str, ...] = (), generation: Any = None, **changes: Any) -> Path:
+    """Writes a checkpoint folder without weights."""
+    raw = {name: value for name, value in (LLAMA | changes).items() if name not in without}
+    (place / "config.json").write_text(json.dumps(raw))
+    if generation is not None:
+        (place / "generation_config.json").write_text(json.dumps(generation))
+    return place
+
+
+def refusal(place: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        read_model_config(place)
+    assert refused.value.param == "model"
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+# --- what is read -----------------------------------------------------------------------------
+
+
+def test_every_field_is_read(tmp_path: Path) -> None:
+    found = read_model_config(folder(tmp_path, head_dim=24, tie_word_embeddings=True))
+    assert found.architecture == "LlamaForCausalLM"
+    assert (found.vocab_size, found.hidden_size, found.intermediate_size, found.num_layers) == (320, 64, 96, 3)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 24)
+    assert (found.norm_eps, found.rope_theta, found.context_length) == (1e-6, 5e4, 512)
+    assert (found.tie_embeddings, found.has_qk_norm, found.dtype) == (True, False, "bfloat16")
+    assert (found.eos_token_ids, found.bos_token_id) == ((2,), 1)
+
+
+def test_old_and_new_spellings_say_the_same(tmp_path: Path) -> None:
+    new = read_model_config(folder(tmp_path))
+    old = folder(tmp_path, ("rope_parameters", "dtype"), rope_theta=5e4, torch_dtype="bfloat16", rope_scaling=None)
+    assert read_model_config(old) == new
+
+
+def test_what_is_left_out_has_its_usual_value(tmp_path: Path) -> None:
+    optional = (
+        "num_key_value_heads",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "dtype",
+        "eos_token_id",
+        "bos_token_id",
+    )
+    found = read_model_config(folder(tmp_path, optional))
+    assert (found.num_kv_heads, found.head_dim, found.rope_theta) == (4, 16, 10_000.0)
+    assert (found.tie_embeddings, found.dtype) == (False, "float32")
+    assert (found.eos_token_ids, found.bos_token_id) == ((), None)
+
+
+def test_qwen3_has_norms_on_queries_and_keys(tmp_path: Path) -> None:
+    assert read_model_config(folder(tmp_path, architectures=["Qwen3ForCausalLM"])).has_qk_norm
+
+
+@pytest.mark.parametrize(
+    ("generation", "ends"),
+    [({"eos_token_id": [5, 6]}, (5, 6)), ({"eos_token_id": 0}, (0,)), ({}, (2,)), ({"eos_token_id": None}, (2,))],
+)
+def test_end_tokens_of_the_generation_config_go_first(tmp_path: Path, generation: Any, ends: tuple[int, ...]) -> None:
+    assert read_model_config(folder(tmp_path, generation=generation)).eos_token_ids == ends
+
+
+def test_fields_nobody_asks_for_may_hold_anything(tmp_path: Path) -> None:
+    assert read_model_config(folder(tmp_path, use_cache="?", auto_map=[1], pad_token_id=-1, attention_bias=False))
+
+
+def test_the_embedded_model_is_found() -> None:
+    assert read_model_config(find_model(NANO)).architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("save", [save_llama, save_qwen3])
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path, save: Any, tie: bool) -> None:
+    import torch
+
+    place = save(tmp_path / "model", tie_word_embeddings=tie)
+    oracle = load_transformers(place, torch.float32)
+    found = read_model_config(place)
+    assert found.num_params == sum(parameter.numel() for parameter in oracle.parameters())
+    assert found.tie_embeddings == tie
+    facts = found.facts()
+    assert facts.slot_elements == 2 * 3 * 2 * found.head_dim
+    assert (facts.num_params, facts.context_length, facts.vocab_size) == (found.num_params, 512, 320)
+    assert facts.checkpoint_dtype == "float32"
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "none"), "", "~nobody-of-this-name/x", "x" * 5000, "a\0b"):
+        with pytest.raises(ModelError, match=r"no model folder at .*hiserve-nano"):
+            find_model(name)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("")
+    with pytest.raises(ModelError, match="no model folder"):
+        find_model(str(tmp_path / "model"))
+
+
+def test_a_folder_without_config_json(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("given", [["GPT2LMHeadModel"], "GPT2LMHeadModel", [], None, 5, [["LlamaForCausalLM"]], [None]])
+def test_an_unsupported_architecture_is_named_with_the_list(tmp_path: Path, given: Any) -> None:
+    message = refusal(folder(tmp_path, architectures=given))
+    assert "not supported" in message
+    assert all(name in message for name in ARCHITECTURES)
+    assert "GPT2LMHeadModel" in message or "GPT2" not in str(given)
+
+
+def test_an_unsupported_architecture_is_named_whatever_else_its_file_says(tmp_path: Path) -> None:
+    text = '{"architectures": ["MambaForCausalLM"], "time_step_limit": [0.0, Infinity]}'
+    (tmp_path / "config.json").write_text(text)
+    assert "MambaForCausalLM" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_a_setting_we_would_compute_wrongly_is_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    message = refusal(folder(tmp_path, **changes))
+    assert named in message
+    assert "not supported" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", '"x"', "\udcff", "[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"],
+    ids=["empty", "cut", "list", "number", "string", "not UTF-8", "deep", "digits"],
+)
+def test_a_file_that_is_no_json_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    (folder(tmp_path) / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refusal(tmp_path)
+    for wrong in ("two", [1, -1], {"a": 1}, 1.5):
+        assert "generation_config.json" in refusal(folder(tmp_path, generation={"eos_token_id": wrong}))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    assert "Is a directory" in refusal(tmp_path)
+
+
+REQUIRED = [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
+    assert name in refusal(folder(tmp_path, (name,)))
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, "num_key_value_heads", "head_dim"])
+@pytest.mark.parametrize("value", [0, -1, "64", 2**40, float("nan"), float("inf"), [1], True, {}])
+def test_a_size_that_makes_no_sense_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    if name == "rms_norm_eps" and value == 2**40:
+        return
+    assert name in refusal(folder(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3"),
+        ({"num_key_value_heads": 8}, "4 attention heads are not a multiple of 8"),
+        ({"hidden_size": 66}, "hidden_size 66"),
+        ({"hidden_size": 2}, "hidden_size 2"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"dtype": 3}, "dtype"),
+        ({"rope_parameters": "default"}, "rope_parameters"),
+        ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": 4}}, "rope_type"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id"),
+        ({"bos_token_id": -1}, "bos_token_id"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+    ],
+)
+def test_values_that_contradict_each_other_or_have_the_wrong_type(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    message = refusal(folder(tmp_path, **changes))
+    assert named in message
+    assert "config.json" in message
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@given(
+    name=st.sampled_from([*LLAMA, "head_dim", "rope_scaling", "torch_dtype", "rope_theta", "hidden_act"]),
+    value=anything,
+)
+def test_whatever_a_field_holds_it_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
+) -> None:
+    place = tmp_path_factory.getbasetemp() / "any"
+    place.mkdir(exist_ok=True)
+    try:
+        found = read_model_config(folder(place, **{name: value}))
+    except ModelError:
+        return
+    assert found.num_params > 0
+    assert found.num_heads % found.num_kv_heads == 0

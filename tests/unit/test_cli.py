@@ -1,0 +1,188 @@
+"""The command line: every setting is a flag, what is wrong is one line, and help costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hiserve import __version__, cli
+from hiserve.config import Config, flag_of, make_config, settings
+from hiserve.errors import ConfigError, ModelError
+
+FLAGS = {name: setting for name, setting in settings().items() if name != "model"}
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        cli.main([*argv, "--help"])
+    assert left.value.code == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+# --- parsing ----------------------------------------------------------------------------------
+
+
+def test_nothing_given_is_the_default_configuration() -> None:
+    assert cli.parse(["serve"]) == ("serve", make_config(), {})
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_every_setting_is_a_flag(name: str) -> None:
+    setting = FLAGS[name]
+    if setting.kind == "bool":
+        argv, value = [flag_of(name)], True
+    elif setting.kind == "int":
+        argv, value = [flag_of(name), str(setting.least)], setting.least
+    else:
+        value = setting.choices[-1] if setting.choices else "words with spaces"
+        argv = [flag_of(name), value]
+    assert cli.parse(["serve", "folder", *argv]) == ("serve", make_config(model="folder", **{name: value}), {})
+
+
+def test_a_flag_may_be_joined_to_its_value() -> None:
+    assert cli.parse(["config", "--page-size=4"])[1] == make_config(page_size=4)
+
+
+def test_only_chat_takes_an_address() -> None:
+    assert cli.parse(["chat", "--url", "http://x"])[2] == {"url": "http://x"}
+    with pytest.raises(ConfigError, match="unknown argument '--url'"):
+        cli.parse(["serve", "--url", "http://x"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--kv-page", "5"], ["'--kv-page'", "--kv-pages"]),
+        (["serve", "--pagesize=4"], ["'--pagesize=4'", "--page-size"]),
+        (["serve", "--max-model"], ["'--max-model'", "--max-model-len"]),  # no abbreviations
+        (["serve", "--model", "x"], ["'--model'", "hiserve serve MODEL"]),
+        (["serve", "--zzzzz"], ["'--zzzzz'"]),
+        (["serve", "a", "b"], ["'b'"]),
+        (["serve", "--kv-pages"], ["--kv-pages", "expected one argument"]),
+        (["serve", "--kv-pages", "many"], ["--kv-pages", "'many'", "auto"]),
+        (["serve", "--port", "99999"], ["--port", "65535"]),
+        (["serve", "--dtype", "int3"], ["--dtype", "'int3'", "float32"]),
+        (["srve"], ["srve", "serve", "chat", "config"]),
+        (["--port", "1", "serve"], ["--port", "before the command"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0] in ("serve", "srve", "--port") else "",
+)
+def test_a_wrong_argument_is_one_line_that_names_it(
+    capsys: pytest.CaptureFixture[str], argv: list[str], words: list[str]
+) -> None:
+    assert cli.main(argv) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hiserve: ")
+    assert captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words), captured.err
+
+
+# --- help -------------------------------------------------------------------------------------
+
+
+def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "serve")
+    for name, setting in FLAGS.items():
+        words = [setting.help]
+        words += [f"[{setting.unit}]"] if setting.unit else []
+        words += [f"(default: {setting.default})"] if setting.default is not None else []
+        assert re.sub(r"\s|-", "", f"{' '.join(words)}") in re.sub(r"\s|-", "", text), name
+        assert flag_of(name) in text
+
+
+def test_help_of_the_whole_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys)
+    for name, (_, summary) in cli.COMMANDS.items():
+        assert f"{name} {summary}" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"hiserve {__version__}\n"
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 1
+    assert "serve" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["serve", "--kv-page", "1"]])
+def test_help_and_refusals_take_little_time_and_no_torch(argv: list[str]) -> None:
+    program = (
+        "import sys\nfrom hiserve.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'triton', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.6
+
+
+# --- running ----------------------------------------------------------------------------------
+
+
+class Command:
+    """Stands for a command's module."""
+
+    def __init__(self, outcome: BaseException | int) -> None:
+        self.outcome = outcome
+        self.seen: list[tuple[Config, dict[str, Any]]] = []
+
+    def run(self, config: Config, **extra: Any) -> int:
+        self.seen.append((config, extra))
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def install(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | int) -> Command:
+    command = Command(outcome)
+    monkeypatch.setattr(importlib, "import_module", lambda name: command)
+    return command
+
+
+def test_a_command_gets_its_configuration_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = install(monkeypatch, 3)
+    assert cli.main(["chat", "m", "--url", "u", "--page-size", "4"]) == 3
+    assert command.seen == [(make_config(model="m", page_size=4), {"url": "u"})]
+
+
+def test_every_command_of_the_table_is_there() -> None:
+    for module, _ in cli.COMMANDS.values():
+        assert callable(importlib.import_module(module).run)
+
+
+@pytest.mark.parametrize("flags", [[], ["--debug"]])
+def test_a_typed_error_is_one_line_and_a_traceback_only_with_debug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    error = ModelError("there is no such model.")
+    error.add_note("what the worker said")
+    install(monkeypatch, error)
+    assert cli.main(["serve", *flags]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "hiserve: there is no such model."
+    assert (len(lines) == 1) == (not flags)
+    assert ("what the worker said" in lines) == bool(flags)
+
+
+def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["serve"]) == 130
+
+
+def test_our_own_fault_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["serve"])

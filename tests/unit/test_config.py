@@ -1,0 +1,124 @@
+"""Settings: every field explains itself, wrong values are refused by name, and configurations travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from hiserve.config import Config, Setting, flag_of, known, make_config, nearest, settings
+from hiserve.errors import ConfigError
+
+ALL = list(settings().values())
+NUMBERS = [setting for setting in ALL if setting.kind == "int"]
+FLAGS = """
+    --host --port --served-model-name --dtype --max-model-len --kv-pages --page-size --max-running-requests
+    --max-batched-tokens --overlap --policy --replicas --cpu-threads --load-format --device --log-level --debug
+"""
+
+
+def value_of(config: Config, setting: Setting) -> Any:
+    return getattr(getattr(config, setting.section), setting.name)
+
+
+def ids(setting: Setting) -> str:
+    return setting.name
+
+
+def test_the_settings_are_the_flags_that_were_asked_for() -> None:
+    assert {flag_of(name) for name in settings()} == {*FLAGS.split(), "--model"}
+
+
+@pytest.mark.parametrize("setting", ALL, ids=ids)
+def test_every_field_has_a_default_of_its_type_and_a_sentence(setting: Setting) -> None:
+    assert setting.help.endswith(".")
+    assert setting.help[0].isalpha()
+    assert value_of(make_config(), setting) == setting.default
+    if setting.default is not None:
+        assert value_of(make_config(**{setting.name: setting.default}), setting) == setting.default
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=ids)
+def test_every_number_has_a_unit_unless_its_sentence_says_what_it_is_and_both_ends_of_its_range(
+    setting: Setting,
+) -> None:
+    assert setting.unit or setting.name == "port"
+    assert setting.least is not None
+    assert setting.most is not None
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=ids)
+def test_a_number_is_taken_within_its_range_as_text_too(setting: Setting) -> None:
+    for end, beyond in ((setting.least, -1), (setting.most, 1)):
+        assert end is not None
+        assert value_of(make_config(**{setting.name: end}), setting) == end
+        assert value_of(make_config(**{setting.name: str(end)}), setting) == end
+        with pytest.raises(ConfigError, match=rf"{flag_of(setting.name)} is {end + beyond}; the (least|most) is {end}"):
+            make_config(**{setting.name: end + beyond})
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=ids)
+@pytest.mark.parametrize("value", ["many", "", "1.5", 1.5, 2.0, True, None, [1], "0x10", float("nan")])
+def test_what_is_no_whole_number_is_refused(setting: Setting, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{flag_of(setting.name)} is .*; give a whole number") as refused:
+        make_config(**{setting.name: value})
+    assert refused.value.param == setting.name
+    assert all(word in refused.value.message for word in setting.choices)
+
+
+@pytest.mark.parametrize("setting", [each for each in ALL if each.kind != "int"], ids=ids)
+def test_what_is_no_text_or_none_of_the_words_is_refused(setting: Setting) -> None:
+    for value in (3, b"x", *(["none-of-these"] if setting.choices or setting.kind == "bool" else [])):
+        with pytest.raises(ConfigError, match=f"{flag_of(setting.name)} is ") as refused:
+            make_config(**{setting.name: value})
+        assert all(word in refused.value.message for word in setting.choices)
+
+
+@pytest.mark.parametrize("setting", [each for each in ALL if each.choices], ids=ids)
+def test_every_word_is_taken(setting: Setting) -> None:
+    for word in setting.choices:
+        assert value_of(make_config(**{setting.name: word}), setting) == word
+
+
+def test_only_the_served_name_may_be_none() -> None:
+    assert make_config(served_model_name=None).server.served_model_name is None
+    for setting in ALL:
+        if setting.name != "served_model_name":
+            with pytest.raises(ConfigError):
+                make_config(**{setting.name: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("kv_page", "--kv-pages"),
+        ("pagesize", "--page-size"),
+        ("max-model-length", "--max-model-len"),
+        ("prot", "--port"),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest_one(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'. Did you mean {meant}?"):
+        make_config(**{name: 1})
+
+
+def test_nothing_is_suggested_where_nothing_is_near() -> None:
+    assert nearest("zzz", settings()) == ""
+    with pytest.raises(ConfigError, match=r"unknown setting 'zzz'\.$"):
+        make_config(zzz=1)
+
+
+def test_dashes_are_underscores() -> None:
+    assert make_config(**{"page-size": 4}) == make_config(page_size=4)
+
+
+def test_a_configuration_travels_unchanged() -> None:
+    config = make_config(model="m", kv_pages=7, overlap=0, policy="longest-prefix", debug=True, served_model_name="n")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
+
+
+def test_a_consumer_of_an_unresolved_number_is_our_own_fault() -> None:
+    assert known(3) == 3
+    with pytest.raises(AssertionError, match="resolve"):
+        known("auto")
