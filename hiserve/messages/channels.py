@@ -24,11 +24,13 @@ from hiserve.messages.codec import Frames
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
 _SCHEME = "ipc://"
-_MAX_SOCKET_PATH = 107
 
 
 class PeerGoneError(Exception):
-    """The process at the other end closed the link or died; everything it sent was received."""
+    """The process at the other end closed the link or died; all that arrived from it was received.
+
+    What a peer said last may not arrive if it died while more than the high-water mark waited.
+    """
 
 
 class Link:
@@ -51,18 +53,18 @@ class Link:
         """Opens the parent's end at an endpoint nobody else knows.
 
         Raises:
-            ResourceError: The directory for temporary files has too long a path for a socket.
+            ResourceError: The directory for temporary files cannot be used.
         """
-        folder = tempfile.mkdtemp(prefix="hiserve-")
-        path = f"{folder}/s"
-        if len(path) > _MAX_SOCKET_PATH:
-            shutil.rmtree(folder)
-            raise ResourceError(
-                f"The socket path {path} has {len(path)} characters; the system allows {_MAX_SOCKET_PATH}. "
-                "Point TMPDIR at a shorter path."
-            )
-        link = cls(_SCHEME + path)
-        link._socket.bind(link.endpoint)
+        try:
+            folder = tempfile.mkdtemp(prefix="hiserve-")
+        except OSError as error:
+            raise ResourceError(f"No directory for sockets can be made: {error}. Point TMPDIR elsewhere.") from error
+        link = cls(f"{_SCHEME}{folder}/s")
+        try:
+            link._socket.bind(link.endpoint)
+        except zmq.ZMQError as error:
+            link.close()
+            raise ResourceError(f"No socket can be opened in {folder}: {error}. Point TMPDIR elsewhere.") from error
         return link
 
     @classmethod
@@ -153,7 +155,7 @@ class PollingChannel:
             until_writable: While blocked, also return once the peer takes messages again.
 
         Raises:
-            PeerGoneError: The peer is gone and everything it sent was returned before.
+            PeerGoneError: The peer is gone and all that arrived from it was returned before.
         """
         if is_idle:
             self._link.wait(until_writable=until_writable)
@@ -181,7 +183,7 @@ class AsyncChannel:
         link: Its end; the channel closes it.
         on_messages: Called with up to ``MAX_BATCH`` messages at a time.
         on_writable: Called when the peer may take messages again after ``try_send`` refused one.
-        on_gone: Called once, when the peer is gone and everything it sent was delivered.
+        on_gone: Called once, when the peer is gone and all that arrived from it was delivered.
     """
 
     def __init__(
@@ -213,7 +215,7 @@ class AsyncChannel:
 
     def send(self, frames: Frames) -> None:
         """Sends now or, while the peer is slow, later and in order. For messages whose number is bounded."""
-        if self._backlog or not self.try_send(frames):
+        if not self.try_send(frames):
             self._backlog.append(frames)
 
     def try_send(self, frames: Frames) -> bool:

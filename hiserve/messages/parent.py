@@ -19,7 +19,7 @@ class ChildProcess:
     Args:
         process: The running process.
         channel: The parent's end.
-        gone: Set when the child closed its end and all it sent was delivered.
+        gone: Set when the child closed its end and all that arrived from it was delivered.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, channel: AsyncChannel, gone: asyncio.Event) -> None:

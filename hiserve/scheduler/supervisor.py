@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
+
+import msgspec
 
 from hiserve.config import Config
 from hiserve.errors import EngineError, HiserveError
@@ -64,6 +67,7 @@ class _Worker:
     replica: int
     incarnation: int
     process: ChildProcess
+    born_s: float = field(default_factory=time.monotonic)
     ready: Ready | None = None
     failure: HiserveError | None = None
     stats: WorkerStats = field(default_factory=WorkerStats)
@@ -206,13 +210,16 @@ class Supervisor:
     def _welcome(self, worker: _Worker, ready: Ready) -> None:
         if worker.ready is not None:
             raise MalformedError("Ready twice")
-        worker.ready = ready
+        total_s = time.monotonic() - worker.born_s
+        phases = {"start process": round(total_s - sum(ready.startup_s.values()), 3), **ready.startup_s}
+        worker.ready = msgspec.structs.replace(ready, startup_s=phases)
+        worker.stats = WorkerStats(free_pages=ready.num_pages)
         logger.info(
             "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",
             worker.replica,
             worker.process.pid,
             worker.incarnation,
-            sum(ready.startup_s.values()),
+            total_s,
             ready.num_pages,
             ready.page_size,
             ready.max_running,

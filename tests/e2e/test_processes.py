@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 
 from hiserve.config import make_config
 from hiserve.core.plan import Int32Array
@@ -174,16 +175,21 @@ async def test_first_come_is_first_served() -> None:
 async def test_a_conversation_returns_to_the_worker_that_holds_its_prefix() -> None:
     async with engine(replicas=2, policy="longest-prefix") as client:
         history = {number: tokens(10_000 * number, 64) for number in range(6)}
-        for turn in range(3):
-            for number, prompt in history.items():
-                deltas = await collect(client, prompt, 16)
-                if turn:
-                    # All whole pages of the history, but for the newest token, which was never computed.
-                    assert deltas[0].cached >= len(prompt) - 20 - 16
-                answer = np.array([token for delta in deltas for token in delta.tokens], dtype=np.int32)
-                history[number] = np.concatenate([prompt, answer, tokens(77_000 + turn, 20)])
-        steps = [worker.stats.steps for worker in (await client.status()).workers]
-        assert sum(steps) == 6 * 3 * 16
+
+        async def turn(number: int, question: int) -> int:
+            deltas = await collect(client, history[number], 16)
+            answer = np.array([token for delta in deltas for token in delta.tokens], dtype=np.int32)
+            history[number] = np.concatenate([history[number], answer, tokens(question, 20)])
+            return deltas[0].cached
+
+        await asyncio.gather(*(turn(number, 77_000) for number in history))  # at once: spread over both
+        before = [worker.stats.steps for worker in (await client.status()).workers]
+        for question in (78_000, 79_000):
+            for number, prompt in history.items():  # one by one: without its prefix each would go to the first
+                # All whole pages of the history, but for the newest token, which was never computed.
+                assert await turn(number, question) >= len(prompt) - 20 - 16
+        after = [worker.stats.steps for worker in (await client.status()).workers]
+        assert [now - then for now, then in zip(after, before, strict=True)] == [6 * 16, 6 * 16]
 
 
 async def test_both_workers_are_used_when_no_prefix_is_shared() -> None:
@@ -279,7 +285,7 @@ async def self_made(client: EngineClient) -> None:
 
     client._process.send = cut  # type: ignore[method-assign]
     try:
-        await anext(client.generate(tokens(0), SamplingParams()))
+        await asyncio.wait_for(anext(client.generate(tokens(0), SamplingParams())), 10)
     finally:
         client._process.send = send  # type: ignore[method-assign]
 
@@ -335,7 +341,8 @@ async def test_a_killed_scheduler_fails_every_request_and_takes_its_workers_alon
         await asyncio.sleep(0.1)
         os.kill(client.started.scheduler_pid, signal.SIGKILL)
         begin = time.monotonic()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.timeout(10):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - begin < 3
         assert all(isinstance(result, UnavailableError) for result in results)
         assert not client.is_ready
@@ -470,6 +477,22 @@ async def test_an_idle_engine_stops_quickly_even_when_asked_to_drain() -> None:
         begin = time.monotonic()
         await client.stop(drain_s=30)
         assert time.monotonic() - begin < 2
+
+
+def test_an_engine_lives_in_uvloop_as_well() -> None:
+    async def use() -> None:
+        async with engine(replicas=2) as client:
+            for worker in client.started.workers:
+                assert list(worker.startup_s) == ["start process", "build"]
+                assert 0 < worker.startup_s["start process"] < 20
+            await asyncio.gather(*(finish(client, tokens(1000 * number), 50) for number in range(8)))
+            running = asyncio.create_task(collect(client, tokens(0), 90_000))
+            await asyncio.sleep(0.05)
+            os.kill(client.started.scheduler_pid, signal.SIGKILL)
+            with pytest.raises(UnavailableError):
+                await running
+
+    uvloop.run(use())
 
 
 def test_an_engine_may_live_in_the_loop_of_a_background_thread() -> None:

@@ -131,10 +131,18 @@ def test_a_path_too_long_for_a_socket_is_one_clear_error(folder: Path, monkeypat
     deep = folder / ("d" * 100)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    with pytest.raises(ResourceError, match="TMPDIR"):
+    with pytest.raises(ResourceError, match=r"107 characters.*TMPDIR"):
         Link.bind()
     assert list(deep.iterdir()) == []
     deep.rmdir()
+
+
+def test_a_missing_directory_for_temporary_files_is_one_clear_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
+    with pytest.raises(ResourceError, match="TMPDIR"):
+        Link.bind()
 
 
 class Recorder:
@@ -202,6 +210,30 @@ async def test_a_refused_sender_is_told_when_it_may_go_on() -> None:
             await asyncio.sleep(0.001)
     await asyncio.to_thread(reader.join)
     assert recorder.channel.try_send([b"more"])
+    recorder.channel.close()
+    parent.close()
+
+
+async def test_what_waits_is_not_overtaken() -> None:
+    parent, child = pair()
+    recorder = Recorder(child)
+    num_sent, is_full = 0, False
+    while not is_full:
+        if recorder.channel.try_send([b"x" * 100_000]):
+            num_sent += 1
+        else:
+            await asyncio.sleep(0.1)
+            is_full = not child.is_writable
+    recorder.channel.send([b"first"])
+    while not child.is_writable:
+        receive(parent)
+        num_sent -= 1
+    assert not recorder.channel.try_send([b"too early"])
+    recorder.channel.send([b"second"])
+    got = await asyncio.to_thread(lambda: [receive(parent) for _ in range(num_sent)])
+    assert {len(frames[0]) for frames in got} == {100_000}
+    assert await asyncio.to_thread(receive, parent) == [b"first"]
+    assert await asyncio.to_thread(receive, parent) == [b"second"]
     recorder.channel.close()
     parent.close()
 

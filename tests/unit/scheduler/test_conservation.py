@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hiserve.errors import EngineError
 from hiserve.scheduler.dispatcher import Dispatcher
@@ -40,7 +40,10 @@ class Conservation(RuleBasedStateMachine):
             if entry is not None and entry.replica == replica
         ]
 
-    @precondition(lambda self: len(self.alive) < len(REPLICAS))
+    def queued(self) -> set[int]:
+        queue = self.dispatcher.queue
+        return {waiting.entry.uid for waiting in queue.window(len(queue))}
+
     @rule(replica=st.sampled_from(REPLICAS))
     def begin(self, replica: int) -> None:
         if replica not in self.alive:
@@ -55,17 +58,21 @@ class Conservation(RuleBasedStateMachine):
             self.dispatcher.worker_lost(replica, EngineError("lost"))
             self.dispatcher.dispatch()
 
-    @rule(length=st.integers(0, 34), token=st.integers(0, 2))
-    def submit(self, length: int, token: int) -> None:
-        self.uid += 1
-        if 0 < length < 32:
-            self.accepted.add(self.uid)
-        self.dispatcher.submit(generate(self.uid), np.full(length, token, dtype=np.int32))
+    @rule(lengths=st.lists(st.integers(0, 34), min_size=1, max_size=6), token=st.integers(0, 2))
+    def submit(self, lengths: list[int], token: int) -> None:
+        for length in lengths:
+            self.uid += 1
+            if 0 < length < 32:
+                self.accepted.add(self.uid)
+            self.dispatcher.submit(generate(self.uid), np.full(length, token, dtype=np.int32))
         self.dispatcher.dispatch()
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.dispatcher.abort(data.draw(st.lists(st.integers(1, self.uid + 2), max_size=4)))
+        uids = data.draw(st.lists(st.integers(1, self.uid + 2), max_size=4))
+        uids += data.draw(st.lists(st.sampled_from(sorted(self.queued()) or [1]), max_size=2))
+        event(f"aborts while queued: {any(uid in self.queued() for uid in uids)}")
+        self.dispatcher.abort(uids)
         self.dispatcher.dispatch()
 
     @rule(replica=st.sampled_from(REPLICAS), data=st.data())
@@ -88,8 +95,9 @@ class Conservation(RuleBasedStateMachine):
     def every_request_is_in_one_place(self) -> None:
         ledger, queue = self.dispatcher.ledger, self.dispatcher.queue
         assert ledger.num_accepted == len(self.accepted) == ledger.num_ended + len(ledger)
-        queued = {waiting.entry.uid for waiting in queue.window(len(queue))}
+        queued = self.queued()
         assert len(queued) == len(queue)
+        assert all(ledger.get(uid) is not None for uid in queued)
         for uid in self.accepted:
             entry = ledger.get(uid)
             assert len(self.outlet.terminals[uid]) == (entry is None)
@@ -115,14 +123,14 @@ class Conservation(RuleBasedStateMachine):
             return
         for replica in REPLICAS:
             self.begin(replica)
-        while len(self.dispatcher.ledger):
+        for _ in range(self.uid):
             for replica in REPLICAS:
                 rows = [(uid, [9], 1) for uid in self.held(replica)]
                 self.dispatcher.report(replica, *step_report(*rows))
             self.dispatcher.dispatch()
-        assert len(self.dispatcher.queue) == 0
+        assert len(self.dispatcher.queue) == len(self.dispatcher.ledger) == 0
         assert all(len(self.outlet.terminals[uid]) == 1 for uid in range(1, self.uid + 1))
 
 
-Conservation.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Conservation.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestConservation = Conservation.TestCase

@@ -46,7 +46,7 @@ class Witness:
         self.events.append(f"abandoned: {error.message}")
 
     async def until(self, event: str) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while not any(event in seen for seen in self.events):
                 await asyncio.sleep(0.005)
 
@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_messages_of_another_incarnation_are_counted_and_ignored() -> None:
     async with supervised("stale") as (supervisor, witness):
         await supervisor.started
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while not witness.reports:
                 await asyncio.sleep(0.005)
         assert [report.uids for report in witness.reports] == [[1]]
@@ -102,7 +102,7 @@ async def test_a_worker_that_says_farewell_is_replaced() -> None:
 async def test_a_report_before_ready_fails_the_start() -> None:
     async with supervised("early") as (supervisor, _):
         with pytest.raises(HiserveError, match="StepReport before Ready"):
-            await supervisor.started
+            await asyncio.wait_for(supervisor.started, 10)
 
 
 async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(

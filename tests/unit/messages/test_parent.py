@@ -1,0 +1,68 @@
+"""A parent hears everything its child said, learns how it ended, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hiserve.messages import channels
+from hiserve.messages.codec import Frames
+from hiserve.messages.parent import ChildProcess
+from tests.helpers.processes import is_alive, wait_dead
+
+TALKER = """
+import signal, sys
+from hiserve.messages.child import meet_parent
+link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
+for number in range(200):
+    assert link.try_send([str(number).encode()])
+link.close(linger_ms=5000)
+sys.exit(int(frames[0]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == [], "an endpoint was left behind"
+
+
+async def test_the_last_words_of_a_child_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_BATCH", 4)
+    heard: list[Frames] = []
+
+    def slowly(batch: list[Frames]) -> None:
+        if not heard:
+            time.sleep(0.3)  # the child is dead long before it is heard out
+        heard.extend(batch)
+
+    child = await ChildProcess.start([sys.executable, "-c", TALKER], slowly)
+    child.send([b"4"])
+    assert await child.wait() == "exit code 4"
+    assert [int(frames[0]) for frames in heard] == list(range(200))
+
+
+async def test_a_child_that_never_connects_is_reaped() -> None:
+    child = await ChildProcess.start([sys.executable, "-c", "raise SystemExit(3)"], lambda _: None)
+    child.send([b"hello"])
+    assert await child.wait() == "exit code 3"
+
+
+async def test_a_killed_child_is_told_from_one_that_ended_itself() -> None:
+    child = await ChildProcess.start([sys.executable, "-c", "import time; time.sleep(60)"], lambda _: None)
+    assert is_alive(child.pid)
+    child.kill()
+    assert await child.wait() == "killed by SIGKILL"
+    child.kill()
+    wait_dead([child.pid])
+
+
+async def test_a_command_that_does_not_exist_leaves_nothing() -> None:
+    with pytest.raises(FileNotFoundError):
+        await ChildProcess.start(["/does/not/exist"], lambda _: None)

@@ -1,0 +1,97 @@
+"""What the scheduler says to a slow client stays in order."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hiserve.config import make_config
+from hiserve.errors import EngineError
+from hiserve.messages.channels import Link
+from hiserve.messages.codec import Decoder
+from hiserve.messages.types import Failed, ToClient, Tokens
+from hiserve.scheduler.process import Service
+
+NO_WORKER = ("/does/not/exist",)
+
+
+class SlowClient:
+    """A service whose client has stopped reading."""
+
+    def __init__(self) -> None:
+        self._link = Link.bind()
+        self._scheduler_link = Link.connect(self._link.endpoint)
+        self.service = Service(make_config(), self._scheduler_link, NO_WORKER)
+        self._decoder = Decoder[ToClient](ToClient)
+        self.news: list[str] = []
+        self.num_messages = 0
+        self.num_sent = 0
+
+    def tell(self, uid: int) -> None:
+        """Sends the next number to a request."""
+        tokens = np.full(2000, self.num_sent, dtype=np.int32)
+        self.service.tokens(Tokens([uid], [len(tokens)], [0], [0]), tokens)
+        self.num_sent += 1
+
+    async def stop_reading(self) -> None:
+        """Talks until the client's end takes no more, then a little."""
+        while self._scheduler_link.is_writable:
+            self.tell(1)
+            if not self._scheduler_link.is_writable:
+                await asyncio.sleep(0.1)
+        for _ in range(5):
+            self.tell(1)
+
+    def read(self, *, until_writable: bool = False) -> None:
+        """Reads what has come, without a turn of the event loop."""
+        while not (until_writable and self._scheduler_link.is_writable):
+            if (frames := self._link.try_receive()) is None:
+                return
+            self.num_messages += 1
+            received = self._decoder.decode(frames)
+            match received.message:
+                case Tokens():
+                    self.news += [str(number) for number in received.tokens[::2000]]
+                case Failed(uid):
+                    self.news.append(f"failed {uid}")
+
+    async def read_all(self, num_news: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.news) < num_news:
+                self.read()
+                await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        self.service._client.close()
+        self._link.close()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+async def test_news_does_not_overtake_the_news_that_waits() -> None:
+    client = SlowClient()
+    await client.stop_reading()
+    client.read(until_writable=True)
+    client.tell(1)
+    await client.read_all(client.num_sent)
+    assert client.news == [str(number) for number in range(client.num_sent)]
+    assert client.num_messages < client.num_sent, "nothing was merged"
+    client.close()
+
+
+async def test_a_failure_comes_after_the_news_that_waits() -> None:
+    client = SlowClient()
+    await client.stop_reading()
+    client.service.failed(1, EngineError("the worker died"))
+    client.tell(2)
+    await client.read_all(client.num_sent + 1)
+    numbers = [str(number) for number in range(client.num_sent)]
+    assert client.news == [*numbers[:-1], "failed 1", numbers[-1]]
+    client.close()
