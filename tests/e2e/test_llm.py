@@ -1,0 +1,294 @@
+"""The offline API on the embedded model: in this process and in processes of its own, the same results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve import LLM, SamplingParams
+from hiserve.errors import ConfigError, ContextLengthError, HiserveError, ModelError, RequestError, UnavailableError
+from tests.helpers.processes import children, wait_dead
+
+PAGE = 16
+SMALL: dict[str, Any] = {
+    "page_size": PAGE,
+    "max_model_len": 512,
+    "kv_pages": 200,
+    "max_running_requests": 4,
+    "max_batched_tokens": 64,
+    "cpu_threads": 1,
+    "log_level": "warning",
+}
+TEXTS = [
+    "def add(a, b):\n",
+    "<|bos|><|user|>I would like to find a place to eat in San Jose.<|end|><|assistant|>",
+    "<|bos|><|user|>Please book a table for two people at seven in the evening, near the station.<|end|><|assistant|>",
+    "The quick brown fox jumps over the lazy dog, and then it does so again and again, because it can.",
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+SEEDED = [SamplingParams(temperature=0.8, top_p=0.95, top_k=50, seed=seed, max_tokens=24) for seed in range(4)]
+MODES = ["in process", "processes"]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, LLM]]:
+    """Both kinds, side by side; every test leaves them usable."""
+    with LLM(in_process=True, **SMALL) as inside, LLM(**SMALL) as outside:
+        yield {"in process": inside, "processes": outside}
+
+
+@pytest.fixture(params=MODES)
+def llm(request: pytest.FixtureRequest, engines: dict[str, LLM]) -> LLM:
+    return engines[request.param]
+
+
+def tokens_of(results: list[Any]) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in results]
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_both_kinds_give_the_same_tokens(engines: dict[str, LLM], sampling: Any) -> None:
+    inside, outside = (tokens_of(engines[mode].generate(TEXTS, sampling)) for mode in MODES)
+    assert inside == outside
+    assert len({token for tokens in inside for token in tokens}) >= 20
+
+
+def test_a_seed_changes_the_tokens_and_repeats_them(llm: LLM) -> None:
+    first, again, other = (
+        tokens_of(llm.generate(TEXTS[0], SamplingParams(seed=seed, max_tokens=24)))[0] for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_without_a_seed_two_calls_differ(llm: LLM) -> None:
+    first, second = (tokens_of(llm.generate(TEXTS[0], SamplingParams(max_tokens=24)))[0] for _ in range(2))
+    assert first != second
+
+
+def test_a_result_holds_prompt_tokens_text_and_reason_in_the_order_of_the_prompts(llm: LLM) -> None:
+    results = llm.generate(TEXTS, GREEDY)
+    assert [result.prompt for result in results] == TEXTS
+    for result in results:
+        assert result.prompt_token_ids == llm.tokenizer.encode(result.prompt or "", add_special_tokens=True).tolist()
+        assert 0 <= result.num_cached_tokens < len(result.prompt_token_ids)
+        (choice,) = result.outputs
+        assert choice.index == 0
+        assert choice.text == llm.tokenizer.decode(choice.token_ids)
+        assert choice.finish_reason == ("length" if len(choice.token_ids) == 24 else "stop")
+        assert all(type(token) is int for token in choice.token_ids + result.prompt_token_ids)
+    assert {result.outputs[0].finish_reason for result in results} >= {"length"}
+
+
+def test_token_ids_are_prompts_too_alone_or_among_texts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode(TEXTS[1], add_special_tokens=True)
+    expected = tokens_of(llm.generate(TEXTS[1], GREEDY))
+    for prompt in (ids.tolist(), list(ids), [ids], tuple(ids.tolist())):
+        (result,) = llm.generate(prompt, GREEDY)
+        assert result.prompt is None
+        assert result.prompt_token_ids == ids.tolist()
+        assert [result.outputs[0].token_ids] == expected
+    assert tokens_of(llm.generate([TEXTS[0], ids.tolist()], GREEDY))[1:] == expected
+
+
+def test_no_prompts_no_results(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_one_setting_a_prompt(llm: LLM) -> None:
+    lengths = [3, 7, 1, 5]
+    sampling = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True) for length in lengths]
+    assert [len(tokens) for tokens in tokens_of(llm.generate(TEXTS, sampling))] == lengths
+
+
+def test_more_prompts_than_rows(llm: LLM) -> None:
+    alone = tokens_of(llm.generate(TEXTS, GREEDY))
+    assert tokens_of(llm.generate(TEXTS * 4, GREEDY)) == alone * 4
+
+
+def test_an_end_token_ends_a_reply_unless_it_is_ignored(llm: LLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=60)
+    stopped = llm.generate(TEXTS[1], long)[0].outputs[0]
+    (end,) = set(stopped.token_ids) & llm.tokenizer.hidden_ids
+    assert (stopped.finish_reason, stopped.token_ids.index(end)) == ("stop", len(stopped.token_ids) - 1)
+    ignoring = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    ignored = llm.generate(TEXTS[1], ignoring)[0].outputs[0]
+    assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 60)
+    assert ignored.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+
+
+def test_the_context_ends_a_reply_that_nothing_else_ends(llm: LLM) -> None:
+    prompt = [100 + at % 50 for at in range(500)]
+    (result,) = llm.generate(prompt, SamplingParams(temperature=0.0, ignore_eos=True))
+    assert (len(result.outputs[0].token_ids), result.outputs[0].finish_reason) == (12, "length")
+
+
+def test_a_second_turn_comes_from_the_cache(llm: LLM) -> None:
+    prompt = [300 + 7 * at % 900 for at in range(70)]
+    (first,) = llm.generate(prompt, GREEDY)
+    assert first.num_cached_tokens == 0
+    (again,) = llm.generate(prompt, GREEDY)
+    assert again.num_cached_tokens == 69 // PAGE * PAGE
+    history = [*prompt, *first.outputs[0].token_ids]
+    (second,) = llm.generate([*history, 40, 41], GREEDY)
+    assert second.num_cached_tokens >= len(history) - PAGE
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind", "words"),
+    [
+        ([[]], RequestError, "empty"),
+        ([4096], RequestError, "from 0 to 4095"),
+        ([-1], RequestError, "from 0 to 4095"),
+        ([[1.5]], RequestError, "integers"),
+        ([[2, "x"]], RequestError, "integers"),
+        ([5] * 512, ContextLengthError, "512 tokens"),
+        ("word " * 600, ContextLengthError, "512 is the limit"),
+        ("a\ud800b", RequestError, "lone surrogate"),
+    ],
+    ids=["empty", "beyond the vocabulary", "-1", "fraction", "text", "too many ids", "too long a text", "surrogate"],
+)
+def test_a_wrong_prompt_is_refused_and_the_next_one_served(
+    llm: LLM, prompt: Any, kind: type[HiserveError], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as refused:
+        llm.generate(prompt, GREEDY)
+    assert type(refused.value) is kind
+    assert refused.value.param == "prompt"
+    with pytest.raises(kind):  # one wrong prompt refuses its whole batch
+        llm.generate([TEXTS[0], prompt[0] if isinstance(prompt[0], list) else prompt], GREEDY)
+    assert len(tokens_of(llm.generate(TEXTS[0], GREEDY))[0]) == 24
+
+
+def test_as_many_settings_as_prompts(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="2 sampling parameters for 4 prompts"):
+        llm.generate(TEXTS, SEEDED[:2])
+
+
+def test_ctrl_c_ends_the_call_and_its_requests_and_nothing_else(llm: LLM) -> None:
+    expected = tokens_of(llm.generate(TEXTS[0], GREEDY))
+    long = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)
+    start = time.perf_counter()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([TEXTS[0]] * 16, long)
+    timer.join()
+    assert tokens_of(llm.generate(TEXTS[0], GREEDY)) == expected
+    interrupted_s = time.perf_counter() - start
+    start = time.perf_counter()
+    llm.generate([TEXTS[0]] * 4, SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
+    part_s = time.perf_counter() - start  # a sixteenth of what was interrupted
+    assert interrupted_s < 4 * part_s, "the interrupted requests ran to their end"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_page": 5}, "'kv_page'. Did you mean --kv-pages"),
+        ({"page_size": 0}, "--page-size is 0; the least is 1"),
+        ({"dtype": "int3"}, "--dtype is 'int3'"),
+        ({"max_model_len": 9000}, "the model's context is 8192"),
+        ({"in_process": True, "replicas": 2}, "in_process"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(settings: dict[str, Any], words: str) -> None:
+    before = threading.active_count(), children(os.getpid())
+    with pytest.raises(ConfigError, match=words):
+        LLM(**settings)
+    assert (threading.active_count(), children(os.getpid())) == before
+
+
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no model folder"):
+        LLM(tmp_path / "nowhere")
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def test_the_end_of_the_block_leaves_no_process_and_no_thread() -> None:
+    threads, before = threading.active_count(), set(children(os.getpid()))
+    with LLM(**SMALL) as llm:
+        started = set(children(os.getpid())) - before
+        started |= {pid for child in started for pid in children(child)}
+        assert len(started) == 2  # scheduler and worker
+        assert llm.generate("Hello", GREEDY)
+    wait_dead(started)
+    assert threading.active_count() == threads
+    llm.close()  # again: nothing happens
+    with pytest.raises(UnavailableError, match="closed"):
+        llm.generate("Hello", GREEDY)
+
+
+def test_in_process_needs_no_other_process() -> None:
+    threads, before = threading.active_count(), children(os.getpid())
+    with LLM(in_process=True, **SMALL) as llm:
+        assert llm.generate("Hello", GREEDY)
+        assert children(os.getpid()) == before
+    assert threading.active_count() == threads
+    llm.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        llm.generate("Hello", GREEDY)
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["exit", "killed"])
+def test_a_program_that_never_closes_leaves_no_process(tmp_path: Path, end: str) -> None:
+    program = (
+        "import os, signal\nfrom hiserve import LLM\nfrom tests.helpers.processes import children\n"
+        f"llm = LLM(**{SMALL!r})\n"
+        "first = children(os.getpid())\n"
+        "print(*first, *(pid for child in first for pid in children(child)), flush=True)\n" + end
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == (-9 if end else 0), done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    wait_dead(pids)
+
+
+# --- two workers --------------------------------------------------------------------------------
+
+
+def test_a_conversation_returns_to_the_worker_that_holds_its_prefix() -> None:
+    rng = np.random.default_rng(11)
+    histories = [rng.integers(3, 4096, size=100).tolist() for _ in range(4)]
+    with LLM(replicas=2, **SMALL) as llm:
+        for turn in range(3):
+            if turn == 0:  # all at once: two conversations on each worker
+                results = llm.generate(histories, GREEDY)
+            else:  # one by one, on two idle workers: only the prefix tells them apart
+                order = rng.permutation(len(histories)).tolist()
+                by_conversation = {at: llm.generate(histories[at], GREEDY)[0] for at in order}
+                results = [by_conversation[at] for at in range(len(histories))]
+            for at, result in enumerate(results):
+                known = len(histories[at]) - 3 if turn else 0
+                assert result.num_cached_tokens >= known - PAGE, f"turn {turn} of conversation {at}"
+                assert turn or not result.num_cached_tokens
+                histories[at] += [*result.outputs[0].token_ids, *rng.integers(3, 4096, size=3).tolist()]
