@@ -1,0 +1,128 @@
+"""Every snippet of the README is executed as it stands, but for the port; the others are named here with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.live import Live, serve
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Commands that are not executed here, and why.
+NOT_RUN = {
+    "git clone": "there is nothing to clone from",
+    "make demo": "is the demo itself; it installs into a .venv of its own",
+    "make test": "runs this test",
+    "pip install": "needs a package index",
+}
+LIMIT_S = 120
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced block."""
+
+    language: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """Its lines, continued ones joined, without comments."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+    @property
+    def is_serve(self) -> bool:
+        return self.language == "bash" and self.commands[0].startswith("hiserve serve")
+
+    @property
+    def is_request(self) -> bool:
+        return self.language == "bash" and self.commands[0].startswith("curl ")
+
+    @property
+    def is_not_run(self) -> bool:
+        return self.language == "bash" and all(command.startswith(tuple(NOT_RUN)) for command in self.commands)
+
+
+SNIPPETS = [Snippet(language, text) for language, text in FENCE.findall((ROOT / "README.md").read_text())]
+
+
+def of(kind: str) -> list[Snippet]:
+    return [snippet for snippet in SNIPPETS if getattr(snippet, kind)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """The server of the README, on a free port."""
+    (snippet,) = of("is_serve")
+    argv = shlex.split(snippet.text)[2:]
+    at = argv.index("--port")
+    with serve(tmp_path_factory.mktemp("readme"), *argv[:at], *argv[at + 2 :]) as live:
+        assert f":{argv[at + 1]}" not in live.url
+        yield live
+
+
+def test_every_snippet_is_executed_or_named_here() -> None:
+    known = {"python": [snippet for snippet in SNIPPETS if snippet.language == "python"]}
+    known |= {kind: of(kind) for kind in ("is_serve", "is_request", "is_not_run")}
+    assert sorted(snippet.text for each in known.values() for snippet in each) == sorted(each.text for each in SNIPPETS)
+    assert all(known.values()), "the README shows no snippet of some kind"
+
+
+def test_what_is_not_run_is_still_there() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for snippet in of("is_not_run"):
+        for command in snippet.commands:
+            if command.startswith("make "):
+                assert command.split()[1] in targets
+
+
+@pytest.mark.parametrize("snippet", [each for each in SNIPPETS if each.language == "python"])
+def test_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", snippet.text],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+@pytest.mark.parametrize("snippet", of("is_request"))
+def test_a_request_is_answered(snippet: Snippet, server: Live) -> None:
+    (shown,) = set(re.findall(r"http://[\w.]+:\d+", snippet.text))
+    done = subprocess.run(
+        ["bash", "-c", snippet.text.replace(shown, server.url)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["choices"][0]["message"]["content"]
+    assert answer["usage"]["completion_tokens"] >= 1
+
+
+def test_the_request_of_the_readme_goes_to_the_server_of_the_readme() -> None:
+    (served,) = of("is_serve")
+    argv = shlex.split(served.text)
+    for request in of("is_request"):
+        assert f":{argv[argv.index('--port') + 1]}/" in request.text
