@@ -113,6 +113,8 @@ class EngineClient:
     async def start(cls, config: Config, *, command: Sequence[str] = SCHEDULER_COMMAND) -> EngineClient:
         """Starts the scheduler, which starts the workers; returns when all are ready.
 
+        On Linux the processes end with the thread that called this.
+
         Args:
             config: Resolved configuration.
             command: Command line of the scheduler, without its endpoint.

@@ -1,112 +1,30 @@
-"""Real scheduler and worker processes around an engine without a model: requests, deaths, starts and stops."""
+"""Requests through a real scheduler and real workers around an engine without a model."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import uvloop
 
-from hiserve.config import make_config
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.errors import ContextLengthError, EngineError, HiserveError, ModelError, RequestError, UnavailableError
-from hiserve.scheduler.client import Delta, EngineClient
-from tests.helpers.fake_client import FAKE_SCHEDULER
-from tests.helpers.fake_engine import CRASH, FAIL, KILL, LIE, reply
-from tests.helpers.processes import children, is_alive, resident_bytes, wait_dead
-
-REPO = Path(__file__).parents[2]
+from hiserve.core.request import SamplingParams
+from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError
+from hiserve.scheduler.client import EngineClient
+from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
+from tests.helpers.fake_engine import FAIL, reply
+from tests.helpers.processes import resident_bytes
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Everything temporary of all processes lands here, and nothing of it may stay."""
-    monkeypatch.chdir(REPO)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield tmp_path
-    assert list(tmp_path.iterdir()) == [], "an endpoint was left behind"
-
-
-@asynccontextmanager
-async def engine(**settings: object) -> AsyncIterator[EngineClient]:
-    """Starts an engine, and after the test sees to it that no process is left."""
-    defaults = {
-        "max_model_len": 100_000,
-        "kv_pages": 10_000,
-        "max_running_requests": 8,
-        "max_batched_tokens": 512,
-        "log_level": "error",
-    }
-    client = await EngineClient.start(make_config(**(defaults | settings)), command=FAKE_SCHEDULER)
-    pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
-    try:
-        yield client
-    finally:
-        pids += children(pids[0]) if is_alive(pids[0]) else []
-        await client.stop()
-        await asyncio.to_thread(wait_dead, pids)
-
-
-def tokens(first: int, length: int = 20) -> Int32Array:
-    return np.arange(first, first + length, dtype=np.int32)
-
-
-def order(order_id: int) -> Int32Array:
-    return np.array([order_id, 1, 2], dtype=np.int32)
-
-
-async def collect(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) -> list[Delta]:
-    return [delta async for delta in client.generate(prompt, SamplingParams(max_tokens=max_tokens))]
-
-
-async def finish(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) -> list[int]:
-    """Runs a request to its end and checks what it got."""
-    deltas = await collect(client, prompt, max_tokens)
-    got = [token for delta in deltas for token in delta.tokens]
-    assert got == reply(prompt, max_tokens)
-    assert [delta.finish for delta in deltas[:-1]] == [FinishReason.RUNNING] * (len(deltas) - 1)
-    assert deltas[-1].finish is FinishReason.LENGTH
-    assert deltas[0].cached >= 0
-    assert all(delta.cached == -1 for delta in deltas[1:])
-    return got
-
-
-async def settled(client: EngineClient) -> None:
-    """Waits until nothing is owed, here, in the scheduler and in the workers; fails if something stays."""
-    async with asyncio.timeout(10):
-        while True:
-            status = await client.status()
-            if not client.num_inflight and not status.queued and not any(w.stats.running for w in status.workers):
-                return
-            await asyncio.sleep(0.01)
-
-
-async def until_served(client: EngineClient) -> None:
-    """Waits until a request is answered again after a death."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await finish(client, tokens(7000))
-                return
-            except EngineError:
-                await asyncio.sleep(0.01)
-
-
-# --- requests -----------------------------------------------------------------------------
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with private_folder(tmp_path, monkeypatch):
+        yield
 
 
 async def test_two_hundred_requests_with_random_aborts_each_end_once() -> None:
@@ -288,221 +206,3 @@ async def self_made(client: EngineClient) -> None:
         await asyncio.wait_for(anext(client.generate(tokens(0), SamplingParams())), 10)
     finally:
         client._process.send = send  # type: ignore[method-assign]
-
-
-# --- deaths -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("death", [CRASH, KILL, LIE])
-async def test_a_worker_that_dies_costs_its_requests_one_error_each_and_is_replaced(death: int) -> None:
-    async with engine() as client:
-        tasks = [asyncio.create_task(collect(client, tokens(1000 * number), 90_000)) for number in range(6)]
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="worker"):
-            await collect(client, order(death))
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, EngineError) for result in results), results
-        await until_served(client)
-        await settled(client)
-        [worker] = (await client.status()).workers
-        assert worker.incarnation == 2
-
-
-async def test_a_killed_worker_harms_no_request_of_the_other() -> None:
-    async with engine(replicas=2) as client:
-        tasks = [asyncio.create_task(collect(client, tokens(1000 * number), 400)) for number in range(8)]
-        await asyncio.sleep(0.1)
-        os.kill(client.started.workers[0].pid, signal.SIGKILL)
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert sum(isinstance(result, EngineError) for result in results) == 4
-        assert sum(isinstance(result, list) for result in results) == 4
-        await until_served(client)
-        async with asyncio.timeout(20):
-            while len((await client.status()).workers) < 2:
-                await asyncio.sleep(0.01)
-        assert [worker.incarnation for worker in (await client.status()).workers] == [2, 1]
-
-
-async def test_queued_requests_survive_the_death_of_the_only_worker() -> None:
-    async with engine(max_running_requests=1) as client:
-        doomed = [asyncio.create_task(collect(client, tokens(1000 * number), 90_000)) for number in range(2)]
-        await asyncio.sleep(0.05)
-        queued = [asyncio.create_task(finish(client, tokens(1000 * number), 5)) for number in range(2, 6)]
-        await asyncio.sleep(0.05)
-        os.kill(client.started.workers[0].pid, signal.SIGKILL)
-        results = await asyncio.gather(*doomed, return_exceptions=True)
-        assert all(isinstance(result, EngineError) for result in results)
-        await asyncio.gather(*queued)
-
-
-async def test_a_killed_scheduler_fails_every_request_and_takes_its_workers_along() -> None:
-    async with engine(replicas=2) as client:
-        tasks = [asyncio.create_task(collect(client, tokens(1000 * number), 90_000)) for number in range(30)]
-        await asyncio.sleep(0.1)
-        os.kill(client.started.scheduler_pid, signal.SIGKILL)
-        begin = time.monotonic()
-        async with asyncio.timeout(10):
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - begin < 3
-        assert all(isinstance(result, UnavailableError) for result in results)
-        assert not client.is_ready
-        assert client.num_inflight == 0
-        with pytest.raises(UnavailableError, match="SIGKILL"):
-            await client.status()
-        await asyncio.to_thread(wait_dead, [worker.pid for worker in client.started.workers], 2.0)
-
-
-async def test_interrupts_and_terminations_are_left_to_the_parent() -> None:
-    async with engine() as client:
-        for pid in (client.started.scheduler_pid, client.started.workers[0].pid):
-            os.kill(pid, signal.SIGINT)
-            os.kill(pid, signal.SIGTERM)
-        await asyncio.sleep(0.1)
-        await finish(client, tokens(0))
-        assert (await client.status()).workers[0].incarnation == 1
-
-
-class Family:
-    """A client in a process of its own, with its scheduler and workers."""
-
-    def __init__(self, model: str = "fake", replicas: int = 2) -> None:
-        self.client = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fake_client", model, str(replicas)], stdout=subprocess.PIPE
-        )
-        self._num_workers = replicas
-
-    def wait_ready(self) -> None:
-        assert self.client.stdout is not None
-        assert self.client.stdout.readline() == b"ready\n"
-        self.wait_born()
-
-    def wait_born(self) -> None:
-        """Waits until the workers' processes exist."""
-        deadline = time.monotonic() + 20
-        while not (schedulers := children(self.client.pid)) or len(children(schedulers[0])) < self._num_workers:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        [self.scheduler] = schedulers
-        self.workers = children(self.scheduler)
-
-    def wait_dead(self) -> None:
-        wait_dead([self.client.pid, self.scheduler, *self.workers])
-        self.client.wait()
-        assert self.client.stdout is not None
-        self.client.stdout.close()
-
-
-@pytest.mark.parametrize(
-    "victims", ["client", "client scheduler", "scheduler client", "worker client", "client worker"]
-)
-def test_no_order_of_kills_leaves_an_orphan(victims: str) -> None:
-    family = Family()
-    family.wait_ready()
-    pids = {"client": family.client.pid, "scheduler": family.scheduler, "worker": family.workers[0]}
-    for victim in victims.split():
-        os.kill(pids[victim], signal.SIGKILL)
-    family.wait_dead()
-
-
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.3])
-def test_a_client_killed_while_its_workers_start_leaves_nothing(delay_s: float) -> None:
-    family = Family("slow")
-    family.wait_born()
-    time.sleep(delay_s)
-    family.client.kill()
-    family.wait_dead()
-
-
-# --- starts and stops ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "kind", "message"),
-    [
-        ("missing", ModelError, "the folder 'missing' has no config.json. Give a checkpoint folder."),
-        ("broken", EngineError, "RuntimeError: the builder is broken"),
-        ("vanishes", EngineError, "worker 0 died while it started (exit code 7)."),
-    ],
-)
-async def test_a_failed_start_is_one_clear_error(
-    model: str, kind: type[HiserveError], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(HiserveError) as caught:
-        async with engine(model=model):
-            pass
-    assert type(caught.value) is kind
-    assert caught.value.message == message
-    assert children(os.getpid()) == []
-    if kind is ModelError:
-        assert "Traceback" not in capfd.readouterr().err
-        assert "Traceback" in caught.value.__notes__[0]
-
-
-async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
-    task = asyncio.create_task(anext(aiter_of(engine(model="slow"))))
-    await asyncio.sleep(0.5)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.to_thread(wait_dead, children(os.getpid()))
-
-
-async def aiter_of(context: object) -> AsyncIterator[EngineClient]:
-    async with context as client:  # type: ignore[attr-defined]
-        yield client
-
-
-async def test_a_scheduler_that_cannot_run_is_one_clear_error() -> None:
-    with pytest.raises(EngineError, match=r"scheduler process died \(exit code 5\)"):
-        await EngineClient.start(make_config(), command=(sys.executable, "-c", "raise SystemExit(5)"))
-
-
-async def test_stop_drains_as_long_as_it_was_told_and_fails_the_rest() -> None:
-    async with engine() as client:
-        short = asyncio.create_task(finish(client, tokens(0), 50))
-        long = asyncio.create_task(collect(client, tokens(1000), 90_000))
-        await asyncio.sleep(0.05)
-        await client.stop(drain_s=0.5)
-        assert short.done()
-        await short
-        with pytest.raises(UnavailableError, match="stopped"):
-            await long
-        with pytest.raises(UnavailableError, match="stopped"):
-            await collect(client, tokens(0))
-        assert not client.is_ready
-
-
-async def test_an_idle_engine_stops_quickly_even_when_asked_to_drain() -> None:
-    async with engine(replicas=2) as client:
-        begin = time.monotonic()
-        await client.stop(drain_s=30)
-        assert time.monotonic() - begin < 2
-
-
-def test_an_engine_lives_in_uvloop_as_well() -> None:
-    async def use() -> None:
-        async with engine(replicas=2) as client:
-            for worker in client.started.workers:
-                assert list(worker.startup_s) == ["start process", "build"]
-                assert 0 < worker.startup_s["start process"] < 20
-            await asyncio.gather(*(finish(client, tokens(1000 * number), 50) for number in range(8)))
-            running = asyncio.create_task(collect(client, tokens(0), 90_000))
-            await asyncio.sleep(0.05)
-            os.kill(client.started.scheduler_pid, signal.SIGKILL)
-            with pytest.raises(UnavailableError):
-                await running
-
-    uvloop.run(use())
-
-
-def test_an_engine_may_live_in_the_loop_of_a_background_thread() -> None:
-    got: list[int] = []
-
-    async def use() -> None:
-        async with engine() as client:
-            got.extend(await finish(client, tokens(0), 5))
-
-    thread = threading.Thread(target=lambda: asyncio.run(use()))
-    thread.start()
-    thread.join(30)
-    assert got == reply(tokens(0), 5)

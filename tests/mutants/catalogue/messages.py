@@ -13,7 +13,7 @@ FAILURES = "hiserve/messages/failures.py"
 OF_CODEC = "tests/unit/messages/test_codec.py::"
 OF_COALESCE = "tests/unit/messages/test_coalesce.py::"
 OF_CHANNELS = "tests/unit/messages/test_channels.py::"
-OF_PROCESSES = "tests/e2e/test_processes.py::"
+OF_LIVES = "tests/e2e/test_process_lives.py::"
 COLUMNS = OF_CODEC + "test_columns_that_contradict_each_other_are_malformed"
 FRAMES = OF_CODEC + "test_malformed_frames_raise_one_typed_error"
 
@@ -177,7 +177,7 @@ MUTANTS = [
         file=CHILD,
         old="for signum in (signal.SIGINT, signal.SIGTERM):",
         new="for signum in (signal.SIGINT,):",
-        test=OF_PROCESSES + "test_interrupts_and_terminations_are_left_to_the_parent",
+        test=OF_LIVES + "test_interrupts_and_terminations_are_left_to_the_parent",
     ),
     Mutant(
         name="a parent closes its ears when the child is dead",
@@ -191,6 +191,6 @@ MUTANTS = [
         file=FAILURES,
         old="_BY_CODE.get(code, EngineError)",
         new="EngineError",
-        test=OF_PROCESSES + "test_a_failed_start_is_one_clear_error",
+        test=OF_LIVES + "test_a_failed_start_is_one_clear_error",
     ),
 ]

@@ -21,6 +21,7 @@ OF_SUPERVISOR = "tests/unit/scheduler/test_supervisor.py::"
 OF_OUTBOX = "tests/unit/worker/test_outbox.py::"
 OF_SERVICE = "tests/unit/worker/test_service.py::"
 OF_PROCESSES = "tests/e2e/test_processes.py::"
+OF_LIVES = "tests/e2e/test_process_lives.py::"
 CONSERVATION = "tests/unit/scheduler/test_conservation.py"
 
 MUTANTS = [
@@ -277,7 +278,7 @@ MUTANTS = [
         file=CLIENT,
         old="            stream.fail(UnavailableError(reason))",
         new="            pass",
-        test=OF_PROCESSES + "test_a_killed_scheduler_fails_every_request_and_takes_its_workers_along",
+        test=OF_LIVES + "test_a_killed_scheduler_fails_every_request_and_takes_its_workers_along",
     ),
     Mutant(
         name="a report overtakes those that wait",

@@ -1,0 +1,96 @@
+"""Engines of fake workers for tests: start one, ask it, and see that nothing of it stays."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hiserve.config import make_config
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import EngineError
+from hiserve.scheduler.client import Delta, EngineClient
+from tests.helpers.fake_client import FAKE_SCHEDULER
+from tests.helpers.fake_engine import reply
+from tests.helpers.processes import children, is_alive, wait_dead
+
+
+@contextmanager
+def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything temporary of all processes lands in ``tmp_path``, and nothing of it may stay."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert list(tmp_path.iterdir()) == [], "an endpoint was left behind"
+
+
+@asynccontextmanager
+async def engine(**settings: object) -> AsyncIterator[EngineClient]:
+    """Starts an engine, and after the test sees to it that no process is left."""
+    defaults = {
+        "max_model_len": 100_000,
+        "kv_pages": 10_000,
+        "max_running_requests": 8,
+        "max_batched_tokens": 512,
+        "log_level": "error",
+    }
+    client = await EngineClient.start(make_config(**(defaults | settings)), command=FAKE_SCHEDULER)
+    pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
+    try:
+        yield client
+    finally:
+        pids += children(pids[0]) if is_alive(pids[0]) else []
+        await client.stop()
+        await asyncio.to_thread(wait_dead, pids)
+
+
+def tokens(first: int, length: int = 20) -> Int32Array:
+    return np.arange(first, first + length, dtype=np.int32)
+
+
+def order(order_id: int) -> Int32Array:
+    return np.array([order_id, 1, 2], dtype=np.int32)
+
+
+async def collect(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) -> list[Delta]:
+    return [delta async for delta in client.generate(prompt, SamplingParams(max_tokens=max_tokens))]
+
+
+async def finish(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) -> list[int]:
+    """Runs a request to its end and checks what it got."""
+    deltas = await collect(client, prompt, max_tokens)
+    got = [token for delta in deltas for token in delta.tokens]
+    assert got == reply(prompt, max_tokens)
+    assert [delta.finish for delta in deltas[:-1]] == [FinishReason.RUNNING] * (len(deltas) - 1)
+    assert deltas[-1].finish is FinishReason.LENGTH
+    assert deltas[0].cached >= 0
+    assert all(delta.cached == -1 for delta in deltas[1:])
+    return got
+
+
+async def settled(client: EngineClient) -> None:
+    """Waits until nothing is owed, here, in the scheduler and in the workers; fails if something stays."""
+    async with asyncio.timeout(10):
+        while True:
+            status = await client.status()
+            if not client.num_inflight and not status.queued and not any(w.stats.running for w in status.workers):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def until_served(client: EngineClient) -> None:
+    """Waits until a request is answered again after a death."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await finish(client, tokens(7000))
+                return
+            except EngineError:
+                await asyncio.sleep(0.01)
