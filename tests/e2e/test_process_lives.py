@@ -18,8 +18,8 @@ import uvloop
 from hiserve.config import make_config
 from hiserve.errors import EngineError, HiserveError, ModelError, UnavailableError
 from hiserve.scheduler.client import EngineClient
-from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_served
 from tests.helpers.fake_engine import CRASH, KILL, LIE, reply
+from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_served
 from tests.helpers.processes import children, wait_dead
 
 

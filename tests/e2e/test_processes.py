@@ -16,8 +16,8 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError
 from hiserve.scheduler.client import EngineClient
-from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
 from tests.helpers.fake_engine import FAIL, reply
+from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
 from tests.helpers.processes import resident_bytes
 
 
