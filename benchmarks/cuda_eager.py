@@ -111,7 +111,19 @@ async def measure(url: str) -> dict[str, Any]:
 
 def serve_and_measure(*flags: str) -> dict[str, Any]:
     """Starts a server on the device and measures it."""
-    command = [sys.executable, "-m", "hiserve.cli", "serve", "--device", "cuda", "--port", "0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "hiserve.cli",
+        "serve",
+        "--device",
+        "cuda",
+        "--port",
+        "0",
+        "--log-level",
+        "warning",
+        *flags,
+    ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)
     assert server.stdout is not None
     try:

@@ -55,12 +55,17 @@ def test_only_chat_takes_an_address() -> None:
         cli.parse(["serve", "--url", "http://x"])
 
 
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_flags_are_not_abbreviated(command: str) -> None:
+    with pytest.raises(ConfigError, match=r"unknown argument '--max-model'\. Did you mean --max-model-len"):
+        cli.parse([command, "--max-model", "9"])
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["serve", "--kv-page", "5"], ["'--kv-page'", "--kv-pages"]),
         (["serve", "--pagesize=4"], ["'--pagesize=4'", "--page-size"]),
-        (["serve", "--max-model"], ["'--max-model'", "--max-model-len"]),  # no abbreviations
         (["serve", "--model", "x"], ["'--model'", "hiserve serve MODEL"]),
         (["serve", "--zzzzz"], ["'--zzzzz'"]),
         (["serve", "a", "b"], ["'b'"]),

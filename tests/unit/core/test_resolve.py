@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given
+from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
@@ -140,32 +141,39 @@ def test_a_pool_of_exactly_the_longest_request_is_enough() -> None:
     assert resolve(make_config(kv_pages=5, max_model_len=64), NANO, LAPTOP).config.cache.kv_pages == 5
 
 
+def magnitudes(most: int, least: int = 1) -> st.SearchStrategy[int]:
+    """Numbers of every size, small and large ones alike."""
+    sizes = st.integers(least.bit_length(), most.bit_length())
+    return sizes.flatmap(lambda bits: st.integers(least, min(most, 2**bits)))
+
+
 machines = st.builds(
     Machine,
     cores=st.integers(1, 256),
-    memory_bytes=st.one_of(st.integers(0, 64 * MIB), st.integers(0, 2**40)),
-    cuda_memory_bytes=st.one_of(st.just(0), st.integers(0, 2**38)),
+    memory_bytes=magnitudes(2**40, 10 * MIB),
+    cuda_memory_bytes=st.one_of(st.just(0), magnitudes(2**38, GIB)),
 )
 models = st.builds(
     ModelFacts,
-    context_length=st.integers(2, 2**31 - 1),
+    context_length=magnitudes(2**31 - 1).map(lambda length: length + 1),
     checkpoint_dtype=st.sampled_from(list(DTYPE_BYTES)),
-    num_params=st.integers(1, 10**11),
-    slot_elements=st.integers(2, 2**20).map(lambda half: half * 2),
+    num_params=magnitudes(10**10),
+    slot_elements=magnitudes(2**18).map(lambda half: half * 2),
     vocab_size=st.integers(1, 200_000),
 )
 givens = st.fixed_dictionaries(
     {"page_size": st.sampled_from([1, 7, 16, 256]), "replicas": st.integers(1, 4)},
     optional={
-        "kv_pages": st.integers(2, 10**6),
-        "max_model_len": st.integers(2, 10**6),
-        "max_running_requests": st.integers(1, 10**5),
+        "kv_pages": magnitudes(10**6).map(lambda pages: pages + 1),
+        "max_model_len": magnitudes(10**6).map(lambda length: length + 1),
+        "max_running_requests": magnitudes(10**5),
         "dtype": st.sampled_from(list(DTYPE_BYTES)),
         "device": st.sampled_from(["cpu", "cuda"]),
     },
 )
 
 
+@trials(deadline=None, max_examples=300)
 @given(machine=machines, model=models, given=givens)
 def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     machine: Machine, model: ModelFacts, given: dict[str, Any]

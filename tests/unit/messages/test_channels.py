@@ -151,8 +151,13 @@ class Recorder:
         self.num_writable = 0
         self.gone = asyncio.Event()
         self.channel = AsyncChannel(
-            link, on_messages=self.messages.extend, on_writable=self._writable, on_gone=self.gone.set
+            link, on_messages=self.messages.extend, on_writable=self._writable, on_gone=self._gone
         )
+        self.heard_when_gone: list[int] = []
+
+    def _gone(self) -> None:
+        self.heard_when_gone.append(len(self.messages))
+        self.gone.set()
 
     def _writable(self) -> None:
         self.num_writable += 1
@@ -243,11 +248,12 @@ async def test_an_async_channel_reports_its_peer_gone_once_and_last() -> None:
     recorder = Recorder(parent)
     for number in range(200):
         send(child, [str(number).encode()])
-        await asyncio.sleep(0)
     child.close(linger_ms=1000)
+    time.sleep(0.2)  # the end is known before the first message is delivered
     async with asyncio.timeout(20):
         await recorder.gone.wait()
-    assert len(recorder.messages) == 200
+        await asyncio.sleep(0.05)
+    assert recorder.heard_when_gone == [200]
     recorder.channel.close()
 
 

@@ -68,6 +68,15 @@ def test_release_comes_before_admission_and_admission_before_the_table(rows: Dev
     assert rows.entry_owner[1].tolist() == [2, -1, -1]
 
 
+def test_a_released_row_knows_nothing_and_owns_nothing(rows: DeviceRows) -> None:
+    rows.apply(plan(admit=[admit(row, [1, 2, 3, 4, 5], 4) for row in (1, 2)], writes=[(1, 0, 5, 1), (2, 0, 6, 1)]))
+    rows.apply(plan(release=[1]))
+    assert rows.known_len.tolist() == [0, 0, 5, 0]
+    assert rows.computed_len.tolist() == [0, 0, 4, 0]
+    assert rows.page_table[:3, 0].tolist() == [0, 0, 6]
+    assert rows.entry_owner[:3, 0].tolist() == [-1, -1, 1]
+
+
 def test_a_new_tenant_inherits_no_entry_of_the_last(rows: DeviceRows) -> None:
     rows.apply(plan(writes=[(1, 0, 5, 1), (1, 1, 6, 1), (2, 0, 7, 1)]))
     rows.apply(plan(admit=[admit(1, [7, 8])]))
