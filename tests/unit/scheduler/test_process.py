@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,10 @@ class SlowClient:
         """Reads what has come, without a turn of the event loop."""
         while not (until_writable and self._scheduler_link.is_writable):
             if (frames := self._link.try_receive()) is None:
-                return
+                if not until_writable:
+                    return
+                time.sleep(0.001)
+                continue
             self.num_messages += 1
             received = self._decoder.decode(frames)
             match received.message:
