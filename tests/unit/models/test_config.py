@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.errors import ModelError
@@ -255,6 +255,7 @@ anything = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from([*LLAMA, "head_dim", "rope_scaling", "torch_dtype", "rope_theta", "hidden_act"]),
     value=anything,
