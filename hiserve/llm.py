@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -243,11 +244,10 @@ class _Processes:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hiserve-llm", daemon=True)
         self._thread.start()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._end_loop)
             self._client: EngineClient = self._wait(EngineClient.start(config))
-        except BaseException:
-            self._end_loop()
-            raise
+            undo.pop_all()
 
     def run(self, prompts: list[Int32Array], sampling: list[SamplingParams], outputs: list[RequestOutput]) -> None:
         self._wait(self._run(prompts, sampling, outputs))

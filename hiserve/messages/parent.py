@@ -37,13 +37,12 @@ class ChildProcess:
         """
         gone = asyncio.Event()
         link = Link.bind()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(link.close)
             process = await asyncio.create_subprocess_exec(
                 *command, link.endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
-        except BaseException:
-            link.close()
-            raise
+            undo.pop_all()
         return cls(process, AsyncChannel(link, on_messages=on_messages, on_gone=gone.set), gone)
 
     @property

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -126,11 +127,10 @@ class EngineClient:
         client._process = await ChildProcess.start(command, client._receive)
         client._process.send(encode(config))
         client._watch = asyncio.create_task(client._watch_process())
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(client.stop)
             client.started = await client._starting
-        except BaseException:
-            await client.stop()
-            raise
+            undo.pop_all()
         return client
 
     @property

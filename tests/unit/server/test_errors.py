@@ -256,7 +256,7 @@ async def test_an_engine_failure_after_the_first_byte_is_the_last_event(server: 
 
 
 async def test_our_own_fault_is_a_500_without_its_details(server: Server) -> None:
-    server.engine.fail_at, server.engine.failure = 0, RuntimeError("secret path /work/x")
+    server.engine.fail_at, server.engine.failure = 0, RuntimeError("secret path /srv/x")
     call = server.call("POST", CHAT, {"messages": HI})
     with pytest.raises(RuntimeError, match="secret"):  # passed on, for the log
         await call.end()
