@@ -169,14 +169,17 @@ def test_the_padding_row_always_works_in_the_sink(rows: DeviceRows) -> None:
     assert rows.known_len[0].item() == 0
 
 
-def test_a_step_already_launched_for_a_faulted_row_faults_too(rows: DeviceRows, planner: HandPlanner) -> None:
-    planner.admit(1, [1, 2, 3])
-    plan = planner.step({1: 3})
+@pytest.mark.parametrize(("num_known", "first", "second"), [(3, 3, 1), (12, 4, 4)], ids=["decode", "chunk"])
+def test_a_step_already_launched_for_a_faulted_row_faults_too(
+    rows: DeviceRows, planner: HandPlanner, num_known: int, first: int, second: int
+) -> None:
+    planner.admit(1, list(range(num_known)))
+    plan = planner.step({1: first})
     rows.apply(plan)
     rows.entry_owner[1, 0] = 77
     finish(build_inputs(plan, rows), rows)
     rows.entry_owner[1, 0] = plan.step_id
-    assert_sunk(build(planner.step({1: 1}), rows), 0)
+    assert_sunk(build(planner.step({1: second}), rows), 0)
 
 
 @pytest.mark.parametrize(("max_len", "num_new"), [(25, 1), (2, 3)])

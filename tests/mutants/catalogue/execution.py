@@ -1,0 +1,166 @@
+"""Guards of the executing half: rows, inputs, kernels, attention, sampler, executor, weights, pool."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ROWS = "hiserve/runners/rows.py"
+INPUTS = "hiserve/runners/inputs.py"
+KERNELS = "hiserve/kernels/reference.py"
+OF_ROWS = "tests/unit/runners/test_rows.py::"
+OF_INPUTS = "tests/unit/runners/test_inputs.py::"
+OF_KERNELS = "tests/unit/kernels/test_reference.py::"
+OF_ATTENTION = "tests/contract/test_attention.py::"
+OF_SAMPLER = "tests/unit/sampling/test_sampler.py::"
+OF_EXECUTOR = "tests/unit/worker/test_executor.py::"
+OF_WEIGHTS = "tests/unit/models/test_weights.py::"
+OF_LOGITS = "tests/e2e/test_transformers_oracle.py::"
+
+MUTANTS = [
+    # --- rows ---
+    Mutant(
+        name="a page table is written before the row is cleared",
+        file=ROWS,
+        old="""        if plan.release.size or plan.admit:
+            self._clear(plan.release, plan.admit)
+        if plan.admit:
+            self._admit(plan.admit)
+        if plan.table.rows.size:
+            self._write_table(plan.table)
+""",
+        new="""        if plan.table.rows.size:
+            self._write_table(plan.table)
+        if plan.release.size or plan.admit:
+            self._clear(plan.release, plan.admit)
+        if plan.admit:
+            self._admit(plan.admit)
+""",
+        test=OF_ROWS + "test_release_comes_before_admission_and_admission_before_the_table",
+    ),
+    Mutant(
+        name="a released row keeps its tokens and pages",
+        file=ROWS,
+        old="np.concatenate((release, np.array([each.row for each in admit], dtype=np.int32)))",
+        new="np.array([each.row for each in admit], dtype=np.int32)",
+        test=OF_ROWS + "test_a_released_row_knows_nothing_and_owns_nothing",
+    ),
+    Mutant(
+        name="a faulted row keeps its tokens",
+        file=ROWS,
+        old="known_len * legal)",
+        new="known_len)",
+        test=OF_INPUTS + "test_a_step_already_launched_for_a_faulted_row_faults_too",
+    ),
+    # --- inputs ---
+    Mutant(
+        name="an illegal row keeps its page table",
+        file=INPUTS,
+        old="table = table * legal[:, None]",
+        new="table = table * 1",
+        test=OF_INPUTS + "test_a_stale_entry_read_or_written_sends_the_whole_row_to_the_sink",
+    ),
+    Mutant(
+        name="nobody checks who owns a row's pages",
+        file=INPUTS,
+        old="        & is_table_owned(table, owners, rows.page_owner, end, rows.page_size)\n",
+        new="",
+        test=OF_EXECUTOR + "test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched",
+    ),
+    # --- kernels ---
+    Mutant(
+        name="a last slot may disagree with the length",
+        file=KERNELS,
+        old="(in_range & agrees)",
+        new="in_range",
+        test=OF_KERNELS + "test_legal_last_locs_are_none_or_a_slot_past_the_sink_that_agrees_with_the_length",
+    ),
+    Mutant(
+        name="a last slot may lie in the sink",
+        file=KERNELS,
+        old="(location >= page_size)",
+        new="(location >= 0)",
+        test=OF_KERNELS + "test_legal_last_locs_are_none_or_a_slot_past_the_sink_that_agrees_with_the_length",
+    ),
+    Mutant(
+        name="noise is the same at every position",
+        file=KERNELS,
+        old="counter[1] = position[:, None]",
+        new="counter[1] = 0",
+        test="tests/unit/kernels/test_random.py::test_each_part_of_the_key_gives_other_noise",
+    ),
+    # --- attention ---
+    Mutant(
+        name="a chunk's causal mask ignores its prefix",
+        file="hiserve/attention/cpu.py",
+        old=".triu_(kv_len - num_new + 1)",
+        new=".triu_(1)",
+        test=OF_ATTENTION + "test_one_row_alone",
+    ),
+    Mutant(
+        name="values of slots nobody owns are read",
+        file="hiserve/attention/reference.py",
+        old=".masked_fill_(self._unread[:, :, None, None], 0)",
+        new="",
+        test=OF_ATTENTION + "test_float64_stays_float64",
+    ),
+    # --- sampling ---
+    Mutant(
+        name="every choice of a request draws the same noise",
+        file="hiserve/sampling/params.py",
+        old="[(max(0, each.top_k), each.seed, choice) for each, choice in",
+        new="[(max(0, each.top_k), each.seed, 0) for each, _ in",
+        test=OF_SAMPLER + "test_seed_choice_and_position_each_change_the_stream",
+    ),
+    Mutant(
+        name="top-k keeps one more",
+        file="hiserve/sampling/sampler.py",
+        old="batch.top_k.clamp(max=size)",
+        new="(batch.top_k + 1).clamp(max=size)",
+        test=OF_SAMPLER + "test_draws_follow_the_exact_filtered_distribution[dtype0-top-k]",
+    ),
+    Mutant(
+        name="top-p keeps one more",
+        file="hiserve/sampling/sampler.py",
+        old=".clamp_(max=size - 1)",
+        new=".sub_(1).clamp_(0, size - 1)",
+        test=OF_SAMPLER + "test_a_filter_always_leaves_the_likeliest_token",
+    ),
+    # --- executor ---
+    Mutant(
+        name="a faulted row's token counts",
+        file="hiserve/worker/executor.py",
+        old="counts=legal[plan.samples].astype(np.int32)",
+        new="counts=np.ones(int(plan.samples.sum()), dtype=np.int32)",
+        test=OF_EXECUTOR + "test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched",
+    ),
+    # --- weights and decoder ---
+    Mutant(
+        name="a checkpoint may lack a tensor",
+        file="hiserve/models/weights.py",
+        old="    if missing:\n",
+        new="    if False:\n",
+        test=OF_WEIGHTS + "test_a_missing_tensor_is_named",
+    ),
+    Mutant(
+        name="a tensor may have any shape",
+        file="hiserve/models/weights.py",
+        old="if tuple(tensor.shape) != piece.shape:",
+        new="if False:",
+        test=OF_WEIGHTS + "test_a_wrong_shape_is_named_with_both_shapes",
+    ),
+    Mutant(
+        name="queries and keys are not normed",
+        file="hiserve/models/decoder.py",
+        old="qk_norm = RMSNorm(weight, config.norm_eps)",
+        new="del weight",
+        test=OF_LOGITS + "test_float32_logits_of_every_position_agree[qwen3-cpu]",
+    ),
+    # --- pool ---
+    Mutant(
+        name="values lie over keys",
+        file="hiserve/cache/pools/layout.py",
+        old="v=planes[1]",
+        new="v=planes[0]",
+        test="tests/unit/pools/test_device_pool.py::test_layers_and_planes_share_no_memory",
+    ),
+]
