@@ -220,10 +220,12 @@ class AsyncChannel:
 
     def try_send(self, frames: Frames) -> bool:
         """Sends now or refuses, so that the caller can merge what the peer is too slow for."""
-        if self._is_closed or self._backlog or not self._link.try_send(frames):
-            self._is_full = True
+        if self._is_closed:
             return False
         self._wake()
+        if self._backlog or not self._link.try_send(frames):
+            self._is_full = True
+            return False
         return True
 
     def close(self, linger_ms: int = 0) -> None:

@@ -154,9 +154,16 @@ MUTANTS = [
     Mutant(
         name="a message overtakes those that wait",
         file=CHANNELS,
-        old="if self._is_closed or self._backlog or not self._link.try_send(frames):",
-        new="if self._is_closed or not self._link.try_send(frames):",
+        old="if self._backlog or not self._link.try_send(frames):",
+        new="if not self._link.try_send(frames):",
         test=OF_CHANNELS + "test_what_waits_is_not_overtaken",
+    ),
+    Mutant(
+        name="nobody looks again after a send",
+        file=CHANNELS,
+        old="        self._wake()\n        if self._backlog",
+        new="        if self._backlog",
+        test=OF_CHANNELS + "test_a_message_that_came_during_a_send_is_not_forgotten",
     ),
     Mutant(
         name="nobody looks again after a full batch",

@@ -257,6 +257,44 @@ async def test_an_async_channel_reports_its_peer_gone_once_and_last() -> None:
     recorder.channel.close()
 
 
+class SilentLink:
+    """A link on which a message came while something else was being sent: its descriptor will not tell."""
+
+    def __init__(self) -> None:
+        self._pipe = os.pipe()
+        self.inbox: list[Frames] = []
+        self.endpoint = ""
+        self.fds = self._pipe
+        self.is_gone = False
+        self.is_writable = False
+
+    @property
+    def is_readable(self) -> bool:
+        return bool(self.inbox)
+
+    def try_send(self, frames: Frames) -> bool:
+        self.inbox.append([b"came meanwhile"])
+        return self.is_writable
+
+    def try_receive(self) -> Frames | None:
+        return self.inbox.pop() if self.inbox else None
+
+    def close(self, linger_ms: int = 0) -> None:
+        for fd in self._pipe:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_a_message_that_came_during_a_send_is_not_forgotten(is_taken: bool) -> None:
+    link = SilentLink()
+    link.is_writable = is_taken
+    recorder = Recorder(link)
+    await asyncio.sleep(0.01)
+    assert recorder.channel.try_send([b"x"]) is is_taken
+    await recorder.until(1)
+    recorder.channel.close()
+
+
 async def test_a_callback_may_close_its_channel() -> None:
     parent, child = pair()
     channel = AsyncChannel(parent, on_messages=lambda batch: channel.close())
