@@ -267,7 +267,7 @@ class _Processes:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseExceptionGroup as several:
+        except ExceptionGroup as several:
             raise several.exceptions[0] from None
         finally:
             future.cancel()  # Ctrl-C while it waits: what was asked for is aborted

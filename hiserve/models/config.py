@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.config import DTYPE_BYTES, MAX_INT32
+from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import ModelFacts
 from hiserve.errors import ModelError
 
@@ -78,6 +79,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             slot_elements=2 * self.num_layers * self.num_kv_heads * self.head_dim,
             vocab_size=self.vocab_size,
         )
+
+    def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
+        """Returns the KV groups its layers write, stored as ``dtype``: one, as in every dense decoder."""
+        kv = CacheGroupSpec(
+            name="kv",
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+        )
+        return (kv,)
 
 
 # Architectures the one decoder serves; the value is has_qk_norm.

@@ -17,9 +17,8 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.device import DevicePool
 from hiserve.config import Config, known
 from hiserve.core.digest import namespace_digest
-from hiserve.core.groups import CacheGroupSpec
 from hiserve.errors import ResourceError
-from hiserve.models.config import ModelConfig, find_model, read_model_config
+from hiserve.models.config import find_model, read_model_config
 from hiserve.models.decoder import load_decoder
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
@@ -52,7 +51,7 @@ def build_engine(config: Config) -> Engine:
     with _phase(startup_s, "load weights"):
         model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=config.model.load_format)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        pool = DevicePool([_kv_group(model_config, dtype)], num_pages, page_size, device)
+        pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, device)
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
@@ -73,16 +72,6 @@ def build_engine(config: Config) -> Engine:
         startup_s=startup_s,
     )
     return Engine(planner, Executor(runner, rows, threaded=depth > 0), depth, facts)
-
-
-def _kv_group(model: ModelConfig, dtype: str) -> CacheGroupSpec:
-    return CacheGroupSpec(
-        name="kv",
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
 
 
 def _attention(device: str, page_size: int, dtype: str) -> Attention:

@@ -13,8 +13,7 @@ from hiserve.attention.base import Attention
 from hiserve.attention.cpu import CpuAttention
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.cache.pools.device import DevicePool
-from hiserve.core.groups import CacheGroupSpec
-from hiserve.models.config import ModelConfig, read_model_config
+from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.inputs import build_inputs
@@ -62,17 +61,6 @@ def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
-def kv_group(config: ModelConfig, dtype: str) -> CacheGroupSpec:
-    """The one KV group of a dense decoder."""
-    return CacheGroupSpec(
-        name="kv",
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
-
-
 class Engine:
     """Everything under the planner, for one model folder.
 
@@ -98,7 +86,7 @@ class Engine:
     ) -> None:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format)
-        self.pool = DevicePool([kv_group(config, dtype)], num_pages, page_size, device)
+        self.pool = DevicePool(config.kv_groups(dtype), num_pages, page_size, device)
         self.rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
         self.attention = make_attention(attention, page_size, getattr(torch, dtype))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
