@@ -36,8 +36,3 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes one token occupies in this group, all layers together."""
         elements = math.prod((2, self.num_layers, self.num_kv_heads, self.head_dim))
         return elements * DTYPE_BYTES[self.dtype]
-
-
-def page_bytes(groups: tuple[CacheGroupSpec, ...], page_size: int) -> int:
-    """Bytes of one page: ``page_size`` slots of every group."""
-    return page_size * sum(group.slot_bytes for group in groups)

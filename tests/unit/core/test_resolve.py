@@ -11,7 +11,7 @@ from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
-from hiserve.core.groups import CacheGroupSpec, page_bytes
+from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import Machine, ModelFacts, resolve
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 
@@ -200,7 +200,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
         name="kv", num_layers=1, num_kv_heads=1, head_dim=model.slot_elements // 2, dtype=found["dtype"]
     )
     assert resolved.memory["weights"] == model.num_params * DTYPE_BYTES[found["dtype"]]
-    assert resolved.memory["KV pool"] == found["kv_pages"] * page_bytes((group,), found["page_size"])
+    assert resolved.memory["KV pool"] == found["kv_pages"] * found["page_size"] * group.slot_bytes
     pool_tokens = (known(resolved.config.cache.kv_pages) - 1) * found["page_size"]
     assert 2 <= found["max_model_len"] <= min(pool_tokens, model.context_length)
     assert found["cpu_threads"] >= 1
