@@ -7,16 +7,21 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from hiserve import __version__
 from hiserve.config import Config, Setting, flag_of, make_config, nearest, settings
 from hiserve.errors import ConfigError, HiserveError
 
-# The one table that turns a command's name into its module; each has ``run``.
+# The one table that turns a command's name into its module: module, summary, whether it has arguments of its own.
+# Each module has ``run(config, **arguments)``; with arguments of its own, also ``add_arguments(parser, add_settings)``.
 COMMANDS = {
-    "serve": ("hiserve.commands.serve", "Serve a model over the OpenAI API."),
-    "chat": ("hiserve.commands.chat", "Talk to a model in the terminal."),
-    "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan."),
+    "serve": ("hiserve.commands.serve", "Serve a model over the OpenAI API.", False),
+    "chat": ("hiserve.commands.chat", "Talk to a model in the terminal.", True),
+    "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan.", False),
 }
 
 
@@ -27,39 +32,50 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. See hiserve --help.")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Builds the parser; flags, defaults and help come from the fields of ``Config``."""
+def make_parser(named: str | None = None) -> argparse.ArgumentParser:
+    """Builds the parser; flags, defaults and help of settings come from the fields of ``Config``.
+
+    Args:
+        named: The command whose arguments are wanted; only its module is imported.
+    """
     parser = _Parser(prog="hiserve", description="An LLM serving engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"hiserve {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    for name, (_, summary) in COMMANDS.items():
+    for name, (module, summary, has_arguments) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        command.add_argument("model", nargs="?", default=None, metavar="MODEL", help=settings()["model"].help)
-        if name == "chat":
-            command.add_argument("--url", metavar="URL", help="Talk to this server instead of starting one.")
-        groups: dict[str, argparse._ArgumentGroup] = {}
-        for setting in settings().values():
-            if setting.name == "model":
-                continue
+        if not has_arguments:
+            _add_settings(command)
+        elif name == named:
+            importlib.import_module(module).add_arguments(command, _add_settings)
+    return parser
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    """Adds the model, ``--config`` and a flag for every other setting."""
+    command.add_argument("model", nargs="?", default=None, metavar="MODEL", help=settings()["model"].help)
+    command.add_argument("--config", metavar="FILE", help="YAML file of settings by name; flags win over it.")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in settings().values():
+        if setting.name != "model":
             group = groups.get(setting.section) or command.add_argument_group(setting.section)
             groups[setting.section] = group
             _add_flag(group, setting)
-    return parser
 
 
 def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
     flag = flag_of(setting.name)
-    words = (["N"] if setting.kind == "int" else []) + list(setting.choices)
+    words = (["N"] if setting.kind in ("int", "float") else []) + list(setting.choices)
     unit = f" [{setting.unit}]" if setting.unit else ""
-    default = "" if setting.default is None else f" (default: {setting.default})"
+    default = "" if setting.default in (None, ()) else f" (default: {setting.default})"
     text = f"{setting.help}{unit}{default}".replace("%", "%%")
     if setting.kind == "bool":
         group.add_argument(flag, action="store_true", default=None, help=text)
     else:
-        group.add_argument(flag, metavar="|".join(words) or "TEXT", default=None, help=text)
+        action = "append" if setting.kind == "list" else "store"
+        group.add_argument(flag, action=action, metavar="|".join(words) or "TEXT", default=None, help=text)
 
 
-def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, str | None]]:
+def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, Any]]:
     """Returns the command, its configuration, and arguments that are no settings.
 
     Raises:
@@ -67,13 +83,33 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, str | None
     """
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
         raise ConfigError(f"{argv[0]} stands before the command. Put it behind: hiserve serve {argv[0]} ...")
-    arguments, unknown = make_parser().parse_known_args(argv)
+    arguments, unknown = make_parser(argv[0] if argv else None).parse_known_args(argv)
     if unknown:
         raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
+    file = given.pop("config", None)
     extra = {name: given.pop(name) for name in tuple(given) if name not in settings()}
     chosen = {name: value for name, value in given.items() if value is not None}
-    return arguments.command, make_config(**chosen), extra
+    return arguments.command, make_config(**_read_settings(file) | chosen), extra
+
+
+def _read_settings(file: str | None) -> dict[str, Any]:
+    """Reads a YAML file of settings; names as in flags, with dashes or underscores.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not such a file.
+    """
+    if file is None:
+        return {}
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read --config {file}: {' '.join(str(error).split())}.", param="config") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"--config {file} must hold names and values, like 'page_size: 16'.", param="config")
+    return {name.replace("-", "_"): value for name, value in found.items()}
 
 
 def _advice(argument: str) -> str:

@@ -6,9 +6,13 @@ HiserveError                 base: fact, limit and remedy in one message
 ├── ResourceError            the machine cannot hold what was asked for            (exit code 1)
 ├── RequestError             the caller's request is wrong                         (HTTP 400)
 │   ├── ContextLengthError   prompt, or prompt plus max_tokens, exceeds the context
-│   └── NotFoundError        no such model or route                                (HTTP 404)
+│   ├── NotFoundError        no such model or route                                (HTTP 404)
+│   ├── TooLargeError        the body exceeds the limit                            (HTTP 413)
+│   ├── AuthenticationError  no key, or one that is not known                      (HTTP 401)
+│   └── ForbiddenError       the key may not do this                               (HTTP 403)
 ├── OverloadedError          the queue is full                                     (HTTP 429)
 ├── UnavailableError         starting, draining or without a worker                (HTTP 503)
+├── DeadlineError            the request waited longer than it may                 (HTTP 504)
 └── EngineError              the engine failed this request                        (HTTP 500)
 InvariantError               our own fault: state that must never exist (not a HiserveError)
 """
@@ -73,6 +77,27 @@ class NotFoundError(RequestError):
     code = "model_not_found"
 
 
+class TooLargeError(RequestError):
+    """The body of the request exceeds the server's limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class AuthenticationError(RequestError):
+    """The request has no API key, or one that the server does not know."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class ForbiddenError(RequestError):
+    """The API key is known but may not do this."""
+
+    status = 403
+    code = "forbidden"
+
+
 class OverloadedError(HiserveError):
     """The queue is full; the caller should retry later."""
 
@@ -85,6 +110,13 @@ class UnavailableError(HiserveError):
 
     status = 503
     code = "unavailable"
+
+
+class DeadlineError(HiserveError):
+    """The request waited in the queue longer than it may."""
+
+    status = 504
+    code = "queue_timeout"
 
 
 class EngineError(HiserveError):

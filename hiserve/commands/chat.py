@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
-from hiserve.config import Config, settings
+from hiserve.config import Config, settings, without_secrets
 from hiserve.errors import HiserveError, ResourceError, UnavailableError
 
 TEMPERATURE = 0.7
@@ -26,6 +27,12 @@ PR_SET_PDEATHSIG = 1
 # A model may write any character; the terminal must not obey it.
 INVISIBLE = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
 HELP = "/reset forgets the conversation, /stats shows counters, /exit leaves"
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Adds the command's own arguments, then the settings of the server it may start."""
+    parser.add_argument("--url", metavar="URL", help="Talk to this server instead of starting one.")
+    add_settings(parser)
 
 
 def run(config: Config, url: str | None) -> int:
@@ -286,6 +293,7 @@ def own_server(config: Config) -> Iterator[str]:
 
 def flags(config: Config) -> list[str]:
     """Returns the arguments of ``serve`` that make ``config``, but for the address and the logging."""
+    config = without_secrets(config)  # other users of the machine see arguments
     given = [config.model.model]
     for name, setting in settings().items():
         value = getattr(getattr(config, setting.section), name)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from hiserve.core.request import SamplingParams
 
 Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 
@@ -25,6 +26,7 @@ class RowAdmit:
     Attributes:
         row: 1 to max_rows. Row 0 is the padding row.
         tokens: int32 ``[known]``. Prompt, then tokens generated before a preemption or crash.
+        num_prompt: Leading tokens that are the prompt.
         num_computed: Leading tokens whose KV came from the prefix cache.
         sampling: With ``seed`` set (drawn at admission when the caller gave none).
         choice: Index among the request's n choices; part of the random key.
@@ -32,6 +34,7 @@ class RowAdmit:
 
     row: int
     tokens: Int32Array
+    num_prompt: int
     num_computed: int
     sampling: SamplingParams
     choice: int = 0
@@ -75,6 +78,8 @@ class BatchPlan:
         num_new: int32 ``[B]``. Tokens to compute, drafts included; at least 1.
         num_draft: int32 ``[B]``. Of these, how many are drafts; only where ``samples``.
         samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
+        num_scored: int32 ``[B]``. Of the new tokens, the first that many are followed by a prompt token
+            whose log-probability is wanted.
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
         relocation_version: Version under which the page tables were planned.
@@ -85,6 +90,7 @@ class BatchPlan:
     num_new: Int32Array
     num_draft: Int32Array
     samples: BoolArray
+    num_scored: Int32Array
     max_len: Int32Array
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
@@ -98,6 +104,42 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Log-probabilities of N tokens under the model's own distribution, and the K likeliest tokens of each.
+
+    Attributes:
+        logprobs: float32 ``[N]``. Of the tokens themselves; natural logarithm, at most 0.
+        top_tokens: int32 ``[N, K]``. The likeliest tokens, best first; K is the most that any row asked for.
+        top_logprobs: float32 ``[N, K]``. Theirs.
+    """
+
+    logprobs: Float32Array
+    top_tokens: Int32Array
+    top_logprobs: Float32Array
+
+    def pack(self, index: int, num_top: int) -> bytes:
+        """Returns one token's scores as ``1 + 2 * num_top`` little-endian words of four bytes.
+
+        The words are its logprob, ``num_top`` token ids, and their logprobs.
+        """
+        return (
+            self.logprobs[index].tobytes()
+            + self.top_tokens[index, :num_top].tobytes()
+            + self.top_logprobs[index, :num_top].tobytes()
+        )
+
+    @classmethod
+    def unpack(cls, packed: bytes, num_top: int) -> Scores:
+        """Returns the scores of several tokens that ``pack`` wrote, one behind the other, with the same ``num_top``."""
+        words = np.frombuffer(packed, dtype="<i4").reshape(-1, 1 + 2 * num_top)
+        return cls(
+            logprobs=words[:, 0].view("<f4"),
+            top_tokens=words[:, 1 : 1 + num_top],
+            top_logprobs=words[:, 1 + num_top :].view("<f4"),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step produced, for its sampling rows in plan order.
 
@@ -106,6 +148,9 @@ class StepResult:
         counts: int32 ``[S]``. Tokens emitted by each sampling row: accepted drafts + 1;
             0 for a row in ``faults``.
         tokens: int32 ``[S, 1 + max draft]``. Row s holds ``counts[s]`` tokens; the rest is undefined.
+        scores: Of the emitted tokens, N = S * (1 + max draft) in the order of ``tokens``; None when no row
+            of the step wants them.
+        prompt_scores: Of prompt tokens, N = ``num_scored.sum()`` in plan order; None when there are none.
         faults: int32 ``[F]``. Rows of the plan whose page table or ``last_loc`` failed the
             device check; their writes went to the sink and their tokens mean nothing.
     """
@@ -113,4 +158,6 @@ class StepResult:
     step_id: int
     counts: Int32Array
     tokens: Int32Array
+    scores: Scores | None = None
+    prompt_scores: Scores | None = None
     faults: Int32Array = field(default_factory=_empty)

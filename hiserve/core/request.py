@@ -10,6 +10,30 @@ from hiserve.config import MAX_INT32
 from hiserve.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+MAX_CHOICES = 64
+MAX_STOPS = 16
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+
+# Least and most value of each number; those of whole numbers are whole.
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (-1, MAX_INT32),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "seed": (0, MAX_SEED),
+    "n": (1, MAX_CHOICES),
+    "max_tokens": (1, MAX_INT32),
+    "min_tokens": (0, MAX_INT32),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_NOT_ZERO = {"top_p": "use temperature 0 for greedy", "repetition_penalty": "1 is no penalty"}
+_LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": MAX_BIASES}
 
 
 class FinishReason(IntEnum):
@@ -26,24 +50,55 @@ class FinishReason(IntEnum):
         return None if self is FinishReason.RUNNING else self.name.lower()
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the next token is chosen and when to stop.
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the next token is chosen, when to stop, and what to tell of the choice.
+
+    A token's logit is changed in this order: ``logit_bias``, penalties, ``min_tokens``, temperature,
+    then top-k, top-p and min-p, each over what the one before it left.
 
     Attributes:
         temperature: 0 is greedy. Range 0 to 100.
         top_k: Keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches this. Range (0, 1].
+        min_p: Keep tokens at least this likely, relative to the likeliest. Range 0 to 1.
+        repetition_penalty: Divides positive and multiplies negative logits of every token in prompt or
+            output; 1 is none. Range (0, 100]. (Keskar et al., CTRL, 2019.)
+        presence_penalty: Subtracted from the logit of every token in the output. Range -2 to 2.
+        frequency_penalty: Subtracted once for each time a token stands in the output. Range -2 to 2.
+        logit_bias: Added to the logits of these token ids, -100 to 100; at most 1,024.
         seed: Fixes the random numbers. None draws a seed when the request is accepted.
+        n: Choices to generate for one prompt, 1 to 64. Each has random numbers of its own.
         max_tokens: Tokens to generate at most; None means up to the context limit.
+        min_tokens: End and stop tokens cannot be chosen before this many; stop texts do not count before.
+        stop: Texts that end the reply; the reply ends before them. At most 16.
+        stop_token_ids: Tokens that end the reply, like its end tokens. At most 64.
+        include_stop_str_in_output: Leave the stop text or token in the reply's text.
+        skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Go on after an end-of-sequence token (for benchmarks).
+        logprobs: Report the log-probability of each generated token, and of this many likeliest
+            ones, 0 to 20. They are the model's own, before everything above.
+        prompt_logprobs: The same for the tokens of the prompt. The prompt is then computed whole.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses values out of range, with the field's name.
@@ -51,16 +106,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises:
             RequestError: A field is out of range or not a number.
         """
-        bounds = (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0))
-        for name, low, high in bounds:
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if not low <= value <= high:  # also refuses NaN
-                raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}.", param=name)
-        if self.top_p == 0.0:
-            raise RequestError("top_p is 0; it must be greater than 0 (use temperature 0 for greedy).", param="top_p")
-        if not -1 <= self.top_k <= MAX_INT32:
-            raise RequestError(f"top_k is {self.top_k}; it must be -1, 0 or positive.", param="top_k")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_INT32:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1.", param="max_tokens")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise RequestError(f"seed is {self.seed}; it must be between 0 and 2**63 - 1.", param="seed")
+            if value is not None and not least <= value <= most:  # also refuses NaN
+                raise RequestError(f"{name} is {value}; it must be between {least:g} and {most:g}.", param=name)
+        for name, remedy in _NOT_ZERO.items():
+            if getattr(self, name) == 0:
+                raise RequestError(f"{name} is 0; it must be greater than 0 ({remedy}).", param=name)
+        for name, most in _LENGTHS.items():
+            if (number := len(getattr(self, name) or ())) > most:
+                raise RequestError(f"{name} has {number} entries; the most is {most}.", param=name)
+        if not all(self.stop):
+            raise RequestError("stop has an empty text; leave it out.", param="stop")
+        if not all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()):
+            raise RequestError("logit_bias must be between -100 and 100 for every token.", param="logit_bias")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}).", param="min_tokens"
+            )
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuses token ids that the model does not have.
+
+        Args:
+            vocab_size: Token ids must be below it.
+
+        Raises:
+            RequestError: ``stop_token_ids`` or ``logit_bias`` names such a token.
+        """
+        for name in ("stop_token_ids", "logit_bias"):
+            if not all(0 <= token < vocab_size for token in getattr(self, name) or ()):
+                raise RequestError(f"{name} must hold token ids between 0 and {vocab_size - 1}.", param=name)

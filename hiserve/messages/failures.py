@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from hiserve.errors import (
+    AuthenticationError,
     ConfigError,
     ContextLengthError,
+    DeadlineError,
     EngineError,
+    ForbiddenError,
     HiserveError,
     ModelError,
     NotFoundError,
     OverloadedError,
     RequestError,
     ResourceError,
+    TooLargeError,
     UnavailableError,
 )
 
 _BY_CODE: dict[str, type[HiserveError]] = {
     kind.code: kind
     for kind in (
+        AuthenticationError,
         ConfigError,
         ContextLengthError,
+        DeadlineError,
         EngineError,
+        ForbiddenError,
         ModelError,
         NotFoundError,
         OverloadedError,
         RequestError,
         ResourceError,
+        TooLargeError,
         UnavailableError,
     )
 }

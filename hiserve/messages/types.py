@@ -24,12 +24,14 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
         sampling: As asked; the seed may be None.
         namespace: Digest that keeps tenants apart; empty for the default tenant.
         choice: Index among the request's n choices.
+        priority: Larger is sooner, under the priority policy.
     """
 
     uid: int
     sampling: SamplingParams
     namespace: bytes = b""
     choice: int = 0
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -105,19 +107,26 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """News of several requests, coalesced. Frames: tokens int32 ``[sum(counts)]``.
+    """News of several requests, coalesced. Frames: tokens int32 ``[sum(counts)]``; scores, ``4 * sum(score_words)`` bytes.
+
+    The scores of a request are those of its prompt's tokens but the first, if it asked for them, then those of its
+    generated tokens, if it asked for them; each as ``core.plan.Scores.pack`` writes it.
 
     Attributes:
         uids: One entry per request.
-        counts: New tokens of each; 0 is possible with a finish.
+        counts: New tokens of each; 0 is possible with a finish, and with scores of its prompt.
         finishes: ``FinishReason`` of each, 0 while it runs.
         cached: Prompt tokens served from the cache, -1 when already reported.
+        score_words: Words of four bytes in the scores frame, of each.
+        queue_s: Seconds from acceptance to admission to a worker, -1 when already reported.
     """
 
     uids: list[int]
     counts: list[int]
     finishes: list[int]
     cached: list[int]
+    score_words: list[int]
+    queue_s: list[float]
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -141,6 +150,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     Attributes:
         queued: Requests no worker has yet.
+        queued_tokens: Tokens of their prompts.
         workers: Living workers, by replica.
         stale_messages: Messages ignored because they were of a dead incarnation.
         malformed_messages: Messages that no peer of ours would send.
@@ -148,6 +158,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     ticket: int
     queued: int
+    queued_tokens: int
     workers: list[WorkerFacts]
     stale_messages: int = 0
     malformed_messages: int = 0
@@ -232,11 +243,11 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What one or more steps changed.
 
-    Frames: tokens int32 ``[sum(counts)]``; published page digests, 16 bytes each; removed
-    page digests, 16 bytes each.
+    Frames: tokens int32 ``[sum(counts)]``; scores, ``4 * sum(score_words)`` bytes; published page digests, 16 bytes
+    each; removed page digests, 16 bytes each.
 
     Attributes:
-        uids, counts, finishes, cached: As in ``Tokens``.
+        uids, counts, finishes, cached, score_words: As in ``Tokens``.
         failed: (uid, code, message) of requests the engine had to fail.
         stats: Gauges and counters after the step.
     """
@@ -246,6 +257,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: list[int]
     finishes: list[int]
     cached: list[int]
+    score_words: list[int]
     failed: list[tuple[int, str, str]]
     stats: WorkerStats
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +40,10 @@ def test_every_setting_is_a_flag(name: str) -> None:
     setting = FLAGS[name]
     if setting.kind == "bool":
         argv, value = [flag_of(name)], True
-    elif setting.kind == "int":
+    elif setting.kind in ("int", "float"):
         argv, value = [flag_of(name), str(setting.least)], setting.least
+    elif setting.kind == "list":
+        argv, value = [flag_of(name), "a", flag_of(name), "b"], ["a", "b"]
     else:
         value = setting.choices[-1] if setting.choices else "words with spaces"
         argv = [flag_of(name), value]
@@ -47,6 +52,37 @@ def test_every_setting_is_a_flag(name: str) -> None:
 
 def test_a_flag_may_be_joined_to_its_value() -> None:
     assert cli.parse(["config", "--page-size=4"])[1] == make_config(page_size=4)
+
+
+def test_a_file_of_settings_is_read_and_flags_win_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "hiserve.yaml"
+    file.write_text("model: m\npage-size: 4\nkv_pages: 9\napi_key: [a, b]\ndebug: true\nqueue_timeout_s: 1.5\n")
+    config = cli.parse(["serve", "--config", str(file), "--kv-pages", "7"])[1]
+    wanted = {"page_size": 4, "kv_pages": 7, "api_key": ["a", "b"], "debug": True, "queue_timeout_s": 1.5}
+    assert config == make_config(model="m", **wanted)
+    file.write_text("")
+    assert cli.parse(["serve", "--config", str(file)])[1] == make_config()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("pag_size: 4", "unknown setting 'pag_size'. Did you mean --page-size?"),
+        ("[1, 2]", "must hold names and values"),
+        ("1: 2", "must hold names and values"),
+        ("page_size: [", "cannot read --config"),
+        ("page_size: many", "--page-size is 'many'; give a whole number"),
+        ("page_size: \xff", "cannot read --config"),
+        (None, "cannot read --config"),
+    ],
+)
+def test_a_wrong_file_of_settings_is_one_line(text: str | None, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "hiserve.yaml"
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as refused:
+        cli.parse(["serve", "--config", str(file)])
+    assert "\n" not in refused.value.message
 
 
 def test_only_chat_takes_an_address() -> None:
@@ -97,14 +133,14 @@ def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.Captu
     for name, setting in FLAGS.items():
         words = [setting.help]
         words += [f"[{setting.unit}]"] if setting.unit else []
-        words += [f"(default: {setting.default})"] if setting.default is not None else []
+        words += [f"(default: {setting.default})"] if setting.default not in (None, ()) else []
         assert re.sub(r"\s|-", "", f"{' '.join(words)}") in re.sub(r"\s|-", "", text), name
         assert flag_of(name) in text
 
 
 def test_help_of_the_whole_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys)
-    for name, (_, summary) in cli.COMMANDS.items():
+    for name, (_, summary, _) in cli.COMMANDS.items():
         assert f"{name} {summary}" in text
 
 
@@ -144,6 +180,12 @@ class Command:
         self.outcome = outcome
         self.seen: list[tuple[Config, dict[str, Any]]] = []
 
+    def add_arguments(
+        self, parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]
+    ) -> None:
+        parser.add_argument("--url")
+        add_settings(parser)
+
     def run(self, config: Config, **extra: Any) -> int:
         self.seen.append((config, extra))
         if isinstance(self.outcome, BaseException):
@@ -164,7 +206,7 @@ def test_a_command_gets_its_configuration_and_gives_the_exit_code(monkeypatch: p
 
 
 def test_every_command_of_the_table_is_there() -> None:
-    for module, _ in cli.COMMANDS.values():
+    for module, _, _ in cli.COMMANDS.values():
         assert callable(importlib.import_module(module).run)
 
 

@@ -7,15 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.config import Config, Setting, flag_of, known, make_config, nearest, settings
+from hiserve.config import Config, Setting, flag_of, known, make_config, nearest, settings, without_secrets
 from hiserve.errors import ConfigError
 
 ALL = list(settings().values())
-NUMBERS = [setting for setting in ALL if setting.kind == "int"]
+NUMBERS = [setting for setting in ALL if setting.kind in ("int", "float")]
+WHOLE = [setting for setting in ALL if setting.kind == "int"]
 FLAGS = """
     --host --port --served-model-name --dtype --max-model-len --kv-pages --page-size --max-running-requests
     --max-batched-tokens --overlap --policy --replicas --cpu-threads --load-format --device --log-level --debug
+    --revision --chat-template --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
+    --request-timeout-s --api-key --admin-api-key --share-prefixes --max-request-bytes --strict-fields
+    --drain-timeout-s --metrics-compat
 """
+MAX_FLAGS = 60
 
 
 def value_of(config: Config, setting: Setting) -> Any:
@@ -28,6 +33,7 @@ def ids(setting: Setting) -> str:
 
 def test_the_settings_are_the_flags_that_were_asked_for() -> None:
     assert {flag_of(name) for name in settings()} == {*FLAGS.split(), "--model"}
+    assert len(settings()) <= MAX_FLAGS
 
 
 @pytest.mark.parametrize("setting", ALL, ids=ids)
@@ -58,7 +64,7 @@ def test_a_number_is_taken_within_its_range_as_text_too(setting: Setting) -> Non
             make_config(**{setting.name: end + beyond})
 
 
-@pytest.mark.parametrize("setting", NUMBERS, ids=ids)
+@pytest.mark.parametrize("setting", WHOLE, ids=ids)
 @pytest.mark.parametrize("value", ["many", "", "1.5", 1.5, 2.0, True, None, [1], "0x10", float("nan")])
 def test_what_is_no_whole_number_is_refused(setting: Setting, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{flag_of(setting.name)} is .*; give a whole number") as refused:
@@ -67,7 +73,30 @@ def test_what_is_no_whole_number_is_refused(setting: Setting, value: Any) -> Non
     assert all(word in refused.value.message for word in setting.choices)
 
 
-@pytest.mark.parametrize("setting", [each for each in ALL if each.kind != "int"], ids=ids)
+@pytest.mark.parametrize("value", ["many", "", True, None, [1], float("nan"), "nan"])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--queue-timeout-s is .*; give a number"):
+        make_config(queue_timeout_s=value)
+    assert make_config(queue_timeout_s="0.5").scheduler.queue_timeout_s == 0.5
+    assert make_config(queue_timeout_s=2).scheduler.queue_timeout_s == 2.0
+
+
+def test_a_list_takes_one_text_or_several_and_no_empty_one() -> None:
+    assert make_config(api_key="a").server.api_key == ("a",)
+    assert make_config(api_key=["a", "b"]).server.api_key == ("a", "b")
+    for value in ("", ["a", ""]):
+        with pytest.raises(ConfigError, match="--api-key is given; give texts"):
+            make_config(api_key=value)
+
+
+def test_no_secret_is_left_in_what_may_be_shown() -> None:
+    config = make_config(api_key=["k1", "k2"], admin_api_key="k3", port=1)
+    shown = without_secrets(config)
+    assert shown == make_config(port=1)
+    assert {setting.name for setting in ALL if setting.is_secret} == {"api_key", "admin_api_key"}
+
+
+@pytest.mark.parametrize("setting", [each for each in ALL if each.kind not in ("int", "float")], ids=ids)
 def test_what_is_no_text_or_none_of_the_words_is_refused(setting: Setting) -> None:
     for value in (3, b"x", *(["none-of-these"] if setting.choices or setting.kind == "bool" else [])):
         with pytest.raises(ConfigError, match=f"{flag_of(setting.name)} is ") as refused:
@@ -81,10 +110,10 @@ def test_every_word_is_taken(setting: Setting) -> None:
         assert value_of(make_config(**{setting.name: word}), setting) == word
 
 
-def test_only_the_served_name_may_be_none() -> None:
+def test_only_what_is_none_by_default_may_be_none() -> None:
     assert make_config(served_model_name=None).server.served_model_name is None
     for setting in ALL:
-        if setting.name != "served_model_name":
+        if setting.default is not None:
             with pytest.raises(ConfigError):
                 make_config(**{setting.name: None})
 
