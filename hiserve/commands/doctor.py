@@ -1,0 +1,217 @@
+"""``hiserve doctor``: what this machine has and lacks, one line each; the exit status says whether hiserve will run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from hiserve import __version__
+from hiserve.config import Config
+from hiserve.core.machine import probe
+from hiserve.core.resolve import GIB, Machine, resolve
+from hiserve.errors import HiserveError
+from hiserve.models.config import find_model, read_model_config
+
+LEAST_PYTHON = (3, 11)
+TORCH_RANGE = ((2, 11), (2, 14))
+LEAST_MEMORY_BYTES = 2 * GIB
+LEAST_SHARED_BYTES = GIB
+IMPORT_TIMEOUT_S = 120.0
+STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
+
+# Imports a package in a process of its own, as the workers will: a broken one must not break this one.
+_IMPORT = """
+import importlib, json, sys, time
+begin = time.perf_counter()
+module = importlib.import_module(sys.argv[1])
+facts = {"version": getattr(module, "__version__", "?"), "import_s": time.perf_counter() - begin}
+if sys.argv[1] == "torch":
+    facts["cuda_build"] = module.version.cuda
+    if module.cuda.is_available():
+        count = module.cuda.device_count()
+        facts["devices"] = [module.cuda.get_device_name(i) for i in range(count)]
+        facts["capability"] = list(module.cuda.get_device_capability(0))
+        module.zeros(1, device="cuda")
+print(json.dumps(facts))
+"""
+
+
+class Finding(NamedTuple):
+    """One line.
+
+    Attributes:
+        level: ``fail`` keeps hiserve from running; ``note`` is worth knowing.
+        name: What was looked at.
+        text: What was found, and the remedy where there is something to remedy.
+    """
+
+    level: Literal["ok", "note", "fail"]
+    name: str
+    text: str
+
+
+class Package(msgspec.Struct, kw_only=True):
+    """What importing a package told.
+
+    Attributes:
+        version: Its own word.
+        import_s: Seconds the import took.
+        cuda_build: CUDA version torch was built for, or None.
+        devices: Names of the CUDA devices that torch can use.
+        capability: Compute capability of the first.
+        error: Why it could not be imported; None when it could.
+        is_missing: It is not installed.
+    """
+
+    version: str = ""
+    import_s: float = 0.0
+    cuda_build: str | None = None
+    devices: list[str] = []
+    capability: list[int] = []
+    error: str | None = None
+    is_missing: bool = False
+
+
+def run(config: Config) -> int:
+    """Prints every finding; returns 1 when one of them keeps hiserve from running with these settings."""
+    console = Console(highlight=False, soft_wrap=True)
+    machine = probe()
+    findings = [Finding("ok", "hiserve", __version__), _python(), *_packages(import_package, machine)]
+    findings += [
+        _memory(machine),
+        _shared_memory(Path("/dev/shm")),
+        _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_cuda=bool(machine.cuda_memory_bytes)),
+        _port(config.server.host, config.server.port),
+        _model(config, machine),
+    ]
+    for finding in findings:
+        line = Text.assemble((f"{finding.level:<5}", STYLES[finding.level]), f"{finding.name:<14}", finding.text)
+        console.print(line)
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+def import_package(name: str) -> Package:
+    """Imports a package in another process."""
+    command = [sys.executable, "-c", _IMPORT, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Package(error=f"the import did not end within {IMPORT_TIMEOUT_S:g} s")
+    if done.returncode == 0:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Package)
+    last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    return Package(error=last[:300], is_missing=last == f"ModuleNotFoundError: No module named {name!r}")
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info < LEAST_PYTHON:
+        return Finding("fail", "python", f"{version}; hiserve needs {'.'.join(map(str, LEAST_PYTHON))} or later.")
+    return Finding("ok", "python", f"{version} ({platform.machine()}, {platform.system()} {platform.release()})")
+
+
+def _packages(load: Callable[[str], Package], machine: Machine) -> list[Finding]:
+    """Looks at torch, CUDA through torch, and the kernel packages that only CUDA needs."""
+    torch = load("torch")
+    findings = [_torch(torch), _cuda(torch, machine)]
+    for name in ("triton", "flashinfer"):
+        package = load(name)
+        if package.error is None:
+            findings.append(Finding("ok", name, f"{package.version}, imports in {package.import_s:.1f} s"))
+        elif not package.is_missing:
+            findings.append(Finding("note", name, f"is installed but does not import: {package.error}"))
+        elif torch.devices:
+            findings.append(Finding("note", name, "is not installed. For faster kernels: pip install 'hiserve[gpu]'"))
+        else:
+            findings.append(Finding("ok", name, "is not installed; only CUDA devices need it"))
+    return findings
+
+
+def _torch(torch: Package) -> Finding:
+    least, below = (".".join(map(str, end)) for end in TORCH_RANGE)
+    remedy = f"pip install 'torch>={least},<{below}'"
+    if torch.error is not None:
+        return Finding("fail", "torch", f"does not import: {torch.error}. Try: {remedy}")
+    release = tuple(int(part) for part in torch.version.split("+")[0].split(".")[:2])
+    if not TORCH_RANGE[0] <= release < TORCH_RANGE[1]:
+        return Finding("note", "torch", f"{torch.version} is not a tested version. Try: {remedy}")
+    return Finding("ok", "torch", f"{torch.version}, imports in {torch.import_s:.1f} s")
+
+
+def _cuda(torch: Package, machine: Machine) -> Finding:
+    if torch.devices:
+        capability = ".".join(map(str, torch.capability))
+        memory = f"{machine.cuda_memory_bytes / GIB:.0f} GiB on the first"
+        return Finding("ok", "cuda", f"{', '.join(torch.devices)} (compute {capability}, {memory})")
+    if not machine.cuda_memory_bytes:
+        return Finding("ok", "cuda", "no device; models run on the CPU")
+    if torch.error is None and torch.cuda_build is None:
+        return Finding(
+            "note", "cuda", "the driver has a device, but torch is a CPU build. Install a CUDA build of torch."
+        )
+    return Finding(
+        "note", "cuda", "the driver has a device that torch cannot use. Check that the driver is recent enough."
+    )
+
+
+def _memory(machine: Machine) -> Finding:
+    text = f"{machine.memory_bytes / GIB:.1f} GiB available (container limits included), {machine.cores} cores"
+    if machine.memory_bytes < LEAST_MEMORY_BYTES:
+        return Finding(
+            "note", "memory", f"{text}. That is little: choose a small model or raise the container's limit."
+        )
+    return Finding("ok", "memory", text)
+
+
+def _shared_memory(folder: Path) -> Finding:
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Finding("note", "shared memory", f"{folder} cannot be written; the host cache will need it.")
+    free = shutil.disk_usage(folder).free
+    text = f"{free / GIB:.1f} GiB free in {folder}"
+    if free < LEAST_SHARED_BYTES:
+        return Finding("note", "shared memory", f"{text}. The host cache will need more: docker run --shm-size 8g.")
+    return Finding("ok", "shared memory", text)
+
+
+def _locked_memory(limit: int, *, has_cuda: bool) -> Finding:
+    if limit == resource.RLIM_INFINITY:
+        return Finding("ok", "memlock", "unlimited")
+    text = f"limited to {limit / 2**20:.0f} MiB"
+    if has_cuda:
+        return Finding("note", "memlock", f"{text}. For pinned host memory: ulimit -l unlimited.")
+    return Finding("ok", "memlock", f"{text}; only CUDA devices pin memory")
+
+
+def _port(host: str, port: int) -> Finding:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe_socket:
+            probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe_socket.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return Finding("fail", "port", f"{host}:{port} cannot be used: {reason}. Choose another with --port.")
+    return Finding("ok", "port", f"{host}:{port} is free" if port else f"{host}: a free port will be chosen")
+
+
+def _model(config: Config, machine: Machine) -> Finding:
+    name = config.model.model
+    try:
+        resolved = resolve(config, read_model_config(find_model(name)).facts(), machine)
+    except HiserveError as error:
+        return Finding("fail", "model", error.message)
+    needed = sum(resolved.memory.values()) / GIB
+    where = f"{resolved.config.model.device} as {resolved.config.model.dtype}"
+    return Finding("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")
