@@ -35,6 +35,7 @@ class HandPlanner:
         self.owner: dict[int, int] = {}
         self.computed: dict[int, int] = {}
         self.known: dict[int, int] = {}
+        self.scored: dict[int, int] = {}  # leading tokens whose next token is scored
         self.step_id = 0
         self._admit: list[RowAdmit] = []
         self._release: list[int] = []
@@ -47,10 +48,16 @@ class HandPlanner:
         sampling: SamplingParams = GREEDY,
         choice: int = 0,
         cached: Sequence[int] = (),
+        num_prompt: int | None = None,
     ) -> None:
-        """With the next step, a row takes a request whose first pages may hold a computed prefix."""
+        """With the next step, a row takes a request whose first pages may hold a computed prefix.
+
+        All its tokens are prompt, unless ``num_prompt`` says how many are.
+        """
         num_computed = len(cached) * self.page_size
-        self._admit.append(RowAdmit(row, int32(tokens), num_computed, sampling, choice))
+        num_prompt = len(tokens) if num_prompt is None else num_prompt
+        self._admit.append(RowAdmit(row, int32(tokens), num_prompt, num_computed, sampling, choice))
+        self.scored[row] = num_prompt - 1 if sampling.prompt_logprobs is not None else 0
         self._writes += [(row, index, page, self.owner[page]) for index, page in enumerate(cached)]
         self.pages[row], self.computed[row], self.known[row] = list(cached), num_computed, len(tokens)
 
@@ -66,8 +73,9 @@ class HandPlanner:
         """Plans a step in which each row computes some of its known tokens; those that reach the end sample."""
         self.step_id += 1
         writes, self._writes = self._writes, []
-        samples, max_len = [], []
+        samples, max_len, num_scored = [], [], []
         for row, count in num_new.items():
+            num_scored.append(min(count, max(0, self.scored[row] - self.computed[row])))
             self.computed[row] += count
             assert self.computed[row] <= self.known[row]
             while len(self.pages[row]) * self.page_size < self.computed[row]:
@@ -85,6 +93,7 @@ class HandPlanner:
             num_new=int32(list(num_new.values())),
             num_draft=np.zeros(len(num_new), dtype=np.int32),
             samples=np.array(samples, dtype=np.bool_),
+            num_scored=int32(num_scored),
             max_len=int32(max_len),
             release=int32(self._release),
             admit=tuple(self._admit),

@@ -38,6 +38,7 @@ def bare(num_new: dict[int, int], samples: list[bool], max_len: list[int]) -> Ba
         num_new=int32(list(num_new.values())),
         num_draft=int32([0] * len(num_new)),
         samples=np.array(samples),
+        num_scored=int32([0] * len(num_new)),
         max_len=int32(max_len),
     )
 

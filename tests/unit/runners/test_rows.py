@@ -32,6 +32,7 @@ def plan(
         num_new=int32([1]),
         num_draft=int32([0]),
         samples=np.array([True]),
+        num_scored=int32([0]),
         max_len=int32([1]),
         release=int32(release or []),
         admit=tuple(admit or []),
@@ -40,7 +41,7 @@ def plan(
 
 
 def admit(row: int, tokens: list[int], num_computed: int = 0) -> RowAdmit:
-    return RowAdmit(row, int32(tokens), num_computed, GREEDY)
+    return RowAdmit(row, int32(tokens), len(tokens), num_computed, GREEDY)
 
 
 def test_admission_sets_tokens_and_lengths(rows: DeviceRows) -> None:
