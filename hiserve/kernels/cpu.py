@@ -23,7 +23,7 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def packed_linear(x: Tensor, packed: Tensor) -> Tensor:
-    """Returns ``x @ weight.T`` for float32 ``[T, in_features]``."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns ``x @ weight.T + bias`` for float32 ``[T, in_features]``."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return product

@@ -56,6 +56,47 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """Chooses the likeliest experts of each token.
+
+    Args:
+        logits: ``[T, num_experts]``; their softmax is taken in float32, or in float64 for float64.
+        num_per_token: Experts to choose.
+        is_normalized: Scale the shares of the chosen ones to sum to 1.
+
+    Returns:
+        Shares, float32 or float64 ``[T, num_per_token]``, and experts, int64 of the same shape.
+    """
+    likelihood = logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32))
+    shares, experts = likelihood.topk(num_per_token, -1)
+    return (shares / shares.sum(-1, keepdim=True) if is_normalized else shares), experts
+
+
+def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Adds up what the chosen experts make of each token, each by its share, in the dtype of the shares.
+
+    Every expert computes every token, so that shapes are fixed; what nobody asked for is dropped, not
+    multiplied by zero, because it may be infinite.
+
+    Args:
+        x: ``[T, n]``.
+        shares: ``[T, k]``.
+        chosen: int64 ``[T, k]``, the experts the shares belong to.
+        gate_up: ``[num_experts, 2 m, n]``.
+        down: ``[num_experts, n, m]``.
+
+    Returns:
+        ``[T, n]``, in the dtype of ``x``.
+    """
+    share = shares.new_zeros(x.shape[0], gate_up.shape[0]).scatter_(1, chosen, shares)
+    is_chosen = torch.zeros_like(share, dtype=torch.bool).scatter_(1, chosen, True)
+    out = shares.new_zeros(x.shape)
+    for expert in range(gate_up.shape[0]):
+        made = F.linear(silu_mul(F.linear(x, gate_up[expert])), down[expert]) * share[:, expert, None]
+        out += torch.where(is_chosen[:, expert, None], made, 0.0)
+    return out.to(x.dtype)
+
+
 def philox(counter: Tensor, key: Tensor) -> Tensor:
     """Philox-4x32-10: four random words for each counter.
 

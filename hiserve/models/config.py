@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
-from hiserve.config import DTYPE_BYTES, MAX_INT32
+from hiserve.config import DTYPE_BYTES
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import ModelFacts
 from hiserve.errors import ModelError
+from hiserve.models.family import FAMILIES
+from hiserve.models.fields import ConfigFields, convert, read_json, respell
+from hiserve.models.generation import SamplingDefaults, as_ids, read_generation
+from hiserve.models.hub import Download, fetch, is_hub_name
+from hiserve.models.rope import RopeConfig, read_rope, stretched_context
 
 NANO = "hiserve-nano"
 
-Size = Annotated[int, Meta(ge=1, le=MAX_INT32)]
-TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
-# A finite bound also refuses NaN and Infinity, which Python's JSON reader lets through.
-Positive = Annotated[float, Meta(gt=0, le=1e30)]
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        num_per_token: Experts that compute a token.
+        intermediate_size: Width of each.
+        is_normalized: The shares of a token's experts are scaled to sum to 1.
+        step: Every ``step``-th layer has experts, counted from 1.
+        dense_layers: Layers that have an MLP whatever ``step`` says, counted from 0.
+    """
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    is_normalized: bool
+    step: int
+    dense_layers: frozenset[int]
+
+    def is_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return (layer + 1) % self.step == 0 and layer not in self.dense_layers
+
+    def num_layers(self, total: int) -> int:
+        """Returns how many of ``total`` layers have experts."""
+        dense = [layer for layer in self.dense_layers if 0 <= layer < total and (layer + 1) % self.step == 0]
+        return total // self.step - len(dense)
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape and settings of a dense decoder.
+    """Shape and settings of a decoder.
 
     Attributes:
         architecture: Hugging Face class name, for example ``LlamaForCausalLM``.
@@ -35,13 +62,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         head_dim: Elements per head.
         intermediate_size: Width of the MLP.
         norm_eps: Epsilon of every RMSNorm.
-        rope_theta: Base of the rotary frequencies.
-        context_length: ``max_position_embeddings``.
+        rope: How positions become angles.
+        context_length: Tokens the model is good for.
         tie_embeddings: The output head is the embedding.
         has_qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
+        has_qkv_bias: Queries, keys and values have a bias (Qwen2).
+        has_out_bias: The projection after attention has a bias.
+        has_mlp_bias: The three projections of the MLP have biases.
+        experts: What stands in place of the MLP in some or all layers, or None.
         dtype: Type name of the stored weights.
         eos_token_ids: Tokens that end a reply.
         bos_token_id: Token that starts a text, or None.
+        sampling_defaults: For requests that are silent.
     """
 
     architecture: str
@@ -53,22 +85,36 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     intermediate_size: int
     norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     context_length: int
     tie_embeddings: bool
     has_qk_norm: bool
+    has_qkv_bias: bool
+    has_out_bias: bool
+    has_mlp_bias: bool
+    experts: ExpertsConfig | None
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    sampling_defaults: SamplingDefaults
 
     @property
     def num_params(self) -> int:
-        """Parameters, the tied output head counted once."""
-        heads = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size + 2)
+        """Parameters, all experts counted and the tied output head once."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * self.hidden_size * (queries + keys + 1)
         layer += 2 * self.head_dim if self.has_qk_norm else 0
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        layer += queries + 2 * keys if self.has_qkv_bias else 0
+        layer += self.hidden_size if self.has_out_bias else 0
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += 2 * self.intermediate_size + self.hidden_size if self.has_mlp_bias else 0
+        total = self.num_layers * layer + self.hidden_size
+        total += self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        if self.experts is None:
+            return total + self.num_layers * mlp
+        expert = 3 * self.hidden_size * self.experts.intermediate_size + self.hidden_size  # and its row of the router
+        num_sparse = self.experts.num_layers(self.num_layers)
+        return total + (self.num_layers - num_sparse) * mlp + num_sparse * self.experts.num_experts * expert
 
     def facts(self) -> ModelFacts:
         """Returns what ``core.resolve`` must know."""
@@ -81,7 +127,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
-        """Returns the KV groups its layers write, stored as ``dtype``: one, as in every dense decoder."""
+        """Returns the KV groups its layers write, stored as ``dtype``: one, as in every ordinary decoder."""
         kv = CacheGroupSpec(
             name="kv",
             num_layers=self.num_layers,
@@ -92,69 +138,30 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (kv,)
 
 
-# Architectures the one decoder serves; the value is has_qk_norm.
-ARCHITECTURES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}
+def find_model(name: str, revision: str | None = None, *, download: Download | None = None) -> Path:
+    """Returns the folder of a model: a local one, the embedded one, or one of the Hugging Face Hub.
 
-_T = TypeVar("_T", bound=msgspec.Struct)
-
-
-class _RopeFields(msgspec.Struct):
-    """``rope_parameters``, or ``rope_scaling`` as older files call it."""
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: Positive | None = None
-    partial_rotary_factor: float | None = None
-
-
-class _Fields(msgspec.Struct):
-    """The fields of ``config.json`` that are read, in both spellings, with their types and ranges."""
-
-    vocab_size: Size
-    hidden_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    intermediate_size: Size
-    rms_norm_eps: Positive
-    max_position_embeddings: Size
-    num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
-    rope_parameters: _RopeFields | None = None
-    rope_scaling: _RopeFields | None = None
-    rope_theta: Positive | None = None
-    partial_rotary_factor: float | None = None
-    dtype: str | None = None
-    torch_dtype: str | None = None
-    tie_word_embeddings: bool | None = None
-    eos_token_id: TokenId | list[TokenId] | None = None
-    bos_token_id: TokenId | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
-    use_sliding_window: bool | None = None
-    hidden_act: str | None = None
-    quantization_config: Any = None
-
-
-class _GenerationFields(msgspec.Struct):
-    """The field of ``generation_config.json`` that is read."""
-
-    eos_token_id: TokenId | list[TokenId] | None = None
-
-
-def find_model(name: str) -> Path:
-    """Returns the folder of a model: a path, or ``hiserve-nano`` for the embedded one.
+    Args:
+        name: A path, ``hiserve-nano``, or ``owner/name`` on the Hub, in this order.
+        revision: Branch, tag or commit on the Hub; None is the main branch.
+        download: As for ``hub.fetch``.
 
     Raises:
-        ModelError: There is no such folder, or it has no config.json.
+        ModelError: There is no such folder or model, it has no config.json, or it cannot be fetched.
     """
     try:
-        folder = Path(__file__).parent / "nano" if name == NANO else Path(name).expanduser()
+        folder = Path(name).expanduser()
         is_there = bool(name) and folder.is_dir()
-    except (OSError, RuntimeError):  # a name too long for the file system; ``~`` of nobody
+    except (OSError, RuntimeError, ValueError):  # a name too long for the file system; ``~`` of nobody; a null byte
         is_there = False
+    if not is_there and name == NANO:
+        return Path(__file__).parent / "nano"
+    if not is_there and is_hub_name(name):
+        return fetch(name, revision, download)
     if not is_there:
         raise ModelError(
-            f"no model folder at {name!r}. Give a folder with config.json and safetensors, or {NANO}.",
+            f"no model folder at {name!r}. Give a folder with config.json and safetensors, a model of the Hugging Face "
+            f"Hub as owner/name, or {NANO}.",
             param="model",
         )
     if not (folder / "config.json").is_file():
@@ -163,32 +170,28 @@ def find_model(name: str) -> Path:
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Reads ``config.json`` (and ``generation_config.json`` for the end tokens).
+    """Reads ``config.json``, and ``generation_config.json`` for end tokens and sampling defaults.
 
     Raises:
         ModelError: Unsupported architecture, a missing field, a value that makes no sense, or a
             file that is not JSON.
     """
-    raw = _read_json(folder / "config.json")
+    path = folder / "config.json"
+    raw = read_json(path)
     architecture = _architecture(raw.get("architectures"))
-    fields = _convert(raw, _Fields, folder / "config.json")
-    rope = fields.rope_parameters or fields.rope_scaling or _RopeFields()
-    _refuse_unsupported(fields, rope, architecture)
+    family = FAMILIES[architecture]
+    fields = convert(family.complete(respell(raw, path)), ConfigFields, path)
+    _refuse_unsupported(fields, architecture)
     heads = fields.num_attention_heads
     kv_heads = fields.num_key_value_heads or heads
     head_dim = fields.head_dim or fields.hidden_size // heads
-    dtype = fields.dtype or fields.torch_dtype or "float32"
-    nonsense = {
-        f"{heads} attention heads are not a multiple of {kv_heads} key-value heads": heads % kv_heads,
-        f"hidden_size {fields.hidden_size} is not a multiple of its {heads} attention heads, and head_dim is not given": (
-            fields.head_dim is None and fields.hidden_size % heads
-        ),
-        f"head_dim {head_dim} is odd, but RoPE turns pairs": head_dim % 2,
-        f"dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}": dtype not in DTYPE_BYTES,
-    }
-    for fact, is_so in nonsense.items():
-        if is_so:
-            raise ModelError(f"config.json in {str(folder)!r} makes no sense: {fact}.", param="model")
+    dtype = fields.dtype or "float32"
+    _refuse_nonsense(fields, folder, kv_heads, head_dim, dtype)
+    rope = read_rope(fields, head_dim)
+    context_length = stretched_context(fields, rope)
+    _refuse_window(fields, architecture, context_length)
+    generation = read_generation(folder)
+    ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.vocab_size,
@@ -199,43 +202,68 @@ def read_model_config(folder: Path) -> ModelConfig:
         head_dim=head_dim,
         intermediate_size=fields.intermediate_size,
         norm_eps=fields.rms_norm_eps,
-        rope_theta=rope.rope_theta or fields.rope_theta or 10_000.0,
-        context_length=fields.max_position_embeddings,
+        rope=rope,
+        context_length=context_length,
         tie_embeddings=bool(fields.tie_word_embeddings),
-        has_qk_norm=ARCHITECTURES[architecture],
+        has_qk_norm=family.has_qk_norm,
+        has_qkv_bias=family.has_qkv_bias or bool(fields.attention_bias),
+        has_out_bias=bool(fields.attention_bias),
+        has_mlp_bias=bool(fields.mlp_bias),
+        experts=_experts(fields),
         dtype=dtype,
-        eos_token_ids=_end_tokens(folder, fields),
+        eos_token_ids=ends or (),
         bos_token_id=fields.bos_token_id,
+        sampling_defaults=generation.sampling_defaults,
     )
 
 
 def _architecture(given: Any) -> str:
     """Returns the one architecture a checkpoint names."""
     name = given[0] if isinstance(given, list) and given else given or "(none given)"
-    if not isinstance(name, str) or name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
-            f"architecture {name} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}.", param="model"
+            f"architecture {name} is not supported. Supported: {', '.join(sorted(FAMILIES))}.", param="model"
         )
     return name
 
 
-def _end_tokens(folder: Path, fields: _Fields) -> tuple[int, ...]:
-    """Returns the end tokens; what ``generation_config.json`` says goes first."""
-    path = folder / "generation_config.json"
-    given = _convert(_read_json(path), _GenerationFields, path).eos_token_id if path.is_file() else None
-    ends = fields.eos_token_id if given is None else given
-    return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+def _experts(fields: ConfigFields) -> ExpertsConfig | None:
+    if not fields.num_experts or fields.num_experts_per_tok is None:
+        return None
+    experts = ExpertsConfig(
+        num_experts=fields.num_experts,
+        num_per_token=fields.num_experts_per_tok,
+        intermediate_size=fields.moe_intermediate_size or fields.intermediate_size,
+        is_normalized=bool(fields.norm_topk_prob),
+        step=fields.decoder_sparse_step or 1,
+        dense_layers=frozenset(fields.mlp_only_layers or ()),
+    )
+    return experts if experts.num_layers(fields.num_hidden_layers) else None
 
 
-def _refuse_unsupported(fields: _Fields, rope: _RopeFields, architecture: str) -> None:
-    scaling = rope.rope_type or rope.type or "default"
+def _refuse_nonsense(fields: ConfigFields, folder: Path, kv_heads: int, head_dim: int, dtype: str) -> None:
+    heads, experts = fields.num_attention_heads, fields.num_experts or 0
+    nonsense = {
+        f"{heads} attention heads are not a multiple of {kv_heads} key-value heads": heads % kv_heads,
+        f"hidden_size {fields.hidden_size} is not a multiple of its {heads} attention heads, and head_dim is not given": (
+            fields.head_dim is None and fields.hidden_size % heads
+        ),
+        f"head_dim {head_dim} is odd, but RoPE turns pairs": head_dim % 2,
+        f"dtype {dtype!r} is none of {', '.join(DTYPE_BYTES)}": dtype not in DTYPE_BYTES,
+        f"{fields.num_experts_per_tok} experts per token are more than there are ({experts})": (
+            experts and (fields.num_experts_per_tok or 0) > experts
+        ),
+    }
+    for fact, is_so in nonsense.items():
+        if is_so:
+            raise ModelError(f"config.json in {str(folder)!r} makes no sense: {fact}.", param="model")
+
+
+def _refuse_unsupported(fields: ConfigFields, architecture: str) -> None:
+    in_rope = fields.rope_parameters.partial_rotary_factor if fields.rope_parameters else None
     refused = {
-        "attention_bias": fields.attention_bias,
-        "mlp_bias": fields.mlp_bias,
-        "use_sliding_window": fields.use_sliding_window,
         f"hidden_act {fields.hidden_act}": fields.hidden_act not in (None, "silu"),
-        f"RoPE scaling {scaling}": scaling != "default",
-        "partial_rotary_factor": {fields.partial_rotary_factor, rope.partial_rotary_factor} - {None, 1.0},
+        "partial_rotary_factor": {fields.partial_rotary_factor, in_rope} - {None, 1.0},
         "quantization_config": fields.quantization_config,
     }
     named = [name for name, is_set in refused.items() if is_set]
@@ -243,20 +271,16 @@ def _refuse_unsupported(fields: _Fields, rope: _RopeFields, architecture: str) -
         raise ModelError(f"{architecture} with {', '.join(named)} is not supported yet.", param="model")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"cannot read {str(path)!r}: {error.strerror}.", param="model") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}.", param="model") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path.name} in {str(path.parent)!r} is not a JSON object.", param="model")
-    return found
-
-
-def _convert(raw: dict[str, Any], kind: type[_T], path: Path) -> _T:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{path.name} in {str(path.parent)!r} makes no sense: {error}.", param="model") from None
+def _refuse_window(fields: ConfigFields, architecture: str, context_length: int) -> None:
+    """Refuses a sliding window that any request could outgrow."""
+    window = fields.sliding_window
+    if fields.layer_types is not None:
+        is_used = "sliding_attention" in fields.layer_types
+    else:
+        is_used = fields.num_hidden_layers > (fields.max_window_layers or 0)
+    if window is not None and is_used and fields.use_sliding_window is not False and window < context_length:
+        raise ModelError(
+            f"{architecture} with sliding_window {window} and a context of {context_length} tokens is not supported "
+            f"yet. Set max_position_embeddings to {window} in config.json: up to there the window changes nothing.",
+            param="model",
+        )

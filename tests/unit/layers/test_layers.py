@@ -12,8 +12,12 @@ from hiserve.layers.linear import Linear
 from hiserve.layers.mlp import GatedMLP
 from hiserve.layers.norm import RMSNorm
 from hiserve.layers.rotary import Rotary
+from hiserve.models.frequencies import rotary_frequencies
+from hiserve.models.rope import RopeConfig
 
-CPU = torch.device("cpu")
+
+def rotary(theta: float, dtype: torch.dtype) -> Rotary:
+    return Rotary(rotary_frequencies(RopeConfig(theta=theta), 64, 8192), dtype)
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 100_000.0])
@@ -24,14 +28,14 @@ def test_rotation_equals_transformers_at_far_positions(theta: float, dtype: torc
     heads = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)
-    got = Rotary(64, theta, dtype, CPU)(positions)(heads)
+    got = rotary(theta, dtype)(positions)(heads)
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected[0].transpose(0, 1), atol=1e-6, rtol=0)
 
 
 def test_rotation_of_a_sixteen_bit_model_happens_in_float32() -> None:
-    assert Rotary(64, 1e4, torch.bfloat16, CPU)(torch.arange(3)).cos.dtype == torch.float32
-    assert Rotary(64, 1e4, torch.float64, CPU)(torch.arange(3)).cos.dtype == torch.float64
+    assert rotary(1e4, torch.bfloat16)(torch.arange(3)).cos.dtype == torch.float32
+    assert rotary(1e4, torch.float64)(torch.arange(3)).cos.dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -41,6 +45,18 @@ def test_linear_projects_no_rows_too(dtype: torch.dtype) -> None:
     x = torch.arange(8, dtype=dtype).view(2, 4)
     assert torch.equal(linear(x), x[:, :3])
     assert linear(x[:0]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_linear_adds_its_bias_packed_or_not(dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((6, 4), (6,), (rows, 4)))
+    got = Linear(weight.to(dtype), bias.to(dtype))(x.to(dtype))
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got.float(), x @ weight.t() + bias, atol=0.1 if dtype == torch.bfloat16 else 1e-5, rtol=0
+    )
 
 
 def test_mlp_gates_then_projects_down() -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.errors import ModelError
-from hiserve.models.config import ARCHITECTURES, NANO, find_model, read_model_config
+from hiserve.models.config import NANO, find_model, read_model_config
+from hiserve.models.family import FAMILIES
 from tests.helpers.models import load_transformers, save_llama, save_qwen3
 
 LLAMA: dict[str, Any] = {
@@ -57,7 +58,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
     assert found.architecture == "LlamaForCausalLM"
     assert (found.vocab_size, found.hidden_size, found.intermediate_size, found.num_layers) == (320, 64, 96, 3)
     assert (found.num_heads, found.num_kv_heads, found.head_dim) == (4, 2, 24)
-    assert (found.norm_eps, found.rope_theta, found.context_length) == (1e-6, 5e4, 512)
+    assert (found.norm_eps, found.rope.theta, found.context_length) == (1e-6, 5e4, 512)
     assert (found.tie_embeddings, found.has_qk_norm, found.dtype) == (True, False, "bfloat16")
     assert (found.eos_token_ids, found.bos_token_id) == ((2,), 1)
 
@@ -78,7 +79,7 @@ def test_what_is_left_out_has_its_usual_value(tmp_path: Path) -> None:
         "bos_token_id",
     )
     found = read_model_config(folder(tmp_path, optional))
-    assert (found.num_kv_heads, found.head_dim, found.rope_theta) == (4, 16, 10_000.0)
+    assert (found.num_kv_heads, found.head_dim, found.rope.theta) == (4, 16, 10_000.0)
     assert (found.tie_embeddings, found.dtype) == (False, "float32")
     assert (found.eos_token_ids, found.bos_token_id) == ((), None)
 
@@ -143,7 +144,7 @@ def test_a_folder_without_config_json(tmp_path: Path) -> None:
 def test_an_unsupported_architecture_is_named_with_the_list(tmp_path: Path, given: Any) -> None:
     message = refusal(folder(tmp_path, architectures=given))
     assert "not supported" in message
-    assert all(name in message for name in ARCHITECTURES)
+    assert all(name in message for name in FAMILIES)
     assert "GPT2LMHeadModel" in message or "GPT2" not in str(given)
 
 
@@ -156,13 +157,11 @@ def test_an_unsupported_architecture_is_named_whatever_else_its_file_says(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
+        ({"rope_parameters": {"rope_type": "mrope", "factor": 4.0}}, "mrope"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "proportional"}}, "proportional"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "layer types"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],

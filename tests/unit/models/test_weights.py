@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hiserve.errors import ModelError
 from hiserve.models.config import read_model_config
-from hiserve.models.weights import load_parameters, parameter_table
+from hiserve.models.names import parameter_table
+from hiserve.models.weights import load_parameters
 from tests.helpers.models import save_llama, save_qwen3
 
 CPU = torch.device("cpu")

@@ -1,0 +1,78 @@
+"""The architectures that the one decoder serves, and how each reads its config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """What the name of an architecture settles.
+
+    Attributes:
+        has_qk_norm: RMSNorm on each query and key head.
+        has_qkv_bias: Queries, keys and values have a bias, whatever config.json says.
+        ignored: Fields of config.json that transformers does not read for it, as it spells them.
+        defaults: What it takes where config.json is silent.
+    """
+
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    ignored: frozenset[str] = frozenset()
+    defaults: dict[str, Any] = {}
+
+    def complete(self, raw: dict[str, Any]) -> dict[str, Any]:
+        """Returns config.json without what is ignored and with what it leaves out."""
+        return self.defaults | {name: value for name, value in raw.items() if name not in self.ignored}
+
+
+_WINDOW = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
+_WINDOW_SWITCHES = _WINDOW - {"sliding_window"}
+_EXPERTS = frozenset(
+    {
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    }
+)
+_BIAS = frozenset({"attention_bias", "mlp_bias"})
+_EXPERT_SWITCHES = _EXPERTS - {"num_experts", "num_experts_per_tok"}
+_QWEN_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(ignored=_WINDOW | _EXPERTS),
+    "MistralForCausalLM": Family(
+        ignored=_WINDOW_SWITCHES | _EXPERTS | _BIAS,
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "MixtralForCausalLM": Family(
+        ignored=_WINDOW_SWITCHES | _EXPERT_SWITCHES | _BIAS,
+        defaults={
+            "num_key_value_heads": 8,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "Qwen2ForCausalLM": Family(
+        has_qkv_bias=True,
+        ignored=_EXPERTS | _BIAS,
+        defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32},
+    ),
+    "Qwen3ForCausalLM": Family(
+        has_qk_norm=True,
+        ignored=_EXPERTS | {"mlp_bias"},
+        defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32, "head_dim": 128},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        has_qk_norm=True,
+        ignored=frozenset({"max_window_layers", "layer_types", "mlp_bias"}),
+        defaults=_QWEN_WINDOW
+        | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+}

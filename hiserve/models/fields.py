@@ -1,0 +1,131 @@
+"""The JSON files of a checkpoint, read with their types and ranges."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from hiserve.config import MAX_INT32
+from hiserve.errors import ModelError
+
+Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Size = Annotated[int, Meta(ge=1, le=MAX_INT32)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+# A finite bound also refuses NaN and Infinity, which Python's JSON reader lets through.
+Positive = Annotated[float, Meta(gt=0, le=1e30)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
+
+# How older files call a field -> how transformers 5 does.
+_OLD_SPELLINGS = {"torch_dtype": "dtype", "rope_scaling": "rope_parameters", "num_local_experts": "num_experts"}
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+class RopeFields(msgspec.Struct):
+    """``rope_parameters``; each kind of scaling reads some of them."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: float | None = None
+    factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    attention_factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    beta_fast: NotNegative | None = None
+    beta_slow: NotNegative | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool | None = None
+    short_factor: tuple[Positive, ...] | None = None
+    long_factor: tuple[Positive, ...] | None = None
+    full_attention: Any = None
+    sliding_attention: Any = None
+
+
+class ConfigFields(msgspec.Struct):
+    """The fields of ``config.json`` that are read, as transformers 5 spells them."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    intermediate_size: Size
+    rms_norm_eps: Positive
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rope_parameters: RopeFields | None = None
+    rope_theta: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    partial_rotary_factor: float | None = None
+    dtype: str | None = None
+    tie_word_embeddings: bool | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    bos_token_id: TokenId | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    sliding_window: Size | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Count | None = None
+    layer_types: list[str] | None = None
+    num_experts: Count | None = None
+    num_experts_per_tok: Size | None = None
+    moe_intermediate_size: Size | None = None
+    norm_topk_prob: bool | None = None
+    decoder_sparse_step: Size | None = None
+    mlp_only_layers: tuple[int, ...] | None = None
+    hidden_act: str | None = None
+    quantization_config: Any = None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ModelError: The file cannot be read or is no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read {str(path)!r}: {error.strerror}.", param="model") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}.", param="model") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path.name} in {str(path.parent)!r} is not a JSON object.", param="model")
+    return found
+
+
+def convert(raw: dict[str, Any], kind: type[_T], path: Path) -> _T:
+    """Returns the fields of a file; those that ``kind`` does not name may hold anything.
+
+    Raises:
+        ModelError: A field is missing, has the wrong type or is out of range.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path.name} in {str(path.parent)!r} makes no sense: {error}.", param="model") from None
+
+
+def respell(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns ``config.json`` as transformers 5 spells it.
+
+    Raises:
+        ModelError: It says one thing in the old spelling and another in the new one.
+    """
+    spelled = dict(raw)
+    for old, new in _OLD_SPELLINGS.items():
+        if old in spelled and not spelled.get(new):
+            spelled[new] = spelled[old]
+        elif spelled.get(old) and spelled[old] != spelled[new]:
+            raise ModelError(
+                f"{path.name} in {str(path.parent)!r} makes no sense: {old} and {new} differ. Keep one of them.",
+                param="model",
+            )
+    return spelled

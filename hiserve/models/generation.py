@@ -1,0 +1,86 @@
+"""What a checkpoint says about generating: its end tokens and its sampling defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from hiserve.config import MAX_INT32
+from hiserve.models.fields import TokenId, convert, read_json
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters for requests that are silent about them; None where the model is silent too.
+
+    Attributes:
+        temperature: 0 is greedy. Range 0 to 100.
+        top_p: Range (0, 1].
+        top_k: 0 or -1 keeps all tokens.
+        min_p: Range 0 to 1.
+        repetition_penalty: 1 is none. Range (0, 100].
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class _Fields(msgspec.Struct):
+    """The fields of ``generation_config.json`` that are read; the ranges are those of a request."""
+
+    eos_token_id: TokenId | list[TokenId] | None = None
+    do_sample: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT32)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """``generation_config.json``.
+
+    Attributes:
+        eos_token_ids: Tokens that end a reply; None when the file does not say.
+        sampling_defaults: For requests that are silent.
+    """
+
+    eos_token_ids: tuple[int, ...] | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+
+
+def read_generation(folder: Path) -> Generation:
+    """Reads ``generation_config.json``; a folder without one says nothing.
+
+    ``do_sample: false`` means a temperature of 0 when the file names none of temperature, top_p,
+    top_k and min_p. Files that name one of them are often saved with ``do_sample: false`` by
+    accident; there it is not looked at.
+
+    Raises:
+        ModelError: The file is not JSON, or a value is of the wrong type or out of range.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return Generation()
+    fields = convert(read_json(path), _Fields, path)
+    is_greedy = fields.do_sample is False and {fields.temperature, fields.top_p, fields.top_k, fields.min_p} == {None}
+    return Generation(
+        eos_token_ids=as_ids(fields.eos_token_id),
+        sampling_defaults=SamplingDefaults(
+            temperature=0.0 if is_greedy else fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            min_p=fields.min_p,
+            repetition_penalty=fields.repetition_penalty,
+        ),
+    )
+
+
+def as_ids(given: int | list[int] | None) -> tuple[int, ...] | None:
+    """Returns the ids of a field that holds one, several or none."""
+    return None if given is None else tuple(given) if isinstance(given, list) else (given,)

@@ -1,0 +1,131 @@
+"""Where each parameter of the decoder stands in a checkpoint: a table of names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from hiserve.models.config import ExpertsConfig, ModelConfig
+
+Part = tuple[str, tuple[int, ...]]
+
+
+class Spelling(Enum):
+    """How a checkpoint names its experts: tensors of each one, Mixtral's own names, or all in one tensor."""
+
+    EACH = "mlp.experts.0.gate_proj"
+    MIXTRAL = "block_sparse_moe.experts.0.w1"
+    FUSED = "mlp.experts.gate_up_proj"
+
+    @classmethod
+    def of(cls, sources: Collection[str]) -> Spelling:
+        """Returns the spelling of a checkpoint with these tensors."""
+        if any(".block_sparse_moe." in source for source in sources):
+            return cls.MIXTRAL
+        return cls.FUSED if any(source.endswith("mlp.experts.gate_up_proj") for source in sources) else cls.EACH
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One checkpoint tensor and its place in a parameter.
+
+    Attributes:
+        source: Name in the checkpoint.
+        shape: Its shape.
+        start: First row of the parameter that it fills. Tensors of three dimensions count as their matrices stacked.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the parameter that it fills."""
+        return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape[:-1])
+
+
+def parameter_table(config: ModelConfig, spelling: Spelling = Spelling.EACH) -> dict[str, tuple[Piece, ...]]:
+    """Returns every parameter of the decoder and the checkpoint tensors stacked in it."""
+    hidden = config.hidden_size
+    table = {
+        "embedding": _stack(("model.embed_tokens.weight", (config.vocab_size, hidden))),
+        "norm": _stack(("model.norm.weight", (hidden,))),
+    }
+    if not config.tie_embeddings:
+        table["head"] = _stack(("lm_head.weight", (config.vocab_size, hidden)))
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        table[ours + "input_norm"] = _stack((theirs + "input_layernorm.weight", (hidden,)))
+        table |= _attention(config, ours, theirs + "self_attn.")
+        table[ours + "mlp_norm"] = _stack((theirs + "post_attention_layernorm.weight", (hidden,)))
+        if config.experts is not None and config.experts.is_in(layer):
+            table |= _experts(config.experts, hidden, ours, theirs, spelling)
+        else:
+            table |= _mlp(config, ours, theirs + "mlp.")
+    return table
+
+
+def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
+    hidden = config.hidden_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    table = _projection(
+        ours + "qkv", theirs, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias
+    )
+    table |= _projection(ours + "out", theirs, {"o_proj": hidden}, queries, config.has_out_bias)
+    if config.has_qk_norm:
+        table[ours + "q_norm"] = _stack((theirs + "q_norm.weight", (config.head_dim,)))
+        table[ours + "k_norm"] = _stack((theirs + "k_norm.weight", (config.head_dim,)))
+    return table
+
+
+def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up = {"gate_proj": inner, "up_proj": inner}
+    return _projection(ours + "gate_up", theirs, gate_up, hidden, config.has_mlp_bias) | _projection(
+        ours + "down", theirs, {"down_proj": hidden}, inner, config.has_mlp_bias
+    )
+
+
+def _projection(
+    ours: str, theirs: str, rows: dict[str, int], width: int, has_bias: bool
+) -> dict[str, tuple[Piece, ...]]:
+    """A stack of projections of one input, by name and rows, and their biases."""
+    table = {ours: _stack(*((f"{theirs}{name}.weight", (count, width)) for name, count in rows.items()))}
+    if has_bias:
+        table[ours + "_bias"] = _stack(*((f"{theirs}{name}.bias", (count,)) for name, count in rows.items()))
+    return table
+
+
+def _experts(
+    experts: ExpertsConfig, hidden: int, ours: str, theirs: str, spelling: Spelling
+) -> dict[str, tuple[Piece, ...]]:
+    """Gate rows, then up rows, expert after expert; and their down rows."""
+    inner, count = experts.intermediate_size, experts.num_experts
+    theirs += "block_sparse_moe." if spelling is Spelling.MIXTRAL else "mlp."
+    gate, up, down = ("w1", "w3", "w2") if spelling is Spelling.MIXTRAL else ("gate_proj", "up_proj", "down_proj")
+    gate_up_parts: list[Part] = []
+    down_parts: list[Part] = []
+    for expert in range(count):
+        one = f"{theirs}experts.{expert}."
+        gate_up_parts += [(f"{one}{name}.weight", (inner, hidden)) for name in (gate, up)]
+        down_parts.append((f"{one}{down}.weight", (hidden, inner)))
+    if spelling is Spelling.FUSED:
+        gate_up_parts = [(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden))]
+        down_parts = [(theirs + "experts.down_proj", (count, hidden, inner))]
+    return {
+        ours + "router": _stack((theirs + "gate.weight", (count, hidden))),
+        ours + "experts_gate_up": _stack(*gate_up_parts),
+        ours + "experts_down": _stack(*down_parts),
+    }
+
+
+def _stack(*parts: Part) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    start = 0
+    for name, shape in parts:
+        pieces.append(Piece(name, shape, start))
+        start += pieces[-1].num_rows
+    return tuple(pieces)
