@@ -18,6 +18,8 @@ Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
+WORD_BYTES = 4  # of a packed score, as of a token id
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowAdmit:
@@ -117,16 +119,18 @@ class Scores:
     top_tokens: Int32Array
     top_logprobs: Float32Array
 
-    def pack(self, index: int, num_top: int) -> bytes:
-        """Returns one token's scores as ``1 + 2 * num_top`` little-endian words of four bytes.
+    def pack(self, index: int, num_top: int, num_tokens: int = 1) -> bytes:
+        """Returns the scores of ``num_tokens`` tokens, each as ``1 + 2 * num_top`` little-endian words of four bytes.
 
-        The words are its logprob, ``num_top`` token ids, and their logprobs.
+        The words of a token are its logprob, ``num_top`` token ids, and their logprobs.
         """
-        return (
-            self.logprobs[index].tobytes()
-            + self.top_tokens[index, :num_top].tobytes()
-            + self.top_logprobs[index, :num_top].tobytes()
+        which = slice(index, index + num_tokens)
+        columns = (
+            self.logprobs[which, None].view(np.int32),
+            self.top_tokens[which, :num_top],
+            self.top_logprobs[which, :num_top].view(np.int32),
         )
+        return np.concatenate(columns, axis=1).tobytes()
 
     @classmethod
     def unpack(cls, packed: bytes, num_top: int) -> Scores:

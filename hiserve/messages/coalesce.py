@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.messages.types import Tokens
 
 UNREPORTED = -1
@@ -17,13 +17,15 @@ UNREPORTED = -1
 class _Row:
     finish: int = 0
     cached: int = UNREPORTED
+    queue_s: float = UNREPORTED
     tokens: array[int] = field(default_factory=lambda: array("i"))
+    scores: bytearray = field(default_factory=bytearray)
 
 
 class Coalescer:
     """Holds at most one row per request, whatever the number of reports added.
 
-    Its size is bounded by the live requests and the tokens they may generate.
+    Its size is bounded by the live requests, and the tokens and scores they may still have to tell.
     """
 
     def __init__(self) -> None:
@@ -32,18 +34,31 @@ class Coalescer:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, news: Tokens, tokens: Int32Array) -> None:
-        """Merges a report: tokens are appended, the finish is the latest, ``cached`` the first that is known."""
-        start = 0
-        for uid, count, finish, cached in zip(news.uids, news.counts, news.finishes, news.cached, strict=True):
+    def add(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
+        """Merges a report.
+
+        Tokens and scores are appended, the finish is the latest, ``cached`` and ``queue_s`` are the first known.
+
+        Args:
+            news: Columns, and the arrays that come beside them:
+            tokens: int32 ``[sum(counts)]``.
+            scores: ``4 * sum(score_words)`` bytes.
+        """
+        at = score_at = 0
+        columns = (news.uids, news.counts, news.finishes, news.cached, news.score_words, news.queue_s)
+        for uid, count, finish, cached, words, queue_s in zip(*columns, strict=True):
             row = self._rows.setdefault(uid, _Row())
-            row.tokens.frombytes(tokens[start : start + count].tobytes())
+            row.tokens.frombytes(tokens[at : at + count].tobytes())
+            row.scores += scores[score_at : score_at + WORD_BYTES * words]
             row.finish = finish
             if row.cached == UNREPORTED:
                 row.cached = cached
-            start += count
+            if row.queue_s == UNREPORTED:
+                row.queue_s = queue_s
+            at += count
+            score_at += WORD_BYTES * words
 
-    def take(self) -> tuple[Tokens, Int32Array]:
+    def take(self) -> tuple[Tokens, Int32Array, bytes]:
         """Returns everything held, in order of first arrival, and forgets it."""
         rows, self._rows = self._rows, {}
         news = Tokens(
@@ -51,6 +66,9 @@ class Coalescer:
             counts=[len(row.tokens) for row in rows.values()],
             finishes=[row.finish for row in rows.values()],
             cached=[row.cached for row in rows.values()],
+            score_words=[len(row.scores) // WORD_BYTES for row in rows.values()],
+            queue_s=[row.queue_s for row in rows.values()],
         )
         parts = [np.frombuffer(row.tokens, dtype=np.int32) for row in rows.values() if row.tokens]
-        return news, np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+        tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+        return news, tokens, b"".join(row.scores for row in rows.values())

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from hiserve.core.digest import DIGEST_BYTES
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.errors import HiserveError
 from hiserve.messages.types import Admit, Generate, StepReport, Tokens
@@ -16,7 +16,7 @@ from hiserve.messages.types import Admit, Generate, StepReport, Tokens
 Frames = list[bytes]
 MessageT = TypeVar("MessageT")
 
-_NUM_ARRAYS: dict[type, int] = {Generate: 1, Admit: 1, Tokens: 1, StepReport: 3}
+_NUM_ARRAYS: dict[type, int] = {Generate: 1, Admit: 1, Tokens: 2, StepReport: 4}
 _NO_TOKENS: Int32Array = np.empty(0, dtype=np.int32)
 _NO_TOKENS.flags.writeable = False
 
@@ -40,12 +40,14 @@ class Received(NamedTuple, Generic[MessageT]):
     Attributes:
         message: The struct.
         tokens: int32 ``[n]``, a read-only view of the frame.
+        scores: Words of four bytes, as ``core.plan.Scores.pack`` writes them.
         published: Page digests, 16 bytes each.
         removed: Page digests, 16 bytes each.
     """
 
     message: MessageT
     tokens: Int32Array = _NO_TOKENS
+    scores: bytes = b""
     published: bytes = b""
     removed: bytes = b""
 
@@ -87,25 +89,28 @@ class Decoder(Generic[MessageT]):
             raise MalformedError(f"{name} came with {len(frames) - 1} arrays, not {expected}", message)
         if not expected:
             return Received(message)
-        if len(frames[1]) % 4:
+        if len(frames[1]) % WORD_BYTES:
             raise MalformedError(f"{len(frames[1])} bytes are no whole number of int32 tokens", message)
         received = Received(message, np.frombuffer(frames[1], dtype="<i4"), *frames[2:])
         if isinstance(message, Tokens | StepReport):
-            _check_columns(message, len(received.tokens))
+            _check_columns(message, len(received.tokens), len(received.scores))
         for digests in (received.published, received.removed):
             if len(digests) % DIGEST_BYTES:
                 raise MalformedError(f"{len(digests)} bytes are no whole number of digests", message)
         return received
 
 
-def _check_columns(message: Tokens | StepReport, num_tokens: int) -> None:
-    rows, counts, finishes = len(message.uids), message.counts, message.finishes
-    if not len(counts) == len(finishes) == len(message.cached) == rows:
+def _check_columns(message: Tokens | StepReport, num_tokens: int, num_score_bytes: int) -> None:
+    rows, counts, finishes, words = len(message.uids), message.counts, message.finishes, message.score_words
+    lengths = [len(column) for column in (counts, finishes, message.cached, words)]
+    if isinstance(message, Tokens):
+        lengths.append(len(message.queue_s))
+    if any(length != rows for length in lengths):
+        raise MalformedError(f"columns of {lengths} rows for {rows} requests", message)
+    if rows and (min(counts) < 0 or min(finishes) < 0 or max(finishes) > max(FinishReason) or min(words) < 0):
         raise MalformedError(
-            f"columns of {rows}, {len(counts)}, {len(finishes)} and {len(message.cached)} rows", message
+            f"counts {min(counts)}.., finishes {min(finishes)}..{max(finishes)}, score words {min(words)}..", message
         )
-    if rows and (min(counts) < 0 or min(finishes) < 0 or max(finishes) > max(FinishReason)):
-        raise MalformedError(f"counts {min(counts)}.., finishes {min(finishes)}..{max(finishes)}", message)
     ended = [uid for uid, finish in zip(message.uids, finishes, strict=True) if finish]
     if isinstance(message, StepReport):
         ended += [uid for uid, _, _ in message.failed]
@@ -113,6 +118,8 @@ def _check_columns(message: Tokens | StepReport, num_tokens: int) -> None:
         raise MalformedError("a request is named or ended twice", message)
     if sum(counts) != num_tokens:
         raise MalformedError(f"{sum(counts)} tokens announced, {num_tokens} received", message)
+    if WORD_BYTES * sum(words) != num_score_bytes:
+        raise MalformedError(f"{sum(words)} score words announced, {num_score_bytes} bytes received", message)
 
 
 def split_digests(joined: bytes) -> list[bytes]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from hiserve.config import Config, known
-from hiserve.core.plan import Int32Array
+from hiserve.config import Config, known, without_secrets
+from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError, HiserveError, UnavailableError
+from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
 from hiserve.messages.parent import ChildProcess, wait_for_event
@@ -41,30 +42,38 @@ class Delta(msgspec.Struct):
     """News of one request; what came while the reader was away is one delta.
 
     Attributes:
-        tokens: New tokens; may be empty with a finish.
+        tokens: New tokens; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING but in the last delta.
         cached: Prompt tokens served from the cache in the first delta, -1 after.
+        scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
+        queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
 
     tokens: list[int]
     finish: FinishReason
     cached: int
+    scores: bytes
+    queue_s: float
 
 
 class _Stream:
-    """Tokens of one request that its reader has not taken. Bounded by the request's own length."""
+    """News of one request that its reader has not taken. Bounded by the request's own length."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._finish = 0
+        self._scores = bytearray()
         self._cached: int | None = None
+        self._queue_s: float = UNREPORTED
         self._is_first = True
         self._error: HiserveError | None = None
         self._news = asyncio.Event()
 
-    def push(self, tokens: list[int], finish: int, cached: int) -> None:
+    def push(self, tokens: list[int], finish: int, cached: int, scores: bytes, queue_s: float) -> None:
         self._tokens += tokens
+        self._scores += scores
         self._finish = finish
+        self._queue_s = max(self._queue_s, queue_s)
         if self._cached is None:
             self._cached = max(0, cached)
         self._news.set()
@@ -74,16 +83,16 @@ class _Stream:
         self._news.set()
 
     async def take(self) -> Delta:
-        """Waits for news; an error comes after the tokens that preceded it."""
+        """Waits for news; an error comes after the tokens and scores that preceded it."""
         await self._news.wait()
         self._news.clear()
         if self._error is not None:
-            if not self._tokens:
+            if not self._tokens and not self._scores:
                 raise self._error
             self._news.set()
         cached = self._cached if self._is_first and self._cached is not None else -1
-        delta = Delta(self._tokens, FinishReason(self._finish), cached)
-        self._tokens, self._is_first = [], False
+        delta = Delta(self._tokens, FinishReason(self._finish), cached, bytes(self._scores), self._queue_s)
+        self._tokens, self._scores, self._queue_s, self._is_first = [], bytearray(), UNREPORTED, False
         return delta
 
 
@@ -125,7 +134,7 @@ class EngineClient:
         """
         client = cls(config)
         client._process = await ChildProcess.start(command, client._receive)
-        client._process.send(encode(config))
+        client._process.send(encode(without_secrets(config)))
         client._watch = asyncio.create_task(client._watch_process())
         async with AsyncExitStack() as undo:
             undo.push_async_callback(client.stop)
@@ -149,7 +158,13 @@ class EngineClient:
         return len(self._streams)
 
     async def generate(
-        self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+        self,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        *,
+        namespace: bytes = b"",
+        choice: int = 0,
+        priority: int = 0,
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas until one has a finish.
 
@@ -161,6 +176,7 @@ class EngineClient:
             sampling: How to sample and when to stop.
             namespace: Keeps tenants' caches apart.
             choice: Index among the request's choices; part of the random key.
+            priority: Larger is sooner, under the priority policy.
 
         Raises:
             ContextLengthError: The prompt leaves no room for output. (``max_tokens`` beyond the context
@@ -173,7 +189,7 @@ class EngineClient:
         uid = next(self._uids)
         stream = self._streams[uid] = _Stream()
         self._idle.clear()
-        self._process.send(encode(Generate(uid, sampling, namespace, choice), prompt))
+        self._process.send(encode(Generate(uid, sampling, namespace, choice, priority), prompt))
         try:
             finish = FinishReason.RUNNING
             while finish is FinishReason.RUNNING:
@@ -265,7 +281,7 @@ class EngineClient:
     def _hear(self, received: Received[ToClient]) -> None:
         match received.message:
             case Tokens() as news:
-                self._spread(news, received.tokens.tolist())
+                self._spread(news, received.tokens.tolist(), received.scores)
             case Failed() as failed:
                 self._end(failed.uid).fail(to_error(failed.code, failed.message))
             case Flushed() | Status() as answer:
@@ -278,12 +294,14 @@ class EngineClient:
                 if not self._starting.done():
                     self._starting.set_exception(to_error(code, message, trace))
 
-    def _spread(self, news: Tokens, tokens: list[int]) -> None:
-        start = 0
-        for uid, count, finish, cached in zip(news.uids, news.counts, news.finishes, news.cached, strict=True):
+    def _spread(self, news: Tokens, tokens: list[int], scores: bytes) -> None:
+        at = score_at = 0
+        columns = (news.uids, news.counts, news.finishes, news.cached, news.score_words, news.queue_s)
+        for uid, count, finish, cached, words, queue_s in zip(*columns, strict=True):
             stream = self._end(uid) if finish else self._stream(uid)
-            stream.push(tokens[start : start + count], finish, cached)
-            start += count
+            end, score_end = at + count, score_at + WORD_BYTES * words
+            stream.push(tokens[at:end], finish, cached, scores[score_at:score_end], queue_s)
+            at, score_at = end, score_end
 
     def _stream(self, uid: int) -> _Stream:
         if uid not in self._streams:

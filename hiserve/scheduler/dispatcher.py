@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -10,6 +12,7 @@ import numpy as np
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.failures import to_error
 from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens
 from hiserve.scheduler.admission import Admission
@@ -22,7 +25,7 @@ from hiserve.scheduler.queue import Queue, Waiting
 class Outlet(Protocol):
     """Where the decisions go. Nothing in it may block or fail."""
 
-    def tokens(self, news: Tokens, tokens: Int32Array) -> None:
+    def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
         """Tells the client news of requests."""
 
     def failed(self, uid: int, error: HiserveError) -> None:
@@ -45,11 +48,15 @@ class Dispatcher:
         outlet: Receives every message.
         policy: Who is next.
         page_size: Tokens per page.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, outlet: Outlet, policy: Policy, page_size: int) -> None:
+    def __init__(
+        self, outlet: Outlet, policy: Policy, page_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._outlet = outlet
         self._policy = policy
+        self._clock = clock
         self.ledger = Ledger()
         self.queue = Queue()
         self.admission = Admission()
@@ -67,7 +74,7 @@ class Dispatcher:
         if refusal is not None:
             self._outlet.failed(message.uid, refusal)
             return
-        entry = self.ledger.accept(message, prompt)
+        entry = self.ledger.accept(message, prompt, self._clock())
         self.queue.push(Waiting(entry, self.index.prefix(prompt, message.namespace)))
 
     def abort(self, uids: list[int]) -> None:
@@ -87,8 +94,15 @@ class Dispatcher:
                 drops.setdefault(entry.replica, []).append(uid)
         if dropped:
             zeros = [0] * len(dropped)
-            news = Tokens(uids=dropped, counts=zeros, finishes=[int(FinishReason.ABORT)] * len(dropped), cached=zeros)
-            self._outlet.tokens(news, np.empty(0, dtype=np.int32))
+            news = Tokens(
+                uids=dropped,
+                counts=zeros,
+                finishes=[int(FinishReason.ABORT)] * len(dropped),
+                cached=zeros,
+                score_words=zeros,
+                queue_s=[UNREPORTED] * len(dropped),
+            )
+            self._outlet.tokens(news, np.empty(0, dtype=np.int32), b"")
         for replica, running in drops.items():
             self._outlet.drop(replica, running)
 
@@ -116,7 +130,13 @@ class Dispatcher:
             self._outlet.failed(waiting.entry.uid, error)
 
     def report(
-        self, replica: int, report: StepReport, tokens: Int32Array, published: bytes = b"", removed: bytes = b""
+        self,
+        replica: int,
+        report: StepReport,
+        tokens: Int32Array,
+        scores: bytes = b"",
+        published: bytes = b"",
+        removed: bytes = b"",
     ) -> None:
         """Records what a worker did and passes it on.
 
@@ -124,6 +144,7 @@ class Dispatcher:
             replica: The worker.
             report: Its report, and the arrays that came beside it:
             tokens: int32 ``[sum(counts)]``.
+            scores: ``4 * sum(score_words)`` bytes.
             published: Joined digests of pages its cache gained.
             removed: Joined digests of pages its cache lost.
 
@@ -141,8 +162,15 @@ class Dispatcher:
                 start += count
                 if finish:
                     self._end(entry)
-            news = Tokens(uids=report.uids, counts=report.counts, finishes=report.finishes, cached=report.cached)
-            self._outlet.tokens(news, tokens)
+            news = Tokens(
+                uids=report.uids,
+                counts=report.counts,
+                finishes=report.finishes,
+                cached=report.cached,
+                score_words=report.score_words,
+                queue_s=[entry.take_queue_s() for entry in entries],
+            )
+            self._outlet.tokens(news, tokens, scores)
         for entry, (_, code, message) in zip(failures, report.failed, strict=True):
             self._end(entry)
             self._outlet.failed(entry.uid, to_error(code, message))
@@ -157,6 +185,7 @@ class Dispatcher:
             self.queue.remove(entry.uid)
             self.admission.take(replica)
             entry.state, entry.replica = State.RUNNING, replica
+            entry.queue_s = self._clock() - entry.accepted_at_s
             self._outlet.admit(replica, *entry.to_admit())
 
     def _choose(self, candidates: list[int]) -> Waiting:

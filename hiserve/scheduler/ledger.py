@@ -14,6 +14,7 @@ import numpy as np
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_SEED, SamplingParams
 from hiserve.errors import InvariantError
+from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.codec import MalformedError
 from hiserve.messages.types import Admit, Generate
 
@@ -33,6 +34,8 @@ class Entry:
     Attributes:
         prompt: int32 ``[n]``.
         sampling: With a seed, drawn here when the caller gave none.
+        accepted_at_s: When it was accepted, by a monotonic clock.
+        queue_s: Seconds until a worker got it, once; -1 before that and when the client was told.
         generated: Tokens the client was sent, in order.
         replica: The worker that runs it; None while queued.
     """
@@ -42,9 +45,16 @@ class Entry:
     sampling: SamplingParams
     namespace: bytes
     choice: int
+    accepted_at_s: float
+    queue_s: float = UNREPORTED
     state: State = State.QUEUED
     replica: int | None = None
     generated: array[int] = field(default_factory=lambda: array("i"))
+
+    def take_queue_s(self) -> float:
+        """Returns the seconds it was queued, for the first who asks after its admission; -1 for others."""
+        queue_s, self.queue_s = self.queue_s, UNREPORTED
+        return queue_s
 
     def to_admit(self) -> tuple[Admit, Int32Array]:
         """Returns what a worker needs to run the request from here, and its tokens int32 ``[n + generated]``."""
@@ -74,8 +84,13 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def accept(self, message: Generate, prompt: Int32Array) -> Entry:
+    def accept(self, message: Generate, prompt: Int32Array, now_s: float) -> Entry:
         """Records a request and draws its seed.
+
+        Args:
+            message: The request.
+            prompt: int32 ``[n]``.
+            now_s: The monotonic clock.
 
         Raises:
             MalformedError: A live request has this uid already.
@@ -85,7 +100,7 @@ class Ledger:
         sampling = message.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
-        entry = Entry(message.uid, prompt, sampling, message.namespace, message.choice)
+        entry = Entry(message.uid, prompt, sampling, message.namespace, message.choice, now_s)
         self._entries[entry.uid] = entry
         self.num_accepted += 1
         return entry

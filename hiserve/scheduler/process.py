@@ -140,6 +140,7 @@ class Service:
         return Status(
             ticket=ticket,
             queued=len(self._dispatcher.queue),
+            queued_tokens=self._dispatcher.queue.num_tokens,
             workers=self._supervisor.facts(),
             stale_messages=self._supervisor.num_stale,
             malformed_messages=self._num_malformed + self._supervisor.num_malformed,
@@ -147,10 +148,10 @@ class Service:
 
     # --- from the dispatcher --------------------------------------------------------------
 
-    def tokens(self, news: Tokens, tokens: Int32Array) -> None:
+    def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
         """Sends news on, or merges it with what the client was too slow for."""
-        if self._late or not self._client.try_send(encode(news, tokens)):
-            self._late.add(news, tokens)
+        if self._late or not self._client.try_send(encode(news, tokens, scores)):
+            self._late.add(news, tokens, scores)
 
     def failed(self, uid: int, error: HiserveError) -> None:
         """Tells the client; behind all tokens of the request."""
@@ -184,7 +185,7 @@ class Service:
         """
         message = received.message
         if isinstance(message, StepReport):
-            self._dispatcher.report(replica, message, received.tokens, received.published, received.removed)
+            self._dispatcher.report(replica, message, *received[1:])
         elif isinstance(message, CacheFlushed) and message.ticket in self._flushing:
             self._flushing[message.ticket].pages += message.pages
             self._flushing[message.ticket].waiting.discard(replica)

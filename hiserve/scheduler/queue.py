@@ -32,6 +32,11 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of all waiting requests."""
+        return sum(len(waiting.entry.prompt) for waiting in self._waiting.values())
+
     def push(self, waiting: Waiting) -> None:
         """Adds a request behind all others."""
         self._waiting[waiting.entry.uid] = waiting

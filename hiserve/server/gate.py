@@ -17,9 +17,11 @@ class Delta(Protocol):
     """News of one request: tokens, and in the last delta why it ended.
 
     Attributes:
-        tokens: New token ids; may be empty with a finish.
+        tokens: New token ids; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING until the last delta.
         cached: Prompt tokens served from the cache in the first delta, -1 after.
+        scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
+        queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
 
     @property
@@ -30,6 +32,12 @@ class Delta(Protocol):
 
     @property
     def cached(self) -> int: ...
+
+    @property
+    def scores(self) -> bytes: ...
+
+    @property
+    def queue_s(self) -> float: ...
 
 
 class Engine(Protocol):
@@ -54,7 +62,13 @@ class Engine(Protocol):
     def num_inflight(self) -> int: ...
 
     def generate(
-        self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+        self,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        *,
+        namespace: bytes = b"",
+        choice: int = 0,
+        priority: int = 0,
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas until one has a finish. Closing the generator aborts the request."""
 

@@ -31,7 +31,8 @@ class Columns:
         num_published: int32 ``[R]``. Leading pages that the index owns.
         admission: int64 ``[R]``. Serial number of the tenancy; 0 for a free row.
         uid: int64 ``[R]``.
-        ignores_eos: bool ``[R]``.
+        num_top: int32 ``[R]``. Likeliest tokens reported with each generated one; -1 when no score is wanted.
+        score_end: int32 ``[R]``. A wanted prompt score follows each position below it, if computed in this tenancy.
         num_cached: int32 ``[R]``. Cached prompt tokens still to be reported; -1 when they were.
         requests: The tenant of each row.
         receipts: The tenant's lock on its published prefix.
@@ -52,7 +53,8 @@ class Columns:
         self.num_published = np.zeros(count, dtype=np.int32)
         self.admission = np.zeros(count, dtype=np.int64)
         self.uid = np.zeros(count, dtype=np.int64)
-        self.ignores_eos = np.zeros(count, dtype=np.bool_)
+        self.num_top = np.full(count, -1, dtype=np.int32)
+        self.score_end = np.zeros(count, dtype=np.int32)
         self.num_cached = np.full(count, -1, dtype=np.int32)
         self.requests: list[Request | None] = [None] * count
         self.receipts: list[Receipt | None] = [None] * count
@@ -88,7 +90,10 @@ class Columns:
         self.num_pages[row] = self.num_published[row] = prefix.size
         self.admission[row] = self._admissions
         self.uid[row] = request.uid
-        self.ignores_eos[row] = request.sampling.ignore_eos
+        logprobs = request.sampling.logprobs
+        self.num_top[row] = -1 if logprobs is None else logprobs
+        last = request.num_prompt - 1
+        self.score_end[row] = last if request.num_scored < last else 0
         self.num_cached[row] = request.num_cached
         self.requests[row] = request
         self.receipts[row] = receipt

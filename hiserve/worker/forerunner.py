@@ -18,7 +18,7 @@ def find_forerunner(request: Request, num_matched: int, columns: Columns, page_s
         page_size: Tokens per page; only whole pages can be shared.
     """
     rows = columns.active
-    usable = request.tokens.size - 1
+    usable = request.num_reusable
     for row in rows[columns.settled[rows] < columns.known[rows] - 1].tolist():
         if columns.tenant(row).tenant != request.tenant:
             continue

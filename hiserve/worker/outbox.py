@@ -7,7 +7,7 @@ from collections import deque
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.core.plan import Int32Array
 from hiserve.messages.channels import PollingChannel
-from hiserve.messages.coalesce import Coalescer
+from hiserve.messages.coalesce import UNREPORTED, Coalescer
 from hiserve.messages.codec import Frames, encode, split_digests
 from hiserve.messages.types import CacheFlushed, Ready, StepReport, Tokens, WorkerStats
 from hiserve.worker.report import Report
@@ -46,10 +46,17 @@ class Outbox:
     def report(self, report: Report, stats: WorkerStats) -> None:
         """Sends a report, or merges it with those that wait."""
         if not self.is_pending and self._channel.is_writable:
-            self._send(report, report.tokens, report.failed, stats, report.published, report.removed)
+            self._send(report, report.tokens, report.scores, report.failed, stats, report.published, report.removed)
             return
-        news = Tokens(uids=report.uids, counts=report.counts, finishes=report.finishes, cached=report.cached)
-        self._late.add(news, report.tokens)
+        news = Tokens(
+            uids=report.uids,
+            counts=report.counts,
+            finishes=report.finishes,
+            cached=report.cached,
+            score_words=report.score_words,
+            queue_s=[UNREPORTED] * len(report.uids),
+        )
+        self._late.add(news, report.tokens, report.scores)
         self._late_failed += report.failed
         self._late_events.publish(split_digests(report.published))
         self._late_events.remove(split_digests(report.removed))
@@ -60,14 +67,15 @@ class Outbox:
         while self._answers and self._channel.try_send(self._answers[0]):
             self._answers.popleft()
         if self._late_stats is not None and not self._answers and self._channel.is_writable:
-            news, tokens = self._late.take()
-            self._send(news, tokens, self._late_failed, self._late_stats, *self._late_events.take())
+            news, tokens, scores = self._late.take()
+            self._send(news, tokens, scores, self._late_failed, self._late_stats, *self._late_events.take())
             self._late_failed, self._late_stats = [], None
 
     def _send(
         self,
         news: Report | Tokens,
         tokens: Int32Array,
+        scores: bytes,
         failed: list[tuple[int, str, str]],
         stats: WorkerStats,
         published: bytes,
@@ -79,8 +87,9 @@ class Outbox:
             counts=news.counts,
             finishes=news.finishes,
             cached=news.cached,
+            score_words=news.score_words,
             failed=failed,
             stats=stats,
         )
         # It was writable a moment ago; if it is not, the scheduler is gone and so are we, soon.
-        self._channel.try_send(encode(message, tokens, published, removed))
+        self._channel.try_send(encode(message, tokens, scores, published, removed))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager, Receipt
-from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, RowAdmit, StepResult
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
@@ -18,6 +18,8 @@ from hiserve.worker.columns import Columns
 from hiserve.worker.forerunner import find_forerunner, must_wait_for
 from hiserve.worker.journal import TableJournal
 from hiserve.worker.report import Report
+from hiserve.worker.scores import pack_scores
+from hiserve.worker.stops import Stops
 from hiserve.worker.waiting import Request, WaitingQueue
 
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
@@ -61,14 +63,13 @@ class Planner:
         self._waiting = WaitingQueue()
         self._max_len = max_len
         self._budget = max_batched_tokens
-        self._eos = eos_token_ids
+        self._stops = Stops(max_rows, eos_token_ids)
         self._max_draft = max_draft
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._released: list[int] = []
         self._journal = TableJournal()
         self._report = Report()
-        self._tokens: list[Int32Array] = []
         self._counters = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "stale_rows"), 0
         )
@@ -115,9 +116,6 @@ class Planner:
     def take_report(self) -> Report | None:
         """Returns what changed since the last call; None when nothing did."""
         report, self._report = self._report, Report()
-        if self._tokens:
-            report.tokens = np.concatenate(self._tokens)
-            self._tokens = []
         report.published, report.removed = self._cache.take_events()
         return None if report.is_empty else report
 
@@ -137,6 +135,7 @@ class Planner:
             return None
         self._step_id = step_id
         columns = self._rows
+        num_scored = np.minimum(np.maximum(columns.score_end[rows] - columns.computed[rows], 0), share.num_new)
         columns.computed[rows] += share.num_new
         columns.pending[rows] += np.where(share.samples, 1 + share.num_draft, 0)
         plan = BatchPlan(
@@ -145,6 +144,7 @@ class Planner:
             num_new=share.num_new,
             num_draft=share.num_draft,
             samples=share.samples,
+            num_scored=num_scored,
             max_len=columns.computed[rows],
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
@@ -213,7 +213,8 @@ class Planner:
             fits = self._grow(np.array([row]), np.array([chunk], dtype=np.int32))
             assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
             budget -= chunk
-            admit.append(RowAdmit(row, request.tokens, num_computed, request.sampling, request.choice))
+            sampling, num_prompt = request.sampling, request.num_prompt
+            admit.append(RowAdmit(row, request.tokens, num_prompt, num_computed, sampling, request.choice))
             chunks.append((chunk, num_computed + chunk == request.tokens.size))
         num_new = np.array([chunk for chunk, _ in chunks], dtype=np.int32)
         samples = np.array([is_last for _, is_last in chunks], dtype=np.bool_)
@@ -226,7 +227,7 @@ class Planner:
             The row, or None: it waits for pages, or (``forerunner`` is set) for another row.
         """
         cache, page_size = self._cache, self._cache.page_size
-        match = cache.match(request.tenant, request.key)
+        match = cache.match(request.tenant, request.prefix_key)
         request.forerunner = find_forerunner(request, match.num_tokens, self._rows, page_size)
         if request.forerunner is not None:
             return None
@@ -241,6 +242,7 @@ class Planner:
                 self._counters["cached_tokens"] += match.num_tokens
             output = request.sampling.max_tokens or self._max_len
             row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
+            self._stops.set(row, request.sampling)
         prefix = receipt.pages
         self._write_table(np.full(prefix.size, row), np.arange(prefix.size), prefix)
         return row
@@ -269,23 +271,29 @@ class Planner:
         columns.settled[plan.rows[ok]] += plan.num_new[ok]
         sampled = ok[plan.samples]
         rows = plan.rows[plan.samples][sampled]
-        ended = self._append_tokens(
-            rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], result.tokens[sampled]
+        tokens = result.tokens[sampled]
+        counts, finishes = self._append_tokens(
+            rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], tokens
         )
+        scores = pack_scores(plan, result, ok, counts, columns)
+        self._tell(rows, counts, finishes, tokens, scores)
         self._publish(plan.rows[ok])
-        for row in rows[ended].tolist():
+        for row in rows[finishes != 0].tolist():
             self._release(row)
 
     def _append_tokens(
         self, rows: Int32Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
-    ) -> BoolArray:
-        """Corrects upper bounds, appends tokens up to a stop, reports; returns which rows ended.
+    ) -> tuple[Int32Array, Int32Array]:
+        """Corrects upper bounds and appends tokens up to a stop.
 
         Args:
             rows: int32 ``[S]``.
             num_draft: int32 ``[S]``. Drafts the step verified.
             counts: int32 ``[S]``. Accepted drafts + 1.
             tokens: int32 ``[S, 1 + max draft]``.
+
+        Returns:
+            int32 ``[S]`` tokens appended to each row, and int32 ``[S]`` the ``FinishReason`` of each.
         """
         columns = self._rows
         rejected = num_draft + 1 - counts
@@ -296,7 +304,7 @@ class Planner:
         known = columns.known[rows]
         room = columns.limit[rows] - known
         assert (counts <= room).all(), f"rows {rows} emitted {counts} tokens with room for {room}"
-        counts, stops = self._cut_at_stop(rows, counts, tokens)
+        counts, stops = self._stops.cut(rows, counts, tokens)
         width = np.arange(tokens.shape[1], dtype=np.int32)
         is_new = width < counts[:, None]
         places = known[:, None] + width
@@ -305,26 +313,25 @@ class Planner:
         columns.known[rows] += counts
         finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
         finishes[stops] = int(FinishReason.STOP)
-        self._report.uids += columns.uid[rows].tolist()
-        self._report.counts += counts.tolist()
-        self._report.finishes += finishes.tolist()
-        self._report.cached += columns.num_cached[rows].tolist()
-        columns.num_cached[rows] = -1
-        self._tokens.append(tokens[is_new])
         self._counters["generated_tokens"] += int(counts.sum())
-        return np.asarray(finishes != 0)
+        return counts, finishes
 
-    def _cut_at_stop(self, rows: Int32Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
-        """Cuts each row's new tokens after its first end-of-sequence token; tells which rows have one."""
-        is_end = np.zeros(tokens.shape, dtype=np.bool_)
-        for token in self._eos:
-            is_end |= tokens == token
-        is_end &= np.arange(tokens.shape[1]) < counts[:, None]
-        is_end &= ~self._rows.ignores_eos[rows][:, None]
-        stops: BoolArray = np.any(is_end, axis=1)
-        counts = counts.copy()
-        counts[stops] = is_end[stops].argmax(axis=1) + 1
-        return counts, stops
+    def _tell(
+        self, rows: Int32Array, counts: Int32Array, finishes: Int32Array, tokens: Int32Array, scores: dict[int, bytes]
+    ) -> None:
+        """Reports the rows that have new tokens, then those that have but scores of their prompts."""
+        columns = self._rows
+        tokens = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
+        if scores:
+            others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int32)
+            rows = np.concatenate((rows, others))
+            counts = np.concatenate((counts, np.zeros_like(others)))
+            finishes = np.concatenate((finishes, np.zeros_like(others)))
+        uids, cached = columns.uid[rows].tolist(), columns.num_cached[rows].tolist()
+        self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, tokens)
+        if scores:
+            self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
+        columns.num_cached[rows] = -1
 
     def _publish(self, rows: Int32Array) -> None:
         """Publishes every page that became full; dedup may move a row to pages that were there before."""

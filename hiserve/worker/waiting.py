@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hiserve.core.digest import pack_tokens
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import SamplingParams
 
 
@@ -40,6 +40,7 @@ class Request:
         num_faults: Times the device found its page table stale.
         num_cached: Prompt tokens served from the cache at first admission; -1 before it, or
             once reported.
+        num_scored: Prompt tokens whose score was reported; the first has none. All are, when none is wanted.
         was_admitted: Whether it ever had a row.
         forerunner: Whom it waits for, if anyone.
         key: ``tokens``, packed.
@@ -53,6 +54,7 @@ class Request:
     choice: int
     num_faults: int = 0
     num_cached: int = -1
+    num_scored: int = field(init=False)
     was_admitted: bool = False
     forerunner: Forerunner | None = None
     key: bytes = field(init=False)
@@ -60,6 +62,19 @@ class Request:
     def __post_init__(self) -> None:
         """Packs the tokens for matching."""
         self.key = pack_tokens(self.tokens)
+        is_new = self.tokens.size == self.num_prompt
+        self.num_scored = 0 if is_new and self.sampling.prompt_logprobs is not None else self.num_prompt - 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that need not be computed if the cache has them: a score wants the token before it computed."""
+        is_scored = self.num_scored == self.num_prompt - 1
+        return self.tokens.size - 1 if is_scored else self.num_scored
+
+    @property
+    def prefix_key(self) -> bytes:
+        """What to match: a match leaves at least the last token of its key to compute."""
+        return self.key[: WORD_BYTES * (self.num_reusable + 1)]
 
     def lose_row(self, tokens: Int32Array) -> None:
         """Takes the tokens known so far back from the row."""

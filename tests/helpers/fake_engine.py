@@ -150,6 +150,7 @@ class FakeEngine:
         report.counts.append(count)
         report.finishes.append(int(finish))
         report.cached.append(cached)
+        report.score_words.append(0)
 
     def _publish(self, request: _Request) -> None:
         """Publishes the pages whose tokens are all computed: every token but the newest."""

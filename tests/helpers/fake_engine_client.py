@@ -21,6 +21,8 @@ class FakeDelta(msgspec.Struct):
     tokens: list[int]
     finish: FinishReason = FinishReason.RUNNING
     cached: int = -1
+    scores: bytes = b""
+    queue_s: float = -1.0
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Seen:
     prompt: Int32Array
     sampling: SamplingParams
     namespace: bytes
+    choice: int = 0
+    priority: int = 0
     finished: bool = False
     aborted: bool = False
     failed: bool = False
@@ -43,6 +47,8 @@ class FakeEngineClient:
         script: Token lists of the deltas; the last delta carries ``finish``.
         finish: Why requests end.
         cached: Cached tokens reported by the first delta.
+        queue_s: Seconds in the queue reported by the first delta.
+        scores: Packed scores of each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
         fail_at: Index of the delta before which ``failure`` is raised, or None.
         seen: All requests, in order.
@@ -51,6 +57,8 @@ class FakeEngineClient:
     script: Callable[[Int32Array], list[list[int]]]
     finish: FinishReason = FinishReason.STOP
     cached: int = 0
+    queue_s: float = 0.0
+    scores: list[bytes] = field(default_factory=list)
     max_model_len: int = 256
     is_ready: bool = True
     fail_at: int | None = None
@@ -73,17 +81,23 @@ class FakeEngineClient:
         return sum(not (seen.finished or seen.aborted or seen.failed) for seen in self.seen)
 
     def generate(
-        self, prompt: Int32Array, sampling: SamplingParams, *, namespace: bytes = b"", choice: int = 0
+        self,
+        prompt: Int32Array,
+        sampling: SamplingParams,
+        *,
+        namespace: bytes = b"",
+        choice: int = 0,
+        priority: int = 0,
     ) -> AsyncGenerator[FakeDelta, None]:
-        stream = self._generate(prompt, sampling, namespace)
+        stream = self._generate(prompt, sampling, namespace, choice, priority)
         self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
         return stream
 
     async def _generate(
-        self, prompt: Int32Array, sampling: SamplingParams, namespace: bytes
+        self, prompt: Int32Array, sampling: SamplingParams, namespace: bytes, choice: int, priority: int
     ) -> AsyncGenerator[FakeDelta, None]:
         assert prompt.dtype == np.int32
-        seen = Seen(prompt, sampling, namespace)
+        seen = Seen(prompt, sampling, namespace, choice, priority)
         self.seen.append(seen)
         try:
             script = self.script(prompt)
@@ -98,7 +112,10 @@ class FakeEngineClient:
                 is_last = i == len(script) - 1
                 seen.finished = is_last
                 finish = self.finish if is_last else FinishReason.RUNNING
-                yield FakeDelta(tokens, finish, self.cached if i == 0 else -1)
+                is_first = i == 0
+                scores = self.scores[i] if self.scores else b""
+                queue_s = self.queue_s if is_first else -1.0
+                yield FakeDelta(tokens, finish, self.cached if is_first else -1, scores, queue_s)
         finally:
             if not seen.finished and not seen.failed:
                 seen.aborted = True
@@ -110,7 +127,7 @@ class FakeEngineClient:
     async def status(self) -> Status:
         if self.hangs:
             await asyncio.Event().wait()
-        return Status(ticket=1, queued=self.queued, workers=[self._worker()])
+        return Status(ticket=1, queued=self.queued, queued_tokens=10 * self.queued, workers=[self._worker()])
 
     async def stop(self, drain_s: float = 0.0) -> None:
         self.stopped += 1

@@ -21,9 +21,11 @@ class FakeOutlet:
         self.terminals: dict[int, list[str]] = defaultdict(list)
         self.admitted: list[tuple[int, int]] = []
         self.admits: dict[int, tuple[Admit, list[int]]] = {}
+        self.news: list[tuple[Tokens, bytes]] = []
         self.dropped: list[tuple[int, list[int]]] = []
 
-    def tokens(self, news: Tokens, tokens: Int32Array) -> None:
+    def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
+        self.news.append((news, scores))
         start = 0
         for uid, count, finish in zip(news.uids, news.counts, news.finishes, strict=True):
             assert not self.terminals[uid], f"news of {uid} after its end"
@@ -72,6 +74,7 @@ def step_report(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ())
         counts=[len(tokens) for _, tokens, _ in rows],
         finishes=[finish for _, _, finish in rows],
         cached=[0 for _ in rows],
+        score_words=[0 for _ in rows],
         failed=[(uid, "engine_error", "it broke") for uid in failed],
         stats=WorkerStats(),
     )

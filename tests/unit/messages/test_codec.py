@@ -29,6 +29,7 @@ from hiserve.messages.types import (
 )
 
 TOKENS = np.array([1, 2, 2**31 - 1, 0], dtype=np.int32)
+SCORES = b"0123456789ab"
 
 
 def report(**changes: object) -> StepReport:
@@ -37,6 +38,7 @@ def report(**changes: object) -> StepReport:
         "counts": [3, 1],
         "finishes": [0, 2],
         "cached": [16, -1],
+        "score_words": [2, 1],
         "failed": [(9, "engine_error", "no")],
     }
     return StepReport(incarnation=3, stats=WorkerStats(running=2), **(fields | changes))
@@ -51,10 +53,11 @@ def test_a_message_with_tokens_survives_the_wire() -> None:
     assert received.published == received.removed == b""
 
 
-def test_a_report_carries_tokens_and_both_lists_of_digests() -> None:
-    received = Decoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, b"p" * 32, b"r" * 16))
+def test_a_report_carries_tokens_scores_and_both_lists_of_digests() -> None:
+    received = Decoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 32, b"r" * 16))
     assert received.message == report()
     assert received.tokens.tolist() == TOKENS.tolist()
+    assert received.scores == SCORES
     assert split_digests(received.published) == [b"p" * 16, b"p" * 16]
     assert received.removed == b"r" * 16
 
@@ -103,6 +106,10 @@ def test_malformed_frames_raise_one_typed_error(frames: list[bytes]) -> None:
         {"finishes": [0, 9]},
         {"finishes": [-1, 0]},
         {"cached": []},
+        {"score_words": [3]},
+        {"score_words": [4, -1]},
+        {"score_words": [2, 2]},
+        {"score_words": [2, 0]},
         {"uids": [5, 5]},
         {"failed": [(6, "engine_error", "ended twice")]},
         {"failed": [(8, "a", "b"), (8, "a", "b")]},
@@ -110,12 +117,22 @@ def test_malformed_frames_raise_one_typed_error(frames: list[bytes]) -> None:
 )
 def test_columns_that_contradict_each_other_are_malformed(changes: dict[str, object]) -> None:
     with pytest.raises(MalformedError):
-        Decoder[FromWorker](FromWorker).decode(encode(report(**changes), TOKENS, b"", b""))
+        Decoder[FromWorker](FromWorker).decode(encode(report(**changes), TOKENS, SCORES, b"", b""))
+
+
+@pytest.mark.parametrize("changes", [{"queue_s": []}, {"score_words": [1]}, {"counts": [3]}])
+def test_news_whose_columns_contradict_each_other_is_malformed(changes: dict[str, object]) -> None:
+    news = Tokens([1], [4], [1], [0], [3], [0.5])
+    frames = encode(news, TOKENS, SCORES)
+    received = Decoder[ToClient](ToClient).decode(frames)
+    assert (received.message, received.scores) == (news, SCORES)
+    with pytest.raises(MalformedError):
+        Decoder[ToClient](ToClient).decode(encode(msgspec.structs.replace(news, **changes), TOKENS, SCORES))
 
 
 def test_digests_cut_short_are_malformed() -> None:
     with pytest.raises(MalformedError, match="digests"):
-        Decoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, b"p" * 17, b""))
+        Decoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 17, b""))
 
 
 def test_an_error_keeps_the_struct_that_could_be_read() -> None:
@@ -132,8 +149,8 @@ def test_sending_a_message_without_its_array_is_our_own_fault() -> None:
 
 VALID = [
     encode(Generate(7, SamplingParams(), b"x", 1), TOKENS),
-    encode(report(), TOKENS, b"p" * 16, b""),
-    encode(Tokens([1], [4], [1], [0]), TOKENS),
+    encode(report(), TOKENS, SCORES, b"p" * 16, b""),
+    encode(Tokens([1], [4], [1], [0], [3], [0.5]), TOKENS, SCORES),
 ]
 
 

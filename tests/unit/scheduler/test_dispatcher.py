@@ -244,7 +244,7 @@ def test_a_uid_in_use_is_malformed() -> None:
 
 def test_ending_a_request_twice_is_an_invariant_error() -> None:
     ledger = Ledger()
-    entry = ledger.accept(generate(1), prompt(1))
+    entry = ledger.accept(generate(1), prompt(1), now_s=0.0)
     ledger.end(entry)
     with pytest.raises(InvariantError, match="ended twice"):
         ledger.end(entry)

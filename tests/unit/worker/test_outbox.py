@@ -26,19 +26,25 @@ class FakeChannel:
         return [Decoder[FromWorker](FromWorker).decode(frames) for frames in self.sent]
 
 
-def report(uid: int, *tokens: int, finish: int = 0, published: bytes = b"", removed: bytes = b"") -> Report:
-    return Report([uid], [len(tokens)], [finish], [0], np.array(tokens, dtype=np.int32), [], published, removed)
+def report(
+    uid: int, *tokens: int, finish: int = 0, scores: bytes = b"", published: bytes = b"", removed: bytes = b""
+) -> Report:
+    made = Report(published=published, removed=removed)
+    made.add_tokens([uid], [len(tokens)], [finish], [0], np.array(tokens, dtype=np.int32))
+    made.add_scores([scores])
+    return made
 
 
 def test_a_listening_scheduler_gets_each_report_as_it_is() -> None:
     channel = FakeChannel()
     outbox = Outbox(channel, 3)
-    outbox.report(report(1, 10, 11, published=b"p" * 16), WorkerStats(steps=1))
+    outbox.report(report(1, 10, 11, scores=b"scores__", published=b"p" * 16), WorkerStats(steps=1))
     outbox.report(report(1, 12, finish=1), WorkerStats(steps=2))
     assert not outbox.is_pending
     first, second = channel.received()
     assert isinstance(first.message, StepReport)
     assert (first.message.incarnation, first.tokens.tolist(), first.published) == (3, [10, 11], b"p" * 16)
+    assert (first.message.score_words, first.scores) == ([2], b"scores__")
     assert second.tokens.tolist() == [12]
 
 
@@ -48,7 +54,7 @@ def test_reports_for_a_slow_scheduler_become_one() -> None:
     channel.is_writable = False
     a, b, c = b"a" * 16, b"b" * 16, b"c" * 16
     for step in range(500):
-        outbox.report(report(1, step), WorkerStats(steps=step))
+        outbox.report(report(1, step, scores=step.to_bytes(4, "little")), WorkerStats(steps=step))
     outbox.report(report(2, 7, finish=1, published=a + b), WorkerStats(steps=500))
     outbox.report(Report(failed=[(3, "engine_error", "no")], published=c, removed=a), WorkerStats(steps=501))
     outbox.flush()
@@ -61,6 +67,8 @@ def test_reports_for_a_slow_scheduler_become_one() -> None:
     assert isinstance(message, StepReport)
     assert (message.uids, message.counts, message.finishes) == ([1, 2], [500, 1], [0, 1])
     assert received.tokens.tolist() == [*range(500), 7]
+    assert message.score_words == [500, 0]
+    assert received.scores == b"".join(step.to_bytes(4, "little") for step in range(500))
     assert message.failed == [(3, "engine_error", "no")]
     assert message.stats.steps == 501
     assert (received.published, received.removed) == (b + c, b"")
