@@ -135,8 +135,10 @@ class Planner:
             return None
         self._step_id = step_id
         columns = self._rows
-        num_scored = np.minimum(np.maximum(columns.score_end[rows] - columns.computed[rows], 0), share.num_new)
-        columns.computed[rows] += share.num_new
+        computed = columns.computed[rows]
+        num_scored = np.minimum(np.maximum(columns.score_end[rows] - computed, 0), share.num_new)
+        computed += share.num_new
+        columns.computed[rows] = computed
         columns.pending[rows] += np.where(share.samples, 1 + share.num_draft, 0)
         plan = BatchPlan(
             step_id=step_id,
@@ -145,7 +147,7 @@ class Planner:
             num_draft=share.num_draft,
             samples=share.samples,
             num_scored=num_scored,
-            max_len=columns.computed[rows],
+            max_len=computed,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             table=self._journal.take(columns.admission, self._cache.pages.owner),
@@ -271,9 +273,8 @@ class Planner:
         columns.settled[plan.rows[ok]] += plan.num_new[ok]
         sampled = ok[plan.samples]
         rows = plan.rows[plan.samples][sampled]
-        tokens = result.tokens[sampled]
-        counts, finishes = self._append_tokens(
-            rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], tokens
+        counts, finishes, tokens = self._append_tokens(
+            rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], result.tokens[sampled]
         )
         scores = pack_scores(plan, result, ok, counts, columns)
         self._tell(rows, counts, finishes, tokens, scores)
@@ -283,7 +284,7 @@ class Planner:
 
     def _append_tokens(
         self, rows: Int32Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
-    ) -> tuple[Int32Array, Int32Array]:
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Corrects upper bounds and appends tokens up to a stop.
 
         Args:
@@ -293,7 +294,8 @@ class Planner:
             tokens: int32 ``[S, 1 + max draft]``.
 
         Returns:
-            int32 ``[S]`` tokens appended to each row, and int32 ``[S]`` the ``FinishReason`` of each.
+            int32 ``[S]`` how many tokens were appended to each row, int32 ``[S]`` the ``FinishReason`` of each, and
+            int32 ``[sum]`` the tokens.
         """
         columns = self._rows
         rejected = num_draft + 1 - counts
@@ -309,19 +311,19 @@ class Planner:
         is_new = width < counts[:, None]
         places = known[:, None] + width
         owners = np.broadcast_to(rows[:, None], is_new.shape)
-        columns.tokens[owners[is_new], places[is_new]] = tokens[is_new]
+        tokens = tokens[is_new]
+        columns.tokens[owners[is_new], places[is_new]] = tokens
         columns.known[rows] += counts
         finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
         finishes[stops] = int(FinishReason.STOP)
         self._counters["generated_tokens"] += int(counts.sum())
-        return counts, finishes
+        return counts, finishes, tokens
 
     def _tell(
         self, rows: Int32Array, counts: Int32Array, finishes: Int32Array, tokens: Int32Array, scores: dict[int, bytes]
     ) -> None:
         """Reports the rows that have new tokens, then those that have but scores of their prompts."""
         columns = self._rows
-        tokens = tokens[np.arange(tokens.shape[1]) < counts[:, None]]
         if scores:
             others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int32)
             rows = np.concatenate((rows, others))

@@ -25,6 +25,7 @@ class Stops:
         self._ignores_eos = np.zeros(max_rows + 1, dtype=np.bool_)
         self._tokens = np.full((max_rows + 1, MAX_STOP_TOKENS), NO_TOKEN, dtype=np.int32)
         self._num_tokens = np.zeros(max_rows + 1, dtype=np.int32)
+        self._most = 0  # entries that any row has
 
     def set(self, row: int, sampling: SamplingParams) -> None:
         """Takes over what ends the reply of the row's new tenant."""
@@ -33,6 +34,7 @@ class Stops:
         self._tokens[row] = NO_TOKEN
         self._tokens[row, : len(stops)] = stops
         self._num_tokens[row] = len(stops)
+        self._most = int(self._num_tokens.max())
 
     def cut(self, rows: Int32Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
         """Cuts each row's new tokens after the first that ends its reply.
@@ -49,9 +51,8 @@ class Stops:
         for token in self._eos:
             is_end |= tokens == token
         is_end &= ~self._ignores_eos[rows][:, None]
-        most = self._num_tokens[rows].max(initial=0)
-        if most:
-            is_end |= (tokens[:, :, None] == self._tokens[rows, :most][:, None, :]).any(axis=2)
+        if self._most:
+            is_end |= (tokens[:, :, None] == self._tokens[rows, : self._most][:, None, :]).any(axis=2)
         is_end &= np.arange(tokens.shape[1]) < counts[:, None]
         ends: BoolArray = np.any(is_end, axis=1)
         counts = counts.copy()
