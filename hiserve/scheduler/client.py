@@ -59,7 +59,8 @@ class Delta(msgspec.Struct):
 class _Stream:
     """News of one request that its reader has not taken. Bounded by the request's own length."""
 
-    def __init__(self) -> None:
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
         self._tokens: list[int] = []
         self._finish = 0
         self._scores = bytearray()
@@ -165,6 +166,7 @@ class EngineClient:
         namespace: bytes = b"",
         choice: int = 0,
         priority: int = 0,
+        tag: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas until one has a finish.
 
@@ -177,6 +179,7 @@ class EngineClient:
             namespace: Keeps tenants' caches apart.
             choice: Index among the request's choices; part of the random key.
             priority: Larger is sooner, under the priority policy.
+            tag: Name by which ``abort`` finds the request; several requests may share it.
 
         Raises:
             ContextLengthError: The prompt leaves no room for output. (``max_tokens`` beyond the context
@@ -187,7 +190,7 @@ class EngineClient:
         """
         self._require_open()
         uid = next(self._uids)
-        stream = self._streams[uid] = _Stream()
+        stream = self._streams[uid] = _Stream(tag)
         self._idle.clear()
         self._process.send(encode(Generate(uid, sampling, namespace, choice, priority), prompt))
         try:
@@ -199,6 +202,20 @@ class EngineClient:
         finally:
             if uid in self._streams and self._closed is None:
                 self._process.send(encode(Abort([uid])))
+
+    def abort(self, tag: str | None = None) -> int:
+        """Tells the engine to end requests; each still yields its last delta, with finish ``ABORT``.
+
+        Args:
+            tag: As given to ``generate``; None means all requests.
+
+        Returns:
+            How many requests were open.
+        """
+        uids = [uid for uid, stream in self._streams.items() if tag is None or stream.tag == tag]
+        if uids and self._closed is None:
+            self._process.send(encode(Abort(uids)))
+        return len(uids)
 
     async def flush(self) -> int:
         """Empties the prefix caches of all workers; returns the pages emptied.

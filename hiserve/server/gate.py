@@ -69,8 +69,12 @@ class Engine(Protocol):
         namespace: bytes = b"",
         choice: int = 0,
         priority: int = 0,
+        tag: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas until one has a finish. Closing the generator aborts the request."""
+
+    def abort(self, tag: str | None = None) -> int:
+        """Ends the requests of this tag, or all; returns how many. Each still yields a last delta."""
 
     async def flush(self) -> int:
         """Empties the prefix caches; returns the pages emptied."""
@@ -126,6 +130,20 @@ class Gate:
         if reason is not None or self._engine is None:
             raise UnavailableError(f"{reason}; try again later.")
         return self._engine
+
+    async def status(self, timeout_s: float) -> Status:
+        """Asks the engine for its state.
+
+        Raises:
+            UnavailableError: There is no engine, or it did not answer in time.
+        """
+        if self._engine is None:
+            raise UnavailableError(f"{self.reason}; try again later.")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._engine.status()
+        except TimeoutError:
+            raise UnavailableError(f"the engine did not answer within {timeout_s:g} s.") from None
 
     def open(self) -> None:
         """Begins to start the engine."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import FAIL, reply
@@ -68,6 +68,26 @@ async def test_requests_cancelled_while_queued_running_or_unread_leave_nothing()
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
         await settled(client)
         await finish(client, tokens(0))
+
+
+async def test_an_abort_by_tag_ends_those_requests_alone() -> None:
+    async def read(number: int, tag: str) -> tuple[FinishReason, int]:
+        stream = client.generate(tokens(100 * number), SamplingParams(max_tokens=90_000), tag=tag)
+        deltas = [delta async for delta in stream]
+        return deltas[-1].finish, sum(len(delta.tokens) for delta in deltas)
+
+    async with engine(max_running_requests=2) as client:
+        tasks = [asyncio.create_task(read(number, "ab"[number % 2])) for number in range(6)]
+        await asyncio.sleep(0.1)
+        assert client.abort("nobody") == 0
+        assert client.abort("a") == 3
+        assert [(await task)[0] for task in tasks[::2]] == [FinishReason.ABORT] * 3
+        await asyncio.sleep(0.05)
+        assert client.num_inflight == 3
+        assert client.abort() == 3
+        assert sum([(await task)[1] for task in tasks]) > 0
+        await settled(client)
+        assert client.abort() == 0
 
 
 async def test_closing_after_the_end_is_harmless() -> None:

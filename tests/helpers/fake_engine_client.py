@@ -34,6 +34,8 @@ class Seen:
     namespace: bytes
     choice: int = 0
     priority: int = 0
+    tag: str = ""
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
     aborted: bool = False
     failed: bool = False
@@ -88,24 +90,23 @@ class FakeEngineClient:
         namespace: bytes = b"",
         choice: int = 0,
         priority: int = 0,
+        tag: str = "",
     ) -> AsyncGenerator[FakeDelta, None]:
-        stream = self._generate(prompt, sampling, namespace, choice, priority)
+        stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, tag))
         self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
         return stream
 
-    async def _generate(
-        self, prompt: Int32Array, sampling: SamplingParams, namespace: bytes, choice: int, priority: int
-    ) -> AsyncGenerator[FakeDelta, None]:
-        assert prompt.dtype == np.int32
-        seen = Seen(prompt, sampling, namespace, choice, priority)
+    async def _generate(self, seen: Seen) -> AsyncGenerator[FakeDelta, None]:
+        assert seen.prompt.dtype == np.int32
         self.seen.append(seen)
         try:
-            script = self.script(prompt)
+            script = self.script(seen.prompt)
             for i, tokens in enumerate(script):
-                if self.step is not None:
-                    await self.step(i)  # type: ignore[misc]
-                else:
-                    await asyncio.sleep(0)
+                await self._wait(i, seen)
+                if seen.cut.is_set():
+                    seen.finished = True
+                    yield FakeDelta([], FinishReason.ABORT, 0 if i == 0 else -1)
+                    return
                 if self.fail_at == i and self.failure is not None:
                     seen.failed = True
                     raise self.failure
@@ -119,6 +120,27 @@ class FakeEngineClient:
         finally:
             if not seen.finished and not seen.failed:
                 seen.aborted = True
+
+    async def _wait(self, index: int, seen: Seen) -> None:
+        """Waits for the step or for ``abort``."""
+        if self.step is None:
+            await asyncio.sleep(0)
+            return
+        tasks = [asyncio.ensure_future(self.step(index)), asyncio.ensure_future(seen.cut.wait())]  # type: ignore[call-overload]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def abort(self, tag: str | None = None) -> int:
+        open_ones = [seen for seen in self.seen if not (seen.finished or seen.aborted or seen.failed)]
+        found = [seen for seen in open_ones if tag is None or seen.tag == tag]
+        for seen in found:
+            seen.cut.set()
+        return len(found)
 
     async def flush(self) -> int:
         self.flushed += 1
