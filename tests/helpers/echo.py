@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from hiserve.core.plan import BatchPlan, StepResult
+from hiserve.core.plan import BatchPlan, Scores, StepResult
+from hiserve.core.request import SamplingParams
 
 VOCAB = 211
 POISON = -7
@@ -31,12 +32,64 @@ def oracle(prompt: np.ndarray, count: int) -> list[int]:
     return context[prompt.size :].tolist()
 
 
+def score(context: np.ndarray, tokens: list[int], num_top: int) -> Scores:
+    """The scores of tokens that follow a context one by one: a function of all that stands before each."""
+    logprobs, top = [], []
+    for token in tokens:
+        context = np.append(context, np.int32(token))
+        hashed = zlib.crc32(np.ascontiguousarray(context, dtype=np.int32).tobytes())
+        logprobs.append(-(hashed % 9973) / 1000)
+        top.append([(hashed + 17 * k) % VOCAB for k in range(num_top)])
+    likeliest = np.array(top, dtype=np.int32).reshape(len(tokens), num_top)
+    own = np.array(logprobs, dtype=np.float32)
+    return Scores(own, likeliest, own[:, None] - likeliest.astype(np.float32) / 7)
+
+
+def oracle_scores(prompt: np.ndarray, out: list[int], sampling: SamplingParams) -> bytes:
+    """All that is ever reported of a request's scores."""
+    packed = b""
+    if sampling.prompt_logprobs is not None:
+        scores = score(prompt[:1], prompt[1:].tolist(), sampling.prompt_logprobs)
+        packed += scores.pack(0, sampling.prompt_logprobs, prompt.size - 1)
+    if sampling.logprobs is not None:
+        packed += score(prompt, out, sampling.logprobs).pack(0, sampling.logprobs, len(out))
+    return packed
+
+
+class _ScoreSheet:
+    """The scores of a step as a device hands them over: every row as wide as the widest, garbage where nobody asks."""
+
+    def __init__(self, num_top: int | None) -> None:
+        self._num_top = num_top
+        self._parts: list[Scores] = []
+
+    def add(self, context: np.ndarray, tokens: list[int]) -> None:
+        if self._num_top is not None:
+            self._parts.append(score(context, tokens, self._num_top))
+
+    def skip(self, count: int) -> None:
+        self.add(np.array([POISON], dtype=np.int32), [POISON] * count)
+
+    def done(self) -> Scores | None:
+        if self._num_top is None:
+            return None
+        columns = [(part.logprobs, part.top_tokens, part.top_logprobs) for part in self._parts]
+        return Scores(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def _most(wanted: list[int | None]) -> int | None:
+    return max((num_top for num_top in wanted if num_top is not None), default=None)
+
+
 class EchoExecutor:
     """Keeps rows and a pool as the device would, in numpy; drafts are sometimes right.
 
     Args:
         step_s: Time a step takes; 0 runs it inside ``submit``, more runs it in a thread.
         stale_at: Steps in which a row's page table is corrupted, as a fault test wants it.
+
+    Attributes:
+        num_resumed: Admissions that go on in the middle of a prompt whose scores are wanted.
     """
 
     def __init__(
@@ -51,6 +104,9 @@ class EchoExecutor:
         self.known = np.zeros(max_rows + 1, dtype=np.int64)
         self.computed = np.zeros(max_rows + 1, dtype=np.int64)
         self.rng = np.random.default_rng(seed)
+        self.sampling = [SamplingParams()] * (max_rows + 1)
+        self.num_prompt = np.zeros(max_rows + 1, dtype=np.int64)
+        self.num_resumed = 0
         self.num_accepted = 0
         self.num_drafted = 0
         self.stale_rows: set[int] = set()
@@ -77,26 +133,61 @@ class EchoExecutor:
         for admit in plan.admit:
             self.tokens[admit.row, : admit.tokens.size] = admit.tokens
             self.known[admit.row], self.computed[admit.row] = admit.tokens.size, admit.num_computed
+            self.sampling[admit.row], self.num_prompt[admit.row] = admit.sampling, admit.num_prompt
         writes = plan.table
         self.table[writes.rows, writes.indices] = writes.pages
         self.entry_owner[writes.rows, writes.indices] = writes.owners
         self.page_owner[writes.pages] = writes.owners
+        admitted = {each.row: each.num_computed for each in plan.admit}
         width = 1 + max([0, *plan.num_draft.tolist()])
+        sampling = [self.sampling[row] for row in plan.rows.tolist()]
+        scores = _ScoreSheet(
+            _most([each.logprobs for each, samples in zip(sampling, plan.samples, strict=True) if samples])
+        )
+        scored = plan.num_scored.tolist()
+        prompt_scores = _ScoreSheet(
+            _most([each.prompt_logprobs for each, num in zip(sampling, scored, strict=True) if num])
+        )
         counts, tokens, faults = [], [], []
         for i, row in enumerate(plan.rows.tolist()):
+            start = int(self.computed[row])
             emitted = self._row(row, int(plan.num_new[i]), int(plan.num_draft[i]), bool(plan.samples[i]))
             if emitted is None:
                 faults.append(row)
                 emitted = []
+                prompt_scores.skip(scored[i])
+            else:
+                self._score_prompt(row, start, scored[i], prompt_scores)
+            if scored[i] and start and start == admitted.get(row):
+                self.num_resumed += 1
             if plan.samples[i]:
                 counts.append(len(emitted))
                 tokens.append(emitted + [POISON] * (width - len(emitted)))
+                scores.add(self.tokens[row, : self.known[row] - len(emitted)], emitted)
+                scores.skip(width - len(emitted))
         return StepResult(
             step_id=plan.step_id,
             counts=np.array(counts, dtype=np.int32),
             tokens=np.array(tokens, dtype=np.int32).reshape(-1, width),
+            scores=scores.done(),
+            prompt_scores=prompt_scores.done(),
             faults=np.array(faults, dtype=np.int32),
         )
+
+    def _score_prompt(self, row: int, start: int, num_scored: int, sheet: _ScoreSheet) -> None:
+        """Scores what follows the first new tokens; the pages tell what stands before them."""
+        end = start + num_scored
+        if self.sampling[row].prompt_logprobs is None:
+            assert num_scored == 0, f"row {row} wants no scores of its prompt"
+        if num_scored:
+            assert end < self.num_prompt[row], f"row {row} has a prompt of {self.num_prompt[row]}, {end} are scored"
+            sheet.add(self._read(row, start + 1), self.tokens[row, start + 1 : end + 1].tolist())
+
+    def _read(self, row: int, end: int) -> np.ndarray:
+        """The row's first tokens, as its pages tell them."""
+        places = np.arange(end)
+        pages = self.table[row, places // self.page_size].astype(np.int64)
+        return self.pool[pages * self.page_size + places % self.page_size]
 
     def _row(self, row: int, num_new: int, num_draft: int, samples: bool) -> list[int] | None:
         start = int(self.computed[row])
@@ -123,10 +214,7 @@ class EchoExecutor:
             self.computed[row] = end
             return []
         assert context_end == self.known[row], f"row {row} samples at {context_end} but knows {self.known[row]}"
-        everything = np.arange(end)
-        read = self.pool[
-            held[everything // self.page_size].astype(np.int64) * self.page_size + everything % self.page_size
-        ]
+        read = self._read(row, end)
         emitted: list[int] = []
         for j in range(num_draft + 1):
             emitted.append(next_token(read[: context_end + j]))

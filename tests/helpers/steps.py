@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from hiserve.core.plan import BatchPlan, StepResult
+from hiserve.core.plan import BatchPlan, Scores, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.worker.waiting import Request
 from tests.helpers.engines import echo_engine
@@ -23,6 +23,8 @@ class Steps:
         said: Tokens reported of each request.
         ends: How each request ended.
         cached: Cached prompt tokens of each request; told once.
+        scores: Packed scores reported of each request.
+        told: Every report's (uid, new tokens, score words), in order.
     """
 
     def __init__(self, **sizes: object) -> None:
@@ -31,11 +33,16 @@ class Steps:
         self.said: dict[int, list[int]] = {}
         self.ends: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
+        self.scores: dict[int, bytes] = {}
+        self.told: list[tuple[int, int, int]] = []
         self._in_flight: deque[Future[StepResult]] = deque()
 
-    def add(self, uid: int, prompt: np.ndarray, max_tokens: int | None = None, tenant: bytes = b"") -> None:
-        sampling = SamplingParams(seed=1, max_tokens=max_tokens)
-        self.planner.add(Request(uid, prompt, prompt.size, sampling, tenant, choice=0))
+    def add(
+        self, uid: int, prompt: np.ndarray, max_tokens: int | None = None, tenant: bytes = b"", **sampling: object
+    ) -> SamplingParams:
+        params = SamplingParams(seed=1, max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        self.planner.add(Request(uid, prompt, prompt.size, params, tenant, choice=0))
+        return params
 
     def row(self, uid: int) -> int:
         """The row of a running request."""
@@ -62,11 +69,12 @@ class Steps:
         self.commit()
         return plan
 
-    def emit(self, plan: BatchPlan, *runs: list[int], rejected: int = 0) -> None:
+    def emit(self, plan: BatchPlan, *runs: list[int], rejected: int = 0, scores: Scores | None = None) -> None:
         """Commits a plan that was kept from the executor: one run of tokens per sampling row, then what was not."""
         width = 1 + int(plan.num_draft.max())
         tokens = np.array([run + [rejected] * (width - len(run)) for run in runs], dtype=np.int32)
-        self.planner.commit(StepResult(plan.step_id, np.array([len(run) for run in runs], dtype=np.int32), tokens))
+        counts = np.array([len(run) for run in runs], dtype=np.int32)
+        self.planner.commit(StepResult(plan.step_id, counts, tokens, scores))
         self.take_report()
 
     def finish(self) -> None:
@@ -86,9 +94,13 @@ class Steps:
         report = self.planner.take_report()
         if report is None:
             return
-        at = 0
-        for uid, count, finish, cached in zip(report.uids, report.counts, report.finishes, report.cached, strict=True):
+        at = score_at = 0
+        columns = (report.uids, report.counts, report.finishes, report.cached, report.score_words)
+        for uid, count, finish, cached, words in zip(*columns, strict=True):
             assert uid not in self.ends, f"request {uid} speaks after its end"
+            self.told.append((uid, count, words))
+            self.scores[uid] = self.scores.get(uid, b"") + report.scores[score_at : score_at + 4 * words]
+            score_at += 4 * words
             self.said.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
             at += count
             if cached >= 0:
@@ -96,5 +108,5 @@ class Steps:
                 self.cached[uid] = cached
             if finish:
                 self.ends[uid] = FinishReason(finish)
-        assert at == report.tokens.size
+        assert (at, score_at) == (report.tokens.size, len(report.scores))
         assert not report.failed

@@ -7,17 +7,18 @@ import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.messages.types import Admit
-from tests.helpers.echo import oracle
+from tests.helpers.echo import VOCAB, oracle, oracle_scores
 from tests.helpers.engines import echo_engine
 
 EOS = (0, 1, 2)
 
 
-def expected(prompt: np.ndarray, max_tokens: int, max_len: int) -> tuple[list[int], FinishReason]:
-    room = min(max_tokens, max_len - prompt.size)
-    out = oracle(prompt, room)
+def expected(prompt: np.ndarray, sampling: SamplingParams, max_len: int) -> tuple[list[int], FinishReason]:
+    assert sampling.max_tokens is not None
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(EOS))
+    out = oracle(prompt, min(sampling.max_tokens, max_len - prompt.size))
     for i, token in enumerate(out):
-        if token in EOS:
+        if token in stops:
             return out[: i + 1], FinishReason.STOP
     return out, FinishReason.LENGTH
 
@@ -37,10 +38,32 @@ def make_prompts(rng: np.random.Generator, page_size: int, max_len: int) -> list
     return prompts
 
 
+def make_sampling(rng: np.random.Generator, wants_scores: float) -> SamplingParams:
+    """What a request asks for beside its tokens; scores with the given probability, of each kind."""
+    return SamplingParams(
+        seed=1,
+        max_tokens=int(rng.integers(1, 30)),
+        ignore_eos=bool(rng.random() < 0.3),
+        stop_token_ids=tuple(rng.choice(VOCAB, size=int(rng.choice([0, 0, 3, 20])), replace=False).tolist()),
+        logprobs=int(rng.integers(0, 4)) if rng.random() < wants_scores else None,
+        prompt_logprobs=int(rng.integers(0, 4)) if rng.random() < wants_scores else None,
+    )
+
+
 class Run:
     """Feeds a workload in random bursts, checks pages after each step and collects what is reported."""
 
-    def __init__(self, seed: int, *, depth: int, max_draft: int, num_pages: int, page_size: int, faults: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        depth: int,
+        max_draft: int,
+        num_pages: int,
+        page_size: int,
+        faults: bool,
+        wants_scores: float = 0.2,
+    ) -> None:
         self.rng = np.random.default_rng(seed)
         self.page_size = page_size
         self.max_len = 80
@@ -54,6 +77,8 @@ class Run:
             seed=seed,
         )
         self.faults = faults
+        self.wants_scores = wants_scores
+        self.scores: dict[int, bytes] = {}
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, list[FinishReason]] = {}
         self.cached: dict[int, int] = {}
@@ -62,7 +87,7 @@ class Run:
 
     def go(self) -> Run:
         prompts = make_prompts(self.rng, self.page_size, self.max_len)
-        limits = self.rng.integers(1, 30, size=len(prompts)).tolist()
+        sampling = [make_sampling(self.rng, self.wants_scores) for _ in prompts]
         pending = list(range(len(prompts)))
         steps = 0
         while pending or self.engine.has_work:
@@ -70,8 +95,7 @@ class Run:
             assert steps < 20_000, "the workload does not end"
             while pending and self.rng.random() < 0.4:
                 uid = pending.pop(0)
-                sampling = SamplingParams(seed=1, max_tokens=limits[uid])
-                self.engine.add(Admit(uid, prompts[uid].size, sampling, b"", 0), prompts[uid])
+                self.engine.add(Admit(uid, prompts[uid].size, sampling[uid], b"", 0), prompts[uid])
             if self.rng.random() < 0.03:
                 uid = int(self.rng.integers(len(prompts)))
                 self.aborted.add(uid)
@@ -80,23 +104,27 @@ class Run:
                 self.executor.stale_rows.add(int(self.rng.integers(1, 7)))
             self.take(self.engine.step())
             self.check_pages()
-        self.check_end(prompts, limits)
+        self.check_end(prompts, sampling)
         return self
 
     def take(self, report) -> None:
         if report is None:
             return
-        at = 0
-        for uid, count, finish, cached in zip(report.uids, report.counts, report.finishes, report.cached, strict=True):
+        assert len(set(report.uids)) == len(report.uids), f"a request speaks twice: {report.uids}"
+        at = score_at = 0
+        columns = (report.uids, report.counts, report.finishes, report.cached, report.score_words)
+        for uid, count, finish, cached, words in zip(*columns, strict=True):
             assert uid not in self.ends, f"request {uid} speaks after its end"
             self.outputs.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
             at += count
+            self.scores[uid] = self.scores.get(uid, b"") + report.scores[score_at : score_at + 4 * words]
+            score_at += 4 * words
             if cached >= 0:
                 assert uid not in self.cached
                 self.cached[uid] = cached
             if finish:
                 self.ends.setdefault(uid, []).append(FinishReason(finish))
-        assert at == report.tokens.size
+        assert (at, score_at) == (report.tokens.size, len(report.scores))
         for uid, _, _ in report.failed:
             assert uid not in self.ends
             self.failed.add(uid)
@@ -114,21 +142,26 @@ class Run:
         assert unlocked == self.cache.num_evictable
         assert free.size == self.cache.pages.num_free
 
-    def check_end(self, prompts: list[np.ndarray], limits: list[int]) -> None:
+    def check_end(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> None:
         assert self.planner._rows.active.size == 0
         assert all(node.num_locks == 0 for node in self.cache.tree.nodes())
         for uid, prompt in enumerate(prompts):
-            out, reason = expected(prompt, limits[uid], self.max_len)
+            out, reason = expected(prompt, sampling[uid], self.max_len)
             ends = self.ends.get(uid, [])
             if uid in self.aborted and uid not in self.ends:
                 continue  # aborted before it was sent
             assert len(ends) == 1, f"request {uid} ended {len(ends)} times"
-            got = self.outputs.get(uid, [])
+            got, scores = self.outputs.get(uid, []), self.scores.get(uid, b"")
+            wanted = oracle_scores(prompt, got, sampling[uid])
             if ends[0] is FinishReason.ABORT:
                 assert uid in self.aborted or uid in self.failed
                 assert got == out[: len(got)]
+                assert scores == (wanted if got else wanted[: len(scores)]), f"scores of request {uid}"
             else:
                 assert (got, ends[0]) == (out, reason), f"request {uid}"
+                assert scores == wanted, f"scores of request {uid}"
+            if sampling[uid].prompt_logprobs is not None:
+                assert self.cached.get(uid, 0) == 0, f"request {uid} skipped scores of its prompt"
 
 
 @pytest.mark.parametrize("max_draft", [0, 1, 3])
@@ -158,3 +191,27 @@ def test_a_stale_row_is_recomputed_once_and_then_fails_alone(depth: int) -> None
         stale += run.engine.stats().stale_rows
         failed += len(run.failed)
     assert stale > failed > 0
+
+
+@pytest.mark.parametrize("max_draft", [0, 2])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_every_request_gets_each_of_its_scores_once_and_in_order(depth: int, max_draft: int) -> None:
+    """Prompts in chunks, prefixes that others cached, preemptions and faults in the middle of a prompt."""
+    preempted = stale = resumed = cached = 0
+    for seed in range(200, 212):
+        print("seed", seed)
+        page_size = [1, 4][seed % 2]
+        run = Run(
+            seed,
+            depth=depth,
+            max_draft=max_draft,
+            num_pages=1 + 84 // page_size,
+            page_size=page_size,
+            faults=seed % 3 == 0,
+            wants_scores=0.6,
+        ).go()
+        preempted += run.engine.stats().preemptions
+        stale += run.engine.stats().stale_rows
+        resumed += run.executor.num_resumed
+        cached += run.engine.stats().cached_tokens
+    assert min(preempted, stale, resumed, cached) >= 1, (preempted, stale, resumed, cached)

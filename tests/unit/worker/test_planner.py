@@ -116,6 +116,37 @@ def test_a_request_that_ignores_stop_tokens_runs_to_its_limit() -> None:
     assert steps.ends == {1: FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_requests_own_stop_token_ends_its_reply_and_no_other(ignore_eos: bool) -> None:
+    out = oracle(prompt(10), 6)
+    steps = Steps(num_pages=30, budget=64, eos=(500,))
+    steps.add(1, prompt(10), 6, stop_token_ids=(501, out[3]), ignore_eos=ignore_eos)
+    steps.add(2, prompt(10), 6, stop_token_ids=(501,))
+    steps.add(3, prompt(10), 6)
+    steps.finish()
+    assert steps.said == {1: out[:4], 2: out, 3: out}
+    assert steps.ends == {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
+
+
+def test_a_row_forgets_the_stop_tokens_of_the_tenant_before() -> None:
+    out = oracle(prompt(10), 6)
+    steps = Steps(num_pages=30, budget=64, max_rows=1)
+    steps.add(1, prompt(10), 6, stop_token_ids=(501, 502, out[3]))
+    steps.add(2, prompt(10), 6, stop_token_ids=(501,))
+    steps.finish()
+    assert steps.said == {1: out[:4], 2: out}
+
+
+def test_the_first_of_several_stop_tokens_in_an_accepted_run_ends_the_reply() -> None:
+    steps = Steps(num_pages=30, max_draft=3, eos=(7,))
+    steps.add(1, prompt(5, seed=1), stop_token_ids=(21, 8))
+    steps.add(2, prompt(6, seed=2))
+    steps.emit(steps.planner.plan(), [11], [12])
+    steps.emit(steps.planner.plan(), [20, 8, 21, 7], [8, 21, 7, 33])
+    assert steps.said == {1: [11, 20, 8], 2: [12, 8, 21, 7]}
+    assert steps.ends == {1: FinishReason.STOP, 2: FinishReason.STOP}
+
+
 def test_no_more_is_drafted_than_the_limit_leaves_room_for() -> None:
     steps = Steps(num_pages=30, max_draft=3)
     steps.add(1, prompt(5), max_tokens=4)
