@@ -24,7 +24,7 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardInputs:
-    """One ragged batch: B rows, T tokens in row order, S rows of logits.
+    """One ragged batch: B rows, T tokens in row order, N rows of logits.
 
     Every tensor lies on the device and holds exact lengths; the two ``max_`` fields are
     upper bounds that the host knows, so that shapes never wait for the device.
@@ -37,7 +37,8 @@ class ForwardInputs:
         qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
         kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included; at least 1.
         page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
-        logits_rows: int64 ``[S]``. Tokens, as indices into T, whose logits are wanted.
+        logits_rows: int64 ``[N]``. Tokens, as indices into T, whose logits are wanted: first the last token of
+            each row that samples, then the tokens whose next token is scored, both in the order of rows.
         max_q_len: Upper bound of the tokens of one row.
         max_kv_len: Upper bound of ``kv_lens``.
     """
@@ -59,7 +60,7 @@ class ForwardOutputs:
     """What a forward pass computed.
 
     Attributes:
-        logits: ``[S, vocab_size]``, the model's dtype, on the device.
+        logits: ``[N, vocab_size]``, the model's dtype, on the device.
     """
 
     logits: Tensor

@@ -17,7 +17,7 @@ from hiserve.runners.rows import DeviceRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """One step on the device: B rows, of which S sample.
+    """One step on the device: B rows, of which S sample; the next token of P tokens is scored.
 
     Attributes:
         forward: What the model takes.
@@ -25,6 +25,8 @@ class StepInputs:
         legal: bool ``[B]``. Rows that passed the check; the others read and write the sink.
         sampling: int64 ``[S]``. Which of the B rows sample.
         host_sampling_rows: int32 ``[S]``. Row numbers of those, on the host.
+        scored_tokens: int64 ``[P]``. Known tokens to score, in plan order: those that follow the tokens of
+            ``forward.logits_rows[S:]``. None when P is 0.
     """
 
     forward: ForwardInputs
@@ -32,11 +34,15 @@ class StepInputs:
     legal: Tensor
     sampling: Tensor
     host_sampling_rows: Int32Array
+    scored_tokens: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
-    """The plan on the device; fields as in ``BatchPlan``, ``ForwardInputs`` and ``StepInputs``."""
+    """The plan on the device; fields as in ``BatchPlan``, ``ForwardInputs`` and ``StepInputs``.
+
+    ``scored`` is int64 ``[P]``: tokens, as indices into T, whose next token is scored.
+    """
 
     rows: Tensor
     num_new: Tensor
@@ -47,6 +53,7 @@ class _Columns:
     qo_indptr: Tensor
     sampling: Tensor
     logits_rows: Tensor
+    scored: Tensor
 
 
 def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
@@ -54,6 +61,7 @@ def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
     max_kv_len = int(plan.max_len.max())
     assert max_kv_len <= rows.max_len, f"step {plan.step_id} plans {max_kv_len} tokens; a row holds {rows.max_len}"
     assert (plan.num_new <= plan.max_len).all(), f"step {plan.step_id}: {plan.num_new} new of {plan.max_len} tokens"
+    assert (plan.num_scored <= plan.num_new).all(), f"step {plan.step_id}: {plan.num_scored} of {plan.num_new} scored"
     columns = _upload(plan, rows.device)
     width = -(-max_kv_len // rows.page_size)
     table = rows.page_table.index_select(0, columns.rows).narrow(1, 0, width)
@@ -81,7 +89,14 @@ def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
         legal=legal,
         sampling=columns.sampling,
         host_sampling_rows=plan.rows[plan.samples],
+        scored_tokens=_next_tokens(rows.tokens, flat, columns.scored) if plan.num_scored.any() else None,
     )
+
+
+def _next_tokens(tokens: Tensor, flat: Tensor, scored: Tensor) -> Tensor:
+    """Returns the tokens that follow; of an illegal row, whose places mean nothing, any token."""
+    places = (flat.index_select(0, scored) + 1).clamp_(max=tokens.numel() - 1)
+    return tokens.view(-1).index_select(0, places).long()
 
 
 def _upload(plan: BatchPlan, device: torch.device) -> _Columns:
@@ -89,7 +104,9 @@ def _upload(plan: BatchPlan, device: torch.device) -> _Columns:
     indptr = np.zeros(num_new.size + 1, dtype=np.int64)
     np.cumsum(num_new, out=indptr[1:])
     token_rows = np.repeat(np.arange(num_new.size), num_new)
+    offsets = np.arange(indptr[-1]) - indptr[token_rows]
     sampling = np.flatnonzero(plan.samples)
+    scored = np.flatnonzero(offsets < plan.num_scored[token_rows])
     return _Columns(
         *upload(
             (
@@ -98,10 +115,11 @@ def _upload(plan: BatchPlan, device: torch.device) -> _Columns:
                 plan.samples,
                 plan.max_len.astype(np.int64),
                 token_rows,
-                np.arange(indptr[-1]) - indptr[token_rows],
+                offsets,
                 indptr.astype(np.int32),
                 sampling,
-                indptr[sampling + 1] - 1,
+                np.concatenate((indptr[sampling + 1] - 1, scored)),
+                scored,
             ),
             device,
         )

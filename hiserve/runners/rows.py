@@ -30,9 +30,25 @@ class DeviceRows:
         entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
         sampling: Sampling parameters.
+
+    Args:
+        max_rows: Requests at a time.
+        max_len: Longest row, in tokens.
+        page_size: Tokens per page.
+        num_pages: Pages of the pool, the sink included.
+        device: ``cpu`` or ``cuda``.
+        eos_token_ids: Tokens that end a reply; below the vocabulary's size.
     """
 
-    def __init__(self, max_rows: int, max_len: int, page_size: int, num_pages: int, device: str) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_len: int,
+        page_size: int,
+        num_pages: int,
+        device: str,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
         self.device = torch.device(device)
         self.max_len = max_len
         self.page_size = page_size
@@ -45,7 +61,7 @@ class DeviceRows:
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
-        self.sampling = SamplingRows(num_rows, self.device)
+        self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
 
     def apply(self, plan: BatchPlan) -> None:
         """Gives rows back, admits requests, writes page tables, in this order."""
@@ -78,7 +94,7 @@ class DeviceRows:
         self.computed_len.index_copy_(0, rows, computed_len)
         for each, prompt in zip(admit, tokens, strict=True):
             self.tokens[each.row, : each.tokens.size].copy_(prompt)
-        self.sampling.write(host_rows, [each.sampling for each in admit], [each.choice for each in admit])
+        self.sampling.write(admit)
 
     def _write_table(self, writes: TableWrites) -> None:
         low, high = int(writes.pages.min()), int(writes.pages.max())

@@ -1,89 +1,216 @@
-"""Sampling parameters on the device, one entry a row."""
+"""Sampling parameters of every permanent row on the device; what each row needs, on the host."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hiserve.core.request import SamplingParams
+from hiserve.core.plan import Int32Array, RowAdmit
+from hiserve.core.request import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 from hiserve.core.upload import upload
+from hiserve.sampling.batch import Biases, Draws, Filter, Penalties, SamplingBatch, Subset
 
+MAX_FEW = 64  # a top-k up to here looks at that many of the largest logits alone
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingBatch:
-    """What one sampling call needs beside the logits of its S rows.
-
-    Attributes:
-        temperature: float64 ``[S]``; 0 is greedy.
-        top_k: int64 ``[S]``; 0 keeps all.
-        top_p: float64 ``[S]``, in (0, 1].
-        seed: int64 ``[S]``.
-        choice: int64 ``[S]``.
-        position: int64 ``[S]``. Absolute position of the token to draw.
-        has_noise: Some row is not greedy.
-        has_filter: Some row that is not greedy has a top-k or top-p.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seed: Tensor
-    choice: Tensor
-    position: Tensor
-    has_noise: bool
-    has_filter: bool
+# What a row may need, as bits.
+_DRAW, _MIN_P, _FEW, _FILTER, _BIAS, _PENALTY = (1 << bit for bit in range(6))
 
 
 class SamplingRows:
-    """Parameters of every permanent row; the host knows which rows need noise or a filter.
+    """Parameters of every permanent row.
+
+    A row's biases are read only while its tenant has some, so they need no clearing.
 
     Args:
         num_rows: Rows, the padding row included.
         device: ``cpu`` or ``cuda``.
+        eos_token_ids: Tokens that end a reply.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, eos_token_ids: Sequence[int] = ()) -> None:
         self._device = device
-        self._floats = torch.zeros((num_rows, 2), dtype=torch.float64, device=device)  # temperature, top-p
-        self._ints = torch.zeros((num_rows, 3), dtype=torch.int64, device=device)  # top-k, seed, choice
-        self._has_noise = np.zeros(num_rows, dtype=np.bool_)
-        self._has_filter = np.zeros(num_rows, dtype=np.bool_)
+        self._eos_token_ids = tuple(eos_token_ids)
+        # Temperature, top-p, log of min-p, repetition, presence, frequency.
+        self._floats = torch.zeros((num_rows, 6), dtype=torch.float64, device=device)
+        # Top-k, seed, choice, prompt tokens, first position where an end token may stand.
+        self._ints = torch.zeros((num_rows, 5), dtype=torch.int64, device=device)
+        # Biases first, end tokens behind them.
+        width = MAX_BIASES + MAX_STOP_TOKENS + len(self._eos_token_ids)
+        self._bias_tokens = torch.zeros((num_rows, width), dtype=torch.int64, device=device)
+        self._bias_values = torch.zeros((num_rows, width), dtype=torch.float64, device=device)
+        self._needs = np.zeros(num_rows, dtype=np.uint8)
+        self._num_top = np.full(num_rows, -1, dtype=np.int8)  # -1: no scores
+        self._num_prompt_top = np.full(num_rows, -1, dtype=np.int8)
 
-    def write(self, rows: NDArray[np.int64], params: Sequence[SamplingParams], choices: Sequence[int]) -> None:
+    def write(self, admit: Sequence[RowAdmit]) -> None:
         """Sets the parameters of newly admitted rows, whose seeds were drawn at admission."""
-        floats = np.array([(each.temperature, each.top_p) for each in params], dtype=np.float64)
-        ints = np.array(
-            [(max(0, each.top_k), each.seed, choice) for each, choice in zip(params, choices, strict=True)],
-            dtype=np.int64,
-        )
-        self._has_noise[rows] = floats[:, 0] > 0
-        self._has_filter[rows] = (floats[:, 0] > 0) & ((ints[:, 0] > 0) | (floats[:, 1] < 1))
+        rows = np.array([each.row for each in admit], dtype=np.int64)
+        params = [each.sampling for each in admit]
+        early_ends = [self._early_ends(each) for each in params]
+        self._needs[rows] = [_needs(each, ends) for each, ends in zip(params, early_ends, strict=True)]
+        self._num_top[rows] = [_or_none(each.logprobs) for each in params]
+        self._num_prompt_top[rows] = [_or_none(each.prompt_logprobs) for each in params]
+        floats = np.array([_floats(each) for each in params], dtype=np.float64)
+        ints = np.array([_ints(each) for each in admit], dtype=np.int64)
         on_device, new_floats, new_ints = upload((rows, floats, ints), self._device)
         self._floats.index_copy_(0, on_device, new_floats)
         self._ints.index_copy_(0, on_device, new_ints)
+        biased = np.flatnonzero(self._needs[rows] & _BIAS)
+        if biased.size:
+            self._write_biases(rows[biased], [params[i] for i in biased], [early_ends[i] for i in biased])
 
-    def gather(self, host_rows: NDArray[np.int32], rows: Tensor, position: Tensor) -> SamplingBatch:
-        """Returns the parameters of the rows that sample in this step.
+    def _early_ends(self, params: SamplingParams) -> tuple[int, ...]:
+        """Tokens that may not be chosen before ``min_tokens``."""
+        if params.min_tokens == 0:
+            return ()
+        return params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+
+    def _write_biases(
+        self, rows: NDArray[np.int64], params: Sequence[SamplingParams], early_ends: Sequence[tuple[int, ...]]
+    ) -> None:
+        tokens = np.zeros((rows.size, self._bias_tokens.shape[1]), dtype=np.int64)
+        values = np.zeros(tokens.shape, dtype=np.float64)
+        for index, (each, ends) in enumerate(zip(params, early_ends, strict=True)):
+            bias = each.logit_bias or {}
+            tokens[index, : len(bias)] = list(bias)
+            values[index, : len(bias)] = list(bias.values())
+            tokens[index, MAX_BIASES : MAX_BIASES + len(ends)] = ends
+            values[index, MAX_BIASES : MAX_BIASES + len(ends)] = -np.inf
+        on_device, new_tokens, new_values = upload((rows, tokens, values), self._device)
+        self._bias_tokens.index_copy_(0, on_device, new_tokens)
+        self._bias_values.index_copy_(0, on_device, new_values)
+
+    def num_top(self, host_rows: Int32Array) -> int | None:
+        """Likeliest tokens to tell of for each sampled token: the most any of the rows wants; None if none does."""
+        return _most(self._num_top[host_rows])
+
+    def num_prompt_top(self, host_rows: Int32Array) -> int | None:
+        """Likewise for the tokens of the rows' prompts."""
+        return _most(self._num_prompt_top[host_rows])
+
+    def gather(self, host_rows: Int32Array, rows: Tensor, position: Tensor, tokens: Tensor) -> SamplingBatch:
+        """Returns what the S entries of a batch need.
 
         Args:
-            host_rows: int32 ``[S]``, on the host.
+            host_rows: int32 ``[S]``, on the host. A row may stand here several times, at several positions.
             rows: The same rows on the device, int64.
-            position: int64 ``[S]``. Absolute position of each row's next token.
+            position: int64 ``[S]``. Absolute position of the token that each entry draws.
+            tokens: int32 ``[R, L]``. Tokens of all permanent rows, valid up to each ``position``.
         """
-        temperature, top_p = self._floats.index_select(0, rows).unbind(1)
-        top_k, seed, choice = self._ints.index_select(0, rows).unbind(1)
+        needs = self._needs[host_rows]
+        kinds = set(needs.tolist())
+        if not any(kinds):
+            return SamplingBatch()
+        floats, ints = self._floats.index_select(0, rows), self._ints.index_select(0, rows)
+        drawing, penalised, biased = _subsets(needs, kinds, (_DRAW, _PENALTY, _BIAS), self._device)
         return SamplingBatch(
+            draws=None if drawing is None else self._draws(needs, kinds, drawing, floats, ints, position),
+            penalties=None if penalised is None else _penalties(penalised, floats, ints, rows, position, tokens),
+            biases=None if biased is None else self._biases(biased, ints, rows, position),
+        )
+
+    def _draws(
+        self, needs: NDArray[np.uint8], kinds: set[int], subset: Subset, floats: Tensor, ints: Tensor, position: Tensor
+    ) -> Draws:
+        if subset.index is not None:
+            needs = needs[needs & _DRAW != 0]
+        temperature, top_p, log_min_p, *_ = subset.take(floats).unbind(1)
+        top_k, seed, choice, *_ = subset.take(ints).unbind(1)
+        few, all_ = _subsets(needs, kinds, (_FEW, _FILTER), self._device)
+        return Draws(
+            subset=subset,
             temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            log_min_p=log_min_p if any(kind & _MIN_P for kind in kinds) else None,
             seed=seed,
             choice=choice,
-            position=position,
-            has_noise=bool(self._has_noise[host_rows].any()),
-            has_filter=bool(self._has_filter[host_rows].any()),
+            position=subset.take(position),
+            filters=tuple(
+                Filter(part, part.take(top_k), part.take(top_p), width)
+                for part, width in ((few, MAX_FEW), (all_, None))
+                if part is not None
+            ),
         )
+
+    def _biases(self, subset: Subset, ints: Tensor, rows: Tensor, position: Tensor) -> Biases:
+        mine = subset.take(rows)
+        values = self._bias_values.index_select(0, mine)
+        may_end = subset.take(position) >= subset.take(ints)[:, 4]
+        values[:, MAX_BIASES:].masked_fill_(may_end[:, None], 0)
+        return Biases(subset, self._bias_tokens.index_select(0, mine), values)
+
+
+def _penalties(
+    subset: Subset, floats: Tensor, ints: Tensor, rows: Tensor, position: Tensor, tokens: Tensor
+) -> Penalties:
+    *_, repetition, presence, frequency = subset.take(floats).unbind(1)
+    return Penalties(
+        subset=subset,
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        tokens=tokens.index_select(0, subset.take(rows)).long(),
+        num_prompt=subset.take(ints)[:, 3],
+        position=subset.take(position),
+    )
+
+
+def _subsets(
+    needs: NDArray[np.uint8], kinds: set[int], bits: Sequence[int], device: torch.device
+) -> list[Subset | None]:
+    """Finds who has each bit, None for nobody. Only an index of some but not all goes to the device.
+
+    Args:
+        needs: uint8 ``[S]``.
+        kinds: The distinct values of ``needs``, and maybe more.
+        bits: What to look for.
+        device: Where the indices go, in one copy.
+    """
+    indices = [np.flatnonzero(needs & bit) if any(kind & bit for kind in kinds) else None for bit in bits]
+    partial = [index for index in indices if index is not None and 0 < index.size < needs.size]
+    uploaded = iter(upload(partial, device) if partial else ())
+    return [
+        None if index is None or not index.size else Subset(None if index.size == needs.size else next(uploaded))
+        for index in indices
+    ]
+
+
+def _needs(params: SamplingParams, early_ends: tuple[int, ...]) -> int:
+    needs = 0
+    if params.temperature > 0:
+        is_few = 0 < params.top_k <= MAX_FEW
+        is_filtered = params.top_k > 0 or params.top_p < 1
+        needs = _DRAW | (_MIN_P if params.min_p > 0 else 0) | (_FEW if is_few else _FILTER if is_filtered else 0)
+    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
+        needs |= _PENALTY
+    return needs | (_BIAS if params.logit_bias or early_ends else 0)
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    return (
+        params.temperature,
+        params.top_p,
+        math.log(params.min_p) if params.min_p > 0 else -math.inf,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+
+
+def _ints(admit: RowAdmit) -> tuple[int, ...]:
+    params = admit.sampling
+    assert params.seed is not None, f"row {admit.row} was admitted without a seed"
+    return (max(0, params.top_k), params.seed, admit.choice, admit.num_prompt, admit.num_prompt + params.min_tokens)
+
+
+def _or_none(num_top: int | None) -> int:
+    return -1 if num_top is None else num_top
+
+
+def _most(num_top: NDArray[np.int8]) -> int | None:
+    most = int(num_top.max(initial=-1))
+    return None if most < 0 else most

@@ -52,7 +52,8 @@ def build_engine(config: Config) -> Engine:
         model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=config.model.load_format)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, device)
-        rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
+        ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
+        rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
     namespace = _namespace(folder, config)

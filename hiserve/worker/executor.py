@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.core.plan import BatchPlan, StepResult
+from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
+from hiserve.sampling.logprobs import pack_scores
 from hiserve.sampling.sampler import sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome:
+    """What a step leaves for the host.
+
+    Attributes:
+        words: int32, on the device: B legal flags, S tokens, then the packed scores of the tokens and of the
+            prompt, if any.
+        num_top: Likeliest tokens in each of the tokens' scores; None without scores.
+        num_prompt_top: Likewise for the prompt's.
+    """
+
+    words: Tensor
+    num_top: int | None
+    num_prompt_top: int | None
 
 
 class Executor:
     """Turns each ``BatchPlan`` into a future ``StepResult``.
 
-    On CUDA a step is launched by the caller without a host sync, and a thread waits for the copy of its tokens.
+    On CUDA a step is launched by the caller without a host sync, and a thread waits for the copy of its outcome.
     On CPU a step runs inside ``submit``, or, when ``threaded``, in one thread of its own.
 
     Args:
@@ -53,41 +71,66 @@ class Executor:
             self._thread.shutdown(wait=True)
 
     def _run(self, plan: BatchPlan) -> StepResult:
-        return _result(plan, self._step(plan).numpy())
+        outcome = self._step(plan)
+        return _result(plan, outcome, outcome.words.numpy())
 
-    def _launch(self, plan: BatchPlan) -> tuple[Tensor, torch.cuda.Event]:
+    def _launch(self, plan: BatchPlan) -> tuple[_Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
         outcome = self._step(plan)
-        host = torch.empty(outcome.shape, dtype=outcome.dtype, pin_memory=True)
-        host.copy_(outcome, non_blocking=True)
+        host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(outcome.words, non_blocking=True)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record()
-        return host, copied
+        return outcome, host, copied
 
     @torch.inference_mode()
-    def _step(self, plan: BatchPlan) -> Tensor:
-        """Returns the outcome on the device: int32 ``[B + S]``, legal flags, then sampled tokens."""
-        self._rows.apply(plan)
-        inputs = build_inputs(plan, self._rows)
-        outputs = self._runner.run(inputs.forward)
-        position = inputs.forward.kv_lens.index_select(0, inputs.sampling)
-        sampling_rows = inputs.rows.index_select(0, inputs.sampling)
-        batch = self._rows.sampling.gather(inputs.host_sampling_rows, sampling_rows, position)
-        tokens = sample(outputs.logits, batch)
-        self._rows.advance(inputs.rows, inputs.forward.kv_lens, inputs.legal, inputs.sampling, tokens)
-        return torch.cat((inputs.legal.to(torch.int32), tokens.to(torch.int32)))
+    def _step(self, plan: BatchPlan) -> _Outcome:
+        rows = self._rows
+        rows.apply(plan)
+        inputs = build_inputs(plan, rows)
+        forward = inputs.forward
+        logits = self._runner.run(forward).logits
+        num_sampling = inputs.sampling.shape[0]
+        sampled_logits, scored_logits = logits[:num_sampling], logits[num_sampling:]
+        batch = rows.sampling.gather(
+            host_rows=inputs.host_sampling_rows,
+            rows=inputs.rows.index_select(0, inputs.sampling),
+            position=forward.kv_lens.index_select(0, inputs.sampling),
+            tokens=rows.tokens.narrow(1, 0, forward.max_kv_len),
+        )
+        tokens = sample(sampled_logits, batch)
+        rows.advance(inputs.rows, forward.kv_lens, inputs.legal, inputs.sampling, tokens)
+        words = [inputs.legal.to(torch.int32), tokens.to(torch.int32)]
+        num_top = rows.sampling.num_top(inputs.host_sampling_rows)
+        if num_top is not None:
+            words.append(pack_scores(sampled_logits, tokens, num_top).view(-1))
+        num_prompt_top = None
+        if inputs.scored_tokens is not None:
+            num_prompt_top = rows.sampling.num_prompt_top(plan.rows[plan.num_scored > 0]) or 0
+            words.append(pack_scores(scored_logits, inputs.scored_tokens, num_prompt_top).view(-1))
+        return _Outcome(torch.cat(words), num_top, num_prompt_top)
 
 
-def _collect(plan: BatchPlan, host: Tensor, copied: torch.cuda.Event) -> StepResult:
+def _collect(plan: BatchPlan, outcome: _Outcome, host: Tensor, copied: torch.cuda.Event) -> StepResult:
     copied.synchronize()
-    return _result(plan, host.numpy())
+    return _result(plan, outcome, host.numpy())
 
 
-def _result(plan: BatchPlan, outcome: np.ndarray) -> StepResult:
-    legal, tokens = outcome[: plan.rows.size] != 0, outcome[plan.rows.size :]
+def _result(plan: BatchPlan, outcome: _Outcome, words: Int32Array) -> StepResult:
+    """Takes the words apart, in the order in which ``_Outcome`` lists them."""
+    num_rows, num_sampling = plan.rows.size, int(plan.samples.sum())
+    legal, tokens, rest = words[:num_rows] != 0, words[num_rows:][:num_sampling], words[num_rows + num_sampling :]
+    scores = prompt_scores = None
+    if outcome.num_top is not None:
+        num_words = num_sampling * (1 + 2 * outcome.num_top)
+        scores, rest = Scores.unpack(rest[:num_words].tobytes(), outcome.num_top), rest[num_words:]
+    if outcome.num_prompt_top is not None:
+        prompt_scores = Scores.unpack(rest.tobytes(), outcome.num_prompt_top)
     return StepResult(
         step_id=plan.step_id,
         counts=legal[plan.samples].astype(np.int32),
         tokens=tokens[:, None],
+        scores=scores,
+        prompt_scores=prompt_scores,
         faults=plan.rows[~legal],
     )

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from hiserve.config import make_config
+from hiserve.core.plan import RowAdmit
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.messages.types import Admit
 from hiserve.models.config import NANO, find_model
@@ -53,12 +54,13 @@ class Subject:
 def continuation(oracle: Any, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
     """Generates with transformers' logits and our choice of a token, past any end token."""
     rows = SamplingRows(2, torch.device("cpu"))
-    rows.write(np.array([1]), [sampling], [0])
+    rows.write([RowAdmit(1, np.array(prompt, dtype=np.int32), len(prompt), 0, sampling)])
     tokens, cache = list(prompt), None
     inputs = torch.tensor([prompt])
     for _ in range(NUM_NEW):
         out = oracle(inputs, past_key_values=cache, use_cache=True)
-        batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]))
+        known = torch.tensor([tokens] * 2, dtype=torch.int32)
+        batch = rows.gather(np.array([1], dtype=np.int32), torch.tensor([1]), torch.tensor([len(tokens)]), known)
         tokens.append(int(sample(out.logits[:, -1], batch)))
         inputs, cache = torch.tensor([tokens[-1:]]), out.past_key_values
     return tokens[len(prompt) :]

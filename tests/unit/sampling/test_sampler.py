@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hiserve.core.request import SamplingParams
-from hiserve.sampling.params import SamplingBatch, SamplingRows
+from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample, scores
+from tests.helpers.sampling import CPU, admit, batch, gather
 
-CPU = torch.device("cpu")
 VOCAB = 40
 NUM_DRAWS = 40_000
 
@@ -23,27 +23,11 @@ def logits(seed: int = 0, rows: int = 1, size: int = VOCAB) -> Tensor:
     return torch.randn((rows, size), generator=generator, dtype=torch.float64) * 2
 
 
-def batch(
-    params: list[SamplingParams], positions: list[int] | range, choices: list[int] | None = None
-) -> SamplingBatch:
-    """Puts params into rows 1.. and gathers them again."""
-    count = len(params)
-    rows = SamplingRows(count + 1, CPU)
-    numbers = np.arange(1, count + 1)
-    rows.write(numbers, params, choices or [0] * count)
-    return rows.gather(numbers.astype(np.int32), torch.from_numpy(numbers), torch.tensor(list(positions)))
-
-
 def draws(row: Tensor, params: SamplingParams, num_draws: int = NUM_DRAWS) -> Tensor:
     """Draws at many positions of one stream."""
-    one = batch([params], [0])
-    repeated = {
-        name: getattr(one, name).expand(num_draws) for name in ("temperature", "top_k", "top_p", "seed", "choice")
-    }
-    many = SamplingBatch(
-        **repeated, position=torch.arange(num_draws), has_noise=one.has_noise, has_filter=one.has_filter
-    )
-    return sample(row.expand(num_draws, -1), many)
+    rows = SamplingRows(2, CPU)
+    rows.write([admit(1, params)])
+    return sample(row.expand(num_draws, -1), gather(rows, [1] * num_draws, range(num_draws)))
 
 
 def exact(row: Tensor, params: SamplingParams) -> np.ndarray:
@@ -127,8 +111,7 @@ def test_greedy_is_the_argmax_and_the_lowest_token_wins_ties() -> None:
     row[1, [3, 17, 30]] = 100.0
     greedy = SamplingParams(temperature=0.0, top_k=1, top_p=0.1, seed=1)
     plain = batch([greedy] * 2, range(2))
-    assert not plain.has_noise
-    assert not plain.has_filter
+    assert plain.draws is None
     assert sample(row, plain).tolist() == [int(row[0].argmax()), 3]
 
 

@@ -1,0 +1,113 @@
+"""What one sampling call needs beside the logits of its S rows: parameters of the rows that need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subset:
+    """Some rows of a batch. Work is done for them alone, so that no row's arithmetic depends on another's wishes.
+
+    Attributes:
+        index: int64 ``[n]``, ascending; None for all rows.
+    """
+
+    index: Tensor | None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Returns these rows of ``x``."""
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def put(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Returns ``x`` with these rows replaced."""
+        return rows if self.index is None else x.index_copy(0, self.index, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Biases:
+    """Rows to whose logits something is added.
+
+    Attributes:
+        subset: n of the batch's rows.
+        tokens: int64 ``[n, W]``. Padded with token 0.
+        values: float64 ``[n, W]``. Added to their logits: 0 for padding, -inf for what cannot be chosen.
+    """
+
+    subset: Subset
+    tokens: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Penalties:
+    """Rows whose logits depend on the tokens before.
+
+    Attributes:
+        subset: n of the batch's rows.
+        repetition: float64 ``[n]``; 1 is none.
+        presence: float64 ``[n]``; 0 is none.
+        frequency: float64 ``[n]``; 0 is none.
+        tokens: int64 ``[n, L]``. Each row's tokens; those from ``position`` on mean nothing.
+        num_prompt: int64 ``[n]``. Leading tokens that are the prompt.
+        position: int64 ``[n]``. Position of the token to draw; tokens before it are known.
+    """
+
+    subset: Subset
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    tokens: Tensor
+    num_prompt: Tensor
+    position: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filter:
+    """Rows with a top-k or a top-p.
+
+    Attributes:
+        subset: n of the rows that draw.
+        top_k: int64 ``[n]``; 0 keeps all.
+        top_p: float64 ``[n]``, in (0, 1].
+        max_kept: No row keeps more than this, equal scores apart; None when top-k sets no such bound.
+    """
+
+    subset: Subset
+    top_k: Tensor
+    top_p: Tensor
+    max_kept: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """Rows that draw at random; the others are greedy.
+
+    Attributes:
+        subset: n of the batch's rows.
+        temperature: float64 ``[n]``, above 0.
+        log_min_p: float64 ``[n]``, -inf keeps all; None when no row has a min-p.
+        seed: int64 ``[n]``.
+        choice: int64 ``[n]``.
+        position: int64 ``[n]``. Absolute position of the token to draw.
+        filters: Top-k and top-p, for disjoint subsets.
+    """
+
+    subset: Subset
+    temperature: Tensor
+    log_min_p: Tensor | None
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+    filters: tuple[Filter, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """Who needs what; None when nobody does."""
+
+    biases: Biases | None = None
+    penalties: Penalties | None = None
+    draws: Draws | None = None
