@@ -10,10 +10,11 @@ LOOKAHEAD_SHARE = 8
 
 @dataclass(slots=True)
 class _Load:
-    """A worker's rows, and the requests it holds: running, or waiting inside it."""
+    """A worker's rows, the requests it holds (running, or waiting inside it), and when it got its last one."""
 
     max_running: int
     num_held: int = 0
+    last_taken: int = 0
 
     @property
     def credit(self) -> int:
@@ -26,6 +27,7 @@ class Admission:
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
+        self._num_taken = 0
 
     def join(self, replica: int, max_running: int) -> None:
         """Adds a worker that holds nothing.
@@ -53,6 +55,8 @@ class Admission:
         load = self._loads[replica]
         assert load.credit > 0, f"worker {replica} holds {load.num_held} requests and was sent another"
         load.num_held += 1
+        self._num_taken += 1
+        load.last_taken = self._num_taken
 
     def give_back(self, replica: int) -> None:
         """Returns a credit: a request the worker held has ended."""
@@ -66,7 +70,7 @@ class Admission:
         The longest cached prefix wins while its worker is not far busier than the idlest one:
         it may hold up to half its rows more if all of the prompt is cached, and less in
         proportion (a shared system prompt must not draw all traffic to one worker).
-        Equals are decided by load.
+        Equals are decided by load, then in turn, so that cold conversations spread over idle workers.
 
         Args:
             num_tokens: Length of the prompt.
@@ -81,5 +85,5 @@ class Admission:
             load, cached = self._loads[replica], matched(replica)
             slack = load.max_running * cached / (2 * num_tokens)
             if load.num_held - idlest <= slack:
-                ranked.append((-cached, load.num_held, replica))
-        return min(ranked)[2]
+                ranked.append((-cached, load.num_held, load.last_taken, replica))
+        return min(ranked)[3]

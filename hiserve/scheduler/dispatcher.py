@@ -5,13 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
 
+from hiserve.config import Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
-from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.errors import (
+    ContextLengthError,
+    DeadlineError,
+    HiserveError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.failures import to_error
 from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens
@@ -48,17 +57,24 @@ class Dispatcher:
         outlet: Receives every message.
         policy: Who is next.
         page_size: Tokens per page.
+        limits: How much may wait, and how long.
         clock: Monotonic seconds.
     """
 
     def __init__(
-        self, outlet: Outlet, policy: Policy, page_size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        outlet: Outlet,
+        policy: Policy,
+        page_size: int,
+        limits: Scheduler,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._outlet = outlet
         self._policy = policy
         self._clock = clock
+        self._limits = limits
         self.ledger = Ledger()
-        self.queue = Queue()
+        self.queue = Queue(limits.max_queued_requests, limits.max_queued_tokens)
         self.admission = Admission()
         self.index = PrefixIndex(page_size)
         self._max_len = 0
@@ -70,12 +86,15 @@ class Dispatcher:
         Raises:
             MalformedError: Its uid is in use.
         """
+        if not self.queue.has_room(len(prompt)):
+            self.dispatch()  # of a burst, only what no worker can take has to wait
         refusal = self._refusal(prompt)
         if refusal is not None:
             self._outlet.failed(message.uid, refusal)
             return
         entry = self.ledger.accept(message, prompt, self._clock())
-        self.queue.push(Waiting(entry, self.index.prefix(prompt, message.namespace)))
+        prefix = self.index.prefix(prompt, message.namespace)
+        self.queue.push(Waiting(entry, prefix, self._policy.rank(message.priority)))
 
     def abort(self, uids: list[int]) -> None:
         """Ends queued requests now, and running ones when their worker answers; others have ended."""
@@ -106,6 +125,35 @@ class Dispatcher:
         for replica, running in drops.items():
             self._outlet.drop(replica, running)
 
+    def expire(self) -> None:
+        """Ends what is past its deadline: queued requests with an error, others with what they have."""
+        timeout_s = self._limits.queue_timeout_s
+        for entry in self._late(timeout_s, lambda entry: entry.state is State.QUEUED):
+            self.queue.remove(entry.uid)
+            self._end(entry)
+            waited_s = self._clock() - entry.accepted_at_s
+            message = f"no worker was free for {waited_s:.2f} s; the limit is {timeout_s:g} s. Try again later."
+            self._outlet.failed(entry.uid, DeadlineError(message))
+        self.abort([entry.uid for entry in self._late(self._limits.request_timeout_s, _is_open)])
+
+    def seconds_to_deadline(self) -> float | None:
+        """Returns the seconds until ``expire`` has something to do, at least 0; None when no deadline is ahead."""
+        ahead = []
+        if self._limits.queue_timeout_s and len(self.queue):
+            first = next(entry for entry in self.ledger if entry.state is State.QUEUED)
+            ahead.append(first.accepted_at_s + self._limits.queue_timeout_s)
+        if self._limits.request_timeout_s and (oldest := next(filter(_is_open, self.ledger), None)):
+            ahead.append(oldest.accepted_at_s + self._limits.request_timeout_s)
+        return max(0.0, min(ahead) - self._clock()) if ahead else None
+
+    def _late(self, timeout_s: float, concerns: Callable[[Entry], bool]) -> list[Entry]:
+        """Returns the requests accepted ``timeout_s`` ago or earlier that it concerns; 0 is no limit."""
+        if not timeout_s:
+            return []
+        latest = self._clock() - timeout_s
+        old = takewhile(lambda entry: entry.accepted_at_s <= latest, self.ledger)  # the ledger is in this order
+        return list(filter(concerns, old))
+
     def worker_ready(self, replica: int, ready: Ready) -> None:
         """A worker, new or restarted, can take requests."""
         self._max_len = ready.max_len
@@ -124,7 +172,7 @@ class Dispatcher:
     def close(self, error: UnavailableError) -> None:
         """No worker is left and none will come: queued and later requests are refused."""
         self._closed = error
-        for waiting in self.queue.window(len(self.queue)):
+        for waiting in self.queue:
             self.queue.remove(waiting.entry.uid)
             self._end(waiting.entry)
             self._outlet.failed(waiting.entry.uid, error)
@@ -209,9 +257,18 @@ class Dispatcher:
                 "Shorten the prompt.",
                 param="prompt",
             )
+        if not self.queue.has_room(len(prompt)):
+            return OverloadedError(
+                f"{len(self.queue)} requests with {self.queue.num_tokens} prompt tokens wait for a worker; the limits are "
+                f"{self._limits.max_queued_requests} and {self._limits.max_queued_tokens}. Try again later."
+            )
         return None
 
     def _end(self, entry: Entry) -> None:
         if entry.replica is not None:
             self.admission.give_back(entry.replica)
         self.ledger.end(entry)
+
+
+def _is_open(entry: Entry) -> bool:
+    return entry.state is not State.ABORTING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -104,6 +104,10 @@ class Ledger:
         self._entries[entry.uid] = entry
         self.num_accepted += 1
         return entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Walks the live requests, oldest first."""
+        return iter(self._entries.values())
 
     def get(self, uid: int) -> Entry | None:
         """Returns a live request."""

@@ -20,11 +20,18 @@ class Policy(Protocol):
 
     window: int
 
+    def rank(self, priority: int) -> int:
+        """Returns the rank of a request in the queue; a larger rank is always chosen first.
+
+        Args:
+            priority: As the caller gave it.
+        """
+
     def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
         """Returns the index of the next request.
 
         Args:
-            waiting: At least one request, oldest first.
+            waiting: At least one request, all of the largest rank, oldest first.
             matched: Prompt tokens a worker with credit has cached for a request.
         """
 
@@ -33,6 +40,10 @@ class Fcfs:
     """First come, first served."""
 
     window = 1
+
+    def rank(self, priority: int) -> int:
+        """Returns the same for all."""
+        return 0
 
     def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
         """Returns the oldest."""
@@ -47,6 +58,10 @@ class LongestPrefix:
 
     window = LONGEST_PREFIX_WINDOW
 
+    def rank(self, priority: int) -> int:
+        """Returns the same for all."""
+        return 0
+
     def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
         """Returns the longest match, or the oldest once it has waited enough."""
         if waiting[0].num_overtaken >= MAX_OVERTAKEN:
@@ -55,4 +70,18 @@ class LongestPrefix:
         return lengths.index(max(lengths))
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "longest-prefix": LongestPrefix}
+class Priority:
+    """The largest priority; first come, first served among equals. Small ones may wait without end."""
+
+    window = 1
+
+    def rank(self, priority: int) -> int:
+        """Returns the priority itself."""
+        return priority
+
+    def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
+        """Returns the oldest."""
+        return 0
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "longest-prefix": LongestPrefix, "priority": Priority}

@@ -82,8 +82,9 @@ class Service:
         self._flushing: dict[int, _Flushing] = {}
         self._num_malformed = 0
         self._abandoned: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
         self._replicas = config.parallel.replicas
-        self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), self._page_size)
+        self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), self._page_size, config.scheduler)
         self._supervisor = Supervisor(config, worker_command, self)
         self._client = AsyncChannel(
             link, on_messages=self._receive, on_writable=self._send_late, on_gone=lambda: self._end(0)
@@ -112,6 +113,7 @@ class Service:
                 if isinstance(error.message, Generate):
                     self.failed(error.message.uid, RequestError(f"malformed request: {error}"))
         self._dispatcher.dispatch()
+        self._set_timer()
 
     def _obey(self, received: Received[ToScheduler]) -> None:
         match received.message:
@@ -125,6 +127,17 @@ class Service:
                 self._client.send(encode(self._status(ticket)))
             case Stop():
                 self._end(0)
+
+    def _set_timer(self) -> None:
+        """Wakes up at the next deadline; it may have passed without need by then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        delay_s = self._dispatcher.seconds_to_deadline()
+        self._timer = None if delay_s is None else asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._dispatcher.expire()
+        self._set_timer()
 
     def _flush(self, ticket: int) -> None:
         self._flushing[ticket] = _Flushing(set(self._supervisor.ready_replicas()))

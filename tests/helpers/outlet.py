@@ -58,8 +58,8 @@ def ready(replica: int = 0, *, rows: int = 4, max_len: int = 256) -> Ready:
     )
 
 
-def generate(uid: int, **sampling: object) -> Generate:
-    return Generate(uid, SamplingParams(**sampling))
+def generate(uid: int, *, priority: int = 0, **sampling: object) -> Generate:
+    return Generate(uid, SamplingParams(**sampling), priority=priority)
 
 
 def prompt(*tokens: int) -> Int32Array:

@@ -69,3 +69,17 @@ def test_credits_cannot_go_below_nothing() -> None:
         admission(0).give_back(0)
     with pytest.raises(AssertionError, match="was sent another"):
         admission(9).take(0)
+
+
+def test_equals_take_turns() -> None:
+    admission = Admission()
+    for replica in range(3):
+        admission.join(replica, 4)
+    chosen = []
+    for _ in range(6):  # one after the other: each has ended when the next one comes
+        replica = admission.place(100, lambda _: 0)
+        assert replica is not None
+        admission.take(replica)
+        admission.give_back(replica)
+        chosen.append(replica)
+    assert chosen == [0, 1, 2, 0, 1, 2]

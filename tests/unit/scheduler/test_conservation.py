@@ -9,10 +9,11 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from hiserve.config import Scheduler
 from hiserve.errors import EngineError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import State
-from hiserve.scheduler.policy import Fcfs, LongestPrefix
+from hiserve.scheduler.policy import POLICIES
 from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_report
 
 ROWS = 2
@@ -23,10 +24,19 @@ REPLICAS = (0, 1)
 class Conservation(RuleBasedStateMachine):
     """Clients, workers and crashes drive a dispatcher; the outlet is the witness."""
 
-    @initialize(longest=st.booleans())
-    def start(self, longest: bool) -> None:
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        max_queued=st.sampled_from([2, 1000]),
+        queue_timeout_s=st.sampled_from([0.0, 3.0]),
+        request_timeout_s=st.sampled_from([0.0, 5.0]),
+    )
+    def start(self, policy: str, max_queued: int, queue_timeout_s: float, request_timeout_s: float) -> None:
         self.outlet = FakeOutlet()
-        self.dispatcher = Dispatcher(self.outlet, LongestPrefix() if longest else Fcfs(), PAGE_SIZE)
+        self.now_s = 0.0
+        self.limits = Scheduler(
+            max_queued_requests=max_queued, queue_timeout_s=queue_timeout_s, request_timeout_s=request_timeout_s
+        )
+        self.dispatcher = Dispatcher(self.outlet, POLICIES[policy](), PAGE_SIZE, self.limits, lambda: self.now_s)
         self.uid = 0
         self.accepted: set[int] = set()
         self.alive: set[int] = set()
@@ -42,7 +52,7 @@ class Conservation(RuleBasedStateMachine):
 
     def queued(self) -> set[int]:
         queue = self.dispatcher.queue
-        return {waiting.entry.uid for waiting in queue.window(len(queue))}
+        return {waiting.entry.uid for waiting in queue}
 
     @rule(replica=st.sampled_from(REPLICAS))
     def begin(self, replica: int) -> None:
@@ -58,14 +68,35 @@ class Conservation(RuleBasedStateMachine):
             self.dispatcher.worker_lost(replica, EngineError("lost"))
             self.dispatcher.dispatch()
 
-    @rule(lengths=st.lists(st.integers(0, 34), min_size=1, max_size=6), token=st.integers(0, 2))
-    def submit(self, lengths: list[int], token: int) -> None:
+    @rule(
+        lengths=st.lists(st.integers(0, 34), min_size=1, max_size=6),
+        token=st.integers(0, 2),
+        priority=st.integers(-1, 1),
+    )
+    def submit(self, lengths: list[int], token: int, priority: int) -> None:
         for length in lengths:
             self.uid += 1
-            if 0 < length < 32:
+            message = generate(self.uid, priority=priority)
+            self.dispatcher.submit(message, np.full(length, token, dtype=np.int32))
+            if self.outlet.terminals[self.uid] == ["overloaded"]:
+                assert len(self.queued()) >= self.limits.max_queued_requests
+                event("refused")
+            elif 0 < length < 32:
                 self.accepted.add(self.uid)
-            self.dispatcher.submit(generate(self.uid), np.full(length, token, dtype=np.int32))
         self.dispatcher.dispatch()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 4.0]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.dispatcher.expire()
+        self.dispatcher.dispatch()
+        delay_s = self.dispatcher.seconds_to_deadline()
+        assert delay_s is None or delay_s > 0
+        for uid in self.queued():
+            entry = self.dispatcher.ledger.get(uid)
+            assert entry is not None
+            for limit_s in (self.limits.queue_timeout_s, self.limits.request_timeout_s):
+                assert not limit_s or self.now_s - entry.accepted_at_s < limit_s
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:

@@ -5,30 +5,40 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hiserve.config import Scheduler
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, InvariantError, UnavailableError
 from hiserve.messages.codec import MalformedError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
-from hiserve.scheduler.policy import MAX_OVERTAKEN, Fcfs, LongestPrefix, Policy
+from hiserve.scheduler.policy import MAX_OVERTAKEN, Fcfs, LongestPrefix, Policy, Priority
 from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
 
 ABORT = str(int(FinishReason.ABORT))
 STOP = str(int(FinishReason.STOP))
+UNLIMITED = Scheduler()
 
 
 class Desk:
     """A dispatcher with its outlet."""
 
-    def __init__(self, policy: Policy | None = None, *, replicas: int = 1, rows: int = 2) -> None:
+    def __init__(
+        self, policy: Policy | None = None, *, replicas: int = 1, rows: int = 2, limits: Scheduler = UNLIMITED
+    ) -> None:
         self.outlet = FakeOutlet()
-        self.dispatcher = Dispatcher(self.outlet, policy or Fcfs(), PAGE_SIZE)
+        self.now_s = 100.0
+        self.dispatcher = Dispatcher(self.outlet, policy or Fcfs(), PAGE_SIZE, limits, lambda: self.now_s)
         for replica in range(replicas):
             self.dispatcher.worker_ready(replica, ready(replica, rows=rows))
 
-    def submit(self, uid: int, *tokens: int, **sampling: object) -> None:
-        self.dispatcher.submit(generate(uid, **sampling), prompt(*(tokens or (1, 2, 3))))
+    def submit(self, uid: int, *tokens: int, priority: int = 0, **sampling: object) -> None:
+        self.dispatcher.submit(generate(uid, priority=priority, **sampling), prompt(*(tokens or (1, 2, 3))))
+        self.dispatcher.dispatch()
+
+    def expire_after(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.dispatcher.expire()
         self.dispatcher.dispatch()
 
     def report(self, *rows: tuple[int, list[int], int], replica: int = 0, failed: tuple[int, ...] = ()) -> None:
@@ -248,3 +258,119 @@ def test_ending_a_request_twice_is_an_invariant_error() -> None:
     ledger.end(entry)
     with pytest.raises(InvariantError, match="ended twice"):
         ledger.end(entry)
+
+
+# --- bounds, deadlines, priorities ----------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_and_loses_nothing_it_accepted() -> None:
+    desk = Desk(rows=1, limits=Scheduler(max_queued_requests=2))
+    for uid in range(1, 7):  # two are admitted, two wait
+        desk.submit(uid)
+    assert {uid: desk.outlet.terminals[uid] for uid in (5, 6)} == {5: ["overloaded"], 6: ["overloaded"]}
+    for uid in (1, 2, 3, 4):
+        desk.report((uid, [5], 1))
+    assert desk.admitted == [1, 2, 3, 4]
+    assert desk.is_empty()
+
+
+def test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request() -> None:
+    desk = Desk(rows=1, limits=Scheduler(max_queued_tokens=10))
+    desk.submit(1)
+    desk.submit(2)
+    desk.submit(3, *range(50))
+    desk.submit(4, 1)
+    assert desk.outlet.terminals[3] == []
+    assert desk.outlet.terminals[4] == ["overloaded"]
+    desk.report((1, [5], 1))
+    desk.submit(5, *range(6))
+    desk.submit(6, *range(5))
+    desk.submit(7, *range(4))
+    assert [desk.outlet.terminals[uid] for uid in (5, 6, 7)] == [[], ["overloaded"], []]
+    assert desk.dispatcher.queue.num_tokens == 10
+
+
+def test_a_burst_fills_free_rows_before_it_is_refused() -> None:
+    desk = Desk(rows=7, limits=Scheduler(max_queued_requests=1))
+    for uid in range(1, 11):  # one batch of messages: nothing is dispatched in between
+        desk.dispatcher.submit(generate(uid), prompt(1, 2))
+    desk.dispatcher.dispatch()
+    assert desk.admitted == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [uid for uid in range(1, 11) if desk.outlet.terminals[uid]] == [10]
+
+
+def test_a_wrong_prompt_is_wrong_even_when_the_queue_is_full() -> None:
+    desk = Desk(rows=1, limits=Scheduler(max_queued_requests=1))
+    for uid in range(1, 4):
+        desk.submit(uid)
+    desk.submit(4, -1)
+    assert desk.outlet.terminals[4] == ["invalid_request"]
+
+
+def test_a_request_that_waited_too_long_ends_with_an_error_and_a_running_one_goes_on() -> None:
+    desk = Desk(rows=1, limits=Scheduler(queue_timeout_s=2.0))
+    for uid in (1, 2, 3):
+        desk.submit(uid)
+    desk.now_s += 1
+    desk.submit(4)
+    assert desk.dispatcher.seconds_to_deadline() == 1.0
+    desk.expire_after(0.99)
+    assert desk.outlet.terminals[3] == []
+    desk.expire_after(0.01)
+    assert desk.outlet.terminals[3] == ["queue_timeout"]
+    assert desk.dispatcher.seconds_to_deadline() == 1.0
+    desk.report((1, [5], 1))
+    desk.expire_after(50)
+    assert desk.admitted == [1, 2, 4]
+    assert desk.dispatcher.seconds_to_deadline() is None
+    assert desk.outlet.terminals[4] == []
+    assert desk.outlet.dropped == []
+
+
+def test_a_request_that_takes_too_long_in_all_is_aborted_wherever_it_is() -> None:
+    desk = Desk(rows=1, limits=Scheduler(request_timeout_s=3.0))
+    for uid in (1, 2, 3):
+        desk.submit(uid)
+    desk.report((1, [7, 8], 0))
+    desk.expire_after(2.5)
+    assert desk.outlet.dropped == []
+    assert desk.dispatcher.seconds_to_deadline() == 0.5
+    desk.expire_after(0.5)
+    assert desk.outlet.dropped == [(0, [1, 2])]
+    assert desk.outlet.terminals[3] == [ABORT]
+    assert desk.dispatcher.seconds_to_deadline() is None  # nothing is asked twice
+    desk.expire_after(0.5)
+    assert desk.outlet.dropped == [(0, [1, 2])]
+    desk.report((1, [], 3), (2, [], 3))
+    assert desk.outlet.sent[1] == [7, 8]
+    assert desk.is_empty()
+
+
+def test_without_timeouts_there_is_no_deadline() -> None:
+    desk = Desk(rows=1)
+    for uid in (1, 2, 3):
+        desk.submit(uid)
+    assert desk.dispatcher.seconds_to_deadline() is None
+    desk.expire_after(10**6)
+    assert not any(desk.outlet.terminals.values())
+
+
+def test_the_largest_priority_goes_first_and_the_oldest_among_equals() -> None:
+    desk = Desk(Priority(), rows=1)
+    desk.submit(1)
+    desk.submit(2)
+    for uid, priority in ((3, 0), (4, 5), (5, -1), (6, 5), (7, 9)):
+        desk.submit(uid, priority=priority)
+    for uid in (1, 2, 7, 4, 6, 3):
+        desk.report((uid, [5], 1))
+    assert desk.admitted == [1, 2, 7, 4, 6, 3, 5]
+
+
+@pytest.mark.parametrize("policy", [Fcfs(), LongestPrefix()])
+def test_other_policies_do_not_look_at_priorities(policy: Policy) -> None:
+    desk = Desk(policy, rows=1)
+    for uid in range(1, 6):
+        desk.submit(uid, priority=uid)
+    for uid in range(1, 4):
+        desk.report((uid, [5], 1))
+    assert desk.admitted == [1, 2, 3, 4, 5]
