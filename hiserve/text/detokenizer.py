@@ -6,10 +6,11 @@ import codecs
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from hiserve.errors import ModelError
 from hiserve.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
+# Tokens before the newest ones that a decoder may look at to spell these.
+CONTEXT_TOKENS = 8
 
 
 class Detokenizer(Protocol):
@@ -28,44 +29,63 @@ class Detokenizer(Protocol):
 class Spelling:
     """What each token id adds to a text, and the rule that joins the pieces.
 
-    Two rules cover the supported models. *Byte level* (GPT-2, Llama 3, Qwen): each character of a token
+    Two rules cover most models. *Byte level* (GPT-2, Llama 3, Qwen): each character of a token
     stands for one byte, and the bytes of all tokens make UTF-8. *Byte fallback* (SentencePiece: Llama 2):
     tokens are text with ``▁`` for a space, and ``<0xE2>`` is one byte of a character without a token.
+    Any other decoder is asked itself, over a window of tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Builds the table.
-
-        Raises:
-            ModelError: The decoder of the tokenizer follows neither rule.
-        """
+        self._tokenizer = tokenizer
         parts = tokenizer.decoder.get("decoders", [tokenizer.decoder])
-        kinds = [part.get("type", "none") for part in parts]
+        kinds = [part.get("type") for part in parts]
         self._is_byte_level = kinds == ["ByteLevel"]
-        if not self._is_byte_level and kinds not in (
-            ["Replace", "ByteFallback", "Fuse"],
-            ["Replace", "ByteFallback", "Fuse", "Strip"],
-        ):
-            raise ModelError(
-                f"the decoder of tokenizer.json is {' + '.join(kinds)}; supported are ByteLevel and "
-                "Replace + ByteFallback + Fuse [+ Strip].",
-                param="model",
-            )
-        self._num_strip = _leading_spaces_to_strip(parts[-1])
-        spell = _spell_byte_level(_byte_alphabet()) if self._is_byte_level else _spell_byte_fallback(parts[0])
-        self._pieces = [b""] * (1 + max(tokenizer.vocab, default=0))
-        self._byte_ids = set()
-        for index, token in tokenizer.vocab.items():
-            if index not in tokenizer.hidden_ids:
+        self._is_byte_fallback = _is_byte_fallback(parts)
+        self._num_strip = parts[-1]["start"] if self._is_byte_fallback and kinds[-1] == "Strip" else 0
+        self._byte_ids = {index for index, token in tokenizer.vocab.items() if _is_byte_token(token)}
+        if "ByteFallback" not in kinds:
+            self._byte_ids.clear()
+        self._pieces: list[bytes] = []
+        self._visible: list[bytes] = []
+        if self._is_byte_level or self._is_byte_fallback:
+            spell = _spell_byte_level(_byte_alphabet()) if self._is_byte_level else _spell_byte_fallback(parts[0])
+            self._pieces = [b""] * (1 + max(tokenizer.vocab, default=0))
+            for index, token in tokenizer.vocab.items():
                 self._pieces[index] = spell(token)
-                if not self._is_byte_level and _is_byte_token(token):
-                    self._byte_ids.add(index)
+            self._visible = list(self._pieces)
+            for index in tokenizer.hidden_ids & tokenizer.vocab.keys():
+                self._visible[index] = b""
 
-    def detokenizer(self) -> Detokenizer:
-        """Returns a detokenizer for one new stream."""
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        """Returns a detokenizer for one new stream.
+
+        Args:
+            skip_special: Leave out the tokenizer's ``hidden_ids``.
+        """
+        pieces = self._visible if skip_special else self._pieces
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self._pieces)
-        return ByteFallbackDetokenizer(self._pieces, self._byte_ids, num_strip=self._num_strip)
+            return ByteLevelDetokenizer(pieces)
+        if self._is_byte_fallback:
+            return ByteFallbackDetokenizer(pieces, self._byte_ids, num_strip=self._num_strip)
+        hidden = self._tokenizer.hidden_ids if skip_special else frozenset[int]()
+        return WindowDetokenizer(self._tokenizer, hidden, self._byte_ids)
+
+    def piece(self, index: int) -> bytes:
+        """Returns the bytes that a token adds inside a text; special tokens as they are spelled.
+
+        Args:
+            index: A token id; an unknown one adds nothing.
+        """
+        if index < len(self._pieces):
+            return self._pieces[index]
+        if index in self._byte_ids:
+            return _byte_of(self._tokenizer.vocab[index])
+        once, twice = (self._tokenizer.decode([index] * times, skip_hidden=False) for times in (1, 2))
+        return (twice[len(once) :] if twice.startswith(once) else once).encode()
+
+    def text(self, index: int) -> str:
+        """Returns a token's piece as text; bytes that are no UTF-8 become replacement characters."""
+        return self.piece(index).decode(errors="replace")
 
 
 class ByteLevelDetokenizer:
@@ -135,6 +155,52 @@ class ByteFallbackDetokenizer:
         return text[dropped:]
 
 
+class WindowDetokenizer:
+    """Decodes the newest tokens behind some that are shown already, and shows what they add.
+
+    For decoders of which nothing is known but that a token's text depends on the tokens just before it.
+    A text that ends in a replacement character, or within a run of byte tokens, may still change and waits.
+    """
+
+    __slots__ = ("_byte_ids", "_hidden", "_ids", "_shown", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], byte_ids: set[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._byte_ids = byte_ids
+        self._ids: list[int] = []
+        self._shown = ""  # the part of the window's text that was returned
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Takes tokens and returns what they add, once it is certain."""
+        self._ids += [index for index in ids if index not in self._hidden]
+        text = self._decoded()
+        is_open = not self._ids or self._ids[-1] in self._byte_ids or text.endswith(REPLACEMENT)
+        if is_open or len(text) <= len(self._shown) or not text.startswith(self._shown):
+            return ""
+        new = text[len(self._shown) :]
+        del self._ids[:-CONTEXT_TOKENS]
+        self._shown = self._decoded()
+        return new
+
+    def flush(self) -> str:
+        """Returns what has waited."""
+        return self._decoded()[len(self._shown) :]
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_hidden=False)
+
+
+def _is_byte_fallback(parts: list[dict[str, Any]]) -> bool:
+    """Whether a decoder is SentencePiece's in its usual spelling, leading spaces stripped or not."""
+    kinds = [part.get("type") for part in parts]
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or "String" not in parts[0]["pattern"]:
+        return False
+    if kinds[3:] == ["Strip"]:
+        return bool(parts[3]["content"] == " " and parts[3]["stop"] == 0)
+    return not kinds[3:]
+
+
 def _byte_alphabet() -> dict[str, int]:
     """The 256 characters of byte-level BPE (GPT-2): printable bytes are themselves, the rest start at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -152,12 +218,10 @@ def _spell_byte_level(alphabet: dict[str, int]) -> Callable[[str], bytes]:
 
 
 def _spell_byte_fallback(replace: dict[str, Any]) -> Callable[[str], bytes]:
-    mark, space = replace["pattern"].get("String", "▁"), replace["content"]
+    mark, space = replace["pattern"]["String"], replace["content"]
 
     def spell(token: str) -> bytes:
-        if _is_byte_token(token):
-            return bytes([int(token[3:5], 16)])
-        return str(token.replace(mark, space)).encode()
+        return _byte_of(token) if _is_byte_token(token) else str(token.replace(mark, space)).encode()
 
     return spell
 
@@ -168,9 +232,5 @@ def _is_byte_token(token: str) -> bool:
     return is_framed and all(char in hexadecimal for char in token[3:5])
 
 
-def _leading_spaces_to_strip(last: dict[str, Any]) -> int:
-    if last.get("type") != "Strip":
-        return 0
-    if last["content"] != " " or last["stop"] != 0:
-        raise ModelError(f"the decoder of tokenizer.json strips {last!r}; only leading spaces may be.", param="model")
-    return int(last["start"])
+def _byte_of(token: str) -> bytes:
+    return bytes([int(token[3:5], 16)])

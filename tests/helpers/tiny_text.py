@@ -62,6 +62,18 @@ def byte_fallback() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=[2])
 
 
+def with_decoder(decoder: decoders.Decoder | None) -> Tokenizer:
+    """Tokens in the spellings of several families, and a decoder that reads some of them."""
+    tokens = ["[UNK]", "[CLS]", "up", "##on", "▁hi", "▁", "▁▁", "lo</w>", ".", " ", "é", "n't"]
+    tokens += ["<0xE2>", "<0x82>", "<0xAC>", "<0x41>"]
+    backend = tokenizers.Tokenizer(
+        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="[UNK]")
+    )
+    backend.decoder = decoder
+    backend.add_special_tokens(["[UNK]", "[CLS]"])
+    return Tokenizer(backend)
+
+
 def spell_in_bytes(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids that decode to the text one byte a token: never what the tokenizer itself would choose."""
     byte_ids = {

@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import Regex, decoders
 
-from hiserve.errors import ModelError
 from hiserve.text.detokenizer import REPLACEMENT, Spelling
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
@@ -98,11 +96,56 @@ def test_added_tokens_outside_the_byte_alphabet_are_spelled_as_they_are() -> Non
     assert "".join(stream(BYTE_LEVEL, [[index] for index in ids])) == "a<think> 日b"
 
 
-def test_a_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="WordPiece"):
-        Spelling(Tokenizer(backend))
-    backend.decoder = None
-    with pytest.raises(ModelError, match="none"):
-        Spelling(Tokenizer(backend))
+OTHERS = {
+    "none": None,
+    "WordPiece": decoders.WordPiece(),
+    "WordPiece, not cleaned up": decoders.WordPiece(cleanup=False),
+    "Metaspace": decoders.Metaspace(),
+    "Metaspace, never in front": decoders.Metaspace(prepend_scheme="never"),
+    "BPEDecoder": decoders.BPEDecoder(),
+    "bytes, then Metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+    "a pattern, bytes, stripped": decoders.Sequence(
+        [decoders.Replace(Regex("▁+"), " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@settings(deadline=None, max_examples=150)
+@given(ids=st.lists(st.integers(0, 17), max_size=40), cuts=CUTS, skips=st.booleans())
+@example(ids=[5, 5, 4, 2], cuts=[1, 2, 3], skips=True)  # spaces at the start
+@example(ids=[12, 13, 14, 12, 2], cuts=[1, 2, 3, 4], skips=True)  # a valid character, spoilt by the byte after it
+def test_any_other_decoder_is_streamed_too(name: str, ids: list[int], cuts: list[int], skips: bool) -> None:
+    tokenizer = tiny_text.with_decoder(OTHERS[name])
+    detokenizer = Spelling(tokenizer).detokenizer(skip_special=skips)
+    pieces = [detokenizer.push(chunk) for chunk in chunked(ids, cuts)]
+    assert "".join([*pieces, detokenizer.flush()]) == tokenizer.decode(ids, skip_hidden=skips)
+
+
+@pytest.mark.parametrize(("name", "ids"), [("WordPiece", [2, 3, 2]), ("Metaspace", [4, 5, 4]), ("BPEDecoder", [7, 7])])
+def test_another_decoder_shows_each_token_at_once(name: str, ids: list[int]) -> None:
+    detokenizer = Spelling(tiny_text.with_decoder(OTHERS[name])).detokenizer()
+    assert all(detokenizer.push([index]) for index in ids)
+
+
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+@settings(deadline=None, max_examples=100)
+@given(ids=st.lists(st.integers(0, 300), max_size=20), cuts=CUTS)
+def test_special_tokens_are_shown_when_asked_for(tokenizer: Tokenizer, ids: list[int], cuts: list[int]) -> None:
+    detokenizer = SPELLINGS[id(tokenizer)].detokenizer(skip_special=False)
+    pieces = [detokenizer.push(chunk) for chunk in chunked(ids, cuts)]
+    assert "".join([*pieces, detokenizer.flush()]) == tokenizer.decode(ids, skip_hidden=False)
+
+
+def test_a_piece_is_what_a_token_adds_inside_a_text() -> None:
+    euro = BYTE_LEVEL.encode("€", add_special_tokens=False).tolist()
+    level, fallback = (SPELLINGS[id(tokenizer)] for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK))
+    assert b"".join(map(level.piece, euro)) == "€".encode()
+    assert level.text(euro[0]) == REPLACEMENT
+    assert level.text(tiny_text.USER) == "<|user|>"
+    assert level.piece(10**6) == b""
+    assert fallback.piece(3 + 0xE2) == b"\xe2"
+    assert fallback.text(285) == " "
+    others = {name: Spelling(tiny_text.with_decoder(OTHERS[name])) for name in ("WordPiece", "bytes, then Metaspace")}
+    assert [others["WordPiece"].text(index) for index in (2, 3, 1)] == [" up", "on", " [CLS]"]
+    assert [others["bytes, then Metaspace"].piece(index) for index in (4, 13, 99)] == [b" hi", b"\x82", b""]

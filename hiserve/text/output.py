@@ -1,0 +1,172 @@
+"""One choice's tokens to the text that its reader sees: stop texts, end tokens, special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.text.detokenizer import Spelling
+
+
+class Shown(NamedTuple):
+    """What some tokens add.
+
+    Attributes:
+        text: Characters that are certain now; may be empty.
+        num_tokens: How many of the tokens count: all, or those up to the one that completed a stop text.
+        finish: RUNNING until the end; STOP also when a stop text ended the choice.
+        matched_stop: The stop text or the entry of ``stop_token_ids`` that ended the choice. None for the
+            model's own end tokens and for every other end.
+    """
+
+    text: str
+    num_tokens: int
+    finish: FinishReason
+    matched_stop: str | int | None
+
+
+class Output:
+    """Turns the tokens of one choice into text, whatever the chunks they come in.
+
+    The text ends at the first place where a stop text is complete. If several are complete there, the
+    longest counts: of ``"bc"`` and ``"abc"`` the second. A text that begins with another stop text
+    (``"ab"``, ``"abc"``) can therefore end a choice only while ``min_tokens`` keeps the other from it.
+    The token that ends a choice counts as a token but is not in the text, unless the stop is to be included.
+
+    Args:
+        spelling: Of the model's tokens.
+        sampling: Its stops, and what of them and of special tokens is shown.
+    """
+
+    __slots__ = ("_detokenizer", "_ended", "_held", "_num_tokens", "_sampling", "_stops")
+
+    def __init__(self, spelling: Spelling, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self._detokenizer = spelling.detokenizer(skip_special=sampling.skip_special_tokens)
+        self._stops = [_StopText(text) for text in sampling.stop]
+        self._held = ""  # may become a stop text
+        self._num_tokens = 0
+        self._ended: Shown | None = None
+
+    def push(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+        """Takes the next tokens.
+
+        Args:
+            tokens: Ids, in order; the token that ended the choice is the last one when ``finish`` is STOP.
+            finish: Why the engine ended the choice; RUNNING while it goes on.
+
+        Returns:
+            What they add. After the end of the choice, however it came, nothing.
+        """
+        if self._ended is not None:
+            return self._ended
+        shown = self._scan(tokens, finish) if self._stops else self._plain(tokens, finish)
+        if shown.finish:
+            self._ended = shown._replace(text="", num_tokens=0)
+        return shown
+
+    def _plain(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+        if not finish:
+            return Shown(self._detokenizer.push(tokens), len(tokens), finish, None)
+        text = self._detokenizer.push(self._visible(tokens, finish)) + self._detokenizer.flush()
+        return Shown(text, len(tokens), finish, self._end_token(tokens, finish))
+
+    def _scan(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+        """Looks for stop texts token by token, so that it is known which one completed a match."""
+        texts = []
+        visible = self._visible(tokens, finish)
+        for i, token in enumerate(visible):
+            self._num_tokens += 1
+            text, stop = self._release(self._detokenizer.push((token,)))
+            texts.append(text)
+            if stop is not None:
+                return Shown("".join(texts), i + 1, FinishReason.STOP, stop)
+        if not finish:
+            return Shown("".join(texts), len(tokens), finish, None)
+        self._num_tokens += len(tokens) - len(visible)
+        text, stop = self._release(self._detokenizer.flush())
+        texts.append(text)
+        if stop is not None:
+            return Shown("".join(texts), len(tokens), FinishReason.STOP, stop)
+        return Shown("".join(texts) + self._held, len(tokens), finish, self._end_token(tokens, finish))
+
+    def _release(self, new: str) -> tuple[str, str | None]:
+        """Adds text; returns what of it and of the held text may be shown, and the stop text that it ends at."""
+        if not new:
+            return "", None
+        is_early = self._num_tokens < self._sampling.min_tokens
+        matches = [(end, -len(stop.text), stop.text) for stop in self._stops if (end := stop.advance(new, is_early))]
+        text = self._held + new
+        if matches:
+            end, _, stop_text = min(matches)
+            end += len(self._held)
+            return text[: end if self._sampling.include_stop_str_in_output else end - len(stop_text)], stop_text
+        is_shown_anyway = self._sampling.include_stop_str_in_output
+        num_held = 0 if is_shown_anyway else max(stop.num_matched for stop in self._stops)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], None
+
+    def _visible(self, tokens: Sequence[int], finish: FinishReason) -> Sequence[int]:
+        """Returns the tokens without the one that ended the choice, unless that is to be shown."""
+        is_cut = finish is FinishReason.STOP and not self._sampling.include_stop_str_in_output
+        return tokens[:-1] if is_cut else tokens
+
+    def _end_token(self, tokens: Sequence[int], finish: FinishReason) -> int | None:
+        is_named = finish is FinishReason.STOP and tokens and tokens[-1] in self._sampling.stop_token_ids
+        return tokens[-1] if is_named else None
+
+
+class _StopText:
+    """Follows one stop text through a stream (Knuth, Morris and Pratt, 1977).
+
+    Attributes:
+        text: The stop text.
+        num_matched: Length of the longest end of the stream so far that the stop text begins with.
+    """
+
+    __slots__ = ("_borders", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        # By length: the longest proper start of text[:length] that is also its end. Grows as the stream
+        # needs it, so that a long stop text that never comes costs nothing.
+        self._borders = [0, 0]
+
+    def advance(self, new: str, is_early: bool) -> int:
+        """Goes through more of the stream.
+
+        Args:
+            new: The next characters.
+            is_early: A match does not count.
+
+        Returns:
+            How many characters complete the first match; 0 if there is none.
+        """
+        at, text = 0, self.text
+        while at < len(new):
+            if not self.num_matched:  # most characters: skip them at once
+                at = new.find(text[0], at)
+                if at < 0:
+                    return 0
+            self.num_matched = self._extended(self.num_matched, new[at])
+            at += 1
+            if self.num_matched == len(text):
+                if not is_early:
+                    return at
+                self.num_matched = self._border(len(text))
+        return 0
+
+    def _extended(self, length: int, char: str) -> int:
+        """Returns the length of the longest start of the text that ends ``text[:length] + char``."""
+        while length and self.text[length] != char:
+            length = self._border(length)
+        return length + 1 if self.text[length] == char else 0
+
+    def _border(self, length: int) -> int:
+        borders = self._borders
+        while len(borders) <= length:
+            last = len(borders) - 1
+            borders.append(self._extended(borders[last], self.text[last]))
+        return borders[length]
