@@ -39,6 +39,13 @@ def reply(prompt: Int32Array, num_tokens: int) -> list[int]:
     return [reply_token(prompt, position) for position in range(num_tokens)]
 
 
+def score_words(begin: int, end: int, num_top: int | None) -> bytes:
+    """Scores of the tokens at these positions, each word the position itself; none when none are wanted."""
+    if num_top is None:
+        return b""
+    return np.repeat(np.arange(begin, end, dtype="<i4"), 1 + 2 * num_top).tobytes()
+
+
 @dataclass
 class _Request:
     admit: Admit
@@ -47,6 +54,7 @@ class _Request:
     cached: int
     digests: list[bytes]
     is_reported: bool = False
+    is_scored: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -54,7 +62,7 @@ class _Request:
 
 
 class FakeEngine:
-    """One token per running request and step."""
+    """One token per running request and step; the scores of a prompt take a step before."""
 
     def __init__(self, config: Config, step_s: float = STEP_S) -> None:
         self._page_size = config.cache.page_size
@@ -104,8 +112,9 @@ class FakeEngine:
     def step(self) -> Report | None:
         report = Report()
         tokens: list[int] = []
+        scores: list[bytes] = []
         for uid in self._aborted:
-            self._tell(report, uid, 0, FinishReason.ABORT, 0)
+            report.add_end(uid, FinishReason.ABORT)
         self._aborted.clear()
         running = list(self._requests.values())[: self._max_running]
         if running:
@@ -113,7 +122,12 @@ class FakeEngine:
             self._num_steps += 1
         for request in running:
             uid = request.admit.uid
-            order = request.tokens[0]
+            order, sampling = request.tokens[0], request.admit.sampling
+            if not request.is_scored and sampling.prompt_logprobs is not None:
+                request.is_scored = request.is_reported = True
+                scores.append(score_words(1, request.admit.num_prompt, sampling.prompt_logprobs))
+                self._tell(report, uid, 0, FinishReason.RUNNING, request.cached, scores[-1])
+                continue
             if order == CRASH:
                 raise RuntimeError("the device is on fire")
             if order == KILL:
@@ -128,14 +142,14 @@ class FakeEngine:
             request.tokens.append(token)
             is_last = request.num_generated >= request.max_tokens
             finish = FinishReason.LENGTH if is_last else FinishReason.RUNNING
-            self._tell(
-                report, uid + (10**9 if order == LIE else 0), 1, finish, -1 if request.is_reported else request.cached
-            )
+            scores.append(score_words(len(request.tokens) - 1, len(request.tokens), sampling.logprobs))
+            told_uid = uid + (10**9 if order == LIE else 0)
+            self._tell(report, told_uid, 1, finish, -1 if request.is_reported else request.cached, scores[-1])
             request.is_reported = True
             self._publish(request)
             if is_last:
                 del self._requests[uid]
-        report.tokens = np.array(tokens, dtype=np.int32)
+        report.tokens, report.scores = np.array(tokens, dtype=np.int32), b"".join(scores)
         report.published, report.removed = self._events.take()
         return report if report.uids or report.failed or report.published or report.removed else None
 
@@ -145,12 +159,12 @@ class FakeEngine:
     def close(self) -> None:
         self._requests.clear()
 
-    def _tell(self, report: Report, uid: int, count: int, finish: FinishReason, cached: int) -> None:
+    def _tell(self, report: Report, uid: int, count: int, finish: FinishReason, cached: int, scores: bytes) -> None:
         report.uids.append(uid)
         report.counts.append(count)
         report.finishes.append(int(finish))
         report.cached.append(cached)
-        report.score_words.append(0)
+        report.score_words.append(len(scores) // 4)
 
     def _publish(self, request: _Request) -> None:
         """Publishes the pages whose tokens are all computed: every token but the newest."""
@@ -166,6 +180,8 @@ class FakeEngine:
 def build(config: Config) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:
+        case "tell_keys":
+            raise ModelError(f"the keys are {config.server.api_key} and {config.server.admin_api_key}.")
         case "missing":
             raise ModelError("the folder 'missing' has no config.json. Give a checkpoint folder.")
         case "broken":

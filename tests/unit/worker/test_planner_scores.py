@@ -210,8 +210,9 @@ def test_a_request_that_comes_with_output_was_told_the_scores_of_its_prompt() ->
 
 
 def test_the_next_tenant_of_a_row_is_told_no_scores() -> None:
-    steps = Steps(num_pages=30, budget=64, max_rows=1)
+    steps = Steps(num_pages=30, budget=64, max_rows=2)
     steps.add(1, prompt(9, seed=1), 2, prompt_logprobs=0, logprobs=0)
-    steps.add(2, prompt(9, seed=2), 2)
+    steps.add(2, prompt(9, seed=2), 20, logprobs=0)
+    steps.add(3, prompt(9, seed=3), 2)
     steps.finish()
-    assert steps.scores[2] == b""
+    assert steps.scores[3] == b""
