@@ -3,87 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from hiserve.config import MAX_INT32
-from hiserve.core.plan import Int32Array
-from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.text.chat import check_text
 
-# Fields that would change the answer and that hiserve does not serve yet, with the values that change
-# nothing. Null never does. Any other value is refused: no such field is silently ignored.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "cache_salt": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "ebnf": (),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "regex": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_hidden_states": (False,),
-    "skip_special_tokens": (True,),
-    "stop": ([],),
-    "stop_token_ids": ([],),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a body says beside its prompt.
-
-    Attributes:
-        sampling: How to sample and when to stop.
-        limit_field: The field that ``max_tokens`` came from, for error messages.
-        is_stream: Answer with events.
-        has_usage: End the events with the usage.
-        has_running_usage: Put the usage so far into every event; only with ``has_usage``.
-        has_token_ids: Return prompt and generated token ids.
-    """
-
-    sampling: SamplingParams
-    limit_field: str
-    is_stream: bool
-    has_usage: bool
-    has_running_usage: bool
-    has_token_ids: bool
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -101,45 +28,115 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def parse_options(body: dict[str, Any]) -> Options:
-    """Reads everything but the prompt and the model.
+class Fields:
+    """The fields of one JSON object. Null counts as absent.
+
+    Every reader raises ``RequestError``, with the field in ``param``, when the value has another type.
 
     Args:
-        body: The parsed body. Unknown fields are ignored.
-
-    Raises:
-        RequestError: A field is malformed or not supported.
+        values: The object.
+        prefix: What stands before a field's name in complaints, for an object inside another.
     """
-    for name, neutral in UNSUPPORTED.items():
-        value = body.get(name)
-        if value is not None and not any(_is_same(value, allowed) for allowed in neutral):
-            raise RequestError(f"{name} is not supported yet.", param=name)
-    is_new_name = body.get("max_completion_tokens") is not None
-    limit_field = "max_completion_tokens" if is_new_name else "max_tokens"
-    max_tokens = _integer(body, limit_field)
-    if max_tokens is not None and not 1 <= max_tokens <= MAX_INT32:
-        raise RequestError(f"{limit_field} must be between 1 and {MAX_INT32}.", param=limit_field)
-    stream_options = body.get("stream_options")
-    if stream_options is None:
-        stream_options = {}
-    if not isinstance(stream_options, dict):
-        raise RequestError("stream_options must be an object.", param="stream_options")
-    sampling = SamplingParams(
-        temperature=_number(body, "temperature", 1.0),
-        top_k=_integer(body, "top_k") or 0,
-        top_p=_number(body, "top_p", 1.0),
-        seed=_integer(body, "seed"),
-        max_tokens=max_tokens,
-        ignore_eos=_flag(body, "ignore_eos"),
-    )
-    return Options(
-        sampling=sampling,
-        limit_field=limit_field,
-        is_stream=_flag(body, "stream"),
-        has_usage=_flag(stream_options, "include_usage", "stream_options."),
-        has_running_usage=_flag(stream_options, "continuous_usage_stats", "stream_options."),
-        has_token_ids=_flag(body, "return_token_ids"),
-    )
+
+    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
+        self.values = values
+        self._prefix = prefix
+
+    def has(self, name: str) -> bool:
+        """Says whether the field has a value."""
+        return self.values.get(name) is not None
+
+    def number(self, name: str, default: float) -> float:
+        """Reads a number; NaN and what no field allows are refused here."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not _is_number(value):
+            raise self.wrong(name, "a number")
+        return float(value)
+
+    def integer(self, name: str, *, least: int | None = None, most: int = MAX_INT32) -> int | None:
+        """Reads a whole number.
+
+        Args:
+            name: The field.
+            least: Smallest value; None leaves the range to the caller.
+            most: Largest value, if ``least`` is given.
+        """
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if type(value) is not int:
+            raise self.wrong(name, "a whole number")
+        if least is not None and not least <= value <= most:
+            raise self.wrong(name, f"between {least} and {most}")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        """Reads a whole number that has a default; its range is left to the caller."""
+        value = self.integer(name)
+        return default if value is None else value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Reads true or false."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """Reads a string of valid Unicode."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        check_text(value, self._prefix + name)
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """Reads a string, or a list of strings."""
+        value = self.values.get(name)
+        texts = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise self.wrong(name, "a string or a list of strings")
+        for text in texts:
+            check_text(text, self._prefix + name)
+        return tuple(texts)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Reads a list of whole numbers."""
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(number) is int for number in value):
+            raise self.wrong(name, "a list of whole numbers")
+        return tuple(value)
+
+    def numbers_by_token(self, name: str) -> dict[int, float] | None:
+        """Reads an object from token ids, spelled as strings, to numbers; None when it is empty."""
+        value = self.values.get(name)
+        if value is None or value == {}:
+            return None
+        is_right = isinstance(value, dict) and all(_TOKEN_ID.fullmatch(token) for token in value)
+        if not is_right or not all(_is_number(number) for number in value.values()):
+            raise self.wrong(name, "an object from token ids to numbers")
+        return {int(token): float(number) for token, number in value.items()}
+
+    def nested(self, name: str) -> Fields:
+        """Reads an object; absent is empty."""
+        value = self.values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{self._prefix}{name}.")
+
+    def wrong(self, name: str, wanted: str) -> RequestError:
+        """Returns the complaint that a field is not what it must be."""
+        return RequestError(f"{self._prefix}{name} must be {wanted}.", param=self._prefix + name)
 
 
 def check_model(body: dict[str, Any], served: str) -> None:
@@ -149,79 +146,11 @@ def check_model(body: dict[str, Any], served: str) -> None:
         NotFoundError: It names another one.
         RequestError: The name is not a string.
     """
-    name = body.get("model")
-    if name is None or name == served:
-        return
-    if not isinstance(name, str):
-        raise RequestError("model must be a string.", param="model")
-    check_text(name, "model")
-    raise NotFoundError(f"there is no model {name[:100]!r} here; this server serves {served!r}.", param="model")
+    name = Fields(body).text("model")
+    if name is not None and name != served:
+        raise NotFoundError(f"there is no model {name[:100]!r} here; this server serves {served!r}.", param="model")
 
 
-def parse_prompt(body: dict[str, Any], *, vocab_size: int) -> str | Int32Array:
-    """Reads the prompt of a text completion: a string, or token ids.
-
-    A list with one prompt in it counts as that prompt.
-
-    Args:
-        body: The parsed body.
-        vocab_size: Token ids must be below it.
-
-    Returns:
-        A non-empty text, or int32 ``[n]`` with n > 0.
-
-    Raises:
-        RequestError: The prompt is missing, empty or malformed.
-    """
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise RequestError("several prompts in one request are not supported yet.", param="prompt")
-        prompt = prompt[0]
-    if not isinstance(prompt, str | list):
-        raise RequestError("prompt must be a string or a list of token ids.", param="prompt")
-    if not prompt:
-        raise RequestError("prompt is empty; give at least one token.", param="prompt")
-    if isinstance(prompt, str):
-        check_text(prompt, "prompt")
-        return prompt
-    if not all(type(token) is int for token in prompt):
-        raise RequestError("prompt is a list of something else than token ids (integers).", param="prompt")
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-        shown = "a negative id" if low < 0 else "an id that is too large"
-        raise RequestError(f"prompt has {shown}; token ids must be between 0 and {vocab_size - 1}.", param="prompt")
-    return np.array(prompt, dtype=np.int32)
-
-
-def _number(values: dict[str, Any], name: str, default: float) -> float:
-    value = values.get(name)
-    if value is None:
-        return default
+def _is_number(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -MAX_INT32 <= value <= MAX_INT32:  # also refuses NaN
-        raise RequestError(f"{name} must be a number.", param=name)
-    return float(value)
-
-
-def _integer(values: dict[str, Any], name: str) -> int | None:
-    value = values.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number.", param=name)
-    return value
-
-
-def _flag(values: dict[str, Any], name: str, prefix: str = "") -> bool:
-    value = values.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise RequestError(f"{prefix}{name} must be true or false.", param=prefix + name)
-    return value
-
-
-def _is_same(value: Any, neutral: Any) -> bool:
-    """Compares as JSON does: true is not 1, but 1.0 is."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+    return is_number and -MAX_INT32 <= value <= MAX_INT32  # false for NaN

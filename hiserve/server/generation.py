@@ -1,4 +1,4 @@
-"""One request from its prompt to its last token: deltas become text, counts and one log line."""
+"""One choice from its prompt to its last token: deltas become text, counts and one log line."""
 
 from __future__ import annotations
 
@@ -7,46 +7,78 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.server.gate import Delta, Engine
 from hiserve.server.metrics import Meter
-from hiserve.text.detokenizer import Detokenizer
+from hiserve.text.output import Output
 
 logger = logging.getLogger(__name__)
+
+
+class Terms(NamedTuple):
+    """For whom the engine runs a request, and when.
+
+    Attributes:
+        namespace: Keeps tenants' caches apart.
+        priority: Larger is sooner.
+        tag: Name by which the engine finds the request to abort it.
+    """
+
+    namespace: bytes = b""
+    priority: int = 0
+    tag: str = ""
 
 
 class Piece(NamedTuple):
     """What one delta adds for the client.
 
     Attributes:
-        text: Characters that are complete now; may be empty.
-        tokens: The delta's token ids.
+        choice: Index in the reply.
+        text: Characters that are certain now; may be empty.
+        tokens: Token ids that count: those of the delta, but none behind a stop text.
+        scores: Of these tokens, packed; empty unless asked for.
         finish: RUNNING until the last piece.
+        stop: The text or token that ended the choice; None for another end.
     """
 
+    choice: int
     text: str
     tokens: list[int]
+    scores: bytes
     finish: FinishReason
+    stop: str | int | None
+
+
+def nothing(choice: int) -> Piece:
+    """Returns a piece that adds nothing to a choice."""
+    return Piece(choice, "", [], b"", FinishReason.RUNNING, None)
 
 
 class Generation:
-    """A request in the engine.
+    """One request in the engine: one choice for one prompt.
 
     Args:
         name: The response's id, for the log.
         prompt: int32 ``[n]``.
         sampling: How to sample and when to stop.
-        detokenizer: For this stream alone.
+        output: Turns tokens into text, for this stream alone.
         meter: For this request alone.
+        choice: Index in the reply.
+        seat: Index among the choices of the prompt; part of the random key.
+        keeps_tokens: False drops what is generated; only the scores of the prompt are wanted.
         remember: Called with text and token ids of a reply that came to its own end, before its last piece
             is handed out: the client's next request may follow at once.
 
     Attributes:
         num_cached: Prompt tokens served from the cache.
+        queue_s: Seconds until a worker got the request; -1 before it.
+        prompt_scores: Of the prompt's tokens but the first, packed; complete with the first piece.
         tokens: All token ids so far.
+        scores: Theirs, packed.
         finish: RUNNING until the end.
+        stop: The text or token that ended it; None for another end.
     """
 
     def __init__(
@@ -55,42 +87,64 @@ class Generation:
         prompt: Int32Array,
         sampling: SamplingParams,
         *,
-        detokenizer: Detokenizer,
+        output: Output,
         meter: Meter,
+        choice: int = 0,
+        seat: int = 0,
+        keeps_tokens: bool = True,
         remember: Callable[[str, list[int]], None] | None = None,
     ) -> None:
         self._name = name
         self.prompt = prompt
-        self._sampling = sampling
-        self._detokenizer = detokenizer
+        self.sampling = sampling
+        self.choice = choice
+        self._output = output
         self._meter = meter
+        self._seat = seat
+        self._keeps_tokens = keeps_tokens
         self._remember = remember
         self._texts: list[str] = []
+        self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
         self.num_cached = 0
+        self.queue_s = -1.0
+        self.prompt_scores = bytearray()
         self.tokens: list[int] = []
+        self.scores = bytearray()
         self.finish = FinishReason.RUNNING
+        self.stop: str | int | None = None
 
     @property
     def text(self) -> str:
         """The text so far."""
         return "".join(self._texts)
 
-    async def run(self, engine: Engine, *, namespace: bytes = b"") -> AsyncGenerator[Piece, None]:
-        """Yields pieces until the request ends. Closing the generator aborts the request.
+    def whole(self) -> Piece:
+        """Returns everything so far as one piece."""
+        return Piece(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
+
+    async def run(self, engine: Engine, terms: Terms) -> AsyncGenerator[Piece, None]:
+        """Yields pieces until the choice ends. Closing the generator aborts the request.
 
         Raises:
             HiserveError: The engine refused or failed the request.
         """
         reason, detail = "abort", ""
+        namespace, priority, tag = terms
+        stream = engine.generate(
+            self.prompt, self.sampling, namespace=namespace, choice=self._seat, priority=priority, tag=tag
+        )
         try:
-            async with aclosing(engine.generate(self.prompt, self._sampling, namespace=namespace)) as deltas:
+            async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     piece = self._take(delta)
                     if piece.finish:
+                        if not delta.finish:  # a stop text: the engine would go on
+                            await deltas.aclose()
                         self._end(piece.finish.name.lower())
                         if self._remember and piece.finish is not FinishReason.ABORT:
                             self._remember(self.text, self.tokens)
-                    yield piece
+                    if piece.tokens or piece.text or piece.finish:
+                        yield piece
             if not self.finish:
                 raise InvariantError(f"{self._name}: the engine's stream ended after {len(self.tokens)} tokens")
         except (HiserveError, InvariantError) as error:
@@ -100,17 +154,26 @@ class Generation:
             self._end(reason, detail)
 
     def _take(self, delta: Delta) -> Piece:
+        tokens, scores = delta.tokens, b""
         if delta.cached >= 0:
             self.num_cached = delta.cached
+            self.queue_s = delta.queue_s
             self._meter.admitted(delta.cached)
-        self._meter.tokens(len(delta.tokens))
-        self.tokens += delta.tokens
-        self.finish = delta.finish
-        text = self._detokenizer.push(delta.tokens)
-        if delta.finish:
-            text += self._detokenizer.flush()
+        self._meter.tokens(len(tokens))
+        if delta.scores:
+            of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes
+            self.prompt_scores += delta.scores[:of_prompt]
+            scores = delta.scores[of_prompt:]
+        if not self._keeps_tokens:
+            self.finish = FinishReason.LENGTH if tokens else delta.finish
+            return Piece(self.choice, "", [], b"", self.finish, None)
+        text, num_tokens, self.finish, self.stop = self._output.push(tokens, delta.finish)
+        if num_tokens < len(tokens):
+            tokens, scores = tokens[:num_tokens], scores[: num_tokens * self._num_score_bytes]
+        self.tokens += tokens
+        self.scores += scores
         self._texts.append(text)
-        return Piece(text, delta.tokens, delta.finish)
+        return Piece(self.choice, text, tokens, scores, self.finish, self.stop)
 
     def _end(self, reason: str, detail: str = "") -> None:
         """Counts and logs the end once; later calls are for requests that have ended already."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,21 +13,25 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import SamplingParams
-from hiserve.errors import ContextLengthError, NotFoundError
-from hiserve.server.fields import Options, check_model, parse_body, parse_options, parse_prompt
-from hiserve.server.gate import Engine, Gate
-from hiserve.server.generation import Generation, Piece
+from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.errors import NotFoundError
+from hiserve.server.answer import answer
+from hiserve.server.auth import namespace_of, tag_of
+from hiserve.server.chat_shape import ChatShape
+from hiserve.server.choices import Choices
+from hiserve.server.completion_shape import CompletionShape
+from hiserve.server.fields import check_model, parse_body
+from hiserve.server.gate import Gate
+from hiserve.server.generation import Generation, Terms
 from hiserve.server.metrics import Meter, Metrics
-from hiserve.server.shapes import ServedModel, Shape, json_response, usage
-from hiserve.server.sse import DONE, EventStream, event, unless_gone
-from hiserve.text.chat import Message, parse_messages
+from hiserve.server.options import Options, fit_context, parse_options
+from hiserve.server.prompt_fields import parse_prompts
+from hiserve.server.shapes import ServedModel, head_of, json_response
+from hiserve.server.sse import unless_gone
+from hiserve.text.chat import parse_messages
 from hiserve.text.detokenizer import Spelling
+from hiserve.text.output import Output
 from hiserve.text.prompts import Prompts
-
-# One tenant until requests carry keys.
-NAMESPACE = b""
-DEFAULT_COMPLETION_TOKENS = 16
 
 
 class OpenAIRoutes:
@@ -35,17 +40,28 @@ class OpenAIRoutes:
     Args:
         gate: Where the engine is.
         prompts: Encodes prompts and remembers replies.
-        spelling: Makes a detokenizer for each stream.
+        spelling: Of the model's tokens.
         metrics: Where requests are counted.
         model: The served model.
+        is_strict: Refuse fields that are not known.
     """
 
-    def __init__(self, gate: Gate, prompts: Prompts, spelling: Spelling, metrics: Metrics, model: ServedModel) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        prompts: Prompts,
+        spelling: Spelling,
+        metrics: Metrics,
+        model: ServedModel,
+        *,
+        is_strict: bool = False,
+    ) -> None:
         self._gate = gate
         self._prompts = prompts
         self._spelling = spelling
         self._metrics = metrics
         self._model = model
+        self._is_strict = is_strict
 
     def router(self) -> APIRouter:
         """Returns the routes."""
@@ -59,27 +75,38 @@ class OpenAIRoutes:
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
         arrived = time.monotonic()
-        body = parse_body(await request.body())
-        check_model(body, self._model.name)
-        options = parse_options(body)
+        body, options = await self._read(request, is_chat=True)
         messages = parse_messages(body.get("messages"))
         engine = self._gate.require()
-        encoding = self._prompts.encode_chat(messages, namespace=NAMESPACE, max_tokens=engine.max_model_len)
+        terms = _terms(request, options)
+        encoding = self._prompts.encode_chat(messages, namespace=terms.namespace, max_tokens=engine.max_model_len)
         prompt = await unless_gone(request.receive, encoding)
-        return await self._answer(request, engine, prompt, options, messages=messages, arrived=arrived)
+        head = head_of(self._model, "chatcmpl")
+        choices = self._choices(
+            head["id"],
+            [prompt],
+            options,
+            max_model_len=engine.max_model_len,
+            arrived=arrived,
+            remember=partial(self._prompts.remember, terms.namespace, messages),
+        )
+        shape = ChatShape(head, options, self._spelling.piece)
+        return await answer(request, engine, choices, shape, options, terms)
 
     async def completions(self, request: Request) -> Response:
-        """Continues a text or a list of token ids."""
+        """Continues texts or lists of token ids."""
         arrived = time.monotonic()
-        body = parse_body(await request.body())
-        check_model(body, self._model.name)
-        options = parse_options(body)
-        prompt = parse_prompt(body, vocab_size=self._model.vocab_size)
+        body, options = await self._read(request, is_chat=False)
+        given = parse_prompts(body, vocab_size=self._model.vocab_size, num_per_prompt=options.sampling.n)
         engine = self._gate.require()
-        if isinstance(prompt, str):
-            encoding = self._prompts.encode_text(prompt, max_tokens=engine.max_model_len)
-            prompt = await unless_gone(request.receive, encoding)
-        return await self._answer(request, engine, prompt, options, messages=None, arrived=arrived)
+        prompts = await unless_gone(request.receive, self._encode(given, options, engine.max_model_len))
+        head = head_of(self._model, "cmpl")
+        choices = self._choices(
+            head["id"], prompts, options, max_model_len=engine.max_model_len, arrived=arrived, remember=None
+        )
+        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        shape = CompletionShape(head, options, self._spelling, texts)
+        return await answer(request, engine, choices, shape, options, _terms(request, options))
 
     async def models(self) -> Response:
         """Lists the one served model."""
@@ -107,81 +134,71 @@ class OpenAIRoutes:
             "max_model_len": engine.max_model_len if engine else None,
         }
 
-    async def _answer(
+    async def _read(self, request: Request, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
+        body = parse_body(await request.body())
+        check_model(body, self._model.name)
+        options = parse_options(
+            body,
+            self._model.defaults,
+            vocab_size=self._model.vocab_size,
+            is_chat=is_chat,
+            is_strict=self._is_strict,
+        )
+        return body, options
+
+    async def _encode(
+        self, given: Sequence[str | Int32Array], options: Options, max_model_len: int
+    ) -> list[Int32Array]:
+        prompts = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len)
+                await asyncio.sleep(0)  # other requests come in between
+            prompts.append(prompt)
+        return prompts
+
+    def _choices(
         self,
-        request: Request,
-        engine: Engine,
-        prompt: Int32Array,
+        name: str,
+        prompts: Sequence[Int32Array],
         options: Options,
         *,
-        messages: list[Message] | None,
+        max_model_len: int,
         arrived: float,
-    ) -> Response:
-        """Generates; ``messages`` are what a chat reply answers."""
-        is_chat = messages is not None
-        sampling = fit_context(len(prompt), options, engine.max_model_len, is_chat=is_chat)
-        shape = Shape(self._model, is_chat=is_chat, has_token_ids=options.has_token_ids)
-        generation = Generation(
-            shape.name,
-            prompt,
-            sampling,
-            detokenizer=self._spelling.detokenizer(),
-            meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
-            remember=None if messages is None else partial(self._prompts.remember, NAMESPACE, messages),
-        )
-        pieces = generation.run(engine, namespace=NAMESPACE)
-        if options.is_stream:
-            return EventStream(_events(pieces, generation, shape, options))
-        await unless_gone(request.receive, _exhaust(pieces))
-        return json_response(shape.whole(generation))
+        remember: Callable[[str, list[int]], None] | None,
+    ) -> Choices:
+        """Makes the generations of a reply; ``remember`` is for a chat's."""
+        generations: list[Generation] = []
+        for prompt in prompts:
+            sampling = fit_context(len(prompt), options, max_model_len, is_chat=remember is not None)
+            for seat, of_choice in enumerate(each_choice(sampling)):
+                generation = Generation(
+                    name,
+                    prompt,
+                    of_choice,
+                    output=Output(self._spelling, of_choice),
+                    meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
+                    choice=len(generations),
+                    seat=seat,
+                    keeps_tokens=options.keeps_tokens,
+                    remember=remember,
+                )
+                generations.append(generation)
+        return Choices(generations, options.sampling.n)
 
 
-def fit_context(num_prompt: int, options: Options, max_model_len: int, *, is_chat: bool) -> SamplingParams:
-    """Checks that prompt and reply fit the context.
+def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
+    """Returns the sampling parameters of each of the n choices of a prompt.
 
-    Returns:
-        The sampling parameters; a text completion without a limit gets OpenAI's default of 16 tokens.
-
-    Raises:
-        ContextLengthError: They do not fit; the message says what would.
+    They differ in their random numbers by the choice's index, not by their seed, so that the whole
+    reply can be had again with one seed.
     """
-    room = max_model_len - num_prompt
-    if room < 1:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens; the context is {max_model_len}, reply included. Shorten the prompt.",
-            param="messages" if is_chat else "prompt",
-        )
-    max_tokens = options.sampling.max_tokens
-    if max_tokens is None and not is_chat:
-        return msgspec.structs.replace(options.sampling, max_tokens=min(DEFAULT_COMPLETION_TOKENS, room))
-    if max_tokens is not None and max_tokens > room:
-        name = options.limit_field
-        raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens and {name} is {max_tokens}; the context is {max_model_len} in all. "
-            f"Shorten the prompt or lower {name} to {room}.",
-            param=name,
-        )
-    return options.sampling
+    num = sampling.n
+    if num == 1:
+        return [sampling]
+    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+    return num * [msgspec.structs.replace(sampling, n=1, seed=seed)]
 
 
-async def _events(
-    pieces: AsyncGenerator[Piece, None], generation: Generation, shape: Shape, options: Options
-) -> AsyncGenerator[bytes, None]:
-    """Yields the events of a reply, those of one delta together."""
-    opening = shape.opening(generation)
-    async with aclosing(pieces):
-        async for piece in pieces:
-            chunks = [chunk for chunk in (opening, shape.piece(piece)) if chunk]
-            opening = None
-            if options.has_usage:
-                so_far = usage(generation) if options.has_running_usage else None
-                chunks = [{**chunk, "usage": so_far} for chunk in chunks]
-            if chunks:
-                yield b"".join(map(event, chunks))
-    yield (event(shape.closing(generation)) if options.has_usage else b"") + DONE
-
-
-async def _exhaust(pieces: AsyncGenerator[Piece, None]) -> None:
-    async with aclosing(pieces):
-        async for _ in pieces:
-            pass
+def _terms(request: Request, options: Options) -> Terms:
+    return Terms(namespace_of(request, options.salt), options.priority, tag_of(request, options.rid))

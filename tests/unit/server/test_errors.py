@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hiserve.errors import EngineError, HiserveError, OverloadedError, UnavailableError
-from hiserve.server.fields import UNSUPPORTED
+from hiserve.server import known_fields
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server, reply_script
 
@@ -93,30 +93,55 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model"),
     ({"model": "\ud800"}, "model"),
     ({"model": ["tiny"]}, "model"),
-    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"n": 65}, "n"),
     ({"n": True}, "n"),
     ({"n": "1"}, "n"),
-    ({"stop": "x"}, "stop"),
-    ({"stop": ["x"]}, "stop"),
-    ({"stop_token_ids": [1]}, "stop_token_ids"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": NAN}, "frequency_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"min_tokens": 1}, "min_tokens"),
-    ({"echo": True}, "echo"),
     ({"best_of": 2}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["x", 5]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": "\ud800"}, "stop"),
+    ({"stop_token_ids": 1}, "stop_token_ids"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids"),
+    ({"stop_token_ids": [500]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"500": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {"5": NAN}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": NAN}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ({"no_stop_trim": 1}, "no_stop_trim"),
+    ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+    ({"logprobs": "1"}, "logprobs"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": True}, "prompt_logprobs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"suffix": "x"}, "suffix"),
-    ({"cache_salt": "x"}, "cache_salt"),
-    ({"skip_special_tokens": False}, "skip_special_tokens"),
-    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "\ud800"}, "cache_salt"),
+    ({"rid": 5}, "rid"),
+    ({"priority": 1.5}, "priority"),
+    ({"priority": 2**31}, "priority"),
+    ({"add_special_tokens": 1}, "add_special_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
 ]
 
 
@@ -130,12 +155,68 @@ async def test_a_bad_field_is_a_400_that_names_it(
     assert server.engine.seen == []
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-async def test_what_is_not_built_is_never_silently_ignored(server: Server, name: str) -> None:
-    message = assert_error(await server.chat("Hi", **{name: {"made": "up"}}), 400, "invalid_request", name)
-    assert message == f"{name} is not supported yet."
-    for neutral in [None, *UNSUPPORTED[name]]:
-        assert (await server.chat("Hi", **{name: neutral})).status == 200
+CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs"),
+    ({"echo": True}, "echo"),
+    ({"max_tokens": 0, "echo": False}, "max_tokens"),
+]
+TEXT_ONLY: list[tuple[dict[str, Any], str]] = [
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"echo": "yes"}, "echo"),
+    ({"echo": True, "max_tokens": -1}, "max_tokens"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ({"documents": [{}]}, "documents"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [(CHAT, *case) for case in CHAT_ONLY] + [(TEXT, *case) for case in TEXT_ONLY],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_field_that_is_bad_in_one_endpoint_is_a_400_there(
+    server: Server, path: str, fields: dict[str, Any], param: str
+) -> None:
+    good = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    assert_error(await server.post(path, {**good, **fields}), 400, "invalid_request", param)
+    assert server.engine.seen == []
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("name", known_fields.REFUSED)
+async def test_what_is_not_built_is_never_silently_ignored(server: Server, path: str, name: str) -> None:
+    if name in (known_fields.CHAT if path == CHAT else known_fields.COMPLETIONS):
+        return
+    good = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    call = await server.post(path, {**good, name: {"made": "up"}})
+    assert assert_error(call, 400, "invalid_request", name) == f"{name} is not supported yet."
+    for neutral in [None, *known_fields.REFUSED[name]]:
+        assert (await server.post(path, {**good, name: neutral})).status == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_strict_fields_refuses_what_no_table_knows(path: str) -> None:
+    good: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
+    extra = {"made_up": None}
+    for is_strict in (False, True):
+        server = make_server(FakeEngineClient(script=lambda prompt: reply_script()), strict_fields=is_strict)
+        async with server.app.router.lifespan_context(server.app):
+            await server.gate.wait_open()
+            assert (await server.post(path, {**good, "user": "ann"})).status == 200
+            call = await server.post(path, {**good, **extra})
+            if is_strict:
+                assert_error(call, 400, "invalid_request", "made_up")
+                assert_error(await server.post(path, {**good, "x" * 1000: 1}), 400, "invalid_request", "x" * 100)
+            else:
+                assert call.status == 200
 
 
 BAD_PROMPTS = [
@@ -147,8 +228,11 @@ BAD_PROMPTS = [
     5,
     {},
     True,
-    ["a", "b"],
-    [[1], [2]],
+    ["a", ""],
+    ["a", 5],
+    [[1], []],
+    [[1], [500]],
+    ["a"] * 1025,
     [-1],
     [5, -1, 6],
     [500],

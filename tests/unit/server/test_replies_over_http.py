@@ -38,6 +38,7 @@ async def test_a_whole_chat_reply(server: Server) -> None:
                 "message": {"role": "assistant", "content": REPLY, "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -54,7 +55,9 @@ async def test_a_whole_text_completion(server: Server) -> None:
     reply = (await server.complete("the text")).json
     assert reply["id"].startswith("cmpl-")
     assert reply["object"] == "text_completion"
-    assert reply["choices"] == [{"index": 0, "text": REPLY, "logprobs": None, "finish_reason": "length"}]
+    assert reply["choices"] == [
+        {"index": 0, "text": REPLY, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
     assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert server.engine.seen[0].prompt.tolist() == TOKENIZER.encode("the text", add_special_tokens=True).tolist()
 
@@ -95,6 +98,7 @@ async def test_a_streamed_text_completion(server: Server) -> None:
 async def test_no_event_holds_part_of_a_character(server: Server) -> None:
     alphabet = {token: index for index, token in TOKENIZER.vocab.items()}
     server.engine.script = lambda prompt: [[alphabet[char]] for char in "ðŁĻĤ"]
+    server.engine.finish = FinishReason.LENGTH
     *events, _ = (await server.chat("Hi", stream=True)).events
     assert [text for text in texts(events) if text] == ["🙂"]
     assert len(events) == 2, "the opening, and one event for the four bytes and the finish"
@@ -133,13 +137,17 @@ async def test_token_ids_are_returned_whole_and_streamed(server: Server, path: s
         return await (server.chat if path == "chat" else server.complete)("Hi", return_token_ids=True, **fields)
 
     flat = [index for tokens in reply_script() for index in tokens]
+
+    def of_prompt(reply: dict[str, Any]) -> Any:
+        """Chat shows the prompt once, text completions with each choice."""
+        return (reply if path == "chat" else reply["choices"][0]).get("prompt_token_ids")
+
     whole = (await ask()).json
     prompt = server.engine.seen[0].prompt.tolist()
-    assert whole["prompt_token_ids"] == prompt
+    assert of_prompt(whole) == prompt
     assert whole["choices"][0]["token_ids"] == flat
     *events, _ = (await ask(stream=True)).events
-    assert events[0]["prompt_token_ids"] == prompt
-    assert all("prompt_token_ids" not in event for event in events[1:])
+    assert [of_prompt(event) for event in events] == [prompt] + [None] * (len(events) - 1)
     assert [index for event in events for index in event["choices"][0]["token_ids"]] == flat
 
 

@@ -1,0 +1,63 @@
+"""Runs the choices of a reply and sends what they become: one JSON object, or events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from hiserve.server.choices import Choices
+from hiserve.server.gate import Engine
+from hiserve.server.generation import Piece, Terms
+from hiserve.server.options import Options
+from hiserve.server.shapes import Shape, json_response, usage
+from hiserve.server.sse import DONE, EventStream, event, unless_gone
+
+
+async def answer(
+    request: Request, engine: Engine, choices: Choices, shape: Shape, options: Options, terms: Terms
+) -> Response:
+    """Returns the response: whole when all choices have ended, or a stream that is about to begin.
+
+    Args:
+        request: What is answered; its body must have been read.
+        engine: Where the choices run.
+        choices: All of them.
+        shape: Words the reply.
+        options: Stream or not, and with what usage.
+        terms: For whom they run, and when.
+
+    Raises:
+        HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
+        ClientDisconnect: The client went away; all choices are aborted.
+    """
+    pieces = choices.run(engine, terms)
+    if options.is_stream:
+        return EventStream(_events(pieces, choices, shape, options))
+    await unless_gone(request.receive, _exhaust(pieces))
+    return json_response(await shape.whole(choices))
+
+
+async def _events(
+    pieces: AsyncGenerator[Piece, None], choices: Choices, shape: Shape, options: Options
+) -> AsyncGenerator[bytes, None]:
+    """Yields the events of a reply, those of one piece together."""
+    unopened = {generation.choice: generation for generation in choices.generations}
+    async with aclosing(pieces):
+        async for piece in pieces:
+            opening = shape.opening(unopened.pop(piece.choice)) if piece.choice in unopened else None
+            chunks = [chunk for chunk in (opening, shape.piece(piece)) if chunk]
+            if options.has_usage:
+                so_far = usage(choices) if options.has_running_usage else None
+                chunks = [{**chunk, "usage": so_far} for chunk in chunks]
+            if chunks:
+                yield b"".join(map(event, chunks))
+    yield (event(shape.closing(choices)) if options.has_usage else b"") + DONE
+
+
+async def _exhaust(pieces: AsyncGenerator[Piece, None]) -> None:
+    async with aclosing(pieces):
+        async for _ in pieces:
+            pass

@@ -1,0 +1,84 @@
+"""The JSON of chat completions, whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hiserve.server.choices import Choices
+from hiserve.server.generation import Generation, Piece, nothing
+from hiserve.server.logprobs import Spell, chat_logprobs, prompt_logprobs
+from hiserve.server.options import Options
+from hiserve.server.shapes import usage
+
+
+class ChatShape:
+    """Words one chat completion.
+
+    Args:
+        head: As ``shapes.head_of`` makes it.
+        options: What the reply shows.
+        spell: Spells a token.
+    """
+
+    def __init__(self, head: dict[str, Any], options: Options, spell: Spell) -> None:
+        self._whole_head = {**head, "object": "chat.completion"}
+        self._chunk_head = {**head, "object": "chat.completion.chunk"}
+        self._has_token_ids = options.has_token_ids
+        self._num_top = options.sampling.logprobs
+        self._num_prompt_top = options.num_prompt_top
+        self._shows_tokens = self._has_token_ids or self._num_top is not None
+        self._spell = spell
+
+    async def whole(self, choices: Choices) -> dict[str, Any]:
+        """Returns the reply that is not streamed."""
+        shown = []
+        for piece in map(Generation.whole, choices.generations):
+            shown.append(self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None}))
+            await asyncio.sleep(0)  # other requests come in between
+        prompt = self._prompt(choices.generations[0])
+        return {**self._whole_head, **prompt, "choices": shown, "usage": usage(choices)}
+
+    def opening(self, generation: Generation) -> dict[str, Any]:
+        """Returns the chunk with the role, before a choice's first piece."""
+        choice = self._choice(nothing(generation.choice), delta={"role": "assistant", "content": ""})
+        return {**self._chunk(choice), **self._prompt(generation)}
+
+    def piece(self, piece: Piece) -> dict[str, Any] | None:
+        """Returns one piece of the stream, or None when it has nothing to show."""
+        if not (piece.text or piece.finish or self._shows_tokens):
+            return None
+        return self._chunk(self._choice(piece, delta={"content": piece.text} if piece.text else {}))
+
+    def closing(self, choices: Choices) -> dict[str, Any]:
+        """Returns the chunk that carries the usage, after the last piece."""
+        return {**self._chunk(), "usage": usage(choices)}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk_head, "choices": list(choices)}
+
+    def _choice(self, piece: Piece, **content: dict[str, Any]) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": piece.choice,
+            **content,
+            "logprobs": None,
+            "finish_reason": piece.finish.text,
+        }
+        if piece.finish:
+            choice["stop_reason"] = piece.stop
+        if self._has_token_ids:
+            choice["token_ids"] = piece.tokens
+        if self._num_top is not None and piece.tokens:
+            choice["logprobs"] = chat_logprobs(piece, self._num_top, self._spell)
+        return choice
+
+    def _prompt(self, generation: Generation) -> dict[str, Any]:
+        """Returns what is shown of the prompt, with the first choice."""
+        shown: dict[str, Any] = {}
+        if generation.choice != 0:
+            return shown
+        if self._has_token_ids:
+            shown["prompt_token_ids"] = generation.prompt.tolist()
+        if self._num_prompt_top is not None:
+            shown["prompt_logprobs"] = prompt_logprobs(generation, self._num_prompt_top, self._spell)
+        return shown

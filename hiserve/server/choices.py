@@ -1,0 +1,100 @@
+"""All choices of one reply: they run side by side, and fail or finish as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from hiserve.server.gate import Engine
+from hiserve.server.generation import Generation, Piece, Terms
+
+# Choices of one reply that are in the engine at once, and pieces that wait for a slow reader.
+MAX_AT_ONCE = 256
+MAX_WAITING = 16
+_T = TypeVar("_T")
+
+
+class Choices:
+    """The choices of one reply: each prompt's first, second, ... together, prompt after prompt.
+
+    Args:
+        generations: One a choice, in order.
+        num_per_prompt: Choices of each prompt.
+    """
+
+    def __init__(self, generations: Sequence[Generation], num_per_prompt: int = 1) -> None:
+        assert generations and len(generations) % num_per_prompt == 0, (len(generations), num_per_prompt)
+        self.generations = generations
+        self._firsts = generations[::num_per_prompt]
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens; each prompt counts once."""
+        return sum(len(first.prompt) for first in self._firsts)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens served from the cache when each prompt was first computed."""
+        return sum(first.num_cached for first in self._firsts)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens so far, all choices together."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
+    def run(self, engine: Engine, terms: Terms) -> AsyncGenerator[Piece, None]:
+        """Yields pieces of all choices as they arrive. Closing the generator aborts them all.
+
+        Raises:
+            HiserveError: The engine refused or failed one of them; the others are aborted.
+        """
+        streams = [each.run(engine, terms) for each in self.generations]
+        return streams[0] if len(streams) == 1 else merge(streams)
+
+
+async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
+    """Yields the items of several streams as they arrive; at most ``MAX_AT_ONCE`` streams are open.
+
+    A reader that is slow holds the streams up: few items wait for it, whatever the number of streams.
+    Closing this generator closes them all.
+
+    Raises:
+        Exception: The first that one of the streams raised; the others are closed.
+    """
+    arrived: asyncio.Queue[_T | _End] = asyncio.Queue(MAX_WAITING)
+    places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def pump(stream: AsyncGenerator[_T, None]) -> None:
+        try:
+            async with places, aclosing(stream):
+                async for item in stream:
+                    await arrived.put(item)
+        except Exception as error:
+            await arrived.put(_End(error))
+            raise
+        await arrived.put(_End(None))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await arrived.get()
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                num_open -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _End:
+    """A stream has ended, with or without an error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error

@@ -1,0 +1,113 @@
+"""The JSON of text completions, whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from hiserve.server.choices import Choices
+from hiserve.server.generation import Generation, Piece
+from hiserve.server.logprobs import TextLogprobs, prompt_logprobs
+from hiserve.server.options import Options
+from hiserve.server.shapes import usage
+from hiserve.text.detokenizer import Spelling
+
+
+class CompletionShape:
+    """Words one text completion.
+
+    Args:
+        head: As ``shapes.head_of`` makes it.
+        options: What the reply shows.
+        spelling: Of the model's tokens.
+        prompts: Text of each prompt, for the echo; None for a prompt that was given as token ids.
+    """
+
+    def __init__(
+        self, head: dict[str, Any], options: Options, spelling: Spelling, prompts: Sequence[str | None]
+    ) -> None:
+        self._head = {**head, "object": "text_completion"}
+        self._options = options
+        self._num_top = options.sampling.logprobs
+        self._spelling = spelling
+        self._prompts = prompts
+        self._has_opening = options.has_echo or options.has_token_ids or options.num_prompt_top is not None
+        self._logprobs: dict[int, TextLogprobs] = {}
+
+    async def whole(self, choices: Choices) -> dict[str, Any]:
+        """Returns the reply that is not streamed."""
+        shown = []
+        for generation in choices.generations:
+            opening = self._open(generation)
+            reply = self._choice(generation.whole())
+            reply["text"] = opening["text"] + reply["text"]
+            if opening["logprobs"]:
+                before, after = opening["logprobs"], reply["logprobs"]
+                reply["logprobs"] = {name: before[name] + after[name] for name in before}
+            shown.append({**opening, **reply})
+            await asyncio.sleep(0)  # other requests come in between
+        return {**self._head, "choices": shown, "usage": usage(choices)}
+
+    def opening(self, generation: Generation) -> dict[str, Any] | None:
+        """Returns what comes before a choice's first piece, or None when nothing has to."""
+        opening = self._open(generation)
+        return self._chunk(opening) if self._has_opening else None
+
+    def piece(self, piece: Piece) -> dict[str, Any] | None:
+        """Returns one piece of the stream, or None when it has nothing to show."""
+        is_shown = piece.text or piece.finish or self._options.has_token_ids or self._num_top is not None
+        return self._chunk(self._choice(piece)) if is_shown else None
+
+    def closing(self, choices: Choices) -> dict[str, Any]:
+        """Returns the chunk that carries the usage, after the last piece."""
+        return {**self._chunk(), "usage": usage(choices)}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": list(choices)}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": piece.choice,
+            "text": piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish.text,
+        }
+        if piece.finish:
+            choice["stop_reason"] = piece.stop
+        if self._options.has_token_ids:
+            choice["token_ids"] = piece.tokens
+        if self._num_top is not None:
+            choice["logprobs"] = self._logprobs[piece.choice].of_piece(piece)
+        return choice
+
+    def _open(self, generation: Generation) -> dict[str, Any]:
+        """Returns what is shown of a choice's prompt, and gets ready to word its reply."""
+        options, spell = self._options, self._spelling.piece
+        text, logprobs = self._echo(generation) if options.has_echo else ("", None)
+        if self._num_top is not None:
+            detokenizer = self._spelling.detokenizer(skip_special=options.sampling.skip_special_tokens)
+            self._logprobs[generation.choice] = TextLogprobs(self._num_top, spell, detokenizer, len(text))
+        opening: dict[str, Any] = {
+            "index": generation.choice,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+        }
+        if options.has_token_ids:
+            opening |= {"prompt_token_ids": generation.prompt.tolist(), "token_ids": []}
+        if options.num_prompt_top is not None:
+            opening["prompt_logprobs"] = prompt_logprobs(generation, options.num_prompt_top, spell)
+        return opening
+
+    def _echo(self, generation: Generation) -> tuple[str, dict[str, list[Any]] | None]:
+        """Returns the prompt's text and, if asked for, what is known of its tokens."""
+        decoder, counter = (self._spelling.detokenizer(skip_special=False) for _ in range(2))
+        decoded = decoder.push(generation.prompt.tolist()) + decoder.flush()
+        given = self._prompts[generation.choice // self._options.sampling.n]
+        text = decoded if given is None else given
+        if self._num_top is None:
+            return text, None
+        # What the tokenizer put in front of a text is among the tokens, but not in the text.
+        offset = len(text) - len(decoded)
+        return text, TextLogprobs(self._num_top, self._spelling.piece, counter, offset).of_prompt(generation)

@@ -1,0 +1,153 @@
+"""Log-probabilities of tokens, in OpenAI's two forms and vLLM's form for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from hiserve.core.plan import WORD_BYTES, Scores
+from hiserve.server.generation import Generation, Piece
+from hiserve.text.detokenizer import Detokenizer
+
+# The bytes of one token as it is spelled, special ones included (``text.detokenizer.Spelling.piece``).
+Spell = Callable[[int], bytes]
+# Stands for minus infinity, which JSON does not have.
+LEAST_LOGPROB = -9999.0
+
+
+class Scored(NamedTuple):
+    """What is known of one token.
+
+    Attributes:
+        token: Its id.
+        logprob: Its own.
+        top: Ids and logprobs of the likeliest tokens, best first.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def unpack(tokens: Sequence[int], packed: bytes, num_top: int) -> list[Scored]:
+    """Returns what is known of each token.
+
+    Args:
+        tokens: Token ids.
+        packed: Their scores, as ``core.plan.Scores.pack`` writes them.
+        num_top: Likeliest tokens in the scores of each.
+    """
+    scores = Scores.unpack(packed, num_top)
+    assert len(scores.logprobs) == len(tokens), f"{len(tokens)} tokens with {len(scores.logprobs)} scores"
+    top_logprobs = scores.top_logprobs.clip(min=LEAST_LOGPROB).tolist()
+    tops = zip(scores.top_tokens.tolist(), top_logprobs, strict=True)
+    logprobs = scores.logprobs.clip(min=LEAST_LOGPROB).tolist()
+    return [
+        Scored(token, logprob, list(zip(*top, strict=True)))
+        for token, logprob, top in zip(tokens, logprobs, tops, strict=True)
+    ]
+
+
+def scored_prompt(generation: Generation) -> tuple[list[int], list[Scored]]:
+    """Returns the tokens of the prompt and what is known of all but the first.
+
+    A request that was aborted before its prompt was computed knows less, and shows as much of its prompt.
+    """
+    num_top = generation.sampling.prompt_logprobs
+    assert num_top is not None, "scores of a prompt that were not asked for"
+    packed = bytes(generation.prompt_scores)
+    num_known = len(packed) // (WORD_BYTES * (1 + 2 * num_top))
+    tokens = generation.prompt[: 1 + num_known].tolist()
+    return tokens, unpack(tokens[1:], packed, num_top)
+
+
+def chat_logprobs(piece: Piece, num_top: int, spell: Spell) -> dict[str, Any]:
+    """Returns a chat choice's ``logprobs``: one entry a token.
+
+    Args:
+        piece: Tokens with their scores.
+        num_top: Likeliest tokens in the scores of each.
+        spell: Spells a token.
+    """
+    content = []
+    for token, logprob, top in unpack(piece.tokens, piece.scores, num_top):
+        likeliest = [_entry(spell(other), score) for other, score in top]
+        content.append({**_entry(spell(token), logprob), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+class TextLogprobs:
+    """Words the ``logprobs`` of one text completion, piece by piece.
+
+    Args:
+        num_top: Likeliest tokens shown for each.
+        spell: Spells a token.
+        detokenizer: As the text is made; counts characters.
+        offset: Characters of the text before the first token; negative where tokens stand before the text.
+    """
+
+    def __init__(self, num_top: int, spell: Spell, detokenizer: Detokenizer, offset: int = 0) -> None:
+        self._num_top = num_top
+        self._spell = spell
+        self._detokenizer = detokenizer
+        self._offset = offset
+
+    def of_prompt(self, generation: Generation) -> dict[str, list[Any]]:
+        """Returns four parallel lists for the tokens of the prompt; nothing is known of the first."""
+        tokens, scored = scored_prompt(generation)
+        return self._lists(tokens, [None, *scored])
+
+    def of_piece(self, piece: Piece) -> dict[str, list[Any]]:
+        """Returns four parallel lists for the next tokens."""
+        return self._lists(piece.tokens, unpack(piece.tokens, piece.scores, self._num_top))
+
+    def _lists(self, tokens: Sequence[int], scored: Sequence[Scored | None]) -> dict[str, list[Any]]:
+        return {
+            "tokens": [token_text(self._spell(token)) for token in tokens],
+            "token_logprobs": [known and known.logprob for known in scored],
+            "top_logprobs": [known and self._by_text(known) for known in scored],
+            "text_offset": [self._next_offset(token) for token in tokens],
+        }
+
+    def _by_text(self, scored: Scored) -> dict[str, float]:
+        """Likeliest first, then the token itself; of two tokens that read the same, the likelier is shown."""
+        shown: dict[str, float] = {}
+        for token, logprob in [*scored.top[: self._num_top], (scored.token, scored.logprob)]:
+            shown.setdefault(token_text(self._spell(token)), logprob)
+        return shown
+
+    def _next_offset(self, token: int) -> int:
+        offset = self._offset
+        self._offset += len(self._detokenizer.push([token]))
+        return max(0, offset)
+
+
+def prompt_logprobs(generation: Generation, num_shown: int, spell: Spell) -> list[dict[str, Any] | None]:
+    """Returns vLLM's ``prompt_logprobs``: for each token of the prompt but the first, entries by token id.
+
+    Args:
+        generation: Has the prompt and its scores.
+        num_shown: Likeliest tokens to show for each token.
+        spell: Spells a token.
+    """
+    shown: list[dict[str, Any] | None] = [None]
+    for token, logprob, top in scored_prompt(generation)[1]:
+        ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
+        entries = {}
+        for other, score in [*top[:num_shown], (token, logprob)]:
+            text = token_text(spell(other))
+            entries[str(other)] = {"logprob": score, "rank": ranks.get(other), "decoded_token": text}
+        shown.append(entries)
+    return shown
+
+
+def token_text(spelled: bytes) -> str:
+    """Returns the text of one token; OpenAI's ``bytes:\\xe2\\x80`` for part of a character."""
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _entry(spelled: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token_text(spelled), "logprob": logprob, "bytes": list(spelled)}
