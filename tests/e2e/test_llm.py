@@ -148,6 +148,120 @@ def test_a_second_turn_comes_from_the_cache(llm: LLM) -> None:
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+# --- choices, stops, scores -----------------------------------------------------------------------
+
+
+def test_choices_differ_and_the_first_is_what_one_choice_would_be(llm: LLM) -> None:
+    several = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=16, ignore_eos=True)
+    (result,) = llm.generate(TEXTS[0], several)
+    assert [choice.index for choice in result.outputs] == [0, 1, 2]
+    assert len({tuple(choice.token_ids) for choice in result.outputs}) == 3
+    (alone,) = llm.generate(TEXTS[0], SamplingParams(temperature=1.0, seed=5, max_tokens=16, ignore_eos=True))
+    assert alone.outputs[0].token_ids == result.outputs[0].token_ids
+    (again,) = llm.generate(TEXTS[0], several)
+    assert [choice.token_ids for choice in again.outputs] == [choice.token_ids for choice in result.outputs]
+
+
+def test_a_stop_text_ends_a_choice_and_frees_its_row(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXTS[1], GREEDY)
+    text = whole.outputs[0].text
+    stop = text[len(text) // 2 :][:6]
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, stop=("never there", stop))
+    (cut,) = llm.generate(TEXTS[1], long)
+    choice = cut.outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[: text.index(stop)], "stop", stop)
+    assert choice.token_ids == whole.outputs[0].token_ids[: len(choice.token_ids)]
+    assert len(choice.token_ids) < len(whole.outputs[0].token_ids)
+    assert tokens_of(llm.generate([TEXTS[1]] * 8, long)) == [choice.token_ids] * 8
+
+
+def test_a_stop_token_ends_a_choice_with_it(llm: LLM) -> None:
+    (whole,) = llm.generate(TEXTS[1], GREEDY)
+    token = whole.outputs[0].token_ids[5]
+    (cut,) = llm.generate(TEXTS[1], SamplingParams(temperature=0.0, max_tokens=24, stop_token_ids=(token,)))
+    choice = cut.outputs[0]
+    assert choice.token_ids == whole.outputs[0].token_ids[: whole.outputs[0].token_ids.index(token) + 1]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", token)
+
+
+def test_scores_belong_to_their_tokens(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3, prompt_logprobs=2)
+    (result,) = llm.generate(TEXTS[3], sampling)
+    choice = result.outputs[0]
+    assert choice.logprobs is not None
+    assert [score.token_id for score in choice.logprobs] == choice.token_ids
+    for score in choice.logprobs:
+        assert next(iter(score.top)) == score.token_id  # greedy
+        assert score.top[score.token_id] == score.logprob < 0
+        assert list(score.top.values()) == sorted(score.top.values(), reverse=True)
+        assert len(score.top) == 3
+    assert result.prompt_logprobs is not None
+    assert result.prompt_logprobs[0] is None
+    scores = [score for score in result.prompt_logprobs if score is not None]
+    assert [score.token_id for score in scores] == result.prompt_token_ids[1:]
+    # The prompt and the reply, scored as a prompt, get the scores the reply had.
+    history = [*result.prompt_token_ids, *choice.token_ids]
+    (scored,) = llm.generate(history, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    assert scored.prompt_logprobs is not None
+    later = scored.prompt_logprobs[len(result.prompt_token_ids) :]
+    for known, score in zip(choice.logprobs, later, strict=True):
+        assert score is not None
+        assert abs(known.logprob - score.logprob) < 1e-3
+    assert llm.generate(TEXTS[3], GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_the_prompt_is_scored_once_for_all_choices(llm: LLM) -> None:
+    sampling = SamplingParams(seed=1, n=2, max_tokens=4, logprobs=1, prompt_logprobs=1)
+    (result,) = llm.generate(TEXTS[3], sampling)
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    for choice in result.outputs:
+        assert choice.logprobs is not None
+        assert [score.token_id for score in choice.logprobs] == choice.token_ids
+
+
+def test_any_number_of_prompts_is_read_as_there_is_room(llm: LLM) -> None:
+    read = 0
+
+    def requests() -> Iterator[tuple[str, SamplingParams]]:
+        nonlocal read
+        for _ in range(60):
+            read += 1
+            yield TEXTS[0], GREEDY
+
+    results = llm.generate_each(requests())
+    first = next(results)
+    assert read < 40, "all prompts were read before the first result"
+    rest = list(results)
+    assert read == 60
+    assert {tuple(result.outputs[0].token_ids) for result in [first, *rest]} == {tuple(first.outputs[0].token_ids)}
+
+
+def test_leaving_early_frees_the_engine(llm: LLM) -> None:
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    results = llm.generate_each([(TEXTS[0], GREEDY), *[(text, long) for text in TEXTS]])
+    assert next(results).outputs[0].finish_reason == "length"
+    results.close()
+    assert len(tokens_of(llm.generate(TEXTS[0], GREEDY))[0]) == 24
+
+
+def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
+    asked = "I would like to find a place to eat in San Jose."
+    (result,) = llm.chat([{"role": "user", "content": asked}], GREEDY)
+    assert result.outputs[0].token_ids == tokens_of(llm.generate(TEXTS[1], GREEDY))[0]
+    both = llm.chat([[{"role": "user", "content": asked}], [{"role": "user", "content": "Hello"}]], GREEDY)
+    assert both[0].outputs[0].token_ids == result.outputs[0].token_ids
+    with pytest.raises(RequestError, match="role"):
+        llm.chat([{"role": "nobody", "content": "x"}])
+
+
+def test_the_model_says_how_to_sample_where_nobody_does(engines: dict[str, LLM]) -> None:
+    llm = engines["in process"]
+    assert (llm.default_sampling.temperature, llm.default_sampling.top_p) == (0.6, 0.9)
+    with LLM(in_process=True, sampling_defaults="openai", **SMALL) as plain:
+        assert plain.default_sampling == SamplingParams()
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 
@@ -175,6 +289,13 @@ def test_a_wrong_prompt_is_refused_and_the_next_one_served(
     with pytest.raises(kind):  # one wrong prompt refuses its whole batch
         llm.generate([TEXTS[0], prompt[0] if isinstance(prompt[0], list) else prompt], GREEDY)
     assert len(tokens_of(llm.generate(TEXTS[0], GREEDY))[0]) == 24
+
+
+@pytest.mark.parametrize("field", [{"stop_token_ids": (4096,)}, {"logit_bias": {5000: 1.0}}])
+def test_tokens_the_model_does_not_have_are_refused_in_settings_too(llm: LLM, field: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="between 0 and 4095") as refused:
+        llm.generate(TEXTS[0], SamplingParams(**field))
+    assert refused.value.param == next(iter(field))
 
 
 def test_as_many_settings_as_prompts(llm: LLM) -> None:

@@ -1,0 +1,197 @@
+"""Where an offline batch runs: an engine of this process, or a scheduler process with its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from hiserve.config import Config, known
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import EngineError
+from hiserve.messages.types import Admit
+from hiserve.scheduler.client import EngineClient
+from hiserve.worker.build import build_engine
+from hiserve.worker.loop import Engine
+from hiserve.worker.report import Report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One request for the engine: one choice of one prompt.
+
+    Attributes:
+        request: What the caller needs to know it again.
+        tokens: int32 ``[n]``. The prompt.
+        sampling: With a seed.
+        choice: Index among the prompt's choices.
+        take: Called with new tokens, the finish reason, the cached prompt tokens (-1 when told before) and packed
+            scores; returns True when the engine need not go on.
+    """
+
+    request: Any
+    tokens: Int32Array
+    sampling: SamplingParams
+    choice: int
+    take: Callable[[list[int], FinishReason, int, bytes], bool]
+
+
+class Backend(Protocol):
+    """Runs jobs to their ends."""
+
+    def run(self, jobs: Iterator[Job]) -> Generator[Job, None, None]:
+        """Yields each job when it has ended.
+
+        Jobs are taken from the iterator when there is room for them. Closing the generator aborts what still runs.
+
+        Raises:
+            Exception: What the iterator raised; EngineError, UnavailableError: the engine failed a job.
+        """
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+def room_for_jobs(config: Config) -> int:
+    """Returns how many jobs keep the engine busy: those that run, and as many that wait."""
+    return 2 * known(config.scheduler.max_running_requests) * config.parallel.replicas
+
+
+def _follow(
+    ended: SimpleQueue[Job | None], driving: Future[None], stop: Callable[[], object]
+) -> Generator[Job, None, None]:
+    """Yields jobs as another thread ends them, until it puts None; stops that thread when left early."""
+    try:
+        while (job := ended.get()) is not None:
+            yield job
+        driving.result()
+    finally:
+        stop()
+        wait([driving])
+
+
+class InProcess:
+    """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
+
+    def __init__(self, config: Config) -> None:
+        self.engine: Engine = build_engine(config)
+        self._room = room_for_jobs(config)
+        self._last_uid = 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-llm")
+
+    def run(self, jobs: Iterator[Job]) -> Generator[Job, None, None]:
+        """Yields each job when it has ended."""
+        ended: SimpleQueue[Job | None] = SimpleQueue()
+        stop = threading.Event()
+        yield from _follow(ended, self._thread.submit(self._drive, jobs, ended, stop), stop.set)
+
+    def _drive(self, jobs: Iterator[Job], ended: SimpleQueue[Job | None], stop: threading.Event) -> None:
+        live: dict[int, Job] = {}
+        try:
+            self._feed(jobs, live)
+            while live and not stop.is_set():
+                report = self.engine.step()
+                if report is not None:
+                    for job in self._take(report, live):
+                        ended.put(job)
+                self._feed(jobs, live)
+        finally:
+            self.engine.abort(list(live))
+            while self.engine.has_work:
+                self.engine.step()
+            ended.put(None)
+
+    def _feed(self, jobs: Iterator[Job], live: dict[int, Job]) -> None:
+        while len(live) < self._room and (job := next(jobs, None)) is not None:
+            self._last_uid += 1
+            live[self._last_uid] = job
+            self.engine.add(Admit(self._last_uid, job.tokens.size, job.sampling, b"", job.choice), job.tokens)
+
+    def _take(self, report: Report, live: dict[int, Job]) -> Iterator[Job]:
+        """Hands a report to its jobs; yields those that have ended."""
+        for uid, _, message in report.failed:
+            if uid in live:
+                raise EngineError(f"request {uid} failed: {message}")
+        token_at = score_at = 0
+        columns = (report.uids, report.counts, report.finishes, report.cached, report.score_words)
+        for uid, count, finish, cached, words in zip(*columns, strict=True):
+            tokens = report.tokens[token_at : token_at + count].tolist()
+            scores = report.scores[score_at : score_at + 4 * words]
+            token_at, score_at = token_at + count, score_at + 4 * words
+            job = live.get(uid)
+            if job is None:  # it had enough, and this is the answer to its abort
+                continue
+            has_enough = job.take(tokens, FinishReason(finish), cached, scores)
+            if finish or has_enough:
+                del live[uid]
+                yield job
+            if has_enough and not finish:
+                self.engine.abort([uid])
+
+    def close(self) -> None:
+        """Ends the thread and frees the engine."""
+        self._thread.shutdown()
+        self.engine.close()
+
+
+class Processes:
+    """Talks to a scheduler process from an event loop in a thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._room = room_for_jobs(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hiserve-llm", daemon=True)
+        self._thread.start()
+        with ExitStack() as undo:
+            undo.callback(self._end_loop)
+            self._client: EngineClient = self._wait(EngineClient.start(config))
+            undo.pop_all()
+
+    def run(self, jobs: Iterator[Job]) -> Generator[Job, None, None]:
+        """Yields each job when it has ended."""
+        ended: SimpleQueue[Job | None] = SimpleQueue()
+        driving = asyncio.run_coroutine_threadsafe(self._drive(jobs, ended), self._loop)
+        yield from _follow(ended, driving, driving.cancel)
+
+    async def _drive(self, jobs: Iterator[Job], ended: SimpleQueue[Job | None]) -> None:
+        room = asyncio.Semaphore(self._room)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    await room.acquire()
+                    group.create_task(self._finish(job, room, ended))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+        finally:
+            ended.put(None)
+
+    async def _finish(self, job: Job, room: asyncio.Semaphore, ended: SimpleQueue[Job | None]) -> None:
+        async with aclosing(self._client.generate(job.tokens, job.sampling, choice=job.choice)) as deltas:
+            async for delta in deltas:
+                if job.take(delta.tokens, delta.finish, delta.cached, delta.scores):
+                    break
+        room.release()
+        ended.put(job)
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # Ctrl-C while it waits
+
+    def close(self) -> None:
+        """Stops the processes and the event loop."""
+        self._wait(self._client.stop())
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,117 @@
+"""What a batch returns, and how a choice's tokens become it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hiserve.core.plan import Scores
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.text.output import Output
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one token, by the model's own distribution.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm.
+        top: The likeliest tokens with theirs, best first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated text.
+
+    Attributes:
+        index: Choice index, from 0.
+        text: Decoded tokens, up to the stop text if one ended it.
+        token_ids: Generated tokens, an end token included.
+        finish_reason: ``stop`` or ``length``.
+        stop_reason: The stop text or stop token that ended it; None for an end-of-sequence token.
+        logprobs: One entry per generated token, if they were asked for.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and what followed it.
+
+    Attributes:
+        prompt: The text, or None when token ids were given.
+        prompt_token_ids: Its tokens.
+        num_cached_tokens: How many of them came from the prefix cache, for the first choice.
+        outputs: The choices, by index.
+        prompt_logprobs: One entry per prompt token but the first, which has None, if they were asked for.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+class ChoiceBuilder:
+    """Fills in one choice as its tokens arrive.
+
+    Args:
+        request: What the choice belongs to; it is appended to the outputs.
+        index: Its index.
+        sampling: Its sampling parameters.
+        shown: Makes its text.
+    """
+
+    def __init__(self, request: RequestOutput, index: int, sampling: SamplingParams, shown: Output) -> None:
+        self._request = request
+        self._choice = CompletionOutput(index)
+        self._sampling = sampling
+        self._shown = shown
+        self._scores: list[bytes] = []
+        request.outputs.append(self._choice)
+
+    def take(self, tokens: list[int], finish: FinishReason, num_cached: int, scores: bytes) -> bool:
+        """Takes news of the choice; returns True when it needs no more tokens."""
+        choice = self._choice
+        if num_cached >= 0 and choice.index == 0:
+            self._request.num_cached_tokens = num_cached
+        self._scores.append(scores)
+        shown = self._shown.push(tokens, finish)
+        choice.text += shown.text
+        choice.token_ids += tokens[: shown.num_tokens]
+        choice.finish_reason = shown.finish.text
+        choice.stop_reason = shown.matched_stop
+        if shown.finish:
+            self._unpack(b"".join(self._scores))
+        return bool(shown.finish)
+
+    def _unpack(self, packed: bytes) -> None:
+        num_top = self._sampling.prompt_logprobs
+        if num_top is not None:
+            prompt = self._request.prompt_token_ids
+            size = 4 * (1 + 2 * num_top) * (len(prompt) - 1)
+            self._request.prompt_logprobs = [None, *_logprobs(prompt[1:], packed[:size], num_top)]
+            packed = packed[size:]
+        if self._sampling.logprobs is not None:
+            self._choice.logprobs = _logprobs(self._choice.token_ids, packed, self._sampling.logprobs)
+
+
+def _logprobs(tokens: list[int], packed: bytes, num_top: int) -> list[TokenLogprob]:
+    scores = Scores.unpack(packed, num_top)
+    columns = scores.logprobs.tolist(), scores.top_tokens.tolist(), scores.top_logprobs.tolist()
+    return [
+        TokenLogprob(token, logprob, dict(zip(top, theirs, strict=True)))
+        for token, logprob, top, theirs in zip(tokens, *columns, strict=False)  # scores behind a stop text are dropped
+    ]
