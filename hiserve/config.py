@@ -378,6 +378,11 @@ def _texts(setting: Setting, value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Returns every setting by its flat name, as ``make_config`` takes them."""
+    return {name: getattr(getattr(config, setting.section), name) for name, setting in settings().items()}
+
+
 def without_secrets(config: Config) -> Config:
     """Returns the configuration as it may be shown, and as processes that need no secrets get it."""
     hidden: dict[str, dict[str, Any]] = {}

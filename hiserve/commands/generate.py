@@ -1,0 +1,222 @@
+"""``hiserve generate``: a batch of prompts from files or standard input, one JSON line out for each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+import hiserve
+from hiserve.config import Config, flat
+from hiserve.core.request import SamplingParams
+from hiserve.errors import ConfigError, RequestError
+
+STDIN = "-"
+CONTENTS = ("prompt", "messages", "token_ids")
+SAMPLING_FLAGS: dict[str, type] = {
+    "max_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "seed": int,
+    "n": int,
+}
+
+
+class Line(NamedTuple):
+    """One line of input.
+
+    Attributes:
+        text: As it was read, without its end.
+        is_json: It holds a JSON object; otherwise it is a prompt itself.
+    """
+
+    text: str
+    is_json: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Adds the command's own arguments, then the settings of the engine."""
+    parser.add_argument(
+        "--input",
+        action="append",
+        metavar="FILE",
+        help="Prompts, one a line: a .jsonl file has objects with prompt, messages or token_ids and sampling fields, "
+        "any other file has texts; - is standard input, of objects or texts (default: -). May be given several times.",
+    )
+    parser.add_argument("--output", metavar="FILE", help="Where the JSON lines go (default: standard output).")
+    for name, kind in SAMPLING_FLAGS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, metavar="N", help=f"{name} of lines that do not say.")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="Stop text of lines that do not say.")
+    add_settings(parser)
+
+
+def run(config: Config, input: list[str] | None, output: str | None, **sampling: Any) -> int:
+    """Generates for every line and writes the results in the same order.
+
+    Returns:
+        The exit status: 1 when a line was refused; its result says why.
+
+    Raises:
+        ConfigError: A file cannot be read or written, or a sampling flag is out of range.
+        HiserveError: The engine cannot be started, or has failed.
+    """
+    sources = input or [STDIN]
+    has_stdin = STDIN in sources
+    lines = [line for source in sources for line in (() if source == STDIN else _read_file(source))]
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(_open_output(output))
+        llm = stack.enter_context(hiserve.LLM(**flat(config)))
+        batch = Batch(llm, {name: value for name, value in sampling.items() if value is not None})
+        advance = stack.enter_context(_progress(None if has_stdin else len(lines)))
+        for result in batch.run(_with_stdin(lines) if has_stdin else lines):
+            out.write(json.dumps(result, ensure_ascii=False) + "\n")
+            out.flush()
+            advance()
+    return int(batch.num_refused > 0)
+
+
+class Batch:
+    """Turns lines into requests and outputs into results.
+
+    Args:
+        llm: The engine.
+        sampling: Fields of ``SamplingParams`` for lines that do not say, over the model's defaults.
+
+    Attributes:
+        num_refused: Lines that could not be answered.
+
+    Raises:
+        ConfigError: A sampling field is out of range.
+    """
+
+    def __init__(self, llm: Any, sampling: dict[str, Any]) -> None:
+        self._llm = llm
+        self._defaults = msgspec.to_builtins(llm.default_sampling) | sampling
+        self.num_refused = 0
+        try:
+            _sampling(self._defaults)
+        except RequestError as error:
+            raise ConfigError(error.message, param=error.param) from None
+
+    def run(self, lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
+        """Yields one result per line, in order: choices, or the error that refused it."""
+        heads: deque[dict[str, Any]] = deque()
+
+        def requests() -> Iterator[tuple[list[int], SamplingParams]]:
+            for index, line in enumerate(lines):
+                head: dict[str, Any] = {"index": index}
+                try:
+                    tokens, sampling = self._parse(line, head)
+                except RequestError as error:
+                    self.num_refused += 1
+                    head["error"] = {"message": error.message, "param": error.param, "code": error.code}
+                    heads.append(head)
+                else:
+                    heads.append(head)
+                    yield tokens, sampling
+
+        for output in self._llm.generate_each(requests()):
+            while "error" in heads[0]:
+                yield heads.popleft()
+            yield heads.popleft() | _result(output)
+        yield from heads
+
+    def _parse(self, line: Line, head: dict[str, Any]) -> tuple[list[int], SamplingParams]:
+        """Returns the tokens and the sampling of a line; its ``id`` goes into ``head``.
+
+        Raises:
+            RequestError: The line is malformed, or does not fit the context.
+        """
+        fields = _parse_object(line.text) if line.is_json else {"prompt": line.text}
+        if "id" in fields:
+            head["id"] = fields.pop("id")
+        contents = [name for name in CONTENTS if name in fields]
+        if len(contents) != 1:
+            raise RequestError(f"a line needs one of {', '.join(CONTENTS)}; this one has {len(contents)} of them.")
+        kind, content = contents[0], fields.pop(contents[0])
+        sampling = _sampling(self._defaults | fields)
+        if kind == "messages":
+            return self._llm.encode_chat(content), sampling
+        if not isinstance(content, str if kind == "prompt" else list):
+            wanted = "a text" if kind == "prompt" else "a list of token ids"
+            raise RequestError(f"{kind} must be {wanted}.", param=kind)
+        return self._llm.encode(content), sampling
+
+
+def _sampling(fields: dict[str, Any]) -> SamplingParams:
+    try:
+        return msgspec.convert(fields, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"sampling fields: {error}.") from None
+
+
+def _result(output: Any) -> dict[str, Any]:
+    choices = [
+        {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None or name != "logprobs"}
+        for choice in output.outputs
+    ]
+    return {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": output.num_cached_tokens,
+        "choices": choices,
+    }
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the line is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise RequestError("the line is not a JSON object.")
+    return found
+
+
+def _read_file(name: str) -> list[Line]:
+    try:
+        texts = Path(name).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --input {name}: {error}.", param="input") from None
+    return [Line(text, name.endswith(".jsonl")) for text in texts if text.strip()]
+
+
+def _with_stdin(lines: list[Line]) -> Iterator[Line]:
+    """Yields lines of files, then those of standard input as they come; one that opens with ``{`` is an object."""
+    yield from lines
+    for text in sys.stdin:
+        if text.strip():
+            yield Line(text.rstrip("\r\n"), text.lstrip().startswith("{"))
+
+
+@contextlib.contextmanager
+def _open_output(name: str | None) -> Iterator[TextIO]:
+    if name is None:
+        yield sys.stdout
+        return
+    try:
+        file = Path(name).open("w", encoding="utf-8")  # noqa: SIM115 - closed below
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {name}: {error.strerror}.", param="output") from None
+    with file:
+        yield file
+
+
+@contextlib.contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[], None]]:
+    """Shows a bar on a terminal; yields what moves it by one line."""
+    console = Console(stderr=True)
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("prompts", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,169 @@
+"""``hiserve generate``: lines in, JSON lines out, in order; a wrong line is answered and does not stop the others."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hiserve
+from hiserve import cli
+from hiserve.commands import generate
+from hiserve.commands.generate import Batch, Line
+from hiserve.core.request import SamplingParams
+from hiserve.errors import ConfigError, ContextLengthError
+from hiserve.llm import CompletionOutput, RequestOutput, TokenLogprob
+
+
+class FakeLLM:
+    """Answers a prompt with its tokens backwards, one request behind its reading."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.default_sampling = SamplingParams(temperature=0.6)
+        self.seen: list[SamplingParams] = []
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        if len(prompt) > 20:
+            raise ContextLengthError("too long.", param="prompt")
+        return [ord(char) for char in prompt] if isinstance(prompt, str) else prompt
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self.encode(messages[-1]["content"])
+
+    def generate_each(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[RequestOutput]:
+        last: RequestOutput | None = None
+        for tokens, sampling in requests:
+            self.seen.append(sampling)
+            if last:
+                yield last
+            scores = [TokenLogprob(tokens[-1], -1.5, {})] if sampling.logprobs is not None else None
+            choices = [CompletionOutput(i, "", tokens[::-1], "stop", None, scores) for i in range(sampling.n)]
+            last = RequestOutput(None, tokens, 1, choices)
+        if last:
+            yield last
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hiserve, "LLM", FakeLLM, raising=False)
+
+
+def run(*argv: str) -> tuple[int, list[dict[str, Any]]]:
+    out = io.StringIO()
+    stdout, sys.stdout = sys.stdout, out
+    try:
+        status = cli.main(["generate", *argv])
+    finally:
+        sys.stdout = stdout
+    return status, [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def objects(*lines: Any) -> list[Line]:
+    return [Line(line if isinstance(line, str) else json.dumps(line), is_json=True) for line in lines]
+
+
+def test_a_text_a_line_and_objects_from_files(tmp_path: Path) -> None:
+    texts, requests = tmp_path / "prompts.txt", tmp_path / "requests.jsonl"
+    texts.write_text("ab\n\n  \n{c}\n", encoding="utf-8")
+    requests.write_text('{"prompt": "x\u2028y", "id": 7}\n{"token_ids": [5, 6], "n": 2}\n', encoding="utf-8")
+    status, results = run("--input", str(texts), "--input", str(requests))
+    assert status == 0
+    assert [result["index"] for result in results] == [0, 1, 2, 3]
+    tokens = [[choice["token_ids"] for choice in result["choices"]] for result in results]
+    assert tokens == [[[98, 97]], [[125, 99, 123]], [[121, 0x2028, 120]], [[6, 5], [6, 5]]]
+    assert [result.get("id") for result in results] == [None, None, 7, None]
+    assert all(result["cached_tokens"] == 1 and "logprobs" not in result["choices"][0] for result in results)
+
+
+def test_standard_input_has_texts_and_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO('ab\n\n {"prompt": "c", "logprobs": 0}\n'))
+    out = tmp_path / "out.jsonl"
+    status, printed = run("--output", str(out))
+    assert (status, printed) == (0, [])
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first["choices"][0]["token_ids"] == [98, 97]
+    assert second["choices"][0]["logprobs"] == [{"token_id": 99, "logprob": -1.5, "top": {}}]
+
+
+def test_what_a_line_says_goes_before_flags_and_those_before_the_model() -> None:
+    llm = FakeLLM()
+    lines = objects({"prompt": "a", "max_tokens": 3}, {"prompt": "b", "temperature": 0, "stop": ["x"]})
+    assert len(list(Batch(llm, {"max_tokens": 9, "top_p": 0.5}).run(lines))) == 2
+    first, second = llm.seen
+    assert (first.max_tokens, first.temperature, first.top_p, first.stop) == (3, 0.6, 0.5, ())
+    assert (second.max_tokens, second.temperature, second.top_p, second.stop) == (9, 0.0, 0.5, ("x",))
+
+
+def test_settings_reach_the_engine_and_sampling_flags_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeLLM] = []
+    monkeypatch.setattr(hiserve, "LLM", lambda **settings: made.append(FakeLLM(**settings)) or made[0], raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("ab\n"))
+    flags = ["folder", "--page-size", "4", "--max-tokens", "5", "--top-k", "3", "--stop", "x", "--stop", "y"]
+    assert run(*flags)[0] == 0
+    assert (made[0].settings["model"], made[0].settings["page_size"]) == ("folder", 4)
+    (sampling,) = made[0].seen
+    assert (sampling.max_tokens, sampling.top_k, sampling.stop) == (5, 3, ("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": ', "not valid JSON"),
+        ("[1]", "not a JSON object"),
+        ({}, "0 of them"),
+        ({"prompt": "a", "token_ids": [1]}, "2 of them"),
+        ({"prompt": 3}, "prompt must be a text"),
+        ({"token_ids": "abc"}, "token_ids must be a list"),
+        ({"prompt": "a", "temprature": 1}, "temprature"),
+        ({"prompt": "a", "temperature": "hot"}, "float"),
+        ({"prompt": "a", "top_p": 3}, "top_p is 3"),
+        ({"prompt": "a" * 30}, "too long"),
+    ],
+)
+def test_a_wrong_line_is_answered_in_its_place(line: Any, words: str) -> None:
+    batch = Batch(FakeLLM(), {})
+    good = {"prompt": "ab"}
+    results = list(batch.run(objects(line, good, line, line, good, line)))
+    assert [result["index"] for result in results] == list(range(6))
+    assert ["error" in result for result in results] == [True, False, True, True, False, True]
+    assert words in results[0]["error"]["message"]
+    assert batch.num_refused == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--input", "no/such/file"], "cannot read --input no/such/file"),
+        (["--input", "/dev/null", "--output", "no/such/folder/x"], "cannot write --output"),
+        (["--input", "/dev/null", "--top-p", "3"], "top_p is 3"),
+        (["--input", "/dev/null", "--max-tokens", "many"], "--max-tokens"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", *argv]) == 1
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("\n") == 1
+
+
+def test_no_torch_before_the_engine_starts() -> None:
+    program = "import sys\nimport hiserve.commands.generate\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_wrong_sampling_flags_are_a_wrong_command_line() -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        generate.Batch(FakeLLM(), {"seed": -1})
