@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import signal
 import socket
@@ -18,7 +19,7 @@ import uvloop
 from fastapi import FastAPI
 
 from hiserve import __version__
-from hiserve.config import Config
+from hiserve.config import Config, Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
 from hiserve.core.resolve import Resolved, resolve
@@ -26,6 +27,7 @@ from hiserve.errors import ResourceError
 from hiserve.models.config import ModelConfig, find_model, read_model_config
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
+from hiserve.server.connection import Connection
 from hiserve.server.gate import Gate
 from hiserve.server.metrics import Metrics
 from hiserve.server.shapes import ServedModel
@@ -35,11 +37,12 @@ from hiserve.text.prompts import Prompts
 from hiserve.text.replies import Replies
 from hiserve.text.tokenizer import Tokenizer
 
-DRAIN_S = 30.0
 # Clients keep connections for a while; closing them earlier than they do makes their next request fail.
 KEEP_ALIVE_S = 75
 CLOSE_S = 5
 BACKLOG = 2048
+# A client that reads nothing of its reply for this long, or is no longer there, loses its connection.
+PEER_TIMEOUT_S = 60
 MAX_PORT = 65_535
 
 logger = logging.getLogger(__name__)
@@ -62,8 +65,9 @@ def run(config: Config) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     with bind(config.server.host, config.server.port) as listener:
+        warn_if_open(listener, config.server)
         begin = time.monotonic()
-        folder = find_model(config.model.model)
+        folder = find_model(config.model.model, config.model.revision)
         model = read_model_config(folder)
         resolved = resolve(config, model.facts(), probe())
         for line in resolved.decisions:
@@ -71,7 +75,7 @@ def run(config: Config) -> int:
         gate = Gate(lambda: EngineClient.start(resolved.config))
         app = build_app(gate, folder, model, resolved, begin=begin)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(app, gate, listener))
+            return runner.run(serve(app, gate, listener, drain_timeout_s=config.server.drain_timeout_s))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -91,6 +95,10 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # The connections inherit these.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PEER_TIMEOUT_S // 2)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT_S * 1000)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -105,6 +113,13 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error}. Choose another --host or --port.", param="host"
         ) from None
     return listener
+
+
+def warn_if_open(listener: socket.socket, server: Server) -> None:
+    """Warns when other machines can send requests and no key is asked for."""
+    host = listener.getsockname()[0]
+    if not ipaddress.ip_address(host).is_loopback and not server.api_key:
+        logger.warning("listening on %s without --api-key: whoever reaches this address can use the server", host)
 
 
 def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> FastAPI:
@@ -133,7 +148,7 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
         gate=gate,
         prompts=Prompts(tokenizer, template, Replies()),
         spelling=spelling,
-        metrics=Metrics(name),
+        metrics=Metrics(name, page_size=config.cache.page_size, compat=config.server.metrics_compat),
         model=ServedModel(
             name=name,
             root=config.model.model,
@@ -155,13 +170,14 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: FastAPI, gate: Gate, listener: socket.socket) -> int:
+async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_timeout_s: float) -> int:
     """Serves until a signal, drains, stops the engine, closes the connections.
 
     Args:
         app: The application; its lifespan opens the gate.
         gate: Where the engine is.
         listener: A listening socket.
+        drain_timeout_s: Time that open requests get to finish after a signal.
 
     Returns:
         The exit status, 0.
@@ -172,7 +188,7 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -202,9 +218,9 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket) -> int:
             print(f"listening on {url_of(listener)}", flush=True)
             await stop.wait()
             gate.drain()
-            logger.info("draining: open requests have %g s to finish", DRAIN_S)
+            logger.info("draining: open requests have %g s to finish", drain_timeout_s)
             with contextlib.suppress(TimeoutError):  # what is left is aborted below
-                await asyncio.wait_for(_unless(stop_now, _idle(gate)), DRAIN_S)
+                await asyncio.wait_for(_unless(stop_now, _idle(gate)), drain_timeout_s)
     finally:
         await gate.close()
         server.should_exit = True

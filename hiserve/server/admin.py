@@ -1,76 +1,66 @@
-"""Endpoints for whoever runs the server: health, readiness, metrics, information, flushing."""
+"""Endpoints for whoever runs the server: information, load, flushing, ending requests."""
 
 from __future__ import annotations
 
-import asyncio
 import os
+import time
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import APIRouter, Request, Response
 
 from hiserve import __version__
+from hiserve.config import without_secrets
 from hiserve.core.resolve import Resolved
-from hiserve.errors import HiserveError, UnavailableError
+from hiserve.errors import RequestError
 from hiserve.messages.types import Status
-from hiserve.server.failures import error_response
+from hiserve.server.auth import Auth, tag_of
+from hiserve.server.fields import Fields, parse_body
 from hiserve.server.gate import Gate
-from hiserve.server.metrics import Metrics
-from hiserve.server.shapes import json_response
+from hiserve.server.shapes import ServedModel, json_response
 
-METRICS_TIMEOUT_S = 1.0
 STATUS_TIMEOUT_S = 10.0
 
 
 class AdminRoutes:
-    """Handlers outside ``/v1``.
+    """Handlers outside ``/v1``, under the names that SGLang's and vLLM's clients call.
 
     Args:
         gate: Where the engine is.
-        metrics: What ``/metrics`` shows.
+        auth: Says who may do what.
+        model: The served model.
         resolved: The configuration in force.
         startup_s: Seconds per start-up phase of the API process, the engine not included.
     """
 
-    def __init__(self, gate: Gate, metrics: Metrics, resolved: Resolved, startup_s: dict[str, float]) -> None:
+    def __init__(
+        self, gate: Gate, auth: Auth, model: ServedModel, resolved: Resolved, startup_s: dict[str, float]
+    ) -> None:
         self._gate = gate
-        self._metrics = metrics
+        self._auth = auth
+        self._model = model
         self._resolved = resolved
         self._startup_s = startup_s
 
     def router(self) -> APIRouter:
         """Returns the routes."""
         router = APIRouter()
-        router.add_api_route("/health", self.health, methods=["GET", "HEAD"])
-        router.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
-        router.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
-        router.add_api_route("/server_info", self.server_info, methods=["GET"])
+        for path in ("/server_info", "/get_server_info"):
+            router.add_api_route(path, self.server_info, methods=["GET"])
+        for path in ("/model_info", "/get_model_info"):
+            router.add_api_route(path, self.model_info, methods=["GET"])
+        router.add_api_route("/get_load", self.load, methods=["GET"])
+        router.add_api_route("/v1/loads", self.loads, methods=["GET"])
         router.add_api_route("/flush_cache", self.flush_cache, methods=["GET", "POST"])
+        router.add_api_route("/reset_prefix_cache", self.flush_cache, methods=["POST"])
+        router.add_api_route("/abort_request", self.abort_request, methods=["POST"])
         return router
 
-    async def health(self) -> Response:
-        """Says that this process and its event loop live. Constant time."""
-        return json_response({"status": "ok"})
-
-    async def ready(self) -> Response:
-        """Says whether a request would be served now; if not, 503 and why."""
-        if self._gate.reason is not None:
-            return error_response(503, self._gate.reason, code="unavailable")
-        return json_response({"status": "ready"})
-
-    async def metrics(self) -> Response:
-        """Shows all metrics; the engine's gauges are as old as its last answer."""
-        try:
-            self._metrics.observe(await self._status(METRICS_TIMEOUT_S))
-        except HiserveError:
-            self._metrics.observe(None)
-        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    async def server_info(self) -> Response:
-        """Shows version, configuration, start-up times, processes and the workers' counters."""
+    async def server_info(self, request: Request) -> Response:
+        """Shows version, configuration, start-up times, processes and the workers' counters. Needs the admin key."""
+        self._auth.require_admin(request)
         engine = self._gate.engine
-        status = await self._status(STATUS_TIMEOUT_S) if engine else None
+        status = await self._gate.status(STATUS_TIMEOUT_S) if engine else None
         workers: list[dict[str, Any]] = msgspec.to_builtins(status.workers) if status else []
         startup = {"api": {**self._startup_s, "engine": self._gate.startup_s}}
         startup |= {f"worker {worker['replica']}": worker["startup_s"] for worker in workers}
@@ -82,7 +72,7 @@ class AdminRoutes:
         info = {
             "version": __version__,
             "not_ready_because": self._gate.reason,
-            "config": msgspec.to_builtins(self._resolved.config),
+            "config": msgspec.to_builtins(without_secrets(self._resolved.config)),
             "decisions": self._resolved.decisions,
             "memory_bytes": self._resolved.memory,
             "startup_s": startup,
@@ -90,19 +80,77 @@ class AdminRoutes:
             "num_inflight": engine.num_inflight if engine else 0,
             "num_queued": status.queued if status else 0,
             "workers": workers,
+            **self._identity(),
+            "internal_states": [worker["stats"] for worker in workers],
         }
         return json_response(info)
 
-    async def flush_cache(self) -> Response:
-        """Empties the prefix caches; pages in use by running requests stay."""
+    async def model_info(self) -> Response:
+        """Describes the model to routers and benchmarks."""
+        engine = self._gate.engine
+        info = {
+            **self._identity(),
+            "tokenizer_path": self._model.root,
+            "is_generation": True,
+            "max_model_len": engine.max_model_len if engine else None,
+            "vocab_size": self._model.vocab_size,
+            "weight_version": self._model.fingerprint,
+        }
+        return json_response(info)
+
+    async def load(self) -> Response:
+        """Tells how busy the server is, all workers together, as SGLang's ``/get_load`` does."""
+        load = self._load(await self._gate.status(STATUS_TIMEOUT_S))
+        entry = {"dp_rank": 0, "num_reqs": load["num_total_reqs"], "num_waiting_reqs": load["num_waiting_reqs"]}
+        return json_response([{**entry, "num_tokens": load["num_used_tokens"]}])
+
+    async def loads(self) -> Response:
+        """Tells the same in the form of SGLang's ``/v1/loads``."""
+        load = self._load(await self._gate.status(STATUS_TIMEOUT_S))
+        info = {"timestamp": time.time(), "version": __version__, "dp_rank_count": 1, "loads": [{"dp_rank": 0, **load}]}
+        return json_response(info)
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Empties the prefix caches; pages in use by running requests stay. Needs the admin key."""
+        self._auth.require_admin(request)
         return json_response({"flushed_pages": await self._gate.require().flush()})
 
-    async def _status(self, timeout_s: float) -> Status:
-        engine = self._gate.engine
-        if engine is None:
-            raise UnavailableError(f"{self._gate.reason}; try again later.")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await engine.status()
-        except TimeoutError:
-            raise UnavailableError(f"the engine did not answer within {timeout_s:g} s.") from None
+    async def abort_request(self, request: Request) -> Response:
+        """Ends requests; each is answered with what it has, and ``finish_reason`` abort.
+
+        ``rid`` names the caller's own (its ``x-request-id``, or its body's ``rid``). With the admin key it names
+        anyone's, and ``abort_all`` ends all requests.
+        """
+        fields = Fields(parse_body(await request.body()))
+        rid = fields.text("rid") or ""
+        is_for_all = fields.flag("abort_all")
+        if is_for_all:
+            self._auth.require_admin(request)
+        elif not rid:
+            raise RequestError("rid is missing; name a request, or set abort_all.", param="rid")
+        engine = self._gate.require()
+        if is_for_all:
+            return json_response({"aborted": engine.abort()})
+        tags = self._auth.tags(rid) if self._auth.is_admin(request) else [tag_of(request, rid)]
+        return json_response({"aborted": sum(engine.abort(tag) for tag in tags)})
+
+    def _identity(self) -> dict[str, Any]:
+        """What sglang-router takes a worker's model from. To it, all of this server is one rank."""
+        name, root = self._model.name, self._model.root
+        return {"served_model_name": name, "model_path": root, "tp_size": 1, "dp_size": 1}
+
+    def _load(self, status: Status) -> dict[str, Any]:
+        page_size = self._resolved.config.cache.page_size
+        stats = [worker.stats for worker in status.workers]
+        num_pages = sum(worker.num_pages for worker in status.workers)
+        num_used = num_pages - sum(stat.free_pages + stat.evictable_pages for stat in stats)
+        running = sum(stat.running for stat in stats)
+        waiting = status.queued + sum(stat.waiting for stat in stats)
+        return {
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "num_used_tokens": num_used * page_size,
+            "max_total_num_tokens": num_pages * page_size,
+            "token_usage": num_used / num_pages if num_pages else 0.0,
+        }

@@ -17,8 +17,11 @@ from hiserve import __version__
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
-from hiserve.server.failures import describe, error_response
+from hiserve.server.auth import Auth, AuthGate
+from hiserve.server.failures import error_response, failure_response
 from hiserve.server.gate import Gate
+from hiserve.server.health import HealthRoutes
+from hiserve.server.limits import BodyLimit
 from hiserve.server.metrics import Metrics
 from hiserve.server.openai import OpenAIRoutes
 from hiserve.server.shapes import ServedModel
@@ -27,6 +30,7 @@ from hiserve.text.prompts import Prompts
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CLIENT_CLOSED_REQUEST = 499
+NO_ROUTE = "none"
 
 
 def create_app(
@@ -63,50 +67,68 @@ def create_app(
             await gate.close()
             prompts.close()
 
+    auth = Auth(resolved.config.server)
     app = FastAPI(
         title="hiserve",
         version=__version__,
         lifespan=lifespan,
         openapi_url=None,
         redirect_slashes=False,
-        exception_handlers={
-            HiserveError: _failed,
-            HTTPException: _no_route,
-            ClientDisconnect: _gone,
-            Exception: _failed,
-        },
+        exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
     )
-    app.include_router(OpenAIRoutes(gate, prompts, spelling, metrics, model).router())
-    app.include_router(AdminRoutes(gate, metrics, resolved, startup_s).router())
-    app.add_middleware(RequestIds)
+    is_strict = resolved.config.server.strict_fields
+    app.include_router(OpenAIRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router())
+    app.include_router(HealthRoutes(gate, metrics).router())
+    app.include_router(AdminRoutes(gate, auth, model, resolved, startup_s).router())
+    # From the inside out: what is added last sees a request first.
+    server = resolved.config.server
+    app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
+    app.add_middleware(AuthGate, auth=auth)
+    app.add_middleware(Envelope, metrics=metrics)
     return app
 
 
-class RequestIds:
-    """Gives every response an ``x-request-id``: the client's own when it is printable, else a new one."""
+class Envelope:
+    """The outermost layer: every response has an ``x-request-id``, and every exception becomes a response.
 
-    def __init__(self, app: ASGIApp) -> None:
+    The id is the client's own when it is printable, else a new one.
+
+    Args:
+        app: What is wrapped.
+        metrics: Counts the responses.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything through."""
+        """Passes the request on; what is our own fault goes on to the log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given.decode() if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
 
+        scope.setdefault("state", {})["request_id"] = request_id
+        is_started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal is_started
             if message["type"] == "http.response.start":
+                is_started = True
+                self._metrics.responded(getattr(scope.get("route"), "path", NO_ROUTE), message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
-
-
-async def _failed(_: Request, error: Exception) -> Response:
-    status, message, code, param = describe(error)
-    return error_response(status, message, code=code, param=param)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if not is_started:
+                await failure_response(error)(scope, receive, send_with_id)
+                if isinstance(error, HiserveError):
+                    return
+            raise
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

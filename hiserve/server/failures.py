@@ -7,7 +7,13 @@ from starlette.responses import Response
 
 from hiserve.errors import HiserveError
 
-RETRY_AFTER_S = 1
+# When to come back, or that there is no use in it: clients repeat whatever fails with 408, 409, 429 or 5xx.
+HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    429: {"retry-after": "1"},
+    500: {"x-should-retry": "false"},
+    503: {"retry-after": "1"},
+}
 
 
 def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
@@ -25,10 +31,15 @@ def error_body(status: int, message: str, *, code: str, param: str | None = None
 
 
 def error_response(status: int, message: str, *, code: str, param: str | None = None) -> Response:
-    """Returns the error as a response; 429 and 503 say when to come back."""
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    """Returns the error as a response, with the headers that go with its status."""
     body = error_body(status, message, code=code, param=param)
-    return Response(body, status_code=status, headers=headers, media_type="application/json")
+    return Response(body, status_code=status, headers=HEADERS.get(status), media_type="application/json")
+
+
+def failure_response(error: Exception) -> Response:
+    """Returns what a client is told of an exception."""
+    status, message, code, param = describe(error)
+    return error_response(status, message, code=code, param=param)
 
 
 def describe(error: Exception) -> tuple[int, str, str, str | None]:

@@ -158,7 +158,7 @@ class Generation:
         if delta.cached >= 0:
             self.num_cached = delta.cached
             self.queue_s = delta.queue_s
-            self._meter.admitted(delta.cached)
+            self._meter.admitted(delta.cached, delta.queue_s)
         self._meter.tokens(len(tokens))
         if delta.scores:
             of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes

@@ -1,16 +1,26 @@
-"""What Prometheus reads: counters of requests and tokens, latencies, and the engine's gauges."""
+"""What Prometheus reads: counters of requests and tokens, latencies, and the engine's gauges.
+
+A name is vLLM's where vLLM has the metric, else SGLang's, behind ``hiserve:``; ``aliases`` repeats the
+metrics under those engines' full names.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from hiserve.messages.types import Status
+from hiserve.messages.types import Status, WorkerFacts, WorkerStats
+from hiserve.server.aliases import Aliases
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
 E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.08, 0.32, 1.28, 5, 20, 80, 320)
+TOKEN_BUCKETS = tuple(4**power for power in range(11))  # to one million
+REASONS = ("stop", "length", "abort", "error")
 
 
 class Metrics:
@@ -18,36 +28,76 @@ class Metrics:
 
     Args:
         model_name: Value of the ``model_name`` label.
+        page_size: Tokens per KV page.
+        compat: Repeat the metrics under the names of this engine: ``none``, ``vllm`` or ``sglang``.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, page_size: int, compat: str) -> None:
         self._registry = CollectorRegistry()
         self._model_name = model_name
+        self._page_size = page_size
+        ProcessCollector(registry=self._registry)
+        self._make_request_metrics()
+        self._make_engine_metrics()
+        self._aliases = CollectorRegistry()
+        self._aliases.register(Aliases(self._registry, compat))
+        self._workers: dict[int, _LastSeen] = {}
+
+    def _make_request_metrics(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens received from the engine.")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        labels = ("model_name", "cache_source")
+        cached = Counter("hiserve:cached_tokens", "The same by tier.", labels, registry=self._registry)
+        self.cached_tokens = cached.labels(self._model_name, "device")
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.itl = self._histogram("inter_token_latency_seconds", "Time from one token to the next.", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
+        self.queue = self._histogram("request_queue_time_seconds", "Acceptance to a worker.", QUEUE_BUCKETS_S)
+        self.num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
+        self.num_generated = self._histogram("request_generation_tokens", "Tokens generated for it.", TOKEN_BUCKETS)
         self._finished = Counter(
             "hiserve:request_success",
             "Requests that ended, by reason: stop, length, abort or error.",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
-        for reason in ("stop", "length", "abort", "error"):
+        for reason in REASONS:
             self.finished(reason)
+        self._responses = Counter(
+            "hiserve:http_responses",
+            "HTTP responses that began, by route and status: 429 and 503 are refusals.",
+            ("model_name", "endpoint", "status_code"),
+            registry=self._registry,
+        )
+
+    def _make_engine_metrics(self) -> None:
         self._running = self._gauge("num_requests_running", "Requests in the workers' batches.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in a batch.")
+        self._queued_tokens = self._gauge("num_queued_tokens", "Prompt tokens of requests that no worker has yet.")
         self._usage = self._gauge("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.")
         self._engine_up = self._gauge("engine_up", "1 when the engine answered the last question for its state.")
+        self._step_age = self._gauge("last_step_age_seconds", "Since a worker with requests last ended a step; 0 idle.")
+        labels = ("model_name", "page_size", "num_pages")
+        self._cache = Gauge("hiserve:cache_config_info", "Size of the KV pools.", labels, registry=self._registry)
+        self._restarts = self._counter("worker_restarts", "Workers started again after one died.")
+        self._steps = self._counter("engine_steps", "Steps that the workers ended.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
-        self._seen_preemptions: dict[tuple[int, int], int] = {}
+        self._evicted = self._counter("evicted_tokens", "Tokens evicted from the prefix cache.")
 
     def finished(self, reason: str) -> Counter:
         """Returns the counter of requests that ended for this reason."""
         return self._finished.labels(self._model_name, reason)
+
+    def responded(self, endpoint: str, status: int) -> None:
+        """Counts a response.
+
+        Args:
+            endpoint: The route's own path, never what the client sent.
+            status: HTTP status.
+        """
+        self._responses.labels(self._model_name, endpoint, str(status)).inc()
 
     def observe(self, status: Status | None) -> None:
         """Takes over the engine's state.
@@ -61,18 +111,31 @@ class Metrics:
         stats = [worker.stats for worker in status.workers]
         self._running.set(sum(stat.running for stat in stats))
         self._waiting.set(status.queued + sum(stat.waiting for stat in stats))
+        self._queued_tokens.set(status.queued_tokens)
         num_pages = sum(worker.num_pages for worker in status.workers)
         num_idle = sum(stat.free_pages + stat.evictable_pages for stat in stats)
         self._usage.set((num_pages - num_idle) / num_pages if num_pages else 0.0)
-        for worker in status.workers:
-            key = (worker.replica, worker.incarnation)
-            before = self._seen_preemptions.get(key, 0)
-            self._preemptions.inc(max(0, worker.stats.preemptions - before))
-            self._seen_preemptions[key] = max(before, worker.stats.preemptions)
+        self._cache.clear()
+        self._cache.labels(self._model_name, self._page_size, num_pages).set(1)
+        self._step_age.set(max((self._observe_worker(worker) for worker in status.workers), default=0.0))
 
     def render(self) -> bytes:
         """Returns everything in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._aliases)
+
+    def _observe_worker(self, worker: WorkerFacts) -> float:
+        """Counts what the worker did since it was last seen; returns the seconds since it moved, 0 when idle."""
+        now, stats = time.monotonic(), worker.stats
+        last = self._workers.get(worker.replica, _LastSeen(1, WorkerStats(), now))
+        is_new = worker.incarnation > last.incarnation
+        before = WorkerStats() if is_new else last.stats
+        self._restarts.inc(max(0, worker.incarnation - last.incarnation))
+        self._steps.inc(max(0, stats.steps - before.steps))
+        self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
+        self._evicted.inc(max(0, stats.evicted_pages - before.evicted_pages) * self._page_size)
+        has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting
+        self._workers[worker.replica] = _LastSeen(worker.incarnation, stats, now if has_moved else last.moved)
+        return 0.0 if has_moved else now - last.moved
 
     def _counter(self, name: str, help_text: str) -> Counter:
         counter = Counter(f"hiserve:{name}", help_text, ("model_name",), registry=self._registry)
@@ -81,9 +144,19 @@ class Metrics:
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(f"hiserve:{name}", help_text, ("model_name",), registry=self._registry).labels(self._model_name)
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"hiserve:{name}", help_text, ("model_name",), registry=self._registry, buckets=buckets)
+    def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
+        histogram = Histogram(
+            f"hiserve:{name}", help_text, ("model_name",), registry=self._registry, buckets=tuple(buckets)
+        )
         return histogram.labels(self._model_name)
+
+
+class _LastSeen(NamedTuple):
+    """A worker at the last look; ``moved`` is the ``time.monotonic()`` at which it was last seen to move or idle."""
+
+    incarnation: int
+    stats: WorkerStats
+    moved: float
 
 
 class Meter:
@@ -102,22 +175,32 @@ class Meter:
     def __init__(self, metrics: Metrics, *, num_prompt: int, arrived: float) -> None:
         self._metrics = metrics
         self._num_prompt = num_prompt
+        self._num_generated = 0
         self._arrived = arrived
         self._last = arrived
         self.ttft_s: float | None = None
         self.e2e_s: float | None = None
 
-    def admitted(self, num_cached: int) -> None:
-        """Notes the first delta: the prompt was looked up in the cache and computed."""
+    def admitted(self, num_cached: int, queue_s: float = -1.0) -> None:
+        """Notes the first delta: the prompt was looked up in the cache and computed.
+
+        Args:
+            num_cached: Prompt tokens from the cache.
+            queue_s: Seconds until a worker got the request; -1 if none did.
+        """
         self._metrics.prompt_tokens.inc(self._num_prompt)
         self._metrics.prefix_queries.inc(self._num_prompt)
         self._metrics.prefix_hits.inc(num_cached)
+        self._metrics.cached_tokens.inc(num_cached)
+        if queue_s >= 0:
+            self._metrics.queue.observe(queue_s)
 
     def tokens(self, num_tokens: int) -> None:
         """Notes tokens that arrived together; the time since the last ones is shared among them."""
         if not num_tokens:
             return
         now = time.monotonic()
+        self._num_generated += num_tokens
         self._metrics.generation_tokens.inc(num_tokens)
         if self.ttft_s is None:
             self.ttft_s = now - self._arrived
@@ -132,4 +215,6 @@ class Meter:
         if self.e2e_s is None:
             self.e2e_s = time.monotonic() - self._arrived
             self._metrics.e2e.observe(self.e2e_s)
+            self._metrics.num_prompt.observe(self._num_prompt)
+            self._metrics.num_generated.observe(self._num_generated)
             self._metrics.finished(reason).inc()

@@ -35,11 +35,11 @@ def reply_script(text: str = REPLY, *, end: bool = True) -> list[list[int]]:
 NUM_STEPS = len(reply_script())
 
 
-def resolved() -> Resolved:
+def resolved(**settings: Any) -> Resolved:
     facts = ModelFacts(
         context_length=256, checkpoint_dtype="float32", num_params=1000, slot_elements=64, vocab_size=500
     )
-    return resolve(make_config(), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=0))
+    return resolve(make_config(**settings), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=0))
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Server:
         raise AssertionError(f"no metric {name} {wanted}")
 
 
-def make_server(engine: FakeEngineClient, start: Any = None) -> Server:
+def make_server(engine: FakeEngineClient, start: Any = None, compat: str = "none", **settings: Any) -> Server:
     async def started() -> FakeEngineClient:
         return engine
 
@@ -90,9 +90,9 @@ def make_server(engine: FakeEngineClient, start: Any = None) -> Server:
         gate=gate,
         prompts=Prompts(TOKENIZER, ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"}), replies),
         spelling=Spelling(TOKENIZER),
-        metrics=Metrics("tiny"),
+        metrics=Metrics("tiny", page_size=16, compat=compat),
         model=ServedModel(name="tiny", root="/models/tiny", vocab_size=500, created=1, fingerprint="fp"),
-        resolved=resolved(),
+        resolved=resolved(**settings),
         startup_s={"tokenizer": 0.1},
     )
     return Server(app, engine, gate, replies)

@@ -1,0 +1,106 @@
+"""The metrics under the names of other engines, for dashboards and routers that know those."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+
+class Alias(msgspec.Struct, frozen=True):
+    """One metric under another name. The values are the same ones, read when they are shown.
+
+    Attributes:
+        name: Name in the other engine, as Prometheus' client counts it (``_total`` is not part of it).
+        source: Name here, without ``hiserve:``.
+        where: Values of labels that count; these labels are not shown.
+        drops: Labels that are summed over.
+        renames: Label names there by label names here.
+    """
+
+    name: str
+    source: str
+    where: dict[str, str] = {}
+    drops: tuple[str, ...] = ()
+    renames: dict[str, str] = {}
+
+
+def _same(prefix: str, *names: str) -> list[Alias]:
+    return [Alias(f"{prefix}:{name}", name) for name in names]
+
+
+SHARED = (
+    "prompt_tokens",
+    "generation_tokens",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+)
+ALIASES: dict[str, list[Alias]] = {
+    "none": [],
+    "vllm": [
+        *_same("vllm", *SHARED),
+        *_same("vllm", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *_same("vllm", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "request_success"),
+        *_same("vllm", "request_queue_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
+        Alias(
+            "vllm:cache_config_info",
+            "cache_config_info",
+            renames={"page_size": "block_size", "num_pages": "num_gpu_blocks"},
+        ),
+    ],
+    "sglang": [
+        *_same("sglang", *SHARED, "cached_tokens", "evicted_tokens", "cache_config_info"),
+        Alias("sglang:num_running_reqs", "num_requests_running"),
+        Alias("sglang:num_queue_reqs", "num_requests_waiting"),
+        Alias("sglang:token_usage", "kv_cache_usage_perc"),
+        Alias("sglang:queue_time_seconds", "request_queue_time_seconds"),
+        Alias("sglang:prompt_tokens_histogram", "request_prompt_tokens"),
+        Alias("sglang:generation_tokens_histogram", "request_generation_tokens"),
+        Alias("sglang:num_retracted_requests", "num_preemptions"),
+        Alias("sglang:num_requests", "request_success", drops=("finished_reason",)),
+        Alias("sglang:num_aborted_requests", "request_success", where={"finished_reason": "abort"}),
+    ],
+}
+
+
+class Aliases(Collector):
+    """Reads a registry and shows its metrics under other names.
+
+    Args:
+        registry: Where the metrics are.
+        compat: Key of ``ALIASES``.
+    """
+
+    def __init__(self, registry: CollectorRegistry, compat: str) -> None:
+        self._registry = registry
+        self._aliases = ALIASES[compat]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the renamed metrics."""
+        if not self._aliases:
+            return
+        metrics = {metric.name: metric for metric in self._registry.collect()}
+        for alias in self._aliases:
+            yield _renamed(metrics[f"hiserve:{alias.source}"], alias)
+
+
+def _renamed(metric: Metric, alias: Alias) -> Metric:
+    renamed = Metric(alias.name, metric.documentation, metric.type)
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for sample in metric.samples:
+        if any(sample.labels.get(label) != value for label, value in alias.where.items()):
+            continue
+        name = alias.name + sample.name.removeprefix(metric.name)
+        hidden = (*alias.where, *alias.drops)
+        labels = [
+            (alias.renames.get(label, label), text) for label, text in sample.labels.items() if label not in hidden
+        ]
+        key = name, tuple(labels)
+        values[key] = sample.value if name.endswith("_created") else values.get(key, 0.0) + sample.value
+    for (name, shown), value in values.items():
+        renamed.add_sample(name, dict(shown), value)
+    return renamed

@@ -1,0 +1,157 @@
+"""Who a request is from, what it may do, and which part of the cache is its own."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hiserve.config import Server
+from hiserve.core.digest import namespace_digest
+from hiserve.errors import AuthenticationError, ForbiddenError
+
+# For watchdogs, load balancers and Prometheus, which carry no keys. Everything else needs one, unknown paths too.
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/ping"})
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Who sent a request.
+
+    Attributes:
+        key: Digest of the API key; empty without one.
+        tenant: What the cache is divided by: ``key``, or empty where all callers share.
+        is_admin: The key is the admin key.
+    """
+
+    key: bytes = b""
+    tenant: bytes = b""
+    is_admin: bool = False
+
+
+class Auth:
+    """Knows the keys.
+
+    Args:
+        server: Keys, and whether callers share prefixes.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._keys = [_digest(key.encode()) for key in server.api_key]
+        self._admin_key = None if server.admin_api_key is None else _digest(server.admin_api_key.encode())
+        self._shares_prefixes = server.share_prefixes
+
+    def caller(self, authorization: bytes) -> Caller:
+        """Returns who carries this ``Authorization`` header.
+
+        The time it takes does not tell how much of a key was right, nor which key it was.
+
+        Args:
+            authorization: The header's value; empty when there is none.
+
+        Raises:
+            AuthenticationError: Keys are configured, and it is none of them.
+        """
+        scheme, _, given = authorization.strip().partition(b" ")
+        digest = _digest(given.strip())
+        is_bearer = scheme.lower() == b"bearer"
+        matches = [hmac.compare_digest(digest, key) for key in self._keys]
+        is_admin = hmac.compare_digest(digest, self._admin_key or bytes(len(digest))) and is_bearer
+        if is_admin or (any(matches) and is_bearer):
+            return Caller(key=digest, tenant=b"" if self._shares_prefixes else digest, is_admin=is_admin)
+        if self._keys:
+            fault = "this API key is not known" if authorization else "the request carries no API key"
+            raise AuthenticationError(f"{fault}; send 'Authorization: Bearer KEY' with a key of this server.")
+        return Caller()
+
+    def is_admin(self, request: Request) -> bool:
+        """Says whether the request may do what affects all tenants: as admin, or because there are no keys at all."""
+        return caller_of(request).is_admin or (self._admin_key is None and not self._keys)
+
+    def require_admin(self, request: Request) -> None:
+        """Refuses a request that may not do what affects all tenants.
+
+        Raises:
+            AuthenticationError: The server has an admin key and the request has no key.
+            ForbiddenError: The request has another key, or the server has no admin key.
+        """
+        if self.is_admin(request):
+            return
+        path = request.url.path
+        if self._admin_key is None:
+            raise ForbiddenError(f"{path} affects all tenants; start the server with --admin-api-key to use it.")
+        if not caller_of(request).key:
+            raise AuthenticationError(f"{path} needs the admin key; send 'Authorization: Bearer KEY'.")
+        raise ForbiddenError(f"{path} affects all tenants; it needs the admin key.")
+
+    def tags(self, rid: str) -> list[str]:
+        """Returns what requests of this name are tagged with, those of every possible caller."""
+        keys = [b"", *self._keys, *([self._admin_key] if self._admin_key else [])]
+        return [_tag(key, rid) for key in keys]
+
+
+class AuthGate:
+    """Lets requests in whose key is known, and notes on each whose it is.
+
+    Args:
+        app: What is protected.
+        auth: Knows the keys.
+    """
+
+    def __init__(self, app: ASGIApp, auth: Auth) -> None:
+        self._app = app
+        self._auth = auth
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on.
+
+        Raises:
+            AuthenticationError: Its key is missing or unknown, and its path is not public.
+        """
+        if scope["type"] == "http":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            is_public = scope["path"] in PUBLIC_PATHS
+            scope.setdefault("state", {})["caller"] = Caller() if is_public else self._auth.caller(given)
+        await self._app(scope, receive, send)
+
+
+def caller_of(request: Request) -> Caller:
+    """Returns who sent the request."""
+    caller = request.state.caller
+    assert isinstance(caller, Caller), "a request came past the gate"
+    return caller
+
+
+def namespace_of(request: Request, cache_salt: str | None = None) -> bytes:
+    """Returns the namespace that keeps a request's cached prefixes apart.
+
+    Empty without key and salt. A salt narrows what the key gives, and never leads into another key's cache.
+
+    Args:
+        request: Came through the gate.
+        cache_salt: The request's own; without lone surrogates.
+    """
+    tenant = caller_of(request).tenant
+    if not tenant and not cache_salt:
+        return b""
+    return namespace_digest("tenant", tenant, cache_salt or "")
+
+
+def tag_of(request: Request, rid: str | None = None) -> str:
+    """Returns the name by which the request can be aborted, by its own caller alone.
+
+    Args:
+        request: Came through the gate.
+        rid: The name that the body gives it; the default is its ``x-request-id``.
+    """
+    return _tag(caller_of(request).key, rid or request.state.request_id)
+
+
+def _tag(key: bytes, rid: str) -> str:
+    return f"{key.hex()}:{rid}"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

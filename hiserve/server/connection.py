@@ -1,0 +1,124 @@
+"""One client's connection: bounds on what it may send and how long it may take, and errors in our own shape."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from starlette.responses import Response
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from hiserve.server.failures import error_response
+
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_S = 30.0
+BODY_TIMEOUT_S = 300.0
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, for clients that mean no good or are broken.
+
+    Bytes that bring neither a request's head to its end nor its body forward (an endless header, chunk extensions,
+    trailers) are counted and end the connection, as does a request that does not arrive in time. A client that
+    does not read its reply is the kernel's business (see ``commands.serve.bind``).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_in_head = True
+        self._num_idle_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Waits for the first request."""
+        super().connection_made(transport)
+        self._start_timer(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits for nothing more."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came, if the connection is still open."""
+        if self.transport.is_closing():
+            return
+        self._num_idle_bytes += len(data)
+        super().data_received(data)
+        if self._num_idle_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        """Begins a request."""
+        self._is_in_head = True
+        self._start_timer(HEAD_TIMEOUT_S)
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header; trailers, which come after the body, mean nothing here."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Hands the request to the application, if its head is not too large."""
+        self._num_idle_bytes = 0
+        num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if self.transport.is_closing():
+            return
+        if num_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+            return
+        self._is_in_head = False
+        self._start_timer(BODY_TIMEOUT_S)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of the body."""
+        self._num_idle_bytes = 0
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends a request."""
+        self._num_idle_bytes = 0
+        self._stop_timer()
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP."""
+        if not self.transport.is_closing():
+            self._refuse(error_response(400, "this is not a valid HTTP request.", code="invalid_http"))
+
+    def _refuse_head(self) -> None:
+        message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes. Send shorter headers."
+        self._refuse(error_response(431, message, code="headers_too_large"))
+
+    def _on_late(self) -> None:
+        self._timer = None
+        if self.flow.read_paused:  # it is not the client that is late
+            self._start_timer(BODY_TIMEOUT_S)
+        elif not self.transport.is_closing():
+            self._refuse(error_response(408, "the request did not arrive in time.", code="request_timeout"))
+
+    def _refuse(self, response: Response) -> None:
+        """Answers, where no other answer would be cut by it, and closes the connection."""
+        self._stop_timer()
+        cycle: RequestResponseCycle | None = self.cycle
+        is_idle = cycle is None or cycle.response_complete
+        if not self.pipeline and (self._is_in_head if is_idle else not self.cycle.response_started):
+            headers = [*response.raw_headers, (b"x-request-id", secrets.token_hex(16).encode())]
+            head = b"".join(b"%b: %b\r\n" % header for header in headers)
+            body = bytes(response.body)
+            self.transport.write(STATUS_LINE[response.status_code] + head + b"connection: close\r\n\r\n" + body)
+        self.transport.close()
+
+    def _start_timer(self, timeout_s: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(timeout_s, self._on_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

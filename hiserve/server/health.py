@@ -1,0 +1,111 @@
+"""Whether the server lives, can serve and makes progress, and its metrics: what watchdogs and scrapers ask for."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from hiserve.core.digest import namespace_digest
+from hiserve.core.request import SamplingParams
+from hiserve.errors import HiserveError, OverloadedError, UnavailableError
+from hiserve.server.failures import error_response
+from hiserve.server.gate import Engine, Gate
+from hiserve.server.metrics import Metrics
+from hiserve.server.shapes import json_response
+from hiserve.server.sse import unless_gone
+
+METRICS_TIMEOUT_S = 1.0
+PROBE_TIMEOUT_S = 20.0
+PROBE_PERIOD_S = 0.1
+
+
+class HealthRoutes:
+    """Three separate signals: ``/health`` alive, ``/ready`` able to serve, ``/health_generate`` making progress.
+
+    Args:
+        gate: Where the engine is.
+        metrics: What ``/metrics`` shows.
+    """
+
+    def __init__(self, gate: Gate, metrics: Metrics) -> None:
+        self._gate = gate
+        self._metrics = metrics
+
+    def router(self) -> APIRouter:
+        """Returns the routes."""
+        router = APIRouter()
+        for path in ("/health", "/ping"):
+            router.add_api_route(path, self.health, methods=["GET", "HEAD"])
+        router.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
+        router.add_api_route("/health_generate", self.health_generate, methods=["GET"])
+        router.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
+        return router
+
+    async def health(self) -> Response:
+        """Says that this process and its event loop live. Constant time."""
+        return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Says whether a request would be served now; if not, 503 and why."""
+        if self._gate.reason is not None:
+            return error_response(503, self._gate.reason, code="unavailable")
+        return json_response({"status": "ready"})
+
+    async def health_generate(self, request: Request) -> Response:
+        """Says whether tokens are produced: a step ended while it looked, or a request of one token was answered.
+
+        A long prefill is progress. The probe counts in no request metric, has a cache namespace of its own and
+        ends with this HTTP request.
+        """
+        await request.body()
+        await unless_gone(request.receive, self._proof(self._gate.require()))
+        return json_response({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """Shows all metrics; the engine's gauges are as old as its last answer."""
+        try:
+            self._metrics.observe(await self._gate.status(METRICS_TIMEOUT_S))
+        except HiserveError:
+            self._metrics.observe(None)
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _proof(self, engine: Engine) -> None:
+        """Returns when there is progress.
+
+        Raises:
+            UnavailableError: There was none in time.
+            HiserveError: The probe failed.
+        """
+        tasks = asyncio.create_task(self._probe(engine)), asyncio.create_task(self._progress())
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=PROBE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise UnavailableError(f"the engine produced nothing within {PROBE_TIMEOUT_S:g} s.")
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe(self, engine: Engine) -> None:
+        """Returns when a request of one token is answered, or cannot be asked because the queue is full."""
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        try:
+            async for _ in engine.generate(np.zeros(1, np.int32), sampling, namespace=namespace_digest("probe")):
+                pass
+        except OverloadedError:
+            await self._progress()
+
+    async def _progress(self) -> None:
+        """Returns when a worker has ended a step."""
+        before = await self._steps()
+        while await self._steps() == before:
+            await asyncio.sleep(PROBE_PERIOD_S)
+
+    async def _steps(self) -> list[tuple[int, int, int]]:
+        status = await self._gate.status(PROBE_TIMEOUT_S)
+        return [(worker.replica, worker.incarnation, worker.stats.steps) for worker in status.workers]

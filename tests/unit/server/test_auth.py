@@ -1,0 +1,241 @@
+"""Keys: who gets in, what each may do, and whose cache is whose."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+
+from hiserve.config import Server as Settings
+from hiserve.core.request import SamplingParams
+from hiserve.errors import AuthenticationError
+from hiserve.server.auth import PUBLIC_PATHS, Auth, Caller, namespace_of, tag_of
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import Server, make_server, reply_script
+
+KEYS = {"api_key": ("alpha", "bêta")}
+ADMIN = {"admin_api_key": "root"}
+ADMIN_CALLS = [
+    ("GET", "/server_info", b""),
+    ("GET", "/get_server_info", b""),
+    ("POST", "/flush_cache", b""),
+    ("GET", "/flush_cache", b""),
+    ("POST", "/reset_prefix_cache", b""),
+    ("POST", "/abort_request", {"abort_all": True}),
+]
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def guarded(**settings: Any) -> Server:
+    return make_server(FakeEngineClient(script=lambda prompt: reply_script()), **settings)
+
+
+def request(caller: Caller, request_id: str = "id") -> Request:
+    return Request({"type": "http", "state": {"caller": caller, "request_id": request_id}})
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/v1/chat/completions", "POST"),
+        ("/v1/models", "GET"),
+        ("/server_info", "GET"),
+        ("/model_info", "GET"),
+        ("/get_load", "GET"),
+        ("/v1/loads", "GET"),
+        ("/health_generate", "GET"),
+        ("/flush_cache", "POST"),
+        ("/abort_request", "POST"),
+        ("/nowhere", "GET"),
+        ("/", "GET"),
+        ("/health/", "GET"),
+        ("//health", "GET"),
+        ("/metrics/../v1/models", "GET"),
+        ("/HEALTH", "GET"),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "", "wrong", "alph", "alphaa", "Alpha"])
+async def test_without_a_known_key_nothing_is_served(path: str, method: str, key: str | None) -> None:
+    call = await guarded(**KEYS).call(method, path, **bearer(key)).end()
+    assert call.status == 401
+    assert call.json["error"]["code"] == "invalid_api_key"
+    assert call.headers["www-authenticate"] == "Bearer"
+    assert call.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("scheme", ["Basic alpha", "alpha", "Bearer", "Bearer  ", "Token alpha", "Beareralpha"])
+async def test_only_a_bearer_token_counts(scheme: str) -> None:
+    assert (await guarded(**KEYS).call("GET", "/v1/models", authorization=scheme).end()).status == 401
+
+
+@pytest.mark.parametrize(
+    "authorization", ["Bearer alpha", "bearer alpha", "BEARER   alpha ", "Bearer bêta", "Bearer root"]
+)
+async def test_every_configured_key_gets_in(authorization: str) -> None:
+    call = await guarded(**KEYS, **ADMIN).call("GET", "/v1/models", authorization=authorization).end()
+    assert call.status == 200
+
+
+@pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
+async def test_watchdogs_and_scrapers_need_no_key(path: str) -> None:
+    assert (await guarded(**KEYS, **ADMIN).get(path)).status != 401
+
+
+async def test_without_keys_any_authorization_is_welcome() -> None:
+    made = guarded()
+    for key in (None, "none", "EMPTY"):
+        assert (await made.call("GET", "/v1/models", **bearer(key)).end()).status == 200
+
+
+def test_the_keys_are_compared_in_constant_time_and_always_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
+    true_compare = hmac.compare_digest
+
+    def compare(first: bytes, second: bytes) -> bool:
+        compared.append((len(first), len(second)))
+        return true_compare(first, second)
+
+    auth = Auth(Settings(**KEYS, **ADMIN))
+    monkeypatch.setattr("hiserve.server.auth.hmac.compare_digest", compare)
+    for given in (b"Bearer alpha", "Bearer bêta".encode(), b"Bearer root"):
+        compared.clear()
+        auth.caller(given)
+        assert compared == [(32, 32)] * 3
+    compared.clear()
+    with pytest.raises(AuthenticationError):
+        auth.caller(b"Bearer x")
+    assert compared == [(32, 32)] * 3
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ADMIN_CALLS)
+@pytest.mark.parametrize(
+    ("settings", "key", "status"),
+    [
+        ({}, None, 200),
+        ({}, "anything", 200),
+        (KEYS, "alpha", 403),
+        (KEYS | ADMIN, "alpha", 403),
+        (KEYS | ADMIN, "root", 200),
+        (KEYS | ADMIN, None, 401),
+        (ADMIN, None, 401),
+        (ADMIN, "wrong", 401),
+        (ADMIN, "root", 200),
+    ],
+)
+async def test_what_affects_all_tenants_needs_the_admin_key(
+    method: str, path: str, body: Any, settings: dict[str, Any], key: str | None, status: int
+) -> None:
+    made = guarded(**settings)
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        call = await made.call(method, path, body, **bearer(key)).end()
+        assert call.status == status, call.text
+        assert made.engine.flushed == (status == 200 and "abort" not in path and "info" not in path)
+    if status == 403:
+        assert call.json["error"]["code"] == "forbidden"
+        wanted = "needs the admin key" if "admin_api_key" in settings else "--admin-api-key"
+        assert wanted in call.json["error"]["message"]
+
+
+async def test_the_admin_key_alone_leaves_ordinary_routes_open() -> None:
+    made = guarded(**ADMIN)
+    for key in (None, "none", "root"):
+        assert (await made.call("GET", "/v1/models", **bearer(key)).end()).status == 200
+
+
+async def test_server_info_shows_no_secret() -> None:
+    made = guarded(api_key=("sesame-one", "sesame-two"), admin_api_key="sesame-admin")
+    call = await made.call("GET", "/server_info", **bearer("sesame-admin")).end()
+    assert call.status == 200
+    assert "sesame" not in call.text
+
+
+def test_each_key_has_a_namespace_and_a_salt_only_narrows_it() -> None:
+    auth = Auth(Settings(**KEYS))
+    alpha, beta = auth.caller(b"Bearer alpha"), auth.caller("Bearer bêta".encode())
+    spaces = [
+        namespace_of(request(caller), salt)
+        for caller in (Caller(), alpha, beta)
+        for salt in (None, "s", "t", alpha.key.hex())
+    ]
+    assert len(set(spaces)) == len(spaces)
+    assert spaces[0] == b""
+    assert {len(space) for space in spaces[1:]} == {16}
+    assert namespace_of(request(alpha)) == namespace_of(request(auth.caller(b"bearer alpha")))
+    assert namespace_of(request(alpha), "") == namespace_of(request(alpha))
+    again = Auth(Settings(api_key=("other", "alpha"))).caller(b"Bearer alpha")
+    assert namespace_of(request(again)) == namespace_of(request(alpha)), "a restart must find its cache again"
+
+
+def test_callers_who_share_are_kept_apart_by_salt_alone() -> None:
+    auth = Auth(Settings(**KEYS, share_prefixes=True))
+    alpha, beta = auth.caller(b"Bearer alpha"), auth.caller("Bearer bêta".encode())
+    assert namespace_of(request(alpha)) == namespace_of(request(beta)) == b""
+    assert namespace_of(request(alpha), "s") == namespace_of(request(beta), "s") != b""
+    assert tag_of(request(alpha)) != tag_of(request(beta))
+
+
+def test_a_request_is_named_by_its_body_or_its_id() -> None:
+    assert tag_of(request(Caller(), "a")) == tag_of(request(Caller(), "b"), "a")
+    auth = Auth(Settings(**KEYS, **ADMIN))
+    callers = [Caller(), *(auth.caller(f"Bearer {key}".encode()) for key in ("alpha", "bêta", "root"))]
+    assert auth.tags("a") == [tag_of(request(caller, "a")) for caller in callers]
+
+
+class Waiting:
+    """Requests in a server's engine that wait for ever."""
+
+    def __init__(self, made: Server) -> None:
+        self.made = made
+        self.tasks: list[asyncio.Future[object]] = []
+
+        async def hang(_: int) -> None:
+            await asyncio.Event().wait()
+
+        made.engine.step = hang
+
+    def start(self, key: str, rid: str) -> None:
+        """Puts a request into the engine, as a route does."""
+        caller = Auth(Settings(**KEYS, **ADMIN)).caller(f"Bearer {key}".encode())
+        stream = self.made.engine.generate(np.zeros(1, np.int32), SamplingParams(), tag=tag_of(request(caller), rid))
+        self.tasks.append(asyncio.ensure_future(anext(stream)))
+
+
+@pytest.mark.parametrize(
+    ("key", "body", "aborted"),
+    [
+        ("alpha", {"rid": "a"}, 1),
+        ("alpha", {"rid": "b"}, 0),
+        ("root", {"rid": "a"}, 2),
+        ("root", {"rid": "b"}, 1),
+        ("root", {"abort_all": True}, 3),
+        ("root", {"rid": "a", "abort_all": True}, 3),
+    ],
+)
+async def test_a_caller_ends_his_own_requests_and_the_admin_anyones(
+    key: str, body: dict[str, Any], aborted: int
+) -> None:
+    made = guarded(**KEYS, **ADMIN)
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        waiting = Waiting(made)
+        for owner, rid in (("alpha", "a"), ("bêta", "a"), ("bêta", "b")):
+            waiting.start(owner, rid)
+        await asyncio.sleep(0)
+        call = await made.call("POST", "/abort_request", body, **bearer(key)).end()
+        assert call.json == {"aborted": aborted}
+        made.engine.abort()
+        await asyncio.gather(*waiting.tasks)
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": ""}, {"rid": None}, {"rid": 5}, {"abort_all": "yes"}, []])
+async def test_an_abort_names_what_it_ends(server: Server, body: Any) -> None:
+    call = await server.post("/abort_request", body if isinstance(body, dict) else b"[]")
+    assert call.status == 400

@@ -1,0 +1,217 @@
+"""Metrics: each request counts once, the engine's state is shown, and other engines' names show the same values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hiserve.core.request import FinishReason
+from hiserve.errors import EngineError
+from hiserve.messages.types import WorkerStats
+from hiserve.server.aliases import ALIASES
+from hiserve.server.metrics import Meter, Metrics
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
+
+
+async def test_metrics_answer_get_and_head(server: Server) -> None:
+    for method in ("GET", "HEAD"):
+        call = await server.call(method, "/metrics").end()
+        assert call.status == 200
+        assert call.headers["content-type"].startswith("text/plain")
+
+
+async def test_request_metrics_count_tokens_and_latencies(server: Server) -> None:
+    server.engine.cached = 2
+    await server.chat("Hi")
+    server.engine.finish = FinishReason.LENGTH
+    await server.chat("Hi", stream=True)
+    num_prompt = len(server.engine.seen[0].prompt)
+    assert await server.metric("hiserve:prompt_tokens_total") == 2 * num_prompt
+    assert await server.metric("hiserve:prefix_cache_queries_total") == 2 * num_prompt
+    assert await server.metric("hiserve:prefix_cache_hits_total") == 4
+    assert await server.metric("hiserve:generation_tokens_total") == 2 * NUM_STEPS
+    assert await server.metric("hiserve:time_to_first_token_seconds_count") == 2
+    assert await server.metric("hiserve:inter_token_latency_seconds_count") == 2 * (NUM_STEPS - 1)
+    assert await server.metric("hiserve:e2e_request_latency_seconds_count") == 2
+    for reason, count in (("stop", 1), ("length", 1), ("abort", 0), ("error", 0)):
+        assert await server.metric("hiserve:request_success_total", finished_reason=reason) == count
+
+
+async def test_a_failed_request_counts_as_an_error_once(server: Server) -> None:
+    server.engine.fail_at, server.engine.failure = 1, EngineError("broke.")
+    await server.chat("Hi", stream=True)
+    assert await server.metric("hiserve:request_success_total", finished_reason="error") == 1
+    assert await server.metric("hiserve:e2e_request_latency_seconds_count") == 1
+
+
+async def test_engine_gauges_show_its_state(server: Server) -> None:
+    server.engine.queued = 3
+    server.engine.stats = WorkerStats(running=5, waiting=2, free_pages=20, evictable_pages=40, preemptions=4)
+    assert await server.metric("hiserve:num_requests_running") == 5
+    assert await server.metric("hiserve:num_requests_waiting") == 5
+    assert await server.metric("hiserve:kv_cache_usage_perc") == 0.4
+    assert await server.metric("hiserve:engine_up") == 1
+
+
+async def test_preemptions_never_fall_when_a_worker_restarts(server: Server) -> None:
+    async def after(incarnation: int, preemptions: int) -> float:
+        server.engine.incarnation = incarnation
+        server.engine.stats = WorkerStats(preemptions=preemptions)
+        return await server.metric("hiserve:num_preemptions_total")
+
+    assert [await after(1, 4), await after(1, 6), await after(2, 0), await after(2, 3)] == [4, 6, 6, 9]
+
+
+async def test_metrics_of_an_engine_that_does_not_answer_keep_their_values(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.engine.stats = WorkerStats(running=5)
+    await server.get("/metrics")
+    monkeypatch.setattr("hiserve.server.health.METRICS_TIMEOUT_S", 0.01)
+    server.engine.hangs = True
+    assert await server.metric("hiserve:num_requests_running") == 5
+    assert await server.metric("hiserve:engine_up") == 0
+
+
+async def test_two_servers_in_one_process_count_apart() -> None:
+    first, second = (Metrics(name, page_size=16, compat="none") for name in "ab")
+    Meter(first, num_prompt=5, arrived=0.0).admitted(0)
+    assert b'hiserve:prompt_tokens_total{model_name="a"} 5.0' in first.render()
+    assert b'hiserve:prompt_tokens_total{model_name="b"} 0.0' in second.render()
+
+
+def test_tokens_that_arrive_together_share_the_time() -> None:
+    metrics = Metrics("a", page_size=16, compat="none")
+    meter = Meter(metrics, num_prompt=5, arrived=0.0)
+    meter.tokens(3)
+    meter.tokens(4)
+    meter.tokens(0)
+    assert b'hiserve:inter_token_latency_seconds_count{model_name="a"} 4.0' in metrics.render()
+    assert b'hiserve:generation_tokens_total{model_name="a"} 7.0' in metrics.render()
+
+
+async def test_responses_are_counted_by_route_and_status_never_by_what_was_sent(server: Server) -> None:
+    await server.chat("Hi")
+    await server.chat("Hi", temperature=-1)
+    await server.get("/v1/models/who-knows")
+    await server.get("/secret/path")
+    shown = (await server.get("/metrics")).text
+    for endpoint, status in (
+        ("/v1/chat/completions", 200),
+        ("/v1/chat/completions", 400),
+        ("/v1/models/{name:path}", 404),
+        ("none", 404),
+    ):
+        labels = f'endpoint="{endpoint}",model_name="tiny",status_code="{status}"'
+        assert f"hiserve:http_responses_total{{{labels}}} 1.0" in shown
+    assert "secret" not in shown
+    assert "who-knows" not in shown
+
+
+async def test_queue_time_and_lengths_are_measured(server: Server) -> None:
+    server.engine.cached = 3
+    await server.chat("Hi")
+    num_prompt = len(server.engine.seen[0].prompt)
+    assert await server.metric("hiserve:request_prompt_tokens_sum") == num_prompt
+    assert await server.metric("hiserve:request_generation_tokens_sum") == NUM_STEPS
+    assert await server.metric("hiserve:cached_tokens_total", cache_source="device") == 3
+
+
+def test_queue_time_of_a_request_that_no_worker_had_is_not_counted() -> None:
+    metrics = Metrics("a", page_size=16, compat="none")
+    Meter(metrics, num_prompt=5, arrived=0.0).admitted(0, -1.0)
+    Meter(metrics, num_prompt=5, arrived=0.0).admitted(0, 0.25)
+    assert b'hiserve:request_queue_time_seconds_count{model_name="a"} 1.0' in metrics.render()
+    assert b'hiserve:request_queue_time_seconds_sum{model_name="a"} 0.25' in metrics.render()
+
+
+async def test_worker_counters_and_the_pool_are_shown(server: Server) -> None:
+    server.engine.queued = 3
+    server.engine.stats = WorkerStats(steps=7, evicted_pages=2)
+    assert await server.metric("hiserve:engine_steps_total") == 7
+    assert await server.metric("hiserve:evicted_tokens_total") == 32
+    assert await server.metric("hiserve:num_queued_tokens") == 30
+    assert await server.metric("hiserve:cache_config_info", page_size="16", num_pages="100") == 1
+    server.engine.incarnation, server.engine.stats = 3, WorkerStats(steps=2)
+    assert await server.metric("hiserve:engine_steps_total") == 9
+    assert await server.metric("hiserve:worker_restarts_total") == 2
+    assert await server.metric("hiserve:worker_restarts_total") == 2
+
+
+async def test_the_age_of_the_last_step_grows_only_while_a_worker_with_requests_stands_still(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("hiserve.server.metrics.time.monotonic", lambda: now)
+
+    async def age(seconds_later: float, **stats: int) -> float:
+        nonlocal now
+        now += seconds_later
+        server.engine.stats = WorkerStats(**stats)
+        return await server.metric("hiserve:last_step_age_seconds")
+
+    assert await age(0, steps=5) == 0
+    assert await age(100, steps=5) == 0
+    assert await age(10, steps=5, running=1) == 10
+    assert await age(10, steps=6, running=1) == 0
+    assert await age(10, steps=6, running=1) == 10
+    assert await age(10, steps=6, waiting=1) == 20
+    assert await age(10, steps=6) == 0
+    server.engine.incarnation = 2
+    assert await age(10, steps=0, running=1) == 0
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {series: float(value) for series, _, value in (line.rpartition(" ") for line in lines)}
+
+
+@pytest.mark.parametrize("compat", ALIASES)
+def test_other_names_show_the_same_values(compat: str) -> None:
+    metrics = Metrics("a", page_size=16, compat=compat)
+    for reason in ("stop", "abort", "abort"):
+        meter = Meter(metrics, num_prompt=5, arrived=0.0)
+        meter.admitted(2, 0.5)
+        meter.tokens(3)
+        meter.ended(reason)
+    own = {series: value for series, value in values(metrics).items() if series.startswith("hiserve:")}
+    others = {series: value for series, value in values(metrics).items() if ":" in series and series not in own}
+    shared = ("prompt_tokens_total", "time_to_first_token_seconds_count", "e2e_request_latency_seconds_sum")
+    assert bool(others) == (compat != "none")
+    assert own['hiserve:prompt_tokens_total{model_name="a"}'] == 15
+    for name in shared if others else ():
+        assert others[f'{compat}:{name}{{model_name="a"}}'] == own[f'hiserve:{name}{{model_name="a"}}']
+    if compat == "vllm":
+        assert others['vllm:request_success_total{finished_reason="abort",model_name="a"}'] == 2
+        assert others['vllm:prefix_cache_hits_total{model_name="a"}'] == 6
+    if compat == "sglang":
+        assert others['sglang:num_requests_total{model_name="a"}'] == 3
+        assert others['sglang:num_aborted_requests_total{model_name="a"}'] == 2
+        assert others['sglang:cached_tokens_total{cache_source="device",model_name="a"}'] == 6
+
+
+@pytest.mark.parametrize(
+    ("compat", "names"),
+    [
+        ("vllm", ["num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"]),
+        ("sglang", ["num_queue_reqs", "num_running_reqs", "token_usage"]),
+    ],
+)
+async def test_routers_find_the_gauges_they_need(compat: str, names: list[str]) -> None:
+    engine = FakeEngineClient(script=lambda prompt: reply_script(), queued=4)
+    engine.stats = WorkerStats(running=2, free_pages=75)
+    made = make_server(engine, compat=compat)
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        assert [await made.metric(f"{compat}:{name}") for name in names] == [4, 2, 0.25]
+        sizes: dict[str, Any] = {"block_size": "16", "num_gpu_blocks": "100"}
+        if compat == "sglang":
+            sizes = {"page_size": "16", "num_pages": "100"}
+        assert await made.metric(f"{compat}:cache_config_info", **sizes) == 1
+
+
+def test_every_alias_names_a_metric_that_exists() -> None:
+    for compat in ALIASES:
+        Metrics("a", page_size=16, compat=compat).render()
