@@ -31,7 +31,7 @@ from hiserve.worker.planner import Planner
 from hiserve.worker.waiting import Request
 
 MEASURED = (
-    *(f"hiserve/worker/{name}.py" for name in ("planner", "budget", "columns", "journal")),
+    *(f"hiserve/worker/{name}.py" for name in ("planner", "budget", "columns", "journal", "stops", "scores", "report")),
     "hiserve/cache/index",
     "hiserve/core/plan.py",
     "benchmarks/planner.py",

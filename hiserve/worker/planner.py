@@ -18,7 +18,7 @@ from hiserve.worker.columns import Columns
 from hiserve.worker.forerunner import find_forerunner, must_wait_for
 from hiserve.worker.journal import TableJournal
 from hiserve.worker.report import Report
-from hiserve.worker.scores import pack_scores
+from hiserve.worker.scores import pick_scores
 from hiserve.worker.stops import Stops
 from hiserve.worker.waiting import Request, WaitingQueue
 
@@ -276,7 +276,7 @@ class Planner:
         counts, finishes, tokens = self._append_tokens(
             rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], result.tokens[sampled]
         )
-        scores = pack_scores(plan, result, ok, counts, columns)
+        scores = pick_scores(plan, result, ok, counts, columns)
         self._tell(rows, counts, finishes, tokens, scores)
         self._publish(plan.rows[ok])
         for row in rows[finishes != 0].tolist():

@@ -8,7 +8,7 @@ from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, StepResult
 from hiserve.worker.columns import Columns
 
 
-def pack_scores(
+def pick_scores(
     plan: BatchPlan, result: StepResult, ok: BoolArray, counts: Int32Array, columns: Columns
 ) -> dict[int, bytes]:
     """Returns the new scores of each row that has some, as reports carry them: prompt first.
