@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +14,7 @@ from hiserve.server.gate import Engine
 from hiserve.server.generation import Piece, Terms
 from hiserve.server.options import Options
 from hiserve.server.shapes import Shape, json_response, usage
-from hiserve.server.sse import DONE, EventStream, event, unless_gone
+from hiserve.server.sse import DONE, EventHead, EventStream, unless_gone
 
 
 async def answer(
@@ -45,16 +46,20 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a reply, those of one piece together."""
     unopened = {generation.choice: generation for generation in choices.generations}
+    head = EventHead(shape.chunk_head)
+    so_far: dict[str, Any] = {"usage": None} if options.has_usage else {}
     async with aclosing(pieces):
         async for piece in pieces:
             opening = shape.opening(unopened.pop(piece.choice)) if piece.choice in unopened else None
-            chunks = [chunk for chunk in (opening, shape.piece(piece)) if chunk]
-            if options.has_usage:
-                so_far = usage(choices) if options.has_running_usage else None
-                chunks = [{**chunk, "usage": so_far} for chunk in chunks]
-            if chunks:
-                yield b"".join(map(event, chunks))
-    yield (event(shape.closing(choices)) if options.has_usage else b"") + DONE
+            shown = shape.piece(piece)
+            if options.has_usage and options.has_running_usage:
+                so_far = {"usage": usage(choices)}
+            events = head.event({**opening, **so_far}) if opening else b""
+            if shown:
+                events += head.event({**shown, **so_far})
+            if events:
+                yield events
+    yield (head.event({"choices": [], "usage": usage(choices)}) if options.has_usage else b"") + DONE
 
 
 async def _exhaust(pieces: AsyncGenerator[Piece, None]) -> None:

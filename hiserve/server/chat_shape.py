@@ -19,11 +19,14 @@ class ChatShape:
         head: As ``shapes.head_of`` makes it.
         options: What the reply shows.
         spell: Spells a token.
+
+    Attributes:
+        chunk_head: What each chunk of a stream begins with.
     """
 
     def __init__(self, head: dict[str, Any], options: Options, spell: Spell) -> None:
         self._whole_head = {**head, "object": "chat.completion"}
-        self._chunk_head = {**head, "object": "chat.completion.chunk"}
+        self.chunk_head = {**head, "object": "chat.completion.chunk"}
         self._has_token_ids = options.has_token_ids
         self._num_top = options.sampling.logprobs
         self._num_prompt_top = options.num_prompt_top
@@ -40,22 +43,15 @@ class ChatShape:
         return {**self._whole_head, **prompt, "choices": shown, "usage": usage(choices)}
 
     def opening(self, generation: Generation) -> dict[str, Any]:
-        """Returns the chunk with the role, before a choice's first piece."""
+        """Returns the rest of the chunk with the role, before a choice's first piece."""
         choice = self._choice(nothing(generation.choice), delta={"role": "assistant", "content": ""})
-        return {**self._chunk(choice), **self._prompt(generation)}
+        return {"choices": [choice], **self._prompt(generation)}
 
     def piece(self, piece: Piece) -> dict[str, Any] | None:
-        """Returns one piece of the stream, or None when it has nothing to show."""
+        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
         if not (piece.text or piece.finish or self._shows_tokens):
             return None
-        return self._chunk(self._choice(piece, delta={"content": piece.text} if piece.text else {}))
-
-    def closing(self, choices: Choices) -> dict[str, Any]:
-        """Returns the chunk that carries the usage, after the last piece."""
-        return {**self._chunk(), "usage": usage(choices)}
-
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return {**self._chunk_head, "choices": list(choices)}
+        return {"choices": [self._choice(piece, delta={"content": piece.text} if piece.text else {})]}
 
     def _choice(self, piece: Piece, **content: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -22,12 +22,15 @@ class CompletionShape:
         options: What the reply shows.
         spelling: Of the model's tokens.
         prompts: Text of each prompt, for the echo; None for a prompt that was given as token ids.
+
+    Attributes:
+        chunk_head: What each chunk of a stream begins with.
     """
 
     def __init__(
         self, head: dict[str, Any], options: Options, spelling: Spelling, prompts: Sequence[str | None]
     ) -> None:
-        self._head = {**head, "object": "text_completion"}
+        self.chunk_head = {**head, "object": "text_completion"}
         self._options = options
         self._num_top = options.sampling.logprobs
         self._spelling = spelling
@@ -47,24 +50,17 @@ class CompletionShape:
                 reply["logprobs"] = {name: before[name] + after[name] for name in before}
             shown.append({**opening, **reply})
             await asyncio.sleep(0)  # other requests come in between
-        return {**self._head, "choices": shown, "usage": usage(choices)}
+        return {**self.chunk_head, "choices": shown, "usage": usage(choices)}
 
     def opening(self, generation: Generation) -> dict[str, Any] | None:
-        """Returns what comes before a choice's first piece, or None when nothing has to."""
+        """Returns the rest of the chunk before a choice's first piece, or None when there is none."""
         opening = self._open(generation)
-        return self._chunk(opening) if self._has_opening else None
+        return {"choices": [opening]} if self._has_opening else None
 
     def piece(self, piece: Piece) -> dict[str, Any] | None:
-        """Returns one piece of the stream, or None when it has nothing to show."""
+        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
         is_shown = piece.text or piece.finish or self._options.has_token_ids or self._num_top is not None
-        return self._chunk(self._choice(piece)) if is_shown else None
-
-    def closing(self, choices: Choices) -> dict[str, Any]:
-        """Returns the chunk that carries the usage, after the last piece."""
-        return {**self._chunk(), "usage": usage(choices)}
-
-    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head, "choices": list(choices)}
+        return {"choices": [self._choice(piece)]} if is_shown else None
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {

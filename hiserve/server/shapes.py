@@ -35,19 +35,22 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shape(Protocol):
-    """Words one reply. Lives as long as the reply."""
+    """Words one reply. Lives as long as the reply.
+
+    Attributes:
+        chunk_head: What each chunk of a stream begins with.
+    """
+
+    chunk_head: dict[str, Any]
 
     async def whole(self, choices: Choices) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
 
     def opening(self, generation: Generation) -> dict[str, Any] | None:
-        """Returns what comes before a choice's first piece, or None when nothing has to."""
+        """Returns the rest of the chunk before a choice's first piece, or None when there is none."""
 
     def piece(self, piece: Piece) -> dict[str, Any] | None:
-        """Returns one piece of the stream, or None when it has nothing to show."""
-
-    def closing(self, choices: Choices) -> dict[str, Any]:
-        """Returns the chunk that carries the usage, after the last piece."""
+        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
 
 
 def head_of(model: ServedModel, prefix: str) -> dict[str, Any]:

@@ -24,6 +24,21 @@ def event(data: bytes | dict[str, Any]) -> bytes:
     return b"data: " + (data if isinstance(data, bytes) else msgspec.json.encode(data)) + b"\n\n"
 
 
+class EventHead:
+    """Makes events that begin with the same fields; these are encoded once.
+
+    Args:
+        fields: What each event begins with; not empty.
+    """
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._start = b"data: " + msgspec.json.encode(fields)[:-1] + b","
+
+    def event(self, fields: dict[str, Any]) -> bytes:
+        """Returns the event that goes on with these fields, which are not empty."""
+        return self._start + msgspec.json.encode(fields)[1:] + b"\n\n"
+
+
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Runs ``work`` and cancels it when the client closes its connection.
 
