@@ -88,6 +88,10 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     page_size: Annotated[
         int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
     ] = 16
+    disable_prefix_cache: Annotated[
+        bool,
+        about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),
+    ] = False
 
 
 class Scheduler(msgspec.Struct, frozen=True, kw_only=True):

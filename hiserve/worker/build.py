@@ -72,7 +72,8 @@ def build_engine(config: Config) -> Engine:
         namespace=namespace,
         startup_s=startup_s,
     )
-    return Engine(planner, Executor(runner, rows, threaded=depth > 0), depth, facts)
+    executor = Executor(runner, rows, threaded=depth > 0)
+    return Engine(planner, executor, depth, facts, shares_prefixes=not config.cache.disable_prefix_cache)
 
 
 def _attention(device: str, page_size: int, dtype: str) -> Attention:

@@ -53,10 +53,14 @@ class Engine:
         executor: Runs it.
         depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
         facts: What it tells before its first step.
+        shares_prefixes: Requests of one namespace reuse each other's prefixes.
     """
 
-    def __init__(self, planner: Planner, executor: Executor, depth: int, facts: EngineFacts) -> None:
+    def __init__(
+        self, planner: Planner, executor: Executor, depth: int, facts: EngineFacts, *, shares_prefixes: bool = True
+    ) -> None:
         self.facts = facts
+        self._shares_prefixes = shares_prefixes
         self._planner = planner
         self._executor = executor
         self._depth = depth
@@ -64,13 +68,14 @@ class Engine:
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
         """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
+        tenant = admit.namespace if self._shares_prefixes else admit.namespace + b"%d" % admit.uid
         self._planner.add(
             Request(
                 uid=admit.uid,
                 tokens=tokens,
                 num_prompt=admit.num_prompt,
                 sampling=admit.sampling,
-                tenant=admit.namespace,
+                tenant=tenant,
                 choice=admit.choice,
             )
         )

@@ -148,6 +148,15 @@ def test_a_second_turn_comes_from_the_cache(llm: LLM) -> None:
     assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+def test_without_the_prefix_cache_nothing_is_reused_and_the_tokens_are_the_same(llm: LLM) -> None:
+    prompt = [400 + 7 * at % 900 for at in range(70)]
+    expected = tokens_of(llm.generate(prompt, GREEDY))
+    with LLM(in_process=True, disable_prefix_cache=True, **SMALL) as plain:
+        results = plain.generate([prompt] * 6, GREEDY) + plain.generate(prompt, GREEDY)
+        assert tokens_of(results) == expected * 7
+        assert [result.num_cached_tokens for result in results] == [0] * 7
+
+
 # --- choices, stops, scores -----------------------------------------------------------------------
 
 
