@@ -43,7 +43,7 @@ def build_engine(config: Config) -> Engine:
     device, dtype = config.model.device, config.model.dtype
     torch.set_num_threads(known(config.runner.cpu_threads))
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder = find_model(config.model.model)
+    folder = find_model(config.model.model, config.model.revision)
     model_config = read_model_config(folder)
     max_len = known(config.model.max_model_len)
     max_rows = known(config.scheduler.max_running_requests)
