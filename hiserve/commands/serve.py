@@ -22,6 +22,7 @@ from hiserve import __version__
 from hiserve.config import Config, Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
+from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.errors import ResourceError
 from hiserve.models.config import ModelConfig, find_model, read_model_config
@@ -43,6 +44,7 @@ CLOSE_S = 5
 BACKLOG = 2048
 # A client that reads nothing of its reply for this long, or is no longer there, loses its connection.
 PEER_TIMEOUT_S = 60
+KEEP_IDLE_S = 30
 MAX_PORT = 65_535
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # The connections inherit these.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PEER_TIMEOUT_S // 2)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_IDLE_S)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, PEER_TIMEOUT_S * 1000)
         listener.bind(address)
         listener.listen(BACKLOG)
@@ -143,6 +145,8 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
     if template is None:
         logger.warning("the model has no chat template: /v1/chat/completions is off, /v1/completions works")
     spelling = Spelling(tokenizer)
+    uses_openais = config.model.sampling_defaults == "openai"
+    defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     digest = namespace_digest(__version__, name, config.model.dtype, config.model.load_format)
     return create_app(
         gate=gate,
@@ -155,6 +159,7 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
             vocab_size=model.vocab_size,
             created=int(time.time()),
             fingerprint=f"hiserve-{digest.hex()[:12]}",
+            defaults=defaults,
         ),
         resolved=resolved,
         startup_s={"configuration": configured - begin, "tokenizer": time.monotonic() - configured},

@@ -216,10 +216,7 @@ class LLM:
 
 def _defaults(config: Config, model: ModelConfig) -> SamplingParams:
     """Returns the sampling of calls that do not say, as ``--sampling-defaults`` wants it."""
-    if config.model.sampling_defaults == "openai":
-        return SamplingParams()
-    given = msgspec.structs.asdict(model.sampling_defaults)
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    return SamplingParams() if config.model.sampling_defaults == "openai" else model.sampling_defaults.params()
 
 
 def _is_token(value: object, vocab_size: int) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from hiserve.config import MAX_INT32
+from hiserve.core.request import SamplingParams
 from hiserve.models.fields import TokenId, convert, read_json
 
 
@@ -28,6 +29,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def params(self) -> SamplingParams:
+        """Returns the sampling of a request that says nothing."""
+        given = msgspec.structs.asdict(self)
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class _Fields(msgspec.Struct):
