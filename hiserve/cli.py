@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": ("hiserve.commands.serve", "Serve a model over the OpenAI API.", False),
     "chat": ("hiserve.commands.chat", "Talk to a model in the terminal.", True),
     "generate": ("hiserve.commands.generate", "Generate for a batch of prompts, JSON lines out.", True),
+    "bench": ("hiserve.commands.bench", "Measure a server under load, or the offline API.", True),
     "doctor": ("hiserve.commands.doctor", "Check this machine, one line for each thing that hiserve needs.", False),
     "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan.", False),
 }

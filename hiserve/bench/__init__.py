@@ -1,0 +1,1 @@
+"""Load generators, data sets, metrics and plots behind ``hiserve bench``. Never reaches torch."""

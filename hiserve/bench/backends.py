@@ -1,0 +1,230 @@
+"""How requests are worded and events are read, for each kind of server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from hiserve.bench.request import Prompt, Sample
+
+# Takes the data of one event and the time it arrived.
+Reader = Callable[[bytes, float], None]
+
+# How much a server is asked to count, from least to most.
+NO_USAGE, FINAL_USAGE, RUNNING_USAGE = range(3)
+
+
+class Asking(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request of a run says beside its prompt.
+
+    Attributes:
+        model: Name of the model.
+        temperature: Sampling temperature; 0 is greedy.
+        ignore_eos: Generate ``max_tokens`` whatever the model says.
+        usage: One of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``.
+        has_token_ids: Ask for the generated token ids.
+    """
+
+    model: str
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    usage: int = RUNNING_USAGE
+    has_token_ids: bool = False
+
+
+class Backend(Protocol):
+    """One kind of server."""
+
+    path: str
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Says whether such a prompt can be sent."""
+
+    def body(self, prompt: Prompt, max_tokens: int, asking: Asking) -> dict[str, Any]:
+        """Returns the body of a streaming request."""
+
+    def reader(self, sample: Sample) -> Reader:
+        """Returns what writes the events of one reply into ``sample``.
+
+        The reader raises ``msgspec.DecodeError`` for an event it cannot read.
+        """
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = -1
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class OpenAI:
+    """``/v1/completions`` or ``/v1/chat/completions``.
+
+    Args:
+        is_chat: The latter. A text is then sent as one message of the user.
+    """
+
+    def __init__(self, *, is_chat: bool) -> None:
+        self.path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        self._is_chat = is_chat
+        self._decoder = msgspec.json.Decoder(_Event)
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Chats take messages and texts, completions texts and token ids."""
+        return not isinstance(prompt, np.ndarray if self._is_chat else list)
+
+    def body(self, prompt: Prompt, max_tokens: int, asking: Asking) -> dict[str, Any]:
+        """Words a request; what is not asked for is not mentioned."""
+        body: dict[str, Any] = {"model": asking.model}
+        if self._is_chat:
+            body["messages"] = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+        body |= {"max_tokens": max_tokens, "temperature": asking.temperature, "stream": True}
+        if asking.usage:
+            running = {"continuous_usage_stats": True} if asking.usage == RUNNING_USAGE else {}
+            body["stream_options"] = {"include_usage": True} | running
+        body |= {"ignore_eos": True} if asking.ignore_eos else {}
+        body |= {"return_token_ids": True} if asking.has_token_ids else {}
+        return body
+
+    def reader(self, sample: Sample) -> Reader:
+        """Reads deltas."""
+        return partial(self._take, sample)
+
+    def _take(self, sample: Sample, data: bytes, now: float) -> None:
+        event = self._decoder.decode(data)
+        if event.error is not None:
+            sample.fail("error event", words_of(event.error), now)
+            return
+        if event.usage is not None:
+            _count(sample, event.usage)
+        for choice in event.choices:
+            delta = choice.delta
+            has_text = choice.text or (delta is not None and (delta.content or delta.reasoning_content))
+            if has_text:
+                sample.chunk_s.append(now)
+                told = event.usage is not None and event.usage.completion_tokens is not None
+                sample.chunk_tokens.append(sample.num_output if told else -1)
+            if choice.token_ids:
+                sample.output_ids += choice.token_ids
+            if choice.finish_reason is not None:
+                sample.finish = choice.finish_reason
+            if has_text or choice.finish_reason is not None:
+                sample.end_s = now
+
+
+def _count(sample: Sample, usage: _Usage) -> None:
+    if usage.completion_tokens is None:
+        return
+    sample.has_usage = True
+    sample.num_prompt, sample.num_output = usage.prompt_tokens, usage.completion_tokens
+    if usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens is not None:
+        sample.num_cached = usage.prompt_tokens_details.cached_tokens
+
+
+class _Finish(msgspec.Struct):
+    type: str = ""
+
+
+class _Meta(msgspec.Struct):
+    prompt_tokens: int = -1
+    completion_tokens: int | None = None
+    cached_tokens: int = -1
+    finish_reason: _Finish | None = None
+
+
+class _Generated(msgspec.Struct):
+    text: str = ""
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    error: Any = None
+
+
+class Generate:
+    """SGLang's native ``/generate``: each event repeats the whole text so far."""
+
+    path = "/generate"
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Takes texts and token ids."""
+        return not isinstance(prompt, list)
+
+    def body(self, prompt: Prompt, max_tokens: int, asking: Asking) -> dict[str, Any]:
+        """Words a request; usage comes unasked."""
+        given = {"input_ids": prompt.tolist()} if isinstance(prompt, np.ndarray) else {"text": prompt}
+        sampling = {"max_new_tokens": max_tokens, "temperature": asking.temperature, "ignore_eos": asking.ignore_eos}
+        return {**given, "sampling_params": sampling, "stream": True}
+
+    def reader(self, sample: Sample) -> Reader:
+        """Reads growing texts."""
+        return _GrowingText(sample).take
+
+
+class _GrowingText:
+    """Tells what is new in each event."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._num_chars = 0
+        self._decoder = msgspec.json.Decoder(_Generated)
+
+    def take(self, data: bytes, now: float) -> None:
+        event, sample = self._decoder.decode(data), self._sample
+        if event.error is not None:
+            sample.fail("error event", words_of(event.error), now)
+            return
+        meta = event.meta_info or _Meta()
+        told = meta.completion_tokens is not None
+        if meta.completion_tokens is not None:
+            sample.has_usage = True
+            sample.num_prompt, sample.num_output = meta.prompt_tokens, meta.completion_tokens
+            sample.num_cached = meta.cached_tokens
+        if len(event.text) > self._num_chars:
+            sample.chunk_s.append(now)
+            sample.chunk_tokens.append(sample.num_output if told else -1)
+        if len(event.text) > self._num_chars or meta.finish_reason is not None:
+            sample.end_s = now
+        self._num_chars = len(event.text)
+        sample.output_ids = event.output_ids
+        if meta.finish_reason is not None:
+            sample.finish = meta.finish_reason.type
+
+
+def words_of(answer: Any) -> str:
+    """Returns the message inside an error answer of any common shape."""
+    while isinstance(answer, dict):
+        answer = next((answer[key] for key in ("error", "message", "detail") if answer.get(key)), str(answer))
+    return " ".join(str(answer).split())[:300]
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "openai": lambda: OpenAI(is_chat=False),
+    "openai-chat": lambda: OpenAI(is_chat=True),
+    "generate": Generate,
+}

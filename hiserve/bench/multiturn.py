@@ -1,0 +1,90 @@
+"""Chats in a closed loop: what is sent, and what each round shows."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from hiserve.bench.datasets.synthetic import draw_tokens
+from hiserve.bench.metrics import Spread, spread, ttft_s
+from hiserve.bench.options import Rounds
+from hiserve.bench.request import Run, Turn, Workload
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """The n-th request of all chats.
+
+    Attributes:
+        number: n, from 1.
+        num_ok: Requests that ended well; the rest is about these.
+        ttft_ms: Time to first token.
+        num_prompt: Prompt tokens.
+        num_cached: Of these, from the prefix cache, or None if the server does not tell.
+        num_known: Of these, sent or generated in earlier rounds: what a perfect cache would hold.
+    """
+
+    number: int
+    num_ok: int
+    ttft_ms: Spread
+    num_prompt: int
+    num_cached: int | None
+    num_known: int
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of prompt tokens that came from the cache."""
+        return None if self.num_cached is None else self.num_cached / max(1, self.num_prompt)
+
+    @property
+    def best_hit_rate(self) -> float:
+        """What it would be with a perfect cache."""
+        return self.num_known / max(1, self.num_prompt)
+
+
+def chat_rounds(rounds: Rounds, *, vocab_size: int, seed: int) -> Workload:
+    """Returns one session for each client; every prompt is the chat so far and new random tokens.
+
+    Args:
+        rounds: How many, how long.
+        vocab_size: Token ids are below it.
+        seed: The same seed gives the same chats.
+    """
+    rng = np.random.default_rng(seed)
+    sessions = [
+        [
+            Turn(
+                prompt=draw_tokens(rng, rounds.request_length, vocab_size),
+                max_tokens=rounds.output_length,
+                think_s=rounds.think_time if index else 0.0,
+                extends=True,
+            )
+            for index in range(rounds.num_rounds)
+        ]
+        for _ in range(rounds.num_clients)
+    ]
+    return Workload(name="multiturn", sessions=sessions)
+
+
+def by_round(run: Run, rounds: Rounds) -> list[Round]:
+    """Summarises the samples of each round."""
+    found = []
+    for turn in range(rounds.num_rounds):
+        fine = [sample for sample in run.samples if sample.turn == turn and not sample.error]
+        num_prompt = sum(max(0, sample.num_prompt) for sample in fine)
+        tells_cached = bool(fine) and all(sample.num_cached >= 0 for sample in fine)
+        found.append(
+            Round(
+                number=turn + 1,
+                num_ok=len(fine),
+                ttft_ms=spread(value for sample in fine if (value := ttft_s(sample)) is not None),
+                num_prompt=num_prompt,
+                num_cached=sum(sample.num_cached for sample in fine) if tells_cached else None,
+                num_known=num_prompt - rounds.request_length * len(fine),
+            )
+        )
+    return found
+
+
+def num_without_ids(run: Run) -> int:
+    """Counts replies whose token ids the server did not tell: they are missing from the chats' later prompts."""
+    return sum(not sample.error and sample.num_output > 0 and not sample.output_ids for sample in run.samples)

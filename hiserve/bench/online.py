@@ -1,0 +1,209 @@
+"""One run against a server: look at it, build the requests, warm up, flush, send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from hiserve.bench.backends import BACKENDS, Asking
+from hiserve.bench.client import Client
+from hiserve.bench.datasets.agents import agent_sessions, read_rows
+from hiserve.bench.datasets.chats import chats, text_like_it
+from hiserve.bench.datasets.synthetic import check_fits, random_prompts, shared_prefixes
+from hiserve.bench.datasets.trace import conversation_trace
+from hiserve.bench.http import Pool
+from hiserve.bench.load import arrivals, drive
+from hiserve.bench.multiturn import chat_rounds
+from hiserve.bench.options import SYNTHETIC, Connection, Data, Limits, Load, Rounds
+from hiserve.bench.request import Run, Workload, mirrored
+from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
+from hiserve.errors import ConfigError
+
+RANDOM_PROMPTS = 1000
+RANDOM_OUTPUT = 1024
+SHARED_PREFIX_OUTPUT = 256
+WARM_UP_TOKENS = 8
+# What a chat template puts around one message.
+TEMPLATE_TOKENS = 64
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A run and what it was a run of."""
+
+    target: Target
+    asking: Asking
+    backend: str
+    workload: Workload
+    run: Run
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """An open connection and what is known about its other end."""
+
+    pool: Pool
+    client: Client
+    target: Target
+    backend: str
+    tokenizer: Path | None
+
+    async def counter(self, text: str) -> Counter:
+        """Returns what counts tokens of texts like this one."""
+        return await make_counter(self.pool, self.client, self.target, self.tokenizer, text)
+
+
+# Told how many requests there are; returns what to call after each.
+Progress = Callable[[int], Callable[[], None]]
+
+
+async def serve(connection: Connection, data: Data, load: Load, limits: Limits, progress: Progress) -> Outcome:
+    """Sends a data set.
+
+    Raises:
+        HiserveError: The server, the file or the options do not do.
+    """
+    _check(data, load)
+    backend = connection.backend or ("openai-chat" if data.dataset == "chats" else "openai")
+    ignore_eos = data.dataset in SYNTHETIC if connection.ignore_eos is None else connection.ignore_eos
+    async with _connected(connection, backend, ignore_eos=ignore_eos) as server:
+        workload = await build(data, server, limits.seed)
+        starts = arrivals(workload, rate=load.request_rate, burstiness=load.burstiness, seed=limits.seed)
+        return await _measure(server, workload, starts, limits, progress)
+
+
+async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, progress: Progress) -> Outcome:
+    """Holds chats in a closed loop.
+
+    Raises:
+        HiserveError: The server or the options do not do.
+    """
+    ignore_eos = connection.ignore_eos is not False
+    async with _connected(connection, connection.backend or "openai", ignore_eos=ignore_eos, has_ids=True) as server:
+        workload = chat_rounds(rounds, vocab_size=server.target.require_vocab_size(), seed=limits.seed)
+        check_fits(workload, server.target.max_model_len)
+        return await _measure(server, workload, [0.0] * rounds.num_clients, limits, progress)
+
+
+async def build(data: Data, server: Server, seed: int) -> Workload:
+    """Returns the requests of a data set, cut to the server's model.
+
+    Raises:
+        HiserveError: The file or the options do not do.
+    """
+    if data.dataset not in SYNTHETIC:
+        return await _recorded(data, server)
+    target = server.target
+    vocab_size = target.require_vocab_size()
+    if data.dataset == "conversation-trace":
+        return conversation_trace(
+            _path(data),
+            speed=data.speed,
+            block_tokens=data.block_tokens,
+            num_prompts=data.num_prompts,
+            max_model_len=target.max_model_len,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+    if data.dataset == "random":
+        workload = random_prompts(
+            num_prompts=data.num_prompts or RANDOM_PROMPTS,
+            input_length=data.input_length,
+            output_length=data.output_length or RANDOM_OUTPUT,
+            range_ratio=data.random_range_ratio,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+    else:
+        workload = shared_prefixes(
+            num_groups=data.num_groups,
+            prompts_per_group=data.prompts_per_group,
+            system_length=data.system_length,
+            question_length=data.question_length,
+            output_length=data.output_length or SHARED_PREFIX_OUTPUT,
+            num_prompts=data.num_prompts,
+            vocab_size=vocab_size,
+            seed=seed,
+        )
+    check_fits(workload, target.max_model_len)
+    return workload
+
+
+async def _recorded(data: Data, server: Server) -> Workload:
+    path = _path(data)
+    if data.dataset == "chats":
+        counter = await server.counter(text_like_it(path))
+        return await chats(path, counter=counter, num_prompts=data.num_prompts, output_length=data.output_length)
+    rows, num_empty = read_rows(path, data.num_prompts)
+    return await agent_sessions(
+        rows,
+        num_empty,
+        counter=await server.counter(rows[0].input),
+        speed=data.speed,
+        max_model_len=server.target.max_model_len,
+        output_length=data.output_length,
+        reserve=TEMPLATE_TOKENS if server.backend == "openai-chat" else 0,
+    )
+
+
+@asynccontextmanager
+async def _connected(
+    connection: Connection, backend: str, *, ignore_eos: bool, has_ids: bool = False
+) -> AsyncIterator[Server]:
+    pool = Pool(connection.url, _read_key(connection.api_key_file))
+    try:
+        target = await look_at(pool, model=connection.model_name, vocab_size=connection.vocab_size)
+        asking = Asking(
+            model=target.model,
+            temperature=connection.temperature,
+            ignore_eos=ignore_eos,
+            has_token_ids=has_ids,
+        )
+        client = Client(pool, BACKENDS[backend](), asking, connection.timeout)
+        yield Server(pool=pool, client=client, target=target, backend=backend, tokenizer=connection.tokenizer)
+    finally:
+        pool.close()
+
+
+async def _measure(
+    server: Server, workload: Workload, starts: list[float], limits: Limits, progress: Progress
+) -> Outcome:
+    """Warms up, flushes the cache if wanted, and sends everything."""
+    first = workload.sessions[0][0]
+    await server.client.warm_up(mirrored(first.prompt), min(WARM_UP_TOKENS, first.max_tokens))
+    if limits.flush_cache:
+        await flush(server.pool)
+    run = await drive(
+        workload,
+        server.client.send,
+        starts=starts,
+        max_concurrency=limits.max_concurrency,
+        on_done=progress(workload.num_turns),
+    )
+    return Outcome(
+        target=server.target, asking=server.client.asking, backend=server.backend, workload=workload, run=run
+    )
+
+
+def _check(data: Data, load: Load) -> None:
+    is_timed = data.dataset in ("conversation-trace", "agent-sessions")
+    if is_timed and not math.isinf(load.request_rate):
+        raise ConfigError(
+            f"{data.dataset} has its own times, which --request-rate would replace; change them with --speed.",
+            param="request_rate",
+        )
+
+
+def _path(data: Data) -> Path:
+    if data.path is None:
+        raise ConfigError(f"--dataset {data.dataset} reads a file; give --path.", param="path")
+    return data.path
+
+
+def _read_key(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read --api-key-file {file}: {error}.", param="api_key_file") from None

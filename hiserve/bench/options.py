@@ -1,0 +1,217 @@
+"""What the user of ``hiserve bench`` chose, in sections; a field's name is its flag, its description its help."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import operator
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from hiserve.config import flag_of
+
+Dataset = Literal["random", "shared-prefix", "conversation-trace", "chats", "agent-sessions"]
+SYNTHETIC = ("random", "shared-prefix", "conversation-trace")
+_T = TypeVar("_T")
+
+
+def about(
+    text: str,
+    *,
+    unit: str | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+) -> Meta:
+    """Describes an option: its help sentence, its unit and its range; ``above`` itself is outside of the range."""
+    return Meta(description=text, extra_json_schema={"unit": unit, "least": least, "most": most, "above": above})
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """Which server, and what every request says."""
+
+    url: Annotated[str, about("Address of the server.")] = "http://127.0.0.1:8000"
+    backend: Annotated[
+        Literal["openai", "openai-chat", "generate"] | None,
+        about("Kind of server: completions, chat completions, or SGLang's /generate. The data set chooses by itself."),
+    ] = None
+    model_name: Annotated[str | None, about("Which of the server's models; by itself the first.")] = None
+    api_key_file: Annotated[Path | None, about("File that holds the server's API key.")] = None
+    tokenizer: Annotated[
+        Path | None, about("Folder with the model's tokenizer.json, to count tokens; else the server is asked.")
+    ] = None
+    vocab_size: Annotated[
+        int | None, about("Token ids are below it; else the server is asked.", unit="tokens", least=1)
+    ] = None
+    temperature: Annotated[float, about("Sampling temperature; 0 is greedy.", least=0)] = 0.0
+    ignore_eos: Annotated[
+        bool | None, about("Generate whole lengths whatever the model says; by itself for made-up prompts only.")
+    ] = None
+    timeout: Annotated[float, about("Longest time for one request.", unit="s", above=0)] = 3600.0
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send. Each data set uses the fields it has a use for."""
+
+    dataset: Annotated[Dataset, about("What to send.")] = "random"
+    path: Annotated[
+        Path | None, about("File of a trace or recording: JSON lines, gzipped if its name ends with .gz.")
+    ] = None
+    num_prompts: Annotated[
+        int | None, about("Most requests; by itself all there are, and 1000 random ones.", unit="requests", least=1)
+    ] = None
+    input_length: Annotated[int, about("Length of a random prompt.", unit="tokens", least=1)] = 1024
+    output_length: Annotated[
+        int | None,
+        about(
+            "Length of a reply; by itself 1024 for random, 256 for shared-prefix, else as recorded.",
+            unit="tokens",
+            least=1,
+        ),
+    ] = None
+    random_range_ratio: Annotated[
+        float,
+        about(
+            "Random lengths are drawn from length x (1 - ratio) to length x (1 + ratio), as in vLLM: 0.0 is exactly "
+            "the length (SGLang's 1.0).",
+            least=0,
+            most=1,
+        ),
+    ] = 0.0
+    num_groups: Annotated[int, about("Shared prefixes.", least=1)] = 64
+    prompts_per_group: Annotated[int, about("Requests for each shared prefix.", unit="requests", least=1)] = 16
+    system_length: Annotated[int, about("Length of a shared prefix.", unit="tokens", least=1)] = 2048
+    question_length: Annotated[int, about("Length of what follows a shared prefix.", unit="tokens", least=1)] = 128
+    speed: Annotated[
+        float, about("How many times faster than recorded a trace is sent; inf sends as fast as replies come.", above=0)
+    ] = 1.0
+    block_tokens: Annotated[
+        int,
+        about("Length of a block of the conversation trace; less than 512 shrinks prompts and replies.", least=1),
+    ] = 512
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How to send it."""
+
+    request_rate: Annotated[float, about("Requests offered; inf sends all at once.", unit="requests/s", above=0)] = (
+        float("inf")
+    )
+    burstiness: Annotated[
+        float, about("Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.", above=0)
+    ] = 1.0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for every run against a server."""
+
+    max_concurrency: Annotated[int | None, about("Most requests in flight.", unit="requests", least=1)] = None
+    seed: Annotated[int, about("Seed of everything that is drawn.", least=0)] = 42
+    flush_cache: Annotated[bool, about("Empty the server's prefix cache before the run.")] = False
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """A closed loop of chats."""
+
+    num_clients: Annotated[int, about("Chats at once.", least=1)] = 80
+    num_rounds: Annotated[int, about("Requests of each chat.", unit="requests", least=1)] = 10
+    request_length: Annotated[int, about("New tokens of each request.", unit="tokens", least=1)] = 2048
+    output_length: Annotated[int, about("Length of each reply.", unit="tokens", least=1)] = 1
+    think_time: Annotated[float, about("Time between a reply and the next request.", unit="s", least=0)] = 0.0
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """Random prompts for the offline API, all given at once."""
+
+    num_prompts: Annotated[int, about("Prompts.", least=1)] = 256
+    input_length: Annotated[int, about("Length of a prompt.", unit="tokens", least=1)] = 1024
+    output_length: Annotated[int, about("Length of a reply.", unit="tokens", least=1)] = 128
+    random_range_ratio: Annotated[
+        float,
+        about(
+            "Lengths are drawn from length x (1 - ratio) to length x (1 + ratio); 0.0 is exactly the length.",
+            least=0,
+            most=1,
+        ),
+    ] = 0.0
+    temperature: Annotated[float, about("Sampling temperature; 0 is greedy.", least=0)] = 0.0
+    seed: Annotated[int, about("Seed of everything that is drawn.", least=0)] = 42
+    in_process: Annotated[bool, about("Run the engine in this process, without scheduler and worker processes.")] = (
+        False
+    )
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """Where results go besides the terminal."""
+
+    output: Annotated[Path | None, about("Write figures and raw samples to this JSON file.")] = None
+
+
+class Pictures(msgspec.Struct, frozen=True, kw_only=True):
+    """Pictures of a run."""
+
+    plot: Annotated[Path | None, about("Draw the run into this PNG, SVG or PDF file; needs hiserve[bench].")] = None
+
+
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+    """What is good enough."""
+
+    goodput: Annotated[
+        tuple[str, ...],
+        about("Count requests that meet all of these, in milliseconds: ttft:200 tpot:50 e2e:5000."),
+    ] = ()
+
+
+def add_flags(parser: argparse.ArgumentParser, *sections: type[msgspec.Struct]) -> None:
+    """Adds a flag for every field of these sections."""
+    for section in sections:
+        group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
+        hints = get_type_hints(section, include_extras=True)
+        for field in msgspec.structs.fields(section):
+            annotation, meta = get_args(hints[field.name])
+            _add_flag(group, field.name, annotation, meta, field.default)
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, annotation: Any, meta: Meta, default: Any) -> None:
+    extra = meta.extra_json_schema or {}
+    unit = f" [{extra['unit']}]" if extra["unit"] else ""
+    shown = "" if default is None or default is False or default == () else f" (default: {default})"
+    text = f"{meta.description}{unit}{shown}".replace("%", "%%")
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    words = [word for kind in kinds for word in (get_args(kind) or (kind,)) if isinstance(word, str)]
+    given: dict[str, Any] = {"default": default, "help": text}
+    if words:
+        given |= {"choices": words, "metavar": "|".join(words)}
+    elif kinds == [bool]:
+        given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
+    elif default == ():
+        given |= {"nargs": "+", "metavar": "TEXT"}
+    elif kinds[0] in (int, float):
+        given |= {"type": partial(_number, kinds[0], extra), "metavar": "N"}
+    else:
+        given |= {"type": kinds[0], "metavar": "PATH" if kinds[0] is Path else "TEXT"}
+    group.add_argument(flag_of(name), **given)
+
+
+def _number(kind: type[int] | type[float], limits: Mapping[str, Any], text: str) -> int | float:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number") from None
+    tests = {"least": operator.ge, "most": operator.le, "above": operator.gt}
+    for word, is_fine in tests.items():
+        limit = limits[word]
+        if math.isnan(value) or (limit is not None and not is_fine(value, limit)):
+            bound = f"it must be above {limit}" if word == "above" else f"the {word} is {limit}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range; {bound}")
+    return value
+
+
+def pick(section: type[_T], arguments: Mapping[str, Any]) -> _T:
+    """Returns a section filled from parsed arguments."""
+    return section(**{name: arguments[name] for name in get_type_hints(section)})

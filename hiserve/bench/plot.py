@@ -1,0 +1,174 @@
+"""Plots of a run, with matplotlib, which is an extra."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hiserve.bench.metrics import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s
+from hiserve.bench.multiturn import Round
+from hiserve.bench.request import Run
+from hiserve.bench.series import in_flight, steady_state, throughput
+from hiserve.errors import ConfigError
+
+BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9772b", "#3b8f5a", "#9aa3ad"
+FORMATS = (".png", ".svg", ".pdf")
+MIN_BINS, MAX_BINS = 12, 60
+# A distribution this wide is drawn on a logarithmic axis; what is wider than the axis is drawn at its ends.
+WIDE, WIDEST = 20.0, 1e3
+
+
+class Plotter:
+    """Draws into one file; made before a run, so that a missing library costs no time.
+
+    Args:
+        path: The ending of its name chooses the format; its folder is made when it is missing.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._new_figure: Any = importlib.import_module("matplotlib.figure").Figure
+        except ImportError:
+            raise ConfigError(
+                "--plot needs matplotlib, which is not installed. Install it: pip install hiserve[bench].",
+                param="plot",
+            ) from None
+        if path.suffix not in FORMATS:
+            raise ConfigError(f"--plot {path} must end with {', '.join(FORMATS)}.", param="plot")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"cannot write --plot {path}: {error}.", param="plot") from None
+        self._path = path
+
+    def draw_run(self, title: str, run: Run) -> None:
+        """Draws latency distributions, throughput and requests in flight."""
+        figure, panels = self._panels(title, 2, height=8.0)
+        fine = [sample for sample in run.samples if not sample.error]
+        ttft = [value for sample in fine if (value := ttft_s(sample)) is not None]
+        tpot = [value for sample in fine if (value := tpot_s(sample)) is not None]
+        gaps = [token_gaps_s(sample) for sample in fine]
+        unit = "chunk" if None in gaps else "token"
+        if None in gaps:
+            gaps = [chunk_gaps_s(sample) for sample in fine]
+        itl = [gap for found in gaps for gap in found or []]
+        _distributions(panels[0, 0], "Time to first token", [("TTFT", ttft, BLUE)])
+        curves = [("TPOT, per request", tpot, ORANGE), (f"ITL, per {unit}", itl, GREEN)]
+        _distributions(panels[0, 1], "Time between tokens", curves)
+        _throughput(panels[1, 0], run)
+        _in_flight(panels[1, 1], run)
+        figure.savefig(self._path, facecolor="white")
+
+    def draw_rounds(self, title: str, rounds: Sequence[Round]) -> None:
+        """Draws time to first token and hit rate over the rounds."""
+        figure, panels = self._panels(title, 1, height=4.5)
+        _round_ttft(panels[0, 0], rounds)
+        _round_hits(panels[0, 1], rounds)
+        figure.savefig(self._path, facecolor="white")
+
+    def _panels(self, title: str, num_rows: int, *, height: float) -> tuple[Any, Any]:
+        """Returns a figure and its panels, two in a row."""
+        figure = self._new_figure(figsize=(13, height), layout="constrained", dpi=130)
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        panels = figure.subplots(num_rows, 2, squeeze=False)
+        for panel in panels.flat:
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(color="#e6e9ec", linewidth=0.8)
+            panel.set_axisbelow(True)
+        return figure, panels
+
+
+def _distributions(panel: Any, title: str, curves: list[tuple[str, list[float], str]]) -> None:
+    """Draws the share of values in each bin, with median and 99th percentile marked."""
+    panel.set(title=title, xlabel="milliseconds", ylabel="share of values")
+    curves = [(name, values, colour) for name, values, colour in curves if values]
+    if not curves:
+        panel.text(0.5, 0.5, "no values", transform=panel.transAxes, ha="center", color=GREY)
+        return
+    values_ms = [np.array(values) * 1e3 for _, values, _ in curves]
+    joined = np.concatenate(values_ms)
+    high = max(float(np.percentile(joined, 99.9)), 1e-3)
+    low = min(max(float(joined.min()), high / WIDEST), high / 1.01)
+    is_wide = high / low > WIDE
+    num_bins = int(np.clip(2 * np.sqrt(joined.size), MIN_BINS, MAX_BINS))
+    bins = np.geomspace(low, high, num_bins) if is_wide else np.linspace(low, high, num_bins)
+    for (name, _, colour), found in zip(curves, values_ms, strict=True):
+        median, p99 = np.percentile(found, (50, 99))
+        weights = np.full(found.size, 1 / found.size)
+        label = f"{name}: median {median:.3g}, p99 {p99:.3g}"
+        clipped = np.clip(found, low, high)
+        panel.hist(clipped, bins, weights=weights, color=colour, alpha=0.35, histtype="stepfilled")
+        panel.hist(clipped, bins, weights=weights, color=colour, histtype="step", linewidth=1.2)
+        panel.axvline(median, color=colour, linewidth=1.4, label=label)
+        panel.axvline(p99, color=colour, linewidth=1.2, linestyle=":")
+    if is_wide:
+        panel.set_xscale("log", subs=(2, 5))
+        for set_formatter in (panel.xaxis.set_major_formatter, panel.xaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:g}")
+    _headed(panel)
+
+
+def _headed(panel: Any) -> None:
+    """Puts the legend over the curves, in a room of its own."""
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.25)
+    panel.legend(loc="upper right", framealpha=0.95, edgecolor="none")
+
+
+def _throughput(panel: Any, run: Run) -> None:
+    """Draws output tokens per second, and the steady state."""
+    panel.set(title="Output throughput", xlabel="seconds of the run", ylabel="tokens/s")
+    num_bins = int(np.clip((run.end_s - run.begin_s) / 0.5, 20, 120))
+    edges, rates = throughput(run, num_bins)
+    panel.stairs(rates, edges, color=BLUE, fill=True, alpha=0.3)
+    panel.stairs(rates, edges, color=BLUE, linewidth=1.2)
+    steady = steady_state(run)
+    if steady is not None:
+        label = f"without ramp and tail: {steady.output_tokens_per_s:,.0f} tokens/s"
+        panel.hlines(steady.output_tokens_per_s, steady.begin_s, steady.end_s, color=ORANGE, linewidth=2, label=label)
+    panel.set_xlim(0, edges[-1])
+    _headed(panel)
+
+
+def _in_flight(panel: Any, run: Run) -> None:
+    """Draws requests in flight."""
+    times, numbers = in_flight(run.samples)
+    panel.set(title="Requests in flight", xlabel="seconds of the run", ylabel="requests")
+    panel.step(times - run.begin_s, numbers, where="post", color=GREEN, linewidth=1.2)
+    panel.fill_between(times - run.begin_s, numbers, step="post", color=GREEN, alpha=0.2)
+    panel.set_xlim(0, run.end_s - run.begin_s)
+    panel.set_ylim(bottom=0)
+    panel.yaxis.get_major_locator().set_params(integer=True)
+
+
+def _round_ttft(panel: Any, rounds: Sequence[Round]) -> None:
+    panel.set(title="Time to first token", xlabel="round", ylabel="milliseconds")
+    numbers = [each.number for each in rounds]
+    for name, colour, values in (
+        ("median", BLUE, [each.ttft_ms.median for each in rounds]),
+        ("p90", ORANGE, [each.ttft_ms.p90 for each in rounds]),
+        ("p99", GREY, [each.ttft_ms.p99 for each in rounds]),
+    ):
+        panel.plot(numbers, values, color=colour, marker="o", markersize=4, linewidth=1.5, label=name)
+    panel.set_ylim(bottom=0)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.legend(frameon=False)
+
+
+def _round_hits(panel: Any, rounds: Sequence[Round]) -> None:
+    panel.set(title="Prompt tokens from the prefix cache", xlabel="round", ylabel="share", ylim=(0, 1.02))
+    numbers = [each.number for each in rounds]
+    best = [each.best_hit_rate for each in rounds]
+    panel.plot(numbers, best, color=GREY, linestyle="--", linewidth=1.5, label="best possible")
+    told = [each for each in rounds if each.hit_rate is not None]
+    rates = [each.hit_rate for each in told]
+    panel.plot([each.number for each in told], rates, color=GREEN, marker="o", markersize=4, label="measured")
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.legend(frameon=False)

@@ -1,0 +1,200 @@
+"""What a server says about itself, what it does besides generating, and how it counts tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from hiserve.bench.client import Client
+from hiserve.bench.http import Pool
+from hiserve.bench.request import Sample
+from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
+from hiserve.models.config import find_model, read_model_config
+from hiserve.text.tokenizer import Tokenizer
+
+FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
+# Characters of the text whose tokens the server counts when it has no /tokenize.
+PROBE_CHARS = 4000
+# Dense text (code, tables) has fewer characters per token than the probe.
+ESTIMATE_MARGIN = 1.1
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """The model behind a server.
+
+    Attributes:
+        model: Its name.
+        max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
+        vocab_size: Token ids are below it, or None if nobody knows.
+        version: The server's, or None.
+    """
+
+    model: str
+    max_model_len: int | None
+    vocab_size: int | None
+    version: str | None
+
+    def require_vocab_size(self) -> int:
+        """Returns the vocabulary's size.
+
+        Raises:
+            ConfigError: It is not known.
+        """
+        if self.vocab_size is None:
+            raise ConfigError(
+                "the vocabulary's size is not known: the server does not tell, and its model's folder is not here. "
+                "Give --vocab-size.",
+                param="vocab_size",
+            )
+        return self.vocab_size
+
+
+async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | None = None) -> Target:
+    """Asks a server for its model.
+
+    Args:
+        pool: Connections to it.
+        model: Name of the model; the default is the first it lists.
+        vocab_size: If it is known already.
+
+    Raises:
+        UnavailableError: The server cannot be reached or lists no models.
+        NotFoundError: It has no model of that name.
+    """
+    status, answer = await pool.ask("GET", "/v1/models")
+    cards = answer.get("data") if isinstance(answer, dict) else None
+    if status != 200 or not cards:
+        raise UnavailableError(f"the server lists no models: GET /v1/models answered {status}. Is --url right?")
+    named = [card for card in cards if model in (None, card["id"])]
+    if not named:
+        raise NotFoundError(f"the server has no model {model!r}; it has {', '.join(card['id'] for card in cards)}.")
+    card = named[0]
+    return Target(
+        model=card["id"],
+        max_model_len=card.get("max_model_len"),
+        vocab_size=vocab_size or card.get("vocab_size") or _vocab_size_of(card.get("root")),
+        version=await _version(pool),
+    )
+
+
+def _vocab_size_of(root: str | None) -> int | None:
+    """Reads the vocabulary's size from the model's folder, when the server runs on this machine."""
+    try:
+        return read_model_config(find_model(root)).vocab_size if root else None
+    except ModelError:
+        return None
+
+
+async def _version(pool: Pool) -> str | None:
+    for route in ("/server_info", "/version"):
+        status, answer = await pool.ask("GET", route)
+        if status == 200 and isinstance(answer, dict) and answer.get("version"):
+            return str(answer["version"])
+    return None
+
+
+async def flush(pool: Pool) -> None:
+    """Empties the server's prefix cache.
+
+    Raises:
+        ConfigError: It has no route for it.
+    """
+    for route in FLUSH_ROUTES:
+        status, _ = await pool.ask("POST", route)
+        if status == 200:
+            return
+    raise ConfigError(
+        f"the server did not flush its cache: POST {' and '.join(FLUSH_ROUTES)} failed, the last with {status}. "
+        "Leave --flush-cache out and restart the server instead.",
+        param="flush_cache",
+    )
+
+
+class Counter(Protocol):
+    """Counts the tokens of texts."""
+
+    is_exact: bool
+
+    async def count(self, text: str) -> int:
+        """Returns the number of tokens, special ones around the text included; never less than the truth."""
+
+
+class TokenizerCounter:
+    """Counts with a tokenizer of this machine.
+
+    Args:
+        folder: Where ``tokenizer.json`` is.
+    """
+
+    is_exact = True
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.load(folder)
+
+    async def count(self, text: str) -> int:
+        """Encodes."""
+        return int(self._tokenizer.encode(text, add_special_tokens=True).size)
+
+
+class ServerCounter:
+    """Lets the server count."""
+
+    is_exact = True
+
+    def __init__(self, pool: Pool, model: str) -> None:
+        self._pool = pool
+        self._model = model
+
+    async def count(self, text: str) -> int:
+        """Asks ``/tokenize``."""
+        status, answer = await self._pool.ask("POST", "/tokenize", {"model": self._model, "prompt": text})
+        if status != 200:
+            raise UnavailableError(f"/tokenize answered {status}. Give --tokenizer, the model's folder.")
+        return int(answer["count"])
+
+
+class EstimatingCounter:
+    """Estimates from the characters per token of one text.
+
+    Args:
+        tokens_per_char: As measured.
+    """
+
+    is_exact = False
+
+    def __init__(self, tokens_per_char: float) -> None:
+        self._tokens_per_char = tokens_per_char * ESTIMATE_MARGIN
+
+    async def count(self, text: str) -> int:
+        """Multiplies."""
+        return int(len(text) * self._tokens_per_char) + 1
+
+
+async def make_counter(pool: Pool, client: Client, target: Target, folder: Path | None, text: str) -> Counter:
+    """Chooses the most exact way of counting there is.
+
+    Args:
+        pool: Connections to the server.
+        client: Sends the request whose usage is read when there is no other way.
+        target: The server's model.
+        folder: The model's folder, or None.
+        text: Text like the ones to be counted.
+
+    Raises:
+        UnavailableError: The server tells no counts at all.
+    """
+    if folder is not None:
+        return TokenizerCounter(folder)
+    status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})
+    if status == 200 and isinstance(answer, dict) and isinstance(answer.get("count"), int):
+        return ServerCounter(pool, target.model)
+    probe, sample = text[:PROBE_CHARS], Sample()
+    await client.send(probe, 1, sample)
+    if sample.num_prompt < 1:
+        raise UnavailableError(
+            f"the server does not tell how long texts are in tokens ({sample.error or 'no usage'}). "
+            "Give --tokenizer, the model's folder."
+        )
+    return EstimatingCounter(sample.num_prompt / len(probe))

@@ -1,0 +1,217 @@
+"""``hiserve bench``: load against a server, chats against a server, throughput of the offline API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
+
+import hiserve
+from hiserve.bench import offline, online, report
+from hiserve.bench.datasets.synthetic import check_fits, random_prompts
+from hiserve.bench.goodput import goodput, parse_objectives
+from hiserve.bench.metrics import Summary, summarize
+from hiserve.bench.multiturn import by_round, num_without_ids
+from hiserve.bench.online import Outcome, Progress
+from hiserve.bench.options import (
+    Batch,
+    Connection,
+    Data,
+    Limits,
+    Load,
+    Objectives,
+    Pictures,
+    Results,
+    Rounds,
+    add_flags,
+    pick,
+)
+from hiserve.bench.plot import Plotter
+from hiserve.bench.record import about, prepare, raw, write
+from hiserve.config import Config, known, settings
+from hiserve.models.config import find_model, read_model_config
+
+AddSettings = Callable[[argparse.ArgumentParser], None]
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """One kind of benchmark.
+
+    Attributes:
+        summary: Its help sentence.
+        sections: Its options.
+        has_settings: It takes the engine's own flags as well.
+        run: Runs it and returns the exit status.
+    """
+
+    summary: str
+    sections: tuple[type[msgspec.Struct], ...]
+    has_settings: bool
+    run: Callable[[Config, Mapping[str, Any]], int]
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) -> None:
+    """Adds a parser for each kind of benchmark.
+
+    Args:
+        parser: Of ``hiserve bench``.
+        add_settings: Adds the engine's own flags to a parser.
+    """
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for name, kind in KINDS.items():
+        own = kinds.add_parser(name, help=kind.summary, description=kind.summary, allow_abbrev=False)
+        if kind.has_settings:
+            add_settings(own)
+        add_flags(own, *kind.sections)
+
+
+def run(config: Config, *, kind: str, **arguments: Any) -> int:
+    """Runs one benchmark.
+
+    Args:
+        config: The engine's settings, for ``offline``.
+        kind: Which benchmark.
+        arguments: Its options.
+
+    Returns:
+        The exit status: 1 when no request ended well.
+
+    Raises:
+        HiserveError: The options, the data, the server or the engine do not do.
+    """
+    output = pick(Results, arguments).output
+    if output is not None:
+        prepare(output)
+    return KINDS[kind].run(config, arguments)
+
+
+def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
+    data, load, limits = pick(Data, arguments), pick(Load, arguments), pick(Limits, arguments)
+    objectives_ms = parse_objectives(pick(Objectives, arguments).goodput)
+    plotter = _plotter(arguments)
+    console = Console(highlight=False)
+    with _progress(console) as progress:
+        outcome = _wait(online.serve(pick(Connection, arguments), data, load, limits, progress))
+    title = f"{data.dataset} on {outcome.target.model}"
+    summary = _show(console, title, outcome)
+    found = goodput(outcome.run, objectives_ms) if objectives_ms else None
+    if found is not None:
+        report.show_goodput(console, found)
+    _write(arguments, outcome, {"options": [data, load, limits], "summary": summary, "goodput": found})
+    if plotter is not None:
+        plotter.draw_run(title, outcome.run)
+    return int(not summary.num_ok)
+
+
+def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
+    rounds, limits = pick(Rounds, arguments), pick(Limits, arguments)
+    plotter = _plotter(arguments)
+    console = Console(highlight=False)
+    with _progress(console) as progress:
+        outcome = _wait(online.multiturn(pick(Connection, arguments), rounds, limits, progress))
+    title = f"{rounds.num_clients} chats of {rounds.num_rounds} rounds on {outcome.target.model}"
+    summary = _show(console, title, outcome)
+    found = by_round(outcome.run, rounds)
+    num_missing = num_without_ids(outcome.run)
+    report.show_rounds(console, found, num_missing)
+    extra = {"rounds": found, "replies_without_ids": num_missing}
+    _write(arguments, outcome, {"options": [rounds, limits], "summary": summary, **extra})
+    if plotter is not None:
+        plotter.draw_rounds(title, found)
+    return int(not summary.num_ok)
+
+
+def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
+    batch = pick(Batch, arguments)
+    model = config.model.model
+    workload = random_prompts(
+        num_prompts=batch.num_prompts,
+        input_length=batch.input_length,
+        output_length=batch.output_length,
+        range_ratio=batch.random_range_ratio,
+        vocab_size=read_model_config(find_model(model)).vocab_size,
+        seed=batch.seed,
+    )
+    given = {each.name: getattr(getattr(config, each.section), each.name) for each in settings().values()}
+    begin = time.perf_counter()
+    with hiserve.LLM(given.pop("model"), in_process=batch.in_process, **given) as llm:
+        start_s = time.perf_counter() - begin
+        check_fits(workload, known(llm.config.model.max_model_len))
+        summary = offline.measure(llm, workload, temperature=batch.temperature)
+        resolved = llm.config
+    report.show_offline(Console(highlight=False), f"offline on {model}", summary)
+    _write(arguments, None, {"options": [batch], "config": resolved, "start_s": start_s, "summary": summary})
+    return 0
+
+
+# The one table of benchmarks.
+KINDS = {
+    "serve": Kind(
+        "Send a data set to a server.", (Connection, Data, Load, Limits, Objectives, Results, Pictures), False, _serve
+    ),
+    "multiturn": Kind(
+        "Hold chats with a server in a closed loop.",
+        (Connection, Rounds, Limits, Results, Pictures),
+        False,
+        _multiturn,
+    ),
+    "offline": Kind("Measure the offline API's throughput.", (Batch, Results), True, _offline),
+}
+
+
+def _wait(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
+
+
+def _show(console: Console, title: str, outcome: Outcome) -> Summary:
+    summary = summarize(outcome.run)
+    report.show_notes(console, outcome.workload)
+    report.show_run(console, title, summary)
+    report.show_errors(console, outcome.run)
+    return summary
+
+
+def _plotter(arguments: Mapping[str, Any]) -> Plotter | None:
+    path = pick(Pictures, arguments).plot
+    return None if path is None else Plotter(path)
+
+
+def _write(arguments: Mapping[str, Any], outcome: Outcome | None, figures: dict[str, Any]) -> None:
+    """Writes the result file, if one is wanted."""
+    output = pick(Results, arguments).output
+    if output is None:
+        return
+    content = about(shlex.join(["hiserve", *sys.argv[1:]]), f"hiserve {hiserve.__version__}")
+    if outcome is not None:
+        content |= {"server": outcome.target, "backend": outcome.backend, "asking": outcome.asking}
+        figures |= {"workload": outcome.workload.name, "notes": outcome.workload.notes, "samples": raw(outcome.run)}
+    write(output, content | figures)
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    """Shows how many requests are done, where somebody may be watching."""
+    if not console.is_terminal:
+        yield lambda _: lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ProgressBar(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def begin(num_requests: int) -> Callable[[], None]:
+            bar.update(task, description="requests", total=num_requests)
+            return lambda: bar.advance(task)
+
+        yield begin
