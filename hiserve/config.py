@@ -137,7 +137,7 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: Annotated[
         float,
         about(
-            "Longest a request may wait for a worker, then it ends with 504; 0 is no limit.",
+            "Longest a request may wait for a worker, then it ends with 503; 0 is no limit.",
             unit="s",
             least=0,
             most=86_400,

@@ -12,7 +12,7 @@ HiserveError                 base: fact, limit and remedy in one message
 │   └── ForbiddenError       the key may not do this                               (HTTP 403)
 ├── OverloadedError          the queue is full                                     (HTTP 429)
 ├── UnavailableError         starting, draining or without a worker                (HTTP 503)
-├── DeadlineError            the request waited longer than it may                 (HTTP 504)
+├── DeadlineError            the request waited longer than it may                 (HTTP 503)
 └── EngineError              the engine failed this request                        (HTTP 500)
 InvariantError               our own fault: state that must never exist (not a HiserveError)
 """
@@ -115,7 +115,7 @@ class UnavailableError(HiserveError):
 class DeadlineError(HiserveError):
     """The request waited in the queue longer than it may."""
 
-    status = 504
+    status = 503
     code = "queue_timeout"
 
 
