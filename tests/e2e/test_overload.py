@@ -1,0 +1,176 @@
+"""Ten times too much work, deadlines, and readers that do not read: what is promised is kept, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live import Live, serve
+
+ROWS = 4
+QUEUED = 8
+CAPACITY = ROWS + 1 + QUEUED  # a worker holds one more than its rows
+QUEUE_TIMEOUT_S = 1.5
+REQUEST_TIMEOUT_S = 6.0
+SMALL = ("--max-running-requests", str(ROWS), "--kv-pages", "600", "--max-model-len", "2048", "--cpu-threads", "1")
+LIMITS = ("--max-queued-requests", str(QUEUED), "--queue-timeout-s", str(QUEUE_TIMEOUT_S))
+TIMEOUT = ("--request-timeout-s", str(REQUEST_TIMEOUT_S))
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serve(tmp_path_factory.mktemp("overload"), *SMALL, *LIMITS, *TIMEOUT, "--log-level", "warning") as server:
+        yield server
+
+
+def client(live: Live) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits, trust_env=False)
+
+
+def body(number: int, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": [10 + number % 3000, 11, 12, 13], "max_tokens": max_tokens, **GREEDY, **fields}
+
+
+def num_files(live: Live) -> int:
+    return len(os.listdir(f"/proc/{live.process.pid}/fd"))
+
+
+def check_nothing_left(live: Live, files: int) -> None:
+    (worker,) = live.wait_idle()["workers"]
+    stats = worker["stats"]
+    assert stats["free_pages"] + stats["evictable_pages"] == worker["num_pages"]
+    deadline = time.monotonic() + 10
+    while num_files(live) > files:
+        assert time.monotonic() < deadline, f"{num_files(live)} open files, {files} before"
+        time.sleep(0.05)
+
+
+async def test_ten_times_too_much_is_answered_or_refused_and_nothing_else(live: Live) -> None:
+    files = num_files(live)
+    async with client(live) as http:
+        alone = [(await http.post("/v1/completions", json=body(n, 48))).json()["choices"][0] for n in range(8)]
+
+        async def ask(number: int) -> tuple[int, float, httpx.Response]:
+            begin = time.monotonic()
+            response = await http.post("/v1/completions", json=body(number, 48))
+            return number, time.monotonic() - begin, response
+
+        results = await asyncio.gather(*(ask(number % 8) for number in range(10 * CAPACITY)))
+    statuses = Counter(response.status_code for _, _, response in results)
+    print(statuses)
+    assert set(statuses) <= {200, 429, 503}
+    assert statuses[200] >= CAPACITY - QUEUED
+    assert statuses[429] >= 5 * CAPACITY
+    for number, seconds, response in results:
+        if response.status_code == 200:
+            assert response.json()["choices"][0]["text"] == alone[number]["text"]
+        else:
+            assert response.headers["retry-after"].isdigit()
+            error = response.json()["error"]
+            assert error["code"] == ("overloaded" if response.status_code == 429 else "queue_timeout")
+            assert seconds < QUEUE_TIMEOUT_S + 3
+    await asyncio.to_thread(check_nothing_left, live, files + 1)
+
+
+async def test_a_request_that_waits_too_long_is_told_in_time_and_the_others_go_on(live: Live) -> None:
+    async with client(live) as http:
+        long = [asyncio.create_task(http.post("/v1/completions", json=body(n, 1500))) for n in range(ROWS + 1)]
+        await asyncio.sleep(0.3)
+        begin = time.monotonic()
+        late = await asyncio.gather(*(http.post("/v1/completions", json=body(n, 4)) for n in range(3)))
+        waited = time.monotonic() - begin
+        assert [response.status_code for response in late] == [503] * 3
+        assert QUEUE_TIMEOUT_S - 0.1 < waited < QUEUE_TIMEOUT_S + 2
+        assert "no worker was free" in late[0].json()["error"]["message"]
+        done = await asyncio.gather(*long)
+    for response in done:
+        assert response.status_code == 200
+        (choice,) = response.json()["choices"]
+        assert (choice["finish_reason"], response.json()["usage"]["completion_tokens"]) in {
+            ("length", 1500),
+            ("abort", response.json()["usage"]["completion_tokens"]),
+        }
+
+
+async def test_a_request_that_takes_too_long_ends_with_what_it_has(live: Live) -> None:
+    async with client(live) as http:
+        begin = time.monotonic()
+        tasks = [http.post("/v1/completions", json=body(n, 2000)) for n in range(ROWS)]
+        responses = await asyncio.gather(*tasks)
+        seconds = time.monotonic() - begin
+    for response in responses:
+        answer = response.json()
+        assert response.status_code == 200
+        if answer["choices"][0]["finish_reason"] == "length":  # a fast machine
+            assert seconds < REQUEST_TIMEOUT_S + 1
+            continue
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        assert 0 < answer["usage"]["completion_tokens"] < 2000
+        assert answer["choices"][0]["text"]
+        assert REQUEST_TIMEOUT_S - 0.5 < seconds < REQUEST_TIMEOUT_S + 3
+    live.wait_idle()
+
+
+async def test_readers_that_do_not_read_slow_nobody_down_and_leave_nothing(live: Live) -> None:
+    files = num_files(live)
+
+    async def seconds_of_a_reply() -> float:
+        async with client(live) as http:
+            begin = time.monotonic()
+            response = await http.post("/v1/completions", json=body(1, 32))
+            assert response.status_code == 200
+            return time.monotonic() - begin
+
+    before = statistics.median([await seconds_of_a_reply() for _ in range(5)])
+    host, port = live.url.removeprefix("http://").split(":")
+    sleepers = []
+    content = json.dumps(body(7, 1200, stream=True, return_token_ids=True, logprobs=5)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+    for _ in range(ROWS - 2):  # they hold rows; a reply of theirs is far larger than the sockets' buffers
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
+        writer.transport.pause_reading()
+        writer.write(head + content)
+        sleepers.append((reader, writer))
+    await asyncio.sleep(0.2)
+    during = statistics.median([await seconds_of_a_reply() for _ in range(5)])
+    print(f"{before:.3f} s before, {during:.3f} s with {len(sleepers)} readers asleep")
+    assert during < 5 * before + 0.5
+    for _, writer in sleepers:
+        writer.transport.abort()
+    await asyncio.to_thread(check_nothing_left, live, files + 1)
+
+
+async def test_a_half_closed_connection_gets_its_answer(live: Live) -> None:
+    host, port = live.url.removeprefix("http://").split(":")
+    content = json.dumps(body(3, 8)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head.encode() + content[: len(content) // 2])
+    await writer.drain()
+    writer.transport.abort()  # in the middle of the body
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(head.encode() + content)
+    await writer.drain()
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 200")
+    writer.close()
+    await writer.wait_closed()
+    live.wait_idle()
+
+
+def test_the_server_wrote_nothing_alarming(live: Live) -> None:
+    alarming = [line for line in Path(live.log).read_text().splitlines() if "Traceback" in line or "ERROR" in line]
+    assert not alarming
