@@ -32,10 +32,10 @@ from hiserve.server.connection import Connection
 from hiserve.server.gate import Gate
 from hiserve.server.metrics import Metrics
 from hiserve.server.shapes import ServedModel
-from hiserve.text.chat import ChatTemplate
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 from hiserve.text.replies import Replies
+from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 # Clients keep connections for a while; closing them earlier than they do makes their next request fail.
@@ -198,6 +198,7 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
             lifespan="on",
             log_config=None,
             access_log=False,
+            server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
         )

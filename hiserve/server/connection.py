@@ -14,6 +14,9 @@ from hiserve.server.failures import error_response
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 300.0
+# After a refusal the rest of the request is read and dropped for a while: closing at once would reset the
+# connection, and the client would lose the answer.
+LINGER_S = 2.0
 
 
 class Connection(HttpToolsProtocol):
@@ -29,6 +32,7 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = True
         self._num_idle_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the first request."""
@@ -41,12 +45,12 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what came, if the connection is still open."""
-        if self.transport.is_closing():
+        """Parses what came, unless the request was refused."""
+        if self._is_refused:
             return
         self._num_idle_bytes += len(data)
         super().data_received(data)
-        if self._num_idle_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_idle_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
 
     def on_message_begin(self) -> None:
@@ -64,32 +68,30 @@ class Connection(HttpToolsProtocol):
         """Hands the request to the application, if its head is not too large."""
         self._num_idle_bytes = 0
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if self.transport.is_closing():
-            return
         if num_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
+        if self._is_refused:
             return
+        super().on_headers_complete()
         self._is_in_head = False
         self._start_timer(BODY_TIMEOUT_S)
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of the body."""
         self._num_idle_bytes = 0
-        if not self.transport.is_closing():
+        if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Ends a request."""
         self._num_idle_bytes = 0
         self._stop_timer()
-        if not self.transport.is_closing():
+        if not self._is_refused:
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP."""
-        if not self.transport.is_closing():
-            self._refuse(error_response(400, "this is not a valid HTTP request.", code="invalid_http"))
+        self._refuse(error_response(400, "this is not a valid HTTP request.", code="invalid_http"))
 
     def _refuse_head(self) -> None:
         message = f"the head of the request is larger than {MAX_HEAD_BYTES} bytes. Send shorter headers."
@@ -99,20 +101,26 @@ class Connection(HttpToolsProtocol):
         self._timer = None
         if self.flow.read_paused:  # it is not the client that is late
             self._start_timer(BODY_TIMEOUT_S)
-        elif not self.transport.is_closing():
+        else:
             self._refuse(error_response(408, "the request did not arrive in time.", code="request_timeout"))
 
     def _refuse(self, response: Response) -> None:
-        """Answers, where no other answer would be cut by it, and closes the connection."""
+        """Answers, where no other answer would be cut by it, and ends the connection. The first refusal counts."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
         self._stop_timer()
         cycle: RequestResponseCycle | None = self.cycle
         is_idle = cycle is None or cycle.response_complete
-        if not self.pipeline and (self._is_in_head if is_idle else not self.cycle.response_started):
-            headers = [*response.raw_headers, (b"x-request-id", secrets.token_hex(16).encode())]
-            head = b"".join(b"%b: %b\r\n" % header for header in headers)
-            body = bytes(response.body)
-            self.transport.write(STATUS_LINE[response.status_code] + head + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
+        if self.pipeline or not (self._is_in_head if is_idle else not self.cycle.response_started):
+            self.transport.close()
+            return
+        headers = [*response.raw_headers, (b"x-request-id", secrets.token_hex(16).encode())]
+        head = b"".join(b"%b: %b\r\n" % header for header in headers)
+        body = bytes(response.body)
+        self.transport.write(STATUS_LINE[response.status_code] + head + b"connection: close\r\n\r\n" + body)
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _start_timer(self, timeout_s: float) -> None:
         self._stop_timer()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,9 +13,11 @@ import pytest
 import pytest_asyncio
 
 from hiserve.commands import serve
+from hiserve.config import make_config
 from hiserve.errors import EngineError, ResourceError
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.unit.server.conftest import Server, make_server, reply_script
+from tests.helpers.running import Running
+from tests.unit.server.conftest import make_server, reply_script
 
 
 def test_a_port_in_use_is_one_clear_error() -> None:
@@ -40,61 +41,31 @@ def test_the_url_shows_the_real_port() -> None:
         assert serve.url_of(listener).startswith("http://[::1]:")
 
 
-class Running:
-    """``serve`` in this process, over a real socket."""
-
-    def __init__(self, made: Server, drain_timeout_s: float = 30) -> None:
-        self.server = made
-        self.hold = asyncio.Event()
-        self.listener: socket.socket = serve.bind("127.0.0.1", 0)
-        self.task = asyncio.create_task(
-            serve.serve(made.app, made.gate, self.listener, drain_timeout_s=drain_timeout_s)
-        )
-        self.client = httpx.AsyncClient(base_url=serve.url_of(self.listener), timeout=10)
-
-    async def ready(self) -> None:
-        for _ in range(500):
-            try:
-                if (await self.client.get("/ready")).status_code == 200:
-                    return
-            except httpx.ConnectError:
-                pass
-            await asyncio.sleep(0.01)
-        raise AssertionError("never ready")
-
-    async def open_stream(self) -> asyncio.Task[str]:
-        """Opens a chat stream that waits before its second token."""
-
-        async def step(index: int) -> None:
-            if index == 1:
-                await self.hold.wait()
-
-        self.server.engine.step = step
-        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-        begun = asyncio.Event()
-
-        async def read() -> str:
-            text = ""
-            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
-                async for chunk in response.aiter_text():
-                    text += chunk
-                    begun.set()
-            return text
-
-        task = asyncio.create_task(read())
-        await asyncio.wait_for(begun.wait(), 5)
-        return task
+@pytest.mark.parametrize(
+    ("host", "settings", "is_warned"),
+    [
+        ("0.0.0.0", {}, True),
+        ("::", {}, True),
+        ("0.0.0.0", {"api_key": "k"}, False),
+        ("0.0.0.0", {"admin_api_key": "k"}, True),
+        ("127.0.0.1", {}, False),
+        ("127.9.9.9", {}, False),
+        ("::1", {}, False),
+    ],
+)
+def test_an_open_server_is_warned_about(
+    caplog: pytest.LogCaptureFixture, host: str, settings: dict[str, Any], is_warned: bool
+) -> None:
+    with serve.bind(host, 0) as listener:
+        serve.warn_if_open(listener, make_config(**settings).server)
+    assert ("without --api-key" in caplog.text) == is_warned
 
 
 @pytest_asyncio.fixture
 async def running() -> AsyncIterator[Running]:
     made = Running(make_server(FakeEngineClient(script=lambda prompt: reply_script())))
     yield made
-    await made.client.aclose()
-    if not made.task.done():
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(made.task, 10)
-    made.listener.close()
+    await made.stop()
 
 
 async def test_it_says_where_it_listens_once_the_model_is_ready(running: Running, capsys: Any) -> None:

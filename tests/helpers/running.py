@@ -1,0 +1,76 @@
+"""``serve`` in this process: the engine is a fake, sockets and HTTP are real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import Any
+
+import httpx
+
+from hiserve.commands import serve
+
+
+class Running:
+    """``serve`` in this process, over a real socket."""
+
+    def __init__(self, made: Any, drain_timeout_s: float = 30) -> None:
+        self.server = made
+        self.hold = asyncio.Event()
+        self.listener: socket.socket = serve.bind("127.0.0.1", 0)
+        self.task = asyncio.create_task(
+            serve.serve(made.app, made.gate, self.listener, drain_timeout_s=drain_timeout_s)
+        )
+        self.client = httpx.AsyncClient(base_url=serve.url_of(self.listener), timeout=10)
+
+    async def ready(self) -> None:
+        for _ in range(500):
+            try:
+                if (await self.client.get("/ready")).status_code == 200:
+                    return
+            except httpx.ConnectError:
+                pass
+            await asyncio.sleep(0.01)
+        raise AssertionError("never ready")
+
+    async def open_stream(self) -> asyncio.Task[str]:
+        """Opens a chat stream that waits before its second token."""
+
+        async def step(index: int) -> None:
+            if index == 1:
+                await self.hold.wait()
+
+        self.server.engine.step = step
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        begun = asyncio.Event()
+
+        async def read() -> str:
+            text = ""
+            async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+                async for chunk in response.aiter_text():
+                    text += chunk
+                    begun.set()
+            return text
+
+        task = asyncio.create_task(read())
+        await asyncio.wait_for(begun.wait(), 5)
+        return task
+
+    async def say(self, raw: bytes) -> bytes:
+        """Sends bytes and reads until the server closes."""
+        reader, writer = await asyncio.open_connection(*self.listener.getsockname())
+        writer.write(raw)
+        try:
+            return await asyncio.wait_for(reader.read(), 5)
+        finally:
+            writer.close()
+
+    async def stop(self) -> None:
+        """Ends the server."""
+        await self.client.aclose()
+        if not self.task.done():
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(self.task, 10)
+        self.listener.close()

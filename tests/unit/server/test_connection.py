@@ -1,0 +1,206 @@
+"""Clients that are broken or mean no good, over real sockets: each gets one clear answer, and none stays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from hiserve.commands import serve
+from hiserve.server import connection
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.helpers.running import Running
+from tests.unit.server.conftest import make_server, reply_script
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+BODY = b'{"prompt":"Hi","max_tokens":4}'
+GOOD = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest_asyncio.fixture
+async def running(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Running]:
+    caplog.set_level(logging.CRITICAL, logger="uvicorn.error")
+    made = Running(make_server(FakeEngineClient(script=lambda prompt: reply_script()), max_request_bytes=1000))
+    await made.ready()
+    yield made
+    await made.stop()
+
+
+def parse(answer: bytes) -> tuple[int, dict[str, str], Any]:
+    """Splits one response; fails if there is another behind it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    assert len(body) == int(headers["content-length"]), answer
+    return int(status.split()[1]), headers, json.loads(body)
+
+
+def assert_refused(answer: bytes, status: int, code: str) -> None:
+    got, headers, body = parse(answer)
+    assert (got, body["error"]["code"]) == (status, code)
+    assert headers["connection"] == "close"
+    assert headers["content-type"] == "application/json"
+    assert headers["x-request-id"]
+
+
+BAD_HTTP = [
+    b"hello\r\n\r\n",
+    b"GET\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
+    b"GET \xff\xfe HTTP/1.1\r\n\r\n",
+    b"CONNECT x HTTP/1.1\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+    b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    HEAD + b"transfer-encoding: chunked\r\n\r\nnot a length\r\n",
+]
+
+
+@pytest.mark.parametrize("raw", BAD_HTTP, ids=range(len(BAD_HTTP)))
+async def test_what_is_not_http_is_a_400_in_our_shape(running: Running, raw: bytes) -> None:
+    assert_refused(await running.say(raw), 400, "invalid_http")
+    assert (await running.client.get("/health")).status_code == 200
+
+
+HUGE_HEADS = {
+    "one header": b"GET / HTTP/1.1\r\nx: " + b"a" * 2_000_000,
+    "many headers": b"GET / HTTP/1.1\r\n" + b"x: aaaaaaaaaa\r\n" * 100_000,
+    "an address": b"GET /" + b"a" * 2_000_000,
+    "complete": b"GET / HTTP/1.1\r\nx: " + b"a" * 66_000 + b"\r\n\r\n",
+    "trailers": HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"x: aaaaaaaaaa\r\n" * 100_000,
+    "chunk extensions": HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1;" + b"a" * 2_000_000,
+}
+
+
+@pytest.mark.parametrize("kind", HUGE_HEADS)
+async def test_a_head_without_end_is_a_431(running: Running, kind: str) -> None:
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+    raw, answer = HUGE_HEADS[kind], b""
+    try:
+        for start in range(0, len(raw), 10_000):  # stop when the answer is there, as a client does
+            writer.write(raw[start : start + 10_000])
+            await asyncio.sleep(0)
+            await writer.drain()
+            if reader._buffer:  # type: ignore[attr-defined]
+                break
+        answer = await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        answer = answer or bytes(reader._buffer)  # type: ignore[attr-defined]
+    finally:
+        writer.close()
+    assert_refused(answer, 431, "headers_too_large")
+    assert running.server.engine.seen == []
+
+
+async def test_a_large_head_within_the_limit_is_served(running: Running) -> None:
+    assert (await running.client.get("/health", headers={"x": "a" * 60_000})).status_code == 200
+
+
+async def test_trailers_are_not_headers(running: Running) -> None:
+    chunk = b"%x\r\n%b\r\n" % (len(BODY), BODY)
+    raw = HEAD + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n" + chunk + b"0\r\nx-request-id: t\r\n\r\n"
+    answer = await running.say(raw)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"x-request-id: t\r\n" not in answer
+
+
+async def test_a_large_body_is_a_413_that_the_client_can_read(running: Running) -> None:
+    """Also one that is many times what the sockets buffer."""
+    answer = await running.client.post("/v1/completions", content=b"x" * 20_000_000)
+    assert answer.status_code == 413
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b"x" * 100_000
+
+    answer = await running.client.post("/v1/completions", content=chunks())
+    assert answer.status_code == 413
+    assert (await running.client.post("/v1/completions", content=BODY)).status_code == 200
+
+
+@pytest.mark.parametrize("raw", [b"", b"GET /hea", HEAD, HEAD + b"content-length: 10\r\n\r\n12345"], ids=range(4))
+async def test_a_request_that_does_not_arrive_is_a_408(
+    running: Running, monkeypatch: pytest.MonkeyPatch, raw: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.1)
+    assert_refused(await running.say(raw), 408, "request_timeout")
+
+
+async def test_a_drip_of_header_bytes_does_not_keep_a_connection(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+
+    async def drip() -> None:
+        for _ in range(100):
+            writer.write(b"G" if _ == 0 else b"E" if _ == 1 else b"T" if _ == 2 else b" " if _ == 3 else b"/")
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(drip())
+    assert_refused(await asyncio.wait_for(reader.read(), 2), 408, "request_timeout")
+    task.cancel()
+    writer.close()
+
+
+async def test_a_reply_that_takes_longer_than_a_request_may_is_not_cut(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.05)
+
+    async def step(_: int) -> None:
+        await asyncio.sleep(0.02)
+
+    running.server.engine.step = step
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+    for _ in range(2):  # the second request comes over the same connection, after a pause
+        writer.write(GOOD)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 200")
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
+        await asyncio.sleep(0.1)
+    writer.close()
+
+
+async def test_a_client_that_stops_reading_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "PEER_TIMEOUT_S", 1)
+    monkeypatch.setattr(serve, "KEEP_IDLE_S", 1)
+    engine = FakeEngineClient(script=lambda prompt: [[100] * 10] * 200_000)
+    running = Running(make_server(engine))
+    await running.ready()
+    peer = socket.socket()
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    peer.connect(running.listener.getsockname())
+    body = b'{"prompt":"Hi","stream":true}'
+    peer.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+    async with asyncio.timeout(20):
+        while not (engine.seen and engine.seen[0].aborted):
+            await asyncio.sleep(0.05)
+    peer.close()
+    await running.stop()
+
+
+async def test_a_client_that_closes_its_half_ends_its_request(running: Running) -> None:
+    async def hang(_: int) -> None:
+        await asyncio.Event().wait()
+
+    running.server.engine.step = hang
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+    writer.write(GOOD)
+    while not running.server.engine.seen:
+        await asyncio.sleep(0.005)
+    writer.write_eof()
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    async with asyncio.timeout(2):
+        while not running.server.engine.seen[0].aborted:
+            await asyncio.sleep(0.005)
+    writer.close()
