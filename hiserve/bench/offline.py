@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
-from hiserve.bench.request import Workload, mirrored
+from hiserve.bench.request import Workload
 from hiserve.core.request import SamplingParams
 
 
@@ -56,9 +57,9 @@ def measure(engine: Engine, workload: Workload, *, temperature: float) -> Offlin
         temperature: Sampling temperature.
     """
     turns = [turns[0] for turns in workload.sessions]
-    prompts = [turn.prompt for turn in turns]
+    prompts = [np.asarray(turn.prompt).tolist() for turn in turns]
     params = [SamplingParams(temperature=temperature, max_tokens=turn.max_tokens, ignore_eos=True) for turn in turns]
-    engine.generate([mirrored(prompts[0])], params[0])
+    engine.generate([prompts[0][::-1]], params[0])
     begin = time.perf_counter()
     outputs = engine.generate(prompts, params)
     duration_s = time.perf_counter() - begin

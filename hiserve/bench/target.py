@@ -7,11 +7,12 @@ from typing import Protocol
 
 import msgspec
 
+from hiserve.bench.backends import words_of
 from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
 from hiserve.bench.request import Sample
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
-from hiserve.models.config import find_model, read_model_config
+from hiserve.models.config import NANO, find_model, read_model_config
 from hiserve.text.tokenizer import Tokenizer
 
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
@@ -74,15 +75,23 @@ async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | Non
     return Target(
         model=card["id"],
         max_model_len=card.get("max_model_len"),
-        vocab_size=vocab_size or card.get("vocab_size") or _vocab_size_of(card.get("root")),
+        vocab_size=vocab_size or await _told_vocab_size(pool) or _vocab_size_of(card.get("root")),
         version=await _version(pool),
     )
 
 
+async def _told_vocab_size(pool: Pool) -> int | None:
+    status, answer = await pool.ask("GET", "/get_model_info")
+    told = answer.get("vocab_size") if status == 200 and isinstance(answer, dict) else None
+    return told if isinstance(told, int) else None
+
+
 def _vocab_size_of(root: str | None) -> int | None:
-    """Reads the vocabulary's size from the model's folder, when the server runs on this machine."""
+    """Reads the vocabulary's size from the model's folder, when that is on this machine; downloads nothing."""
+    if not root or not (root == NANO or Path(root).is_dir()):
+        return None
     try:
-        return read_model_config(find_model(root)).vocab_size if root else None
+        return read_model_config(find_model(root)).vocab_size
     except ModelError:
         return None
 
@@ -99,15 +108,16 @@ async def flush(pool: Pool) -> None:
     """Empties the server's prefix cache.
 
     Raises:
-        ConfigError: It has no route for it.
+        ConfigError: It has no route for it, or refuses.
     """
+    refusals = []
     for route in FLUSH_ROUTES:
-        status, _ = await pool.ask("POST", route)
+        status, answer = await pool.ask("POST", route)
         if status == 200:
             return
+        refusals.append(f"POST {route} answered {status} ({words_of(answer)})")
     raise ConfigError(
-        f"the server did not flush its cache: POST {' and '.join(FLUSH_ROUTES)} failed, the last with {status}. "
-        "Leave --flush-cache out and restart the server instead.",
+        f"the server did not flush its cache: {', '.join(refusals)}. Leave --flush-cache out and restart it instead.",
         param="flush_cache",
     )
 

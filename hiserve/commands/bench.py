@@ -39,7 +39,7 @@ from hiserve.bench.options import (
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, prepare, raw, write
-from hiserve.config import Config, known, settings
+from hiserve.config import Config, flat, known, without_secrets
 from hiserve.models.config import find_model, read_model_config
 
 AddSettings = Callable[[argparse.ArgumentParser], None]
@@ -140,16 +140,15 @@ def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
         input_length=batch.input_length,
         output_length=batch.output_length,
         range_ratio=batch.random_range_ratio,
-        vocab_size=read_model_config(find_model(model)).vocab_size,
+        vocab_size=read_model_config(find_model(model, config.model.revision)).vocab_size,
         seed=batch.seed,
     )
-    given = {each.name: getattr(getattr(config, each.section), each.name) for each in settings().values()}
     begin = time.perf_counter()
-    with hiserve.LLM(given.pop("model"), in_process=batch.in_process, **given) as llm:
+    with hiserve.LLM(in_process=batch.in_process, **flat(config)) as llm:
         start_s = time.perf_counter() - begin
         check_fits(workload, known(llm.config.model.max_model_len))
         summary = offline.measure(llm, workload, temperature=batch.temperature)
-        resolved = llm.config
+        resolved = without_secrets(llm.config)
     report.show_offline(Console(highlight=False), f"offline on {model}", summary)
     _write(arguments, None, {"options": [batch], "config": resolved, "start_s": start_s, "summary": summary})
     return 0
