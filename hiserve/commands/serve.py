@@ -141,7 +141,8 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
     configured = time.monotonic()
     name = config.server.served_model_name or Path(config.model.model).expanduser().resolve().name
     tokenizer = Tokenizer.load(folder, model.eos_token_ids)
-    template = ChatTemplate.load(folder)
+    override = config.model.chat_template
+    template = ChatTemplate.load(folder, None if override is None else Path(override))
     if template is None:
         logger.warning("the model has no chat template: /v1/chat/completions is off, /v1/completions works")
     spelling = Spelling(tokenizer)

@@ -24,9 +24,10 @@ from hiserve.errors import ConfigError, ContextLengthError, RequestError, Unavai
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.models.config import ModelConfig, find_model, read_model_config
-from hiserve.text.chat import ChatTemplate, check_text, parse_messages
+from hiserve.text.chat import ChatRequest, check_text, parse_messages
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
+from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class LLM:
         self.config = resolved.config
         self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
         self._spelling = Spelling(self.tokenizer)
-        self._template = ChatTemplate.load(folder)
+        override = self.config.model.chat_template
+        self._template = ChatTemplate.load(folder, None if override is None else Path(override))
         self.default_sampling = _defaults(self.config, model_config)
         self._vocab_size = model_config.vocab_size
         self._is_closed = False
@@ -154,7 +156,7 @@ class LLM:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; give a prompt.", param="messages")
-        text = self._template.render(parse_messages(messages))
+        text = self._template.render(ChatRequest(messages=parse_messages(messages)))
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).tolist()
         self._check_length(len(ids), "messages")
         return ids

@@ -1,100 +1,111 @@
-"""Chat messages to one text, by the model's chat template."""
+"""What a chat request says: messages, tools, documents, and how the template is to render them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgspec
 
-from hiserve.errors import ModelError, RequestError
+from hiserve.errors import RequestError
 
-Message = dict[str, str]
+Message = dict[str, Any]
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
-NOT_TEXT = ("tool_calls", "function_call", "audio")
-# What a template may raise over messages it was not written for.
-TEMPLATE_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError)
+NOT_SERVED = {
+    "function_call": "use tool_calls",
+    "audio": "use text",
+    "refusal": "put it in the content",
+}
+PLAIN_FIELDS = ("name", "tool_call_id", "reasoning_content")
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+# Of an object that a client passes through to the template.
+MAX_DEPTH = 32
+MAX_VALUES = 100_000
 
 
-class ChatTemplate:
-    """A compiled chat template.
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the prompt of a conversation is made from.
 
-    It comes with the model, so it runs in a sandbox; the settings and helpers are those that templates
-    are written for (Hugging Face transformers).
+    Attributes:
+        messages: As ``parse_messages`` returns them.
+        tools: OpenAI function tools, or None.
+        documents: For templates that cite them, or None.
+        template_kwargs: More variables for the template, by name.
+        add_generation_prompt: End the prompt with the start of the assistant's reply.
+        continue_final_message: End the prompt inside the last message, so that the model goes on with it.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Compiles the template.
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
-        Args:
-            source: Jinja source.
-            special_tokens: Names such as ``bos_token`` that the template may use.
+    @property
+    def num_chars(self) -> int:
+        """About how many characters a prompt has that shows everything."""
+        framing = 16 * len(self.messages)
+        contents = sum(len(message["content"]) for message in self.messages)
+        more = [self.tools, self.documents, self.template_kwargs]
+        return framing + contents + (len(json.dumps(more)) if any(more) else 0)
 
-        Raises:
-            ModelError: The source is not valid Jinja.
-        """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Reads the fields of a request that the chat template sees.
+
+    ``tool_choice`` ``none`` leaves the tools out: a model that does not know them does not call them.
+    ``continue_final_message`` is without a generation prompt, also when ``add_generation_prompt`` is not given.
+
+    Args:
+        body: The parsed body; other fields are left alone.
+
+    Raises:
+        RequestError: Something is malformed or not supported; ``param`` says where.
+    """
+    continues = _flag(body, "continue_final_message", default=False)
+    adds_prompt = _flag(body, "add_generation_prompt", default=not continues)
+    if continues and adds_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other; set one of them to false.",
+            param="continue_final_message",
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}.") from None
-        self._special_tokens = dict(special_tokens or {})
-
-    @classmethod
-    def load(cls, folder: Path) -> ChatTemplate | None:
-        """Reads ``chat_template.jinja`` or the ``chat_template`` of ``tokenizer_config.json``.
-
-        Returns:
-            The template, or None when the model has none.
-
-        Raises:
-            ModelError: A file cannot be read or the template is not valid.
-        """
-        config = _read_config(folder / "tokenizer_config.json")
-        alone = folder / "chat_template.jinja"
-        source = alone.read_text(encoding="utf-8") if alone.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source is None:
-            return None
-        tokens = {name: _token_text(value) for name, value in config.items() if name.endswith("_token")}
-        return cls(source, {name: text for name, text in tokens.items() if text is not None})
-
-    def render(self, messages: Sequence[Message]) -> str:
-        """Returns the prompt: all messages, and the start of the assistant's reply.
-
-        Raises:
-            RequestError: The template refuses these messages.
-        """
-        try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except TEMPLATE_FAILURES as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+    if body.get("chat_template") is not None:
+        raise RequestError(
+            "chat_template is not supported in a request; the operator sets it (--chat-template).",
+            param="chat_template",
+        )
+    tools = _parse_tools(body.get("tools"))
+    return ChatRequest(
+        messages=parse_messages(body.get("messages")),
+        tools=None if body.get("tool_choice") == "none" else tools,
+        documents=_parse_documents(body.get("documents")),
+        template_kwargs=_parse_kwargs(body.get("chat_template_kwargs")),
+        add_generation_prompt=adds_prompt,
+        continue_final_message=continues,
+    )
 
 
 def parse_messages(value: Any) -> list[Message]:
     """Checks the ``messages`` of a request and brings their contents to plain text.
 
-    A content is a string or a list of text parts, which are joined. ``developer`` becomes ``system``.
-    Other fields of a message are kept where they are strings (``name``, ``tool_call_id``).
+    - A content is a string or a list of text parts, which are joined. A missing content of an assistant
+      that calls tools is the empty text.
+    - ``developer`` becomes ``system``.
+    - The ``arguments`` of a tool call are a JSON text; templates expect the object that it spells. A text that
+      does not spell an object (a model may have written it) stays a text.
+    - Other fields of a message are kept where they are strings (``name``, ``tool_call_id``,
+      ``reasoning_content``).
 
     Raises:
         RequestError: Something is malformed or not supported; ``param`` says where.
     """
     if not isinstance(value, list) or not value:
         raise RequestError("messages must be a list with at least one message.", param="messages")
+    if len(value) > MAX_MESSAGES:
+        raise RequestError(f"messages has {len(value)} entries; the most is {MAX_MESSAGES}.", param="messages")
     return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(value)]
 
 
@@ -104,15 +115,24 @@ def _parse_message(value: Any, where: str) -> Message:
     role = value.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
-    for name in NOT_TEXT:
+    for name, remedy in NOT_SERVED.items():
         if value.get(name):
-            raise RequestError(f"{where}.{name} is not supported yet.", param=f"{where}.{name}")
-    kept = {name: text for name, text in value.items() if isinstance(text, str)}
-    kept["role"] = "system" if role == "developer" else role
-    kept["content"] = _parse_content(value.get("content"), f"{where}.content")
-    for name, text in kept.items():
+            raise RequestError(f"{where}.{name} is not supported; {remedy}.", param=f"{where}.{name}")
+    for name in PLAIN_FIELDS:
+        if not isinstance(value.get(name), str | None):
+            raise RequestError(f"{where}.{name} must be a string.", param=f"{where}.{name}")
+    message: Message = {name: text for name, text in value.items() if isinstance(text, str)}
+    message["role"] = "system" if role == "developer" else role
+    calls = _parse_tool_calls(value.get("tool_calls"), role, f"{where}.tool_calls")
+    if calls and value.get("content") is None:
+        message["content"] = ""
+    else:
+        message["content"] = _parse_content(value.get("content"), f"{where}.content")
+    for name, text in message.items():
         check_text(text, f"{where}.{name}" if name in value else where)
-    return kept
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def _parse_content(value: Any, where: str) -> str:
@@ -132,6 +152,117 @@ def _parse_content(value: Any, where: str) -> str:
     return "".join(texts)
 
 
+def _parse_tool_calls(value: Any, role: str, where: str) -> list[dict[str, Any]]:
+    if not value:
+        return []
+    if role != "assistant" or not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise RequestError(
+            f"{where} must be a list of at most {MAX_TOOLS} calls, in a message of the assistant.", param=where
+        )
+    return [_parse_tool_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
+
+
+def _parse_tool_call(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.get("type", "function") != "function":
+        raise RequestError(f"{where} must be an object of type function.", param=f"{where}.type")
+    if not isinstance(value.get("id"), str | None):
+        raise RequestError(f"{where}.id must be a string.", param=f"{where}.id")
+    function = _parse_function(value, where)
+    arguments = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        arguments = _parse_arguments(arguments)
+    elif not isinstance(arguments, dict):
+        raise RequestError(f"{where}.function.arguments must be a JSON text.", param=f"{where}.function.arguments")
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if value.get("id") is not None:
+        call["id"] = value["id"]
+    check_json(call, where)
+    return call
+
+
+def _parse_arguments(text: str) -> str | dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _parse_function(value: dict[str, Any], where: str) -> dict[str, Any]:
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise RequestError(f"{where}.function must be an object with a name.", param=f"{where}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where}.function.name must be a string.", param=f"{where}.function.name")
+    return function
+
+
+def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or len(value) > MAX_TOOLS:
+        raise RequestError(f"tools must be a list of at most {MAX_TOOLS} tools.", param="tools")
+    for i, tool in enumerate(value):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(f"{where} must be an object of type function.", param=f"{where}.type")
+        function = _parse_function(tool, where)
+        if not isinstance(function.get("parameters"), dict | None):
+            raise RequestError(f"{where}.function.parameters must be an object.", param=f"{where}.function.parameters")
+        if not isinstance(function.get("description"), str | None):
+            raise RequestError(f"{where}.function.description must be a string.", param=f"{where}.function.description")
+    check_json(value, "tools")
+    return value
+
+
+def _parse_documents(value: Any) -> list[dict[str, Any]] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
+        raise RequestError("documents must be a list of objects.", param="documents")
+    check_json(value, "documents")
+    return value
+
+
+def _parse_kwargs(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError("chat_template_kwargs must be an object.", param="chat_template_kwargs")
+    check_json(value, "chat_template_kwargs")
+    return value
+
+
+def _flag(body: dict[str, Any], name: str, *, default: bool) -> bool:
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise RequestError(f"{name} must be true or false.", param=name)
+    return default if value is None else value
+
+
+def check_json(value: Any, param: str) -> None:
+    """Refuses parsed JSON that no template should walk through.
+
+    Raises:
+        RequestError: It is nested too deeply, has too many values, or a text in it is not valid Unicode.
+    """
+    level, num_values = [value], 0
+    for _ in range(MAX_DEPTH):
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            raise RequestError(f"{param} has more than {MAX_VALUES} values.", param=param)
+        for text in level:
+            if isinstance(text, str):
+                check_text(text, param)
+        inner = [part for part in level if isinstance(part, dict | list)]
+        level = [entry for part in inner for entry in part]
+        level += [entry for part in inner if isinstance(part, dict) for entry in part.values()]
+        if not level:
+            return
+    raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep.", param=param)
+
+
 def check_text(text: str, param: str) -> None:
     """Refuses lone surrogates, which JSON can spell but UTF-8 cannot.
 
@@ -144,34 +275,3 @@ def check_text(text: str, param: str) -> None:
         raise RequestError(
             f"{param} is not valid Unicode: a lone surrogate at character {error.start}.", param=param
         ) from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}.", param="model") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path.name} in {str(path.parent)!r} is not a JSON object.", param="model")
-    return config
-
-
-def _token_text(value: Any) -> str | None:
-    """Reads a special token in both spellings: a string, or an object with ``content``."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own ``tojson`` escapes HTML; prompts need the plain form."""
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat import ChatTemplate, Message
-from hiserve.text.replies import Replies, encode_messages
+from hiserve.text.chat import ChatRequest
+from hiserve.text.replies import Replies, encode_chat
+from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 # Encoding this many characters takes about 5 ms; longer texts go to a thread.
@@ -38,26 +40,35 @@ class Prompts:
         """Ends the threads; encodings that have not begun are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def encode_text(self, text: str, *, max_tokens: int) -> Int32Array:
-        """Returns the ids of a plain prompt, with the tokenizer's own special tokens, int32 ``[n]``.
+    async def encode_text(
+        self, text: str, *, max_tokens: int, add_special_tokens: bool = True, truncate: int | None = None
+    ) -> Int32Array:
+        """Returns the ids of a plain prompt, int32 ``[n]``.
 
         Args:
             text: Without lone surrogates.
             max_tokens: Context length; a text that cannot fit it is refused before it is encoded.
+            add_special_tokens: Add what the tokenizer puts around a text (such as a start token).
+            truncate: Keep the last so many tokens; -1 keeps as many as leave room for one more. The text may
+                then be of any length.
 
         Raises:
             ContextLengthError: The text is far too long.
         """
-        self._check_length(len(text), max_tokens, param="prompt")
-        return await self._off_loop(len(text), lambda: self._tokenizer.encode(text, add_special_tokens=True))
+        self._check_length(len(text), max_tokens, truncate, param="prompt")
+        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return truncated(await self._off_loop(len(text), encode), truncate, max_tokens)
 
-    async def encode_chat(self, messages: Sequence[Message], *, namespace: bytes, max_tokens: int) -> Int32Array:
+    async def encode_chat(
+        self, chat: ChatRequest, *, namespace: bytes, max_tokens: int, truncate: int | None = None
+    ) -> Int32Array:
         """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
 
         Args:
-            messages: As ``parse_messages`` returns them.
+            chat: The conversation.
             namespace: Digest that keeps tenants apart.
             max_tokens: Context length; messages that cannot fit it are refused before they are encoded.
+            truncate: As for ``encode_text``.
 
         Raises:
             RequestError: The model has no chat template, or it refuses these messages.
@@ -66,28 +77,33 @@ class Prompts:
         template = self._template
         if template is None:
             raise RequestError("this model has no chat template; use /v1/completions.", param="messages")
-        num_chars = sum(len(message["content"]) for message in messages)
-        self._check_length(num_chars, max_tokens, param="messages")
-        known = self._replies.recall(namespace, messages)
-        return await self._off_loop(num_chars, lambda: encode_messages(messages, known, template, self._tokenizer))
+        num_chars = sum(len(message["content"]) for message in chat.messages)
+        self._check_length(num_chars, max_tokens, truncate, param="messages")
+        known = self._replies.recall(namespace, chat)
+        encode = partial(encode_chat, chat, known, template, self._tokenizer)
+        return truncated(await self._off_loop(chat.num_chars, encode), truncate, max_tokens)
 
-    def remember(self, namespace: bytes, messages: Sequence[Message], text: str, ids: Sequence[int]) -> None:
+    def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
 
         Args:
             namespace: As given to ``encode_chat``.
-            messages: As given to ``encode_chat``.
+            chat: As given to ``encode_chat``.
             text: What the client received.
             ids: Everything generated, end token included.
         """
         end = len(ids)
         while end and ids[end - 1] in self._tokenizer.hidden_ids:
             end -= 1
-        self._replies.remember(namespace, messages, text, ids[:end])
+        self._replies.remember(namespace, chat, text, ids[:end])
 
-    def _check_length(self, num_chars: int, max_tokens: int, *, param: str) -> None:
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids, special tokens as they are spelled."""
+        return self._tokenizer.decode(ids, skip_hidden=False)
+
+    def _check_length(self, num_chars: int, max_tokens: int, truncate: int | None, *, param: str) -> None:
         least = num_chars // self._tokenizer.max_token_chars
-        if least > max_tokens:
+        if least > max_tokens and truncate is None:
             raise ContextLengthError(
                 f"{param} has {num_chars} characters, at least {least} tokens; the context is {max_tokens} tokens. "
                 "Shorten it.",
@@ -98,3 +114,16 @@ class Prompts:
         if num_chars <= INLINE_CHARS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+
+
+def truncated(ids: Int32Array, truncate: int | None, max_tokens: int) -> Int32Array:
+    """Keeps the end of a prompt, as ``truncate_prompt_tokens`` of a request says.
+
+    Args:
+        ids: int32 ``[n]``.
+        truncate: Tokens to keep; -1 keeps as many as leave room for one more in the context, None keeps all.
+        max_tokens: Context length.
+    """
+    if truncate is None:
+        return ids
+    return ids[-(max_tokens - 1 if truncate == -1 else truncate) :]

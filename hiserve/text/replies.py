@@ -7,15 +7,18 @@ of each reply are remembered under its conversation and put back into later prom
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
-from hiserve.text.chat import ChatTemplate, Message
+from hiserve.text.chat import ChatRequest
+from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 # Stands in for the content of message i. Private-use characters; a prompt that contains one itself is
@@ -51,46 +54,59 @@ class Replies:
         """Tokens remembered."""
         return self._num_tokens
 
-    def remember(self, namespace: bytes, messages: Sequence[Message], text: str, ids: Sequence[int]) -> None:
+    def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply.
 
         Args:
             namespace: Digest that keeps tenants apart.
-            messages: What the reply answers.
+            chat: What the reply answers. If it continues its last message, the reply is remembered with that
+                message, provided that the ids of that are known too.
             text: What the client received.
             ids: What was generated, end token not included.
         """
+        messages = chat.messages
+        if chat.continue_final_message:
+            begun = self.recall(namespace, chat).get(len(messages) - 1)
+            if begun is None:
+                return
+            *messages, last = messages
+            text, ids = last["content"] + text, [*begun.tolist(), *ids]
         if not ids or len(ids) > self._max_tokens:
             return
-        *_, key = _conversations(namespace, [*messages, {"role": "assistant", "content": text}])
+        answered = [*messages, {"role": "assistant", "content": text}]
+        *_, key = _reply_keys(namespace, msgspec.structs.replace(chat, messages=answered))
         self._num_tokens -= len(self._ids.pop(key, ()))
         self._ids[key] = np.array(ids, dtype=np.int32)
         self._num_tokens += len(ids)
         while len(self._ids) > self._max_entries or self._num_tokens > self._max_tokens:
             self._num_tokens -= len(self._ids.popitem(last=False)[1])
 
-    def recall(self, namespace: bytes, messages: Sequence[Message]) -> dict[int, Int32Array]:
-        """Returns the remembered ids of the assistant's messages, by index in ``messages``."""
+    def recall(self, namespace: bytes, chat: ChatRequest) -> dict[int, Int32Array]:
+        """Returns the remembered ids of the assistant's messages, by index in ``chat.messages``."""
         found = {}
-        for i, key in enumerate(_conversations(namespace, messages)):
-            if messages[i]["role"] == "assistant" and key in self._ids:
+        for i, key in enumerate(_reply_keys(namespace, chat)):
+            if chat.messages[i]["role"] == "assistant" and key in self._ids:
                 self._ids.move_to_end(key)
                 found[i] = self._ids[key]
         return found
 
 
-def _conversations(namespace: bytes, messages: Sequence[Message]) -> Iterator[bytes]:
-    """Yields one digest per message, each covering everything up to it."""
-    digest = namespace
-    for message in messages:
-        digest = namespace_digest(digest, message["role"], message["content"])
-        yield digest
+def _reply_keys(namespace: bytes, chat: ChatRequest) -> Iterator[bytes]:
+    """Yields one digest per message: of its words, and of everything before it that a template may show."""
+    setting = [chat.tools, chat.documents, chat.template_kwargs]
+    before = namespace_digest(namespace, json.dumps(setting)) if any(setting) else namespace
+    for message in chat.messages:
+        before = key = namespace_digest(before, message["role"], message["content"])
+        yield key
+        if len(message) > 2:  # a name, tool calls, ...
+            more = {name: value for name, value in message.items() if name not in ("role", "content")}
+            before = namespace_digest(key, json.dumps(more))
 
 
-def encode_messages(
-    messages: Sequence[Message], known: Mapping[int, Int32Array], template: ChatTemplate, tokenizer: Tokenizer
+def encode_chat(
+    chat: ChatRequest, known: Mapping[int, Int32Array], template: ChatTemplate, tokenizer: Tokenizer
 ) -> Int32Array:
-    """Renders messages and encodes them, with known ids in the places of known replies.
+    """Renders a conversation and encodes it, with known ids in the places of known replies.
 
     The template is rendered a second time with stand-ins for the known contents. If putting the contents
     back gives exactly the true text, the text is split there and only what lies between is tokenized::
@@ -102,7 +118,7 @@ def encode_messages(
     deeper into the contents (counts them, compares them) fails the comparison, and the text is encoded as it is.
 
     Args:
-        messages: As ``parse_messages`` returns them.
+        chat: The conversation.
         known: Ids of some assistant messages, by index. Those that do not decode to the text are not used.
         template: The model's template.
         tokenizer: The model's tokenizer.
@@ -113,9 +129,9 @@ def encode_messages(
     Raises:
         RequestError: The template refuses the messages.
     """
-    text = template.render(messages)
-    usable = {i: ids for i, ids in known.items() if _is_usable(ids, messages[i]["content"], text, tokenizer)}
-    pieces = _split(text, messages, usable, template) if usable else [text]
+    text = template.render(chat)
+    usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, tokenizer)}
+    pieces = _split(text, chat, usable, template) if usable else [text]
     return np.concatenate(
         [
             usable[int(piece)] if at % 2 else tokenizer.encode(piece, add_special_tokens=False)
@@ -130,15 +146,15 @@ def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -
     return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
 
 
-def _split(
-    text: str, messages: Sequence[Message], chosen: Mapping[int, Int32Array], template: ChatTemplate
-) -> list[str]:
+def _split(text: str, chat: ChatRequest, chosen: Mapping[int, Int32Array], template: ChatTemplate) -> list[str]:
     """Returns text, index, text, index, ..., text; or the text alone when the template does more than insert."""
-    marked = template.render(
-        [{**message, "content": _STAND_IN.format(i)} if i in chosen else message for i, message in enumerate(messages)]
-    )
+    messages = [
+        {**message, "content": _STAND_IN.format(i)} if i in chosen else message
+        for i, message in enumerate(chat.messages)
+    ]
+    marked = template.render(msgspec.structs.replace(chat, messages=messages))
     pieces = _STAND_IN_PATTERN.split(marked)
     if any(int(i) not in chosen for i in pieces[1::2]):
         return [text]
-    pieces_back = [messages[int(piece)]["content"] if at % 2 else piece for at, piece in enumerate(pieces)]
+    pieces_back = [chat.messages[int(piece)]["content"] if at % 2 else piece for at, piece in enumerate(pieces)]
     return pieces if "".join(pieces_back) == text else [text]

@@ -14,10 +14,10 @@ from hiserve.server.app import create_app
 from hiserve.server.gate import Gate
 from hiserve.server.metrics import Metrics
 from hiserve.server.shapes import ServedModel
-from hiserve.text.chat import ChatTemplate
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 from hiserve.text.replies import Replies
+from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient
