@@ -29,7 +29,6 @@ SAMPLING = frozenset(
     }
 )
 _OPENAI = SAMPLING | {
-    "add_special_tokens",
     "best_of",
     "cache_salt",
     "logprobs",
@@ -43,16 +42,19 @@ _OPENAI = SAMPLING | {
     "stream_options",
     "truncate_prompt_tokens",
 }
-CHAT = _OPENAI | {
-    "add_generation_prompt",
-    "chat_template_kwargs",
-    "continue_final_message",
-    "documents",
-    "messages",
-    "tools",
-    "top_logprobs",
-}
-COMPLETIONS = _OPENAI | {"echo", "prompt"}
+# What a conversation's prompt is made from.
+CONVERSATION = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "tools",
+    }
+)
+CHAT = _OPENAI | CONVERSATION | {"top_logprobs"}
+COMPLETIONS = _OPENAI | {"add_special_tokens", "echo", "prompt"}
 
 # Fields that clients send and that cannot change what hiserve answers.
 IGNORED = frozenset(
@@ -82,12 +84,15 @@ IGNORED = frozenset(
 # Null never does. Any other value is refused: no such field is silently ignored.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
     "allowed_token_ids": (),
     "audio": (),
+    "audio_data": (),
     "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
+    "custom_logit_processor": (),
     "documents": ([],),
     "ebnf": (),
     "echo": (False,),
@@ -97,6 +102,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "image_data": (),
+    "input_embeds": (),
     "json_schema": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -107,13 +114,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
+    "session_params": (),
+    "stop_regex": ([],),
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": ("",),
+    "token_ids_logprob": ([],),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
     "use_beam_search": (False,),
+    "video_data": (),
     "web_search_options": (),
 }
 

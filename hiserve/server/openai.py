@@ -28,10 +28,10 @@ from hiserve.server.options import Options, fit_context, parse_options
 from hiserve.server.prompt_fields import parse_prompts
 from hiserve.server.shapes import ServedModel, head_of, json_response
 from hiserve.server.sse import unless_gone
-from hiserve.text.chat import parse_messages
+from hiserve.text.chat import parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
-from hiserve.text.prompts import Prompts
+from hiserve.text.prompts import Prompts, truncated
 
 
 class OpenAIRoutes:
@@ -76,10 +76,12 @@ class OpenAIRoutes:
         """Answers a conversation."""
         arrived = time.monotonic()
         body, options = await self._read(request, is_chat=True)
-        messages = parse_messages(body.get("messages"))
+        chat = parse_chat(body)
         engine = self._gate.require()
         terms = _terms(request, options)
-        encoding = self._prompts.encode_chat(messages, namespace=terms.namespace, max_tokens=engine.max_model_len)
+        encoding = self._prompts.encode_chat(
+            chat, namespace=terms.namespace, max_tokens=engine.max_model_len, truncate=options.truncate_prompt_tokens
+        )
         prompt = await unless_gone(request.receive, encoding)
         head = head_of(self._model, "chatcmpl")
         choices = self._choices(
@@ -88,7 +90,7 @@ class OpenAIRoutes:
             options,
             max_model_len=engine.max_model_len,
             arrived=arrived,
-            remember=partial(self._prompts.remember, terms.namespace, messages),
+            remember=partial(self._prompts.remember, terms.namespace, chat),
         )
         shape = ChatShape(head, options, self._spelling.piece)
         return await answer(request, engine, choices, shape, options, terms)
@@ -104,7 +106,8 @@ class OpenAIRoutes:
         choices = self._choices(
             head["id"], prompts, options, max_model_len=engine.max_model_len, arrived=arrived, remember=None
         )
-        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        is_whole = options.truncate_prompt_tokens is None
+        texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
         shape = CompletionShape(head, options, self._spelling, texts)
         return await answer(request, engine, choices, shape, options, _terms(request, options))
 
@@ -152,9 +155,16 @@ class OpenAIRoutes:
         prompts = []
         for prompt in given:
             if isinstance(prompt, str):
-                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len)
+                encoding = self._prompts.encode_text(
+                    prompt,
+                    max_tokens=max_model_len,
+                    add_special_tokens=options.add_special_tokens,
+                    truncate=options.truncate_prompt_tokens,
+                )
+                prompts.append(await encoding)
                 await asyncio.sleep(0)  # other requests come in between
-            prompts.append(prompt)
+            else:
+                prompts.append(truncated(prompt, options.truncate_prompt_tokens, max_model_len))
         return prompts
 
     def _choices(

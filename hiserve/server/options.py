@@ -25,8 +25,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         keeps_tokens: False for ``max_tokens: 0``: the one token that is generated is dropped.
         has_echo: The text begins with the prompt.
         num_prompt_top: Likeliest tokens shown for each token of the prompt; None without ``prompt_logprobs``.
-        truncate_prompt_tokens: Keep this many of the prompt's last tokens; None keeps all.
-        add_special_tokens: Let the tokenizer add what it puts around a text; None is the endpoint's habit.
+        truncate_prompt_tokens: Keep this many of the prompt's last tokens, -1 what fits the context; None keeps all.
+        add_special_tokens: Let the tokenizer add what it puts around the text of a text completion.
         salt: Narrows the namespace; empty narrows nothing.
         priority: Larger is sooner.
         rid: Name by which the request can be aborted; None is its ``x-request-id``.
@@ -42,7 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     has_echo: bool
     num_prompt_top: int | None
     truncate_prompt_tokens: int | None
-    add_special_tokens: bool | None
+    add_special_tokens: bool
     salt: str
     priority: int
     rid: str | None
@@ -93,8 +93,8 @@ def parse_options(
         keeps_tokens=max_tokens != 0,
         has_echo=has_echo,
         num_prompt_top=num_prompt_top,
-        truncate_prompt_tokens=fields.integer("truncate_prompt_tokens", least=1),
-        add_special_tokens=fields.flag("add_special_tokens") if fields.has("add_special_tokens") else None,
+        truncate_prompt_tokens=_truncate_prompt_tokens(fields),
+        add_special_tokens=fields.flag("add_special_tokens", True),
         salt=fields.text("cache_salt") or "",
         priority=fields.integer("priority", least=-MAX_INT32) or 0,
         rid=fields.text("rid"),
@@ -118,6 +118,13 @@ def _completion_logprobs(fields: Fields) -> int | None:
     if fields.values.get("logprobs") is False:  # the chat endpoint's way to say none
         return None
     return fields.integer("logprobs", least=0, most=MAX_LOGPROBS)
+
+
+def _truncate_prompt_tokens(fields: Fields) -> int | None:
+    number = fields.integer("truncate_prompt_tokens", least=-1)
+    if number == 0:
+        raise fields.wrong("truncate_prompt_tokens", "at least 1, or -1 for what fits the context")
+    return number
 
 
 def fit_context(num_prompt: int, options: Options, max_model_len: int, *, is_chat: bool) -> SamplingParams:

@@ -141,6 +141,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"priority": 1.5}, "priority"),
     ({"priority": 2**31}, "priority"),
     ({"add_special_tokens": 1}, "add_special_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
 ]
 
