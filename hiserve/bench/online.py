@@ -135,17 +135,21 @@ async def _recorded(data: Data, server: Server) -> Workload:
     path = _path(data)
     if data.dataset == "chats":
         counter = await server.counter(text_like_it(path))
-        return await chats(path, counter=counter, num_prompts=data.num_prompts, output_length=data.output_length)
-    rows, num_empty = read_rows(path, data.num_prompts)
-    return await agent_sessions(
-        rows,
-        num_empty,
-        counter=await server.counter(rows[0].input),
-        speed=data.speed,
-        max_model_len=server.target.max_model_len,
-        output_length=data.output_length,
-        reserve=TEMPLATE_TOKENS if server.backend == "openai-chat" else 0,
-    )
+        workload = await chats(path, counter=counter, num_prompts=data.num_prompts, output_length=data.output_length)
+    else:
+        rows, num_empty = read_rows(path, data.num_prompts)
+        counter = await server.counter(rows[0].input)
+        workload = await agent_sessions(
+            rows,
+            num_empty,
+            counter=counter,
+            speed=data.speed,
+            max_model_len=server.target.max_model_len,
+            output_length=data.output_length,
+            reserve=TEMPLATE_TOKENS if server.backend == "openai-chat" else 0,
+        )
+    estimated = {} if counter.is_exact else {"lengths_estimated": workload.num_turns}
+    return msgspec.structs.replace(workload, notes=workload.notes | estimated)
 
 
 @asynccontextmanager

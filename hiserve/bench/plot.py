@@ -119,7 +119,8 @@ def _distributions(panel: Any, title: str, curves: list[tuple[str, list[float], 
 def _headed(panel: Any) -> None:
     """Puts the legend over the curves, in a room of its own."""
     panel.set_ylim(0, panel.get_ylim()[1] * 1.25)
-    panel.legend(loc="upper right", framealpha=0.95, edgecolor="none")
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(loc="upper right", framealpha=0.95, edgecolor="none")
 
 
 def _throughput(panel: Any, run: Run) -> None:

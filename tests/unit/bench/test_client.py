@@ -234,10 +234,13 @@ def test_bodies_of_each_backend() -> None:
 def test_what_is_asked_for_is_in_the_body() -> None:
     assert body("openai", "x", usage=FINAL_USAGE)["stream_options"] == {"include_usage": True}
     assert body("openai", "x")["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
-    assert body("openai", "x", ignore_eos=True, has_token_ids=True).items() >= {
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }.items()
+    assert (
+        body("openai", "x", ignore_eos=True, has_token_ids=True).items()
+        >= {
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }.items()
+    )
 
 
 # --- warming up -------------------------------------------------------------------------------

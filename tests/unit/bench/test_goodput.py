@@ -6,7 +6,7 @@ import pytest
 
 from hiserve.bench.goodput import goodput, parse_objectives
 from hiserve.errors import ConfigError
-from tests.unit.bench.test_metrics import run_of, sample
+from tests.helpers.samples import run_of, sample
 
 GOOD = sample(0.0, 0.1, 0.2, 0.3)
 SLOW_START = sample(0.0, 0.5, 0.6)

@@ -179,7 +179,7 @@ async def test_a_fault_of_the_receiver_is_not_blamed_on_the_server(server: FakeS
 
 
 async def test_nobody_listening_is_one_clear_error() -> None:
-    with pytest.raises(UnavailableError, match="cannot reach the server at 127.0.0.1 port 1"):
+    with pytest.raises(UnavailableError, match=r"cannot reach the server at 127\.0\.0\.1 port 1"):
         await Pool("http://127.0.0.1:1").ask("GET", "/v1/models")
 
 

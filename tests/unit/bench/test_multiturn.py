@@ -1,0 +1,49 @@
+"""Chats in rounds: what is sent, what a round shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hiserve.bench.multiturn import by_round, chat_rounds, num_without_ids
+from hiserve.bench.options import Rounds
+from tests.helpers.samples import run_of, sample
+
+ROUNDS = Rounds(num_clients=3, num_rounds=2, request_length=10, output_length=4, think_time=1.5)
+
+
+def test_every_client_has_its_own_new_tokens_each_round() -> None:
+    workload = chat_rounds(ROUNDS, vocab_size=1000, seed=42)
+    prompts = [tuple(np.asarray(turn.prompt).tolist()) for turns in workload.sessions for turn in turns]
+    assert len(set(prompts)) == 6
+    assert {len(prompt) for prompt in prompts} == {10}
+    assert [[turn.think_s for turn in turns] for turns in workload.sessions] == [[0.0, 1.5]] * 3
+    assert all(turn.extends and turn.max_tokens == 4 for turns in workload.sessions for turn in turns)
+    again = chat_rounds(ROUNDS, vocab_size=1000, seed=42)
+    assert np.array_equal(np.asarray(again.sessions[2][1].prompt), np.asarray(workload.sessions[2][1].prompt))
+
+
+def test_a_round_summarises_its_own_samples() -> None:
+    run = run_of(
+        sample(0.0, 0.1, turn=0, num_prompt=10, num_cached=0),
+        sample(0.0, 0.3, turn=0, num_prompt=10, num_cached=2),
+        sample(1.0, 1.05, turn=1, num_prompt=24, num_cached=12),
+        sample(1.0, 9.0, turn=1, error="connection"),
+    )
+    first, second = by_round(run, ROUNDS)
+    assert (first.number, first.num_ok, first.ttft_ms.mean) == (1, 2, pytest.approx(200))
+    assert (first.hit_rate, first.best_hit_rate) == (0.1, 0.0)
+    assert (second.num_ok, second.ttft_ms.median) == (1, pytest.approx(50))
+    assert (second.hit_rate, second.best_hit_rate) == (0.5, pytest.approx(14 / 24))
+
+
+def test_a_hit_rate_is_not_made_up() -> None:
+    run = run_of(sample(0.0, 0.1, turn=0, num_cached=-1))
+    first, second = by_round(run, ROUNDS)
+    assert first.hit_rate is None
+    assert (second.num_ok, second.hit_rate) == (0, None)
+
+
+def test_replies_without_ids_are_counted() -> None:
+    run = run_of(sample(0.0, 0.1), sample(0.0, 0.1, output_ids=[1]), sample(0.0, error="timeout", num_output=1))
+    assert num_without_ids(run) == 1

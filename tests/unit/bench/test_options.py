@@ -1,0 +1,99 @@
+"""Flags are the fields of the sections: every one parses, and wrong values are refused."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hiserve.bench.options import (
+    Batch,
+    Connection,
+    Data,
+    Limits,
+    Load,
+    Objectives,
+    Pictures,
+    Results,
+    Rounds,
+    add_flags,
+    pick,
+)
+from hiserve.config import flag_of, settings
+
+SECTIONS = (Connection, Data, Load, Limits, Rounds, Batch, Objectives, Results, Pictures)
+SERVE = (Connection, Data, Load, Limits, Objectives, Results, Pictures)
+
+
+def parse(*argv: str, sections: tuple[type[msgspec.Struct], ...] = SERVE) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, *sections)
+    return vars(parser.parse_args(argv))
+
+
+def test_nothing_given_is_the_default_of_every_section() -> None:
+    given = parse()
+    assert [pick(section, given) for section in SERVE] == [section() for section in SERVE]
+
+
+def test_no_option_has_the_name_of_a_setting() -> None:
+    """Such an option would end up in the engine's configuration."""
+    names = {field.name for section in SECTIONS for field in msgspec.structs.fields(section)}
+    assert not names & (set(settings()) | {"config", "command", "kind"})
+
+
+@pytest.mark.parametrize(
+    ("argv", "section", "name", "value"),
+    [
+        (["--url", "http://x"], Connection, "url", "http://x"),
+        (["--backend", "generate"], Connection, "backend", "generate"),
+        (["--ignore-eos"], Connection, "ignore_eos", True),
+        (["--no-ignore-eos"], Connection, "ignore_eos", False),
+        (["--tokenizer", "a/b"], Connection, "tokenizer", Path("a/b")),
+        (["--dataset", "chats"], Data, "dataset", "chats"),
+        (["--num-prompts", "7"], Data, "num_prompts", 7),
+        (["--speed", "inf"], Data, "speed", math.inf),
+        (["--random-range-ratio", "0.5"], Data, "random_range_ratio", 0.5),
+        (["--request-rate", "2.5"], Load, "request_rate", 2.5),
+        (["--flush-cache"], Limits, "flush_cache", True),
+        (["--goodput", "ttft:1", "e2e:2"], Objectives, "goodput", ["ttft:1", "e2e:2"]),
+        (["--output", "r.json"], Results, "output", Path("r.json")),
+    ],
+)
+def test_a_flag_becomes_a_value_of_its_type(argv: list[str], section: Any, name: str, value: Any) -> None:
+    assert getattr(pick(section, parse(*argv)), name) == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--num-prompts", "0", "the least is 1"),
+        ("--num-prompts", "1.5", "no whole number"),
+        ("--random-range-ratio", "1.1", "the most is 1"),
+        ("--random-range-ratio", "-0.1", "the least is 0"),
+        ("--request-rate", "0", "above 0"),
+        ("--speed", "nan", "out of range"),
+        ("--burstiness", "x", "no number"),
+        ("--dataset", "sharegpt", "invalid choice"),
+        ("--backend", "vllm", "invalid choice"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_flag(flag: str, value: str, words: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=words) as caught:
+        parse(flag, value)
+    assert flag in str(caught.value)
+
+
+def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for section in SECTIONS:
+        with pytest.raises(SystemExit):
+            parse("--help", sections=(section,))
+        text = "".join(capsys.readouterr().out.split())
+        for field in msgspec.structs.fields(section):
+            assert flag_of(field.name) in text
+            shown = field.default not in (None, (), False) or (field.default == 0.0 and field.default is not False)
+            assert (f"(default:{field.default})" in text) == shown or not shown, field.name

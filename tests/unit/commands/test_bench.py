@@ -1,0 +1,308 @@
+"""``hiserve bench`` from its command line: against scripted servers, the real application, and the offline API."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hiserve
+from hiserve import cli
+from hiserve.commands import bench, serve
+from hiserve.config import make_config
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.helpers.fake_server import CARD, Asked, FakeServer, Handler, Out, scripted
+from tests.helpers.running import Running
+from tests.unit.server.conftest import make_server, reply_script
+
+ROOT = Path(__file__).parents[3]
+COMPLETIONS = "/v1/completions"
+
+
+async def bench_cli(*argv: str) -> int:
+    """Runs the command line beside the server of this test."""
+    return await asyncio.to_thread(cli.main, ["bench", *argv])
+
+
+@asynccontextmanager
+async def serving(handler: Handler, path: str = COMPLETIONS, **card: Any) -> AsyncIterator[FakeServer]:
+    async with FakeServer({path: handler}, {**CARD, **card}) as server:
+        yield server
+
+
+def random_load(server: FakeServer, *more: str) -> list[str]:
+    sizes = ["--num-prompts", "6", "--input-length", "5", "--output-length", "3", "--vocab-size", "50"]
+    return ["serve", "--url", server.url, *sizes, *more]
+
+
+async def test_scripted_delays_come_out_as_figures(tmp_path: Path, capsys: Any) -> None:
+    output, plot = tmp_path / "a" / "run.json", tmp_path / "run.png"
+    async with serving(scripted(0.1, 0.05, 0.05)) as server:
+        argv = ["--max-concurrency", "3", "--goodput", "ttft:150", "tpot:10", "--output", str(output)]
+        assert await bench_cli(*random_load(server, *argv, "--plot", str(plot))) == 0
+        assert server.most_open == 3
+        measured = [asked for asked in server.asked if asked.path == COMPLETIONS][1:]
+    found = json.loads(output.read_bytes())
+    summary = found["summary"]
+    assert summary["ttft_ms"]["median"] == pytest.approx(100, abs=40)
+    assert summary["tpot_ms"]["median"] == pytest.approx(50, abs=20)
+    assert summary["itl_token_ms"]["count"] == 12
+    assert summary["duration_s"] == pytest.approx(0.4, abs=0.15)
+    assert (summary["num_ok"], summary["num_output"], summary["num_cached"], summary["peak_in_flight"]) == (6, 18, 6, 3)
+    assert found["goodput"]["attainment_of"] == {"ttft": 1.0, "tpot": 0.0}
+    assert [len(each["chunk_ms"]) for each in found["samples"]] == [3] * 6
+    assert found["server"] == {"model": "fake", "max_model_len": 1000, "vocab_size": 50, "version": None}
+    assert {"date", "hardware", "versions", "command", "tool"} <= set(found)
+    assert plot.stat().st_size > 20_000
+    assert {len(asked.body["prompt"]) for asked in measured} == {5}
+    assert all(asked.body["ignore_eos"] and asked.body["max_tokens"] == 3 for asked in measured)
+    out = capsys.readouterr().out
+    for words in ("6 of 6", "TTFT (first token)", "ITL per token", "tokens/s", "6 (33.3%)", "0 (0.0%)"):
+        assert words in out, words
+
+
+async def test_the_warm_up_is_one_request_that_shares_nothing_and_comes_before_the_flush() -> None:
+    async def flushed(_: Asked, out: Out) -> None:
+        await out.json(200, {})
+
+    async with serving(scripted(0.0)) as server:
+        server.routes["/flush_cache"] = flushed
+        assert await bench_cli(*random_load(server, "--flush-cache")) == 0
+        told = [path for path in server.paths() if path not in ("/get_model_info", "/server_info", "/version")]
+        assert told == [COMPLETIONS, "/flush_cache", *[COMPLETIONS] * 6]
+        prompts = [asked.body["prompt"] for asked in server.asked if asked.path == COMPLETIONS]
+        assert prompts[0] == prompts[1][::-1]
+
+
+async def test_the_same_seed_sends_the_same_prompts() -> None:
+    async with serving(scripted(0.0)) as server:
+        for seed in ("1", "1", "2"):
+            server.asked.append(Asked("", "mark", {}, None, 0))
+            await bench_cli(*random_load(server, "--seed", seed))
+        runs: list[list[Any]] = []
+        for asked in server.asked:
+            if asked.path == "mark":
+                runs.append([])
+            elif asked.path == COMPLETIONS:
+                runs[-1].append(asked.body["prompt"])
+    assert sorted(runs[0]) == sorted(runs[1]) != sorted(runs[2])
+
+
+async def test_failures_are_shown_and_only_a_run_without_success_is_a_failure(tmp_path: Path, capsys: Any) -> None:
+    count = 0
+
+    async def handle(asked: Asked, out: Out) -> None:
+        nonlocal count
+        count += 1
+        if count in (3, 4):
+            await out.json(503, {"error": {"message": "too [busy]"}})
+        elif count == 5 or count > 7:
+            await out.drop()
+        else:
+            await scripted(0.0)(asked, out)
+
+    output = tmp_path / "run.json"
+    async with serving(handle) as server:
+        argv = random_load(server, "--output", str(output), "--max-concurrency", "1")
+        assert await bench_cli(*argv) == 0
+        found = json.loads(output.read_bytes())
+        assert found["summary"]["errors"] == {"http 503": 2, "connection": 1}
+        assert [each["error"] for each in found["samples"]].count("") == 3
+        out = capsys.readouterr().out
+        assert "3 of 6" in out and "failed: http 503" in out and "2 × http 503: too [busy]" in out
+        assert await bench_cli(*argv) == 1  # even the warm-up fails now
+        assert "warm-up request failed: connection" in capsys.readouterr().err
+        count = 1
+        server.routes[COMPLETIONS] = fails_after_warm_up()
+        assert await bench_cli(*argv) == 1
+        assert "0 of 6" in capsys.readouterr().out
+
+
+def fails_after_warm_up() -> Handler:
+    asked_before: list[Asked] = []
+
+    async def handle(asked: Asked, out: Out) -> None:
+        asked_before.append(asked)
+        if len(asked_before) == 1:
+            await scripted(0.0)(asked, out)
+        else:
+            await out.json(500, {})
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["serve", "--dataset", "chats"], "give --path"),
+        (["serve", "--dataset", "agent-sessions", "--path", "x", "--request-rate", "2"], "--speed"),
+        (["serve", "--goodput", "ttft"], "no objective"),
+        (["serve", "--input-length", "2000", "--vocab-size", "9"], "context is 1000"),
+        (["serve", "--model-name", "other"], "no model 'other'"),
+        (["serve", "--api-key-file", "/nowhere/key"], "--api-key-file"),
+        (["serve", "--backend", "openai-chat", "--vocab-size", "9", "--input-length", "9"], "--output-length"),
+        (["serve"], "--vocab-size"),
+        (["serve", "--output", "/proc/no/run.json"], "cannot write --output"),
+        (["multiturn", "--num-rounds", "600", "--vocab-size", "9", "--request-length", "1"], "context is 1000"),
+        (["serve", "--num-prompt", "5"], "unknown argument '--num-prompt'"),
+        (["serve", "--page-size", "5"], "unknown argument"),
+    ],
+)
+async def test_what_cannot_be_run_is_one_line_that_says_what_to_do(argv: list[str], words: str, capsys: Any) -> None:
+    async with serving(scripted(0.0)) as server:
+        url = ["--url", server.url]
+        if words == "--output-length":
+            argv, words = [*argv, "--output-length", "3"], "takes no token ids"
+        assert await bench_cli(*argv, *url) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("hiserve: ") and err.count("\n") == 1
+    assert words in err
+
+
+async def test_no_kind_is_told_what_kinds_there_are(capsys: Any) -> None:
+    assert await bench_cli() == 1
+    assert "KIND" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    out = capsys.readouterr().out
+    assert all(kind in out for kind in bench.KINDS)
+
+
+# --- the real application ---------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def application() -> AsyncIterator[tuple[FakeEngineClient, str]]:
+    made = make_server(FakeEngineClient(script=lambda prompt: reply_script(), cached=2))
+    running = Running(made)
+    try:
+        await running.ready()
+        yield made.engine, serve.url_of(running.listener)
+    finally:
+        await running.stop()
+
+
+async def test_random_prompts_against_the_real_application(tmp_path: Path) -> None:
+    output = tmp_path / "run.json"
+    async with application() as (engine, url):
+        sizes = ["--num-prompts", "5", "--input-length", "9", "--output-length", "8"]
+        assert await bench_cli("serve", "--url", url, *sizes, "--output", str(output)) == 0
+    summary = json.loads(output.read_bytes())["summary"]
+    num_output = 5 * len(reply_script())
+    assert (summary["num_ok"], summary["num_prompt"], summary["num_output"]) == (5, 45, num_output)
+    assert summary["num_cached"] == 10
+    assert summary["has_usage"]
+    assert summary["itl_token_ms"]["count"] == num_output - 5
+    assert len(engine.seen) == 6
+    assert all(seen.finished for seen in engine.seen)
+
+
+async def test_chats_against_the_real_application(tmp_path: Path) -> None:
+    path, output = tmp_path / "chats.jsonl", tmp_path / "run.json"
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    path.write_text(json.dumps({"messages": [*talk, {"role": "user", "content": "Bye"}]}) + "\n")
+    async with application() as (_, url):
+        argv = ["serve", "--url", url, "--dataset", "chats", "--path", str(path), "--output", str(output)]
+        assert await bench_cli(*argv) == 0
+    found = json.loads(output.read_bytes())
+    assert found["backend"] == "openai-chat"
+    assert [(each["session"], each["turn"], each["error"]) for each in found["samples"]] == [(0, 0, ""), (0, 1, "")]
+
+
+async def test_chats_in_rounds_carry_the_replies_of_the_real_application(tmp_path: Path, capsys: Any) -> None:
+    output, plot = tmp_path / "run.json", tmp_path / "run.png"
+    async with application() as (engine, url):
+        argv = ["--num-clients", "2", "--num-rounds", "3", "--request-length", "5", "--output-length", "12"]
+        files = ["--output", str(output), "--plot", str(plot)]
+        assert await bench_cli("multiturn", "--url", url, *argv, *files) == 0
+        chats: dict[tuple[int, ...], list[list[int]]] = {}
+        for seen in engine.seen[1:]:
+            chats.setdefault(tuple(seen.prompt[:5].tolist()), []).append(seen.prompt.tolist())
+    reply = [index for ids in reply_script() for index in ids]
+    assert [len(rounds) for rounds in chats.values()] == [3, 3]
+    for rounds in chats.values():
+        rounds.sort(key=len)
+        for before, after in itertools.pairwise(rounds):
+            assert after[: len(before) + len(reply)] == before + reply
+            assert len(after) == len(before) + len(reply) + 5
+    found = json.loads(output.read_bytes())
+    assert [each["num_ok"] for each in found["rounds"]] == [2, 2, 2]
+    assert found["rounds"][2]["num_known"] == 2 * 2 * (5 + len(reply))
+    assert found["replies_without_ids"] == 0
+    assert "hit rate" in " ".join(capsys.readouterr().out.split())
+    assert plot.exists()
+
+
+# --- offline ----------------------------------------------------------------------------------
+
+
+def test_offline_measures_the_engine_with_its_settings(tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "run.json"
+    sizes = ["--num-prompts", "3", "--input-length", "20", "--output-length", "4", "--random-range-ratio", "0.5"]
+    argv = ["bench", "offline", *sizes, "--in-process", "--kv-pages", "64", "--cpu-threads", "1", "--api-key", "k3y"]
+    assert cli.main([*argv, "--output", str(output)]) == 0
+    found = json.loads(output.read_bytes())
+    assert found["config"]["cache"]["kv_pages"] == 64
+    assert "k3y" not in json.dumps(found["config"])
+    lengths = found["summary"]["lengths"]
+    assert all(10 <= num_input <= 30 and 2 <= num_output <= 6 for num_input, num_output in lengths)
+    assert found["summary"]["num_output"] == sum(num_output for _, num_output in lengths)
+    assert "offline on hiserve-nano" in capsys.readouterr().out
+
+
+def test_offline_requests_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    class Engine:
+        config = make_config(max_model_len=100)
+
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(hiserve, "LLM", lambda **_: Engine(), raising=False)
+    assert cli.main(["bench", "offline", "--input-length", "90", "--output-length", "11", "--num-prompts", "2"]) == 1
+    assert "takes 101 tokens" in capsys.readouterr().err
+
+
+# --- what it costs ----------------------------------------------------------------------------
+
+
+def test_loading_the_load_generator_loads_no_torch_and_no_matplotlib() -> None:
+    program = (
+        "import sys, hiserve.commands.bench\n"
+        "heavy = {'torch', 'triton', 'transformers', 'matplotlib', 'fastapi'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_thousand_chunks_a_second_take_a_small_part_of_a_core(tmp_path: Path) -> None:
+    """The recorded figure is 1.5 % (benchmarks/bench_tool.py); the limit here allows for a busy machine."""
+    output = tmp_path / "run.json"
+    with subprocess.Popen(
+        [sys.executable, "benchmarks/bench_tool.py", "--serve"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            sizes = ["--num-prompts", "32", "--input-length", "8", "--output-length", "62", "--vocab-size", "100"]
+            before = resource.getrusage(resource.RUSAGE_SELF)
+            argv = ["bench", "serve", "--url", url, *sizes, "--request-rate", "1000", "--output", str(output)]
+            assert cli.main(argv) == 0
+            after = resource.getrusage(resource.RUSAGE_SELF)
+        finally:
+            server.terminate()
+    summary = json.loads(output.read_bytes())["summary"]
+    assert summary["num_output"] == 32 * 62
+    assert summary["client_cpu_share"] < 0.1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
