@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
+import json
 import logging
 import signal
 import socket
@@ -26,6 +27,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.errors import ResourceError
 from hiserve.models.config import ModelConfig, find_model, read_model_config
+from hiserve.models.fields import read_json
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
 from hiserve.server.connection import Connection
@@ -163,8 +165,19 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
             defaults=defaults,
         ),
         resolved=resolved,
+        tokenizer_info=tokenizer_info(folder),
         startup_s={"configuration": configured - begin, "tokenizer": time.monotonic() - configured},
     )
+
+
+def tokenizer_info(folder: Path) -> bytes:
+    """Returns the model's ``tokenizer_config.json``, which is in a form that JSON readers take; empty without one.
+
+    Raises:
+        ModelError: It is not a JSON object.
+    """
+    path = folder / "tokenizer_config.json"
+    return json.dumps(read_json(path) if path.is_file() else {}).encode()
 
 
 class _Server(uvicorn.Server):

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hiserve import __version__
+from hiserve.config import known
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
@@ -23,8 +24,10 @@ from hiserve.server.gate import Gate
 from hiserve.server.health import HealthRoutes
 from hiserve.server.limits import BodyLimit
 from hiserve.server.metrics import Metrics
+from hiserve.server.native import NativeRoutes
 from hiserve.server.openai import OpenAIRoutes
 from hiserve.server.shapes import ServedModel
+from hiserve.server.tokens import TokenRoutes
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 
@@ -41,6 +44,7 @@ def create_app(
     metrics: Metrics,
     model: ServedModel,
     resolved: Resolved,
+    tokenizer_info: bytes,
     startup_s: dict[str, float],
 ) -> FastAPI:
     """Builds the application.
@@ -55,6 +59,7 @@ def create_app(
         metrics: Counts requests.
         model: The served model.
         resolved: The configuration in force, for ``/server_info``.
+        tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
         startup_s: Seconds per start-up phase of this process, for ``/server_info``.
     """
 
@@ -76,12 +81,16 @@ def create_app(
         redirect_slashes=False,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
     )
-    is_strict = resolved.config.server.strict_fields
+    server = resolved.config.server
+    is_strict = server.strict_fields
     app.include_router(OpenAIRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router())
+    app.include_router(NativeRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router())
+    max_model_len = known(resolved.config.model.max_model_len)
+    tokens = TokenRoutes(prompts, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict)
+    app.include_router(tokens.router())
     app.include_router(HealthRoutes(gate, metrics).router())
     app.include_router(AdminRoutes(gate, auth, model, resolved, startup_s).router())
     # From the inside out: what is added last sees a request first.
-    server = resolved.config.server
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthGate, auth=auth)
     app.add_middleware(Envelope, metrics=metrics)

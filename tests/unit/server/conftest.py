@@ -9,6 +9,7 @@ from typing import Any
 import pytest_asyncio
 
 from hiserve.config import make_config
+from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Machine, ModelFacts, Resolved, resolve
 from hiserve.server.app import create_app
 from hiserve.server.gate import Gate
@@ -80,7 +81,14 @@ class Server:
         raise AssertionError(f"no metric {name} {wanted}")
 
 
-def make_server(engine: FakeEngineClient, start: Any = None, compat: str = "none", **settings: Any) -> Server:
+def make_server(
+    engine: FakeEngineClient,
+    start: Any = None,
+    compat: str = "none",
+    template: str = tiny_text.TEMPLATE,
+    defaults: SamplingParams | None = None,
+    **settings: Any,
+) -> Server:
     async def started() -> FakeEngineClient:
         return engine
 
@@ -88,11 +96,19 @@ def make_server(engine: FakeEngineClient, start: Any = None, compat: str = "none
     replies = Replies()
     app = create_app(
         gate=gate,
-        prompts=Prompts(TOKENIZER, ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"}), replies),
+        prompts=Prompts(TOKENIZER, ChatTemplate(template, {"bos_token": "<|bos|>"}), replies),
         spelling=Spelling(TOKENIZER),
         metrics=Metrics("tiny", page_size=16, compat=compat),
-        model=ServedModel(name="tiny", root="/models/tiny", vocab_size=500, created=1, fingerprint="fp"),
+        model=ServedModel(
+            name="tiny",
+            root="/models/tiny",
+            vocab_size=500,
+            created=1,
+            fingerprint="fp",
+            defaults=defaults or SamplingParams(),
+        ),
         resolved=resolved(**settings),
+        tokenizer_info=b'{"tokenizer_class": "Tiny"}',
         startup_s={"tokenizer": 0.1},
     )
     return Server(app, engine, gate, replies)

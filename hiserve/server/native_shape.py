@@ -1,0 +1,108 @@
+"""The JSON of ``/generate``: text, token ids and ``meta_info`` of one choice, all of it each time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hiserve.core.request import FinishReason
+from hiserve.server.generation import Generation, Piece
+from hiserve.server.logprobs import Scored, Spell, scored_prompt, token_text, unpack
+
+# Logprob, token id, text of the token or None.
+Entry = tuple[float | None, int, str | None]
+
+
+class NativeShape:
+    """Words one choice as it grows.
+
+    Args:
+        generation: The choice.
+        first_scored: Tokens of the prompt from this index on are shown with their logprobs; None shows none.
+        spell: Spells the tokens beside logprobs; None leaves their texts out.
+        name: Its ``id``.
+        version: The model's fingerprint.
+        arrived: ``time.monotonic()`` when the request came.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        first_scored: int | None,
+        spell: Spell | None,
+        name: str,
+        version: str,
+        arrived: float,
+    ) -> None:
+        self._generation = generation
+        self._first_scored = first_scored
+        self._spell = spell
+        self._name = name
+        self._version = version
+        self._arrived = arrived
+        self._text = ""
+        self._tokens: list[int] = []
+        self._scored: list[Scored] = []
+        self._last = Piece(generation.choice, "", [], b"", FinishReason.RUNNING, None)
+
+    def take(self, piece: Piece) -> None:
+        """Adds a piece."""
+        self._last = piece
+        self._text += piece.text
+        self._tokens += piece.tokens
+        num_top = self._generation.sampling.logprobs
+        if num_top is not None:
+            self._scored += unpack(piece.tokens, piece.scores, num_top)
+
+    def reply(self) -> dict[str, Any]:
+        """Returns everything so far."""
+        generation, is_over = self._generation, self._last.finish is not FinishReason.RUNNING
+        meta: dict[str, Any] = {
+            "id": self._name,
+            "finish_reason": self._finish_reason() if is_over else None,
+            "prompt_tokens": len(generation.prompt),
+            "completion_tokens": len(self._tokens),
+            "cached_tokens": generation.num_cached,
+            "weight_version": self._version,
+        }
+        if is_over:
+            meta["e2e_latency"] = time.monotonic() - self._arrived
+        if generation.queue_s >= 0:
+            meta["queue_time"] = generation.queue_s
+        if generation.sampling.logprobs is not None:
+            meta |= self._logprobs(generation.sampling.logprobs)
+        return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}
+
+    def _finish_reason(self) -> dict[str, Any]:
+        piece = self._last
+        if piece.finish is FinishReason.LENGTH:
+            return {"type": "length", "length": len(self._tokens)}
+        if piece.finish is FinishReason.ABORT:
+            return {"type": "abort", "message": "the request was aborted."}
+        ended_by = self._tokens[-1] if piece.stop is None and self._tokens else piece.stop
+        return {"type": "stop", "matched": ended_by}
+
+    def _logprobs(self, num_top: int) -> dict[str, Any]:
+        shown: dict[str, Any] = {"output_token_logprobs": [self._entry(scored) for scored in self._scored]}
+        if num_top:
+            shown["output_top_logprobs"] = [self._top(scored) for scored in self._scored]
+        if self._first_scored is None:
+            return shown
+        # Nothing is known of the first token that is shown: it is what the others are counted from.
+        tokens, scored = scored_prompt(self._generation)
+        first, known = tokens[self._first_scored :][:1], scored[self._first_scored :]
+        unknown: list[Entry] = [(None, token, self._text_of(token)) for token in first]
+        shown["input_token_logprobs"] = unknown + [self._entry(entry) for entry in known]
+        if num_top:
+            shown["input_top_logprobs"] = [None] * len(first) + [self._top(entry) for entry in known]
+        return shown
+
+    def _entry(self, scored: Scored) -> Entry:
+        return scored.logprob, scored.token, self._text_of(scored.token)
+
+    def _top(self, scored: Scored) -> list[Entry]:
+        return [(logprob, token, self._text_of(token)) for token, logprob in scored.top]
+
+    def _text_of(self, token: int) -> str | None:
+        return None if self._spell is None else token_text(self._spell(token))

@@ -1,0 +1,101 @@
+"""Texts and conversations to token ids and back, in vLLM's form: what a client counts with before it asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from hiserve.config import MAX_INT32
+from hiserve.errors import RequestError
+from hiserve.server.auth import namespace_of
+from hiserve.server.fields import Fields, check_model, parse_body
+from hiserve.server.known_fields import CONVERSATION, check_fields
+from hiserve.server.logprobs import token_text
+from hiserve.server.prompt_fields import parse_prompt
+from hiserve.server.shapes import ServedModel, json_response
+from hiserve.server.sse import unless_gone
+from hiserve.text.chat import parse_chat
+from hiserve.text.detokenizer import Spelling
+from hiserve.text.prompts import Prompts
+
+TOKENIZE = CONVERSATION | {"add_special_tokens", "cache_salt", "model", "prompt", "return_token_strs"}
+DETOKENIZE = frozenset({"model", "tokens"})
+
+
+class TokenRoutes:
+    """Handlers that need the tokenizer and not the engine.
+
+    Args:
+        prompts: Encodes and decodes.
+        spelling: Of the model's tokens.
+        model: The served model.
+        tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
+        max_model_len: Longest prompt plus output, in tokens.
+        is_strict: Refuse fields that are not known.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        spelling: Spelling,
+        model: ServedModel,
+        tokenizer_info: bytes,
+        *,
+        max_model_len: int,
+        is_strict: bool,
+    ) -> None:
+        self._prompts = prompts
+        self._spelling = spelling
+        self._model = model
+        self._tokenizer_info = tokenizer_info
+        self._max_model_len = max_model_len
+        self._is_strict = is_strict
+
+    def router(self) -> APIRouter:
+        """Returns the routes."""
+        router = APIRouter()
+        for prefix in ("", "/v1"):
+            router.add_api_route(f"{prefix}/tokenize", self.tokenize, methods=["POST"])
+            router.add_api_route(f"{prefix}/detokenize", self.detokenize, methods=["POST"])
+        router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
+        return router
+
+    async def tokenize(self, request: Request) -> Response:
+        """Returns the token ids of ``prompt``, or those that a chat completion of ``messages`` would be given."""
+        body = await self._read(request, TOKENIZE)
+        fields = Fields(body)
+        adds_special, has_strings = fields.flag("add_special_tokens", True), fields.flag("return_token_strs")
+        if fields.has("messages"):
+            namespace = namespace_of(request, fields.text("cache_salt"))
+            encoding = self._prompts.encode_chat(parse_chat(body), namespace=namespace, max_tokens=MAX_INT32)
+        else:
+            text = fields.text("prompt")
+            if text is None:
+                raise RequestError("prompt or messages is missing; give one of them.", param="prompt")
+            encoding = self._prompts.encode_text(text, max_tokens=MAX_INT32, add_special_tokens=adds_special)
+        ids = (await unless_gone(request.receive, encoding)).tolist()
+        strings = [token_text(self._spelling.piece(token)) for token in ids] if has_strings else None
+        reply = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
+        return json_response(reply)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Returns the text of ``tokens``, special tokens as they are spelled."""
+        body = await self._read(request, DETOKENIZE)
+        tokens = body.get("tokens")
+        if tokens == []:
+            return json_response({"prompt": ""})
+        ids = parse_prompt(tokens, vocab_size=self._model.vocab_size, param="tokens")
+        if isinstance(ids, str):
+            raise RequestError("tokens must be a list of token ids.", param="tokens")
+        return json_response({"prompt": self._prompts.detokenize(ids.tolist())})
+
+    async def tokenizer_info(self) -> Response:
+        """Shows the tokenizer's configuration."""
+        return Response(self._tokenizer_info, media_type="application/json")
+
+    async def _read(self, request: Request, known: frozenset[str]) -> dict[str, Any]:
+        body = parse_body(await request.body())
+        check_model(body, self._model.name)
+        check_fields(body, known, is_strict=self._is_strict)
+        return body
