@@ -91,10 +91,10 @@ def test_only_chat_takes_an_address() -> None:
         cli.parse(["serve", "--url", "http://x"])
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", [*(name for name in cli.COMMANDS if name != "bench"), "bench offline"])
 def test_flags_are_not_abbreviated(command: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown argument '--max-model'\. Did you mean --max-model-len"):
-        cli.parse([command, "--max-model", "9"])
+        cli.parse([*command.split(), "--max-model", "9"])
 
 
 @pytest.mark.parametrize(
