@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from typing import Any
 
+import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -25,6 +26,9 @@ class Connection(HttpToolsProtocol):
     Bytes that bring neither a request's head to its end nor its body forward (an endless header, chunk extensions,
     trailers) are counted and end the connection, as does a request that does not arrive in time. A client that
     does not read its reply is the kernel's business (see ``commands.serve.bind``).
+
+    An offer to go on with another protocol (some clients open with ``Upgrade: h2c``) is declined by taking no
+    notice of it, as RFC 9110, 7.8 allows; uvicorn would lose the request's body.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,6 +37,7 @@ class Connection(HttpToolsProtocol):
         self._num_idle_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._is_refused = False
+        self._cycles: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Waits for the first request."""
@@ -42,14 +47,27 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Waits for nothing more."""
         self._stop_timer()
+        self._end_cycles()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Takes a client that closes its half for one that has gone: the connection closes now."""
+        self._end_cycles()
 
     def data_received(self, data: bytes) -> None:
         """Parses what came, unless the request was refused."""
-        if self._is_refused:
-            return
         self._num_idle_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        while data and not self._is_refused:
+            try:
+                self.parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as offer:
+                if self.parser.get_method() == b"CONNECT":
+                    self._refuse_bytes()
+                data = self._head_without_offer() + data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self._refuse_bytes()
         if self._num_idle_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
 
@@ -70,9 +88,10 @@ class Connection(HttpToolsProtocol):
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES:
             self._refuse_head()
-        if self._is_refused:
+        if self._is_refused or self.parser.should_upgrade():
             return
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         self._is_in_head = False
         self._start_timer(BODY_TIMEOUT_S)
 
@@ -86,11 +105,23 @@ class Connection(HttpToolsProtocol):
         """Ends a request."""
         self._num_idle_bytes = 0
         self._stop_timer()
-        if not self._is_refused:
+        if not self._is_refused and not self.parser.should_upgrade():
             super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
+    def _head_without_offer(self) -> bytes:
+        """Returns the head that was parsed last as if its client had offered nothing."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
+
+    def _end_cycles(self) -> None:
+        """Tells all requests that their client has gone; uvicorn tells the last one alone."""
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _refuse_bytes(self) -> None:
         self._refuse(error_response(400, "this is not a valid HTTP request.", code="invalid_http"))
 
     def _refuse_head(self) -> None:

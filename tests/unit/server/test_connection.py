@@ -204,3 +204,53 @@ async def test_a_client_that_closes_its_half_ends_its_request(running: Running) 
         while not running.server.engine.seen[0].aborted:
             await asyncio.sleep(0.005)
     writer.close()
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"made-up"])
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
+    running: Running, protocol: bytes, is_split: bool
+) -> None:
+    head = HEAD + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\nhttp2-settings: AAMAAABk\r\n" % protocol
+    first, last = (
+        head + b"content-length: %d\r\n\r\n" % len(BODY),
+        BODY + GOOD.replace(b"host: x", b"connection: close"),
+    )
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+    writer.write(first)
+    if is_split:
+        await asyncio.sleep(0.05)
+    writer.write(last)
+    answers = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert answers.count(b"HTTP/1.1 200") == 2
+    assert [seen.sampling.max_tokens for seen in running.server.engine.seen] == [4, 4]
+
+
+async def test_many_offers_in_one_segment_are_all_declined(running: Running) -> None:
+    one = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
+    assert (await running.say(1500 * one + last)).count(b"HTTP/1.1 200") == 1501
+
+
+@pytest.mark.parametrize("target", [b"/v1/completions", b"x:80", b"http://x/"])
+async def test_a_tunnel_is_refused(running: Running, target: bytes) -> None:
+    assert_refused(await running.say(b"CONNECT %b HTTP/1.1\r\nhost: x\r\n\r\n" % target), 400, "invalid_http")
+
+
+@pytest.mark.parametrize("ending", ["write_eof", "close"])
+async def test_a_client_that_leaves_ends_a_request_that_others_wait_behind(running: Running, ending: str) -> None:
+    async def hang(_: int) -> None:
+        await asyncio.Event().wait()
+
+    running.server.engine.step = hang
+    _, writer = await asyncio.open_connection(*running.listener.getsockname())
+    writer.write(GOOD + GOOD)
+    while not running.server.engine.seen:
+        await asyncio.sleep(0.005)
+    getattr(writer, ending)()
+    async with asyncio.timeout(5):
+        while not running.server.engine.seen[0].aborted:
+            await asyncio.sleep(0.005)
+    assert len(running.server.engine.seen) == 1
+    writer.close()
