@@ -103,6 +103,84 @@ async def test_a_seed_repeats_a_sampled_reply_and_another_seed_changes_it(client
     assert len({first, await ask(2), await ask(3)}) > 1
 
 
+async def test_chat_choices_and_scores_parse_into_the_clients_types(client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(
+        model=MODEL, messages=[user(QUESTIONS[3])], n=3, max_tokens=12, seed=7, logprobs=True, top_logprobs=2
+    )
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in reply.choices}) > 1
+    assert reply.usage is not None
+    num_entries = 0
+    for choice in reply.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        for entry in choice.logprobs.content:
+            assert entry.logprob <= 0
+            assert entry.bytes is not None
+            assert bytes(entry.bytes).decode(errors="replace") == entry.token or entry.token.startswith("bytes:")
+            assert len(entry.top_logprobs) == 2
+            assert entry.top_logprobs[0].logprob >= entry.top_logprobs[1].logprob
+        num_entries += len(choice.logprobs.content)
+        shown = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content if entry.token[:2] != "<|")
+        assert shown.decode(errors="replace") == choice.message.content
+    assert num_entries == reply.usage.completion_tokens
+
+
+async def test_streamed_choices_parse_into_the_clients_types(client: openai.AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model=MODEL,
+        messages=[user(QUESTIONS[4])],
+        n=2,
+        max_tokens=12,
+        stop=["?"],
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    roles, finishes, num_entries, usage = [], [], 0, None
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            roles += [choice.delta.role] if choice.delta.role else []
+            finishes += [choice.index] if choice.finish_reason else []
+            num_entries += len((choice.logprobs and choice.logprobs.content) or ())
+    assert roles == ["assistant"] * 2
+    assert sorted(finishes) == [0, 1]
+    assert usage is not None
+    assert usage.completion_tokens == num_entries
+
+
+async def test_completion_scores_and_echoes_parse_into_the_clients_types(client: openai.AsyncOpenAI) -> None:
+    reply = await client.completions.create(
+        model=MODEL, prompt=["Would you like", "I need"], echo=True, logprobs=3, max_tokens=4, temperature=0
+    )
+    assert len(reply.choices) == 2
+    for choice, prompt in zip(reply.choices, ("Would you like", "I need"), strict=True):
+        assert choice.text.startswith(prompt)
+        scores = choice.logprobs
+        assert scores is not None
+        assert scores.tokens and scores.token_logprobs and scores.top_logprobs and scores.text_offset
+        assert len(scores.tokens) == len(scores.token_logprobs) == len(scores.top_logprobs) == len(scores.text_offset)
+        assert scores.token_logprobs[0] is None
+        assert all(score <= 0 for score in scores.token_logprobs[1:])
+        assert all(len(top) >= 3 for top in scores.top_logprobs[1:])
+
+
+async def test_extensions_go_in_the_extra_body(client: openai.AsyncOpenAI) -> None:
+    reply = await client.chat.completions.create(
+        model=MODEL,
+        messages=[user(QUESTIONS[5])],
+        max_tokens=8,
+        logit_bias={"5": -100},
+        presence_penalty=0.5,
+        user="ann",
+        metadata={"a": "b"},
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "stop_token_ids": [7], "cache_salt": "x"},
+    )
+    assert reply.choices[0].model_extra is not None
+    assert "stop_reason" in reply.choices[0].model_extra
+
+
 async def test_errors_are_the_clients_own_exceptions(client: openai.AsyncOpenAI, live: Live) -> None:
     pids = live.pids()
     messages: Any = [user("Hi")]
@@ -113,8 +191,11 @@ async def test_errors_are_the_clients_own_exceptions(client: openai.AsyncOpenAI,
         await client.chat.completions.create(model=MODEL, messages=messages, temperature=-1)
     assert hot.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as many:
-        await client.chat.completions.create(model=MODEL, messages=messages, n=2)
+        await client.chat.completions.create(model=MODEL, messages=messages, n=65)
     assert many.value.param == "n"
+    with pytest.raises(openai.BadRequestError) as shaped:
+        await client.chat.completions.create(model=MODEL, messages=messages, response_format={"type": "json_object"})
+    assert shaped.value.param == "response_format"
     with pytest.raises(openai.BadRequestError) as long:
         await client.completions.create(model=MODEL, prompt=[10] * 100_000)
     assert long.value.code == "context_length_exceeded"
