@@ -10,6 +10,7 @@ from hiserve.config import MAX_INT32
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.text.chat import check_text
 
+_MAX_INT64 = 2**63 - 1
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
 
@@ -21,8 +22,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """
     try:
         body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise RequestError("the body is nested too deeply.", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        fault = f"the body is not valid JSON: byte {error.start} is not {error.encoding}."
+        raise RequestError(fault, code="invalid_json") from None
+    except json.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}.", code="invalid_json") from None
+    except ValueError:  # Python's bound on the digits of a whole number
+        raise RequestError("the body has a number of too many digits.", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object.", code="invalid_json")
     return body
@@ -60,14 +68,14 @@ class Fields:
 
         Args:
             name: The field.
-            least: Smallest value; None leaves the range to the caller.
+            least: Smallest value; None leaves the range to the caller, up to 64 bits.
             most: Largest value, if ``least`` is given.
         """
         value = self.values.get(name)
         if value is None:
             return None
-        if type(value) is not int:
-            raise self.wrong(name, "a whole number")
+        if type(value) is not int or not -_MAX_INT64 <= value <= _MAX_INT64:
+            raise self.wrong(name, "a whole number of at most 64 bits")
         if least is not None and not least <= value <= most:
             raise self.wrong(name, f"between {least} and {most}")
         return value

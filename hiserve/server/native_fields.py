@@ -8,7 +8,7 @@ import msgspec
 
 from hiserve.config import MAX_INT32
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import MAX_LOGPROBS, SamplingParams
+from hiserve.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.fields import Fields
 from hiserve.server.known_fields import SAMPLING, check_fields
@@ -159,24 +159,29 @@ def _parse_one(
 ) -> NativePrompt:
     fields = Fields(one)
     given = fields.nested("sampling_params")
-    check_fields(given.values, NATIVE_SAMPLING, is_strict=is_strict)
     max_tokens = given.integer("max_new_tokens", least=0)
     is_default = max_tokens is None
     min_tokens = given.integer("min_new_tokens", least=0)
-    seed = given.integer("sampling_seed" if given.has("sampling_seed") else "seed")
+    if max_tokens is not None and (min_tokens or 0) > max(1, max_tokens):
+        raise given.wrong("min_new_tokens", f"at most max_new_tokens ({max_tokens})")
+    seed = given.integer("sampling_seed" if given.has("sampling_seed") else "seed", least=0, most=MAX_SEED)
     start = fields.integer("logprob_start_len", least=-1)
     num_top = fields.integer("top_logprobs_num", least=0, most=MAX_LOGPROBS) or 0
     has_logprobs = fields.flag("return_logprob")
     first_scored = start if has_logprobs and start is not None and start >= 0 else None
     ours = {**given.values, "min_tokens": min_tokens, "seed": seed}
-    sampling = parse_sampling(
-        Fields(ours, "sampling_params."),
-        defaults,
-        vocab_size=vocab_size,
-        max_tokens=max(1, min_tokens or 0, DEFAULT_NEW_TOKENS) if max_tokens is None else max(1, max_tokens),
-        logprobs=num_top if has_logprobs else None,
-        prompt_logprobs=None if first_scored is None else num_top,
-    )
+    try:
+        check_fields(given.values, NATIVE_SAMPLING, is_strict=is_strict)
+        sampling = parse_sampling(
+            Fields(ours),
+            defaults,
+            vocab_size=vocab_size,
+            max_tokens=max(1, min_tokens or 0, DEFAULT_NEW_TOKENS) if max_tokens is None else max(1, max_tokens),
+            logprobs=num_top if has_logprobs else None,
+            prompt_logprobs=None if first_scored is None else num_top,
+        )
+    except RequestError as error:
+        raise RequestError(f"sampling_params.{error.message}", param=f"sampling_params.{error.param}") from None
     return NativePrompt(
         prompt=prompt,
         sampling=sampling,
