@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,13 @@ def test_sigterm_lets_a_stream_finish_and_leaves_no_process(tmp_path: Path) -> N
         assert "Traceback" not in running.log.read_text()
 
 
+def wait_for_log(running: Live, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in running.log.read_text():
+        assert time.monotonic() < deadline, f"{text!r} is not in the log"
+        time.sleep(0.02)
+
+
 def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path) -> None:
     body = {"prompt": [50], "max_tokens": 8000, "ignore_eos": True, "stream": True}
     for signals, status in (([signal.SIGTERM, signal.SIGTERM], 0), ([signal.SIGKILL], -signal.SIGKILL)):
@@ -346,7 +354,9 @@ def test_a_second_signal_stops_at_once_and_kill_leaves_no_orphans(tmp_path: Path
             ):
                 lines = response.iter_lines()
                 next(lines)
-                for number in signals:
+                running.process.send_signal(signals[0])
+                for number in signals[1:]:  # two signals at once may arrive as one
+                    wait_for_log(running, "draining")
                     running.process.send_signal(number)
                 list(lines)
             assert running.process.wait(10) == status
