@@ -11,11 +11,12 @@ from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.chat import ChatRequest
 from hiserve.text.replies import Replies, encode_chat
-from hiserve.text.template import ChatTemplate
+from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
-# Encoding this many characters takes about 5 ms; longer texts go to a thread.
+# Encoding this many characters takes about 5 ms; longer texts go to a thread, and so do templates that run longer.
 INLINE_CHARS = 20_000
+INLINE_S = 0.02
 
 
 class Prompts:
@@ -57,7 +58,8 @@ class Prompts:
         """
         self._check_length(len(text), max_tokens, truncate, param="prompt")
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return truncated(await self._off_loop(len(text), encode), truncate, max_tokens)
+        ids = encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
+        return truncated(ids, truncate, max_tokens)
 
     async def encode_chat(
         self, chat: ChatRequest, *, namespace: bytes, max_tokens: int, truncate: int | None = None
@@ -77,11 +79,21 @@ class Prompts:
         template = self._template
         if template is None:
             raise RequestError("this model has no chat template; use /v1/completions.", param="messages")
-        num_chars = sum(len(message["content"]) for message in chat.messages)
-        self._check_length(num_chars, max_tokens, truncate, param="messages")
+        shown = sum(len(message["content"]) for message in chat.messages)
+        self._check_length(shown, max_tokens, truncate, param="messages")
         known = self._replies.recall(namespace, chat)
-        encode = partial(encode_chat, chat, known, template, self._tokenizer)
-        return truncated(await self._off_loop(chat.num_chars, encode), truncate, max_tokens)
+        num_chars = chat.num_chars
+        max_chars = max_tokens * self._tokenizer.max_token_chars
+        if truncate is not None:
+            max_chars = max(max_chars, 4 * num_chars)
+        encode = partial(encode_chat, chat, known, template, self._tokenizer, max_chars=max_chars)
+        if num_chars <= INLINE_CHARS:
+            try:
+                return truncated(encode(max_s=INLINE_S), truncate, max_tokens)
+            except RequestError as error:
+                if error.code != TOO_SLOW:
+                    raise
+        return truncated(await self._in_thread(encode), truncate, max_tokens)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
@@ -110,9 +122,7 @@ class Prompts:
                 param=param,
             )
 
-    async def _off_loop(self, num_chars: int, encode: Callable[[], Int32Array]) -> Int32Array:
-        if num_chars <= INLINE_CHARS:
-            return encode()
+    async def _in_thread(self, encode: Callable[[], Int32Array]) -> Int32Array:
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
 
 

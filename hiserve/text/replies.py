@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.chat import ChatRequest
-from hiserve.text.template import ChatTemplate
+from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 # Stands in for the content of message i. Private-use characters; a prompt that contains one itself is
@@ -104,7 +105,13 @@ def _reply_keys(namespace: bytes, chat: ChatRequest) -> Iterator[bytes]:
 
 
 def encode_chat(
-    chat: ChatRequest, known: Mapping[int, Int32Array], template: ChatTemplate, tokenizer: Tokenizer
+    chat: ChatRequest,
+    known: Mapping[int, Int32Array],
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    *,
+    max_chars: int | None = None,
+    max_s: float = RENDER_S,
 ) -> Int32Array:
     """Renders a conversation and encodes it, with known ids in the places of known replies.
 
@@ -122,6 +129,8 @@ def encode_chat(
         known: Ids of some assistant messages, by index. Those that do not decode to the text are not used.
         template: The model's template.
         tokenizer: The model's tokenizer.
+        max_chars: As for ``ChatTemplate.render``.
+        max_s: The same.
 
     Returns:
         The prompt, int32 ``[n]``.
@@ -129,9 +138,9 @@ def encode_chat(
     Raises:
         RequestError: The template refuses the messages.
     """
-    text = template.render(chat)
+    text = template.render(chat, max_chars=max_chars, max_s=max_s)
     usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, tokenizer)}
-    pieces = _split(text, chat, usable, template) if usable else [text]
+    pieces = _split(text, chat, usable, partial(template.render, max_s=max_s)) if usable else [text]
     return np.concatenate(
         [
             usable[int(piece)] if at % 2 else tokenizer.encode(piece, add_special_tokens=False)
@@ -146,13 +155,15 @@ def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -
     return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
 
 
-def _split(text: str, chat: ChatRequest, chosen: Mapping[int, Int32Array], template: ChatTemplate) -> list[str]:
+def _split(
+    text: str, chat: ChatRequest, chosen: Mapping[int, Int32Array], render: Callable[[ChatRequest], str]
+) -> list[str]:
     """Returns text, index, text, index, ..., text; or the text alone when the template does more than insert."""
     messages = [
         {**message, "content": _STAND_IN.format(i)} if i in chosen else message
         for i, message in enumerate(chat.messages)
     ]
-    marked = template.render(msgspec.structs.replace(chat, messages=messages))
+    marked = render(msgspec.structs.replace(chat, messages=messages))
     pieces = _STAND_IN_PATTERN.split(marked)
     if any(int(i) not in chosen for i in pieces[1::2]):
         return [text]

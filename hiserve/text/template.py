@@ -9,107 +9,121 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgspec
 
-from hiserve.errors import ConfigError, ModelError, RequestError
+from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
+from hiserve.text.budget import Budget, BudgetError
 from hiserve.text.chat import ChatRequest, check_text
+from hiserve.text.sandbox import BoundedEnvironment
 
+RENDER_S = 5.0
 # What a template may raise over messages it was not written for.
 TEMPLATE_FAILURES = (
     jinja2.TemplateError,
     TypeError,
     ValueError,
     LookupError,
+    AttributeError,
     ArithmeticError,
     RecursionError,
     MemoryError,
 )
+TOO_SLOW = "template_too_slow"
 # Marks the end of a message that is to be continued: a private-use character, taken out again.
 _END = "\ue002"
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
+class _Named(msgspec.Struct):
+    """One of several templates in ``tokenizer_config.json``."""
+
+    name: str
+    template: str
+
+
 class ChatTemplate:
     """A compiled chat template.
 
-    It comes with the model, so it runs in a sandbox; the settings and helpers are those that templates
-    are written for (Hugging Face transformers).
+    It comes with the model, so it runs in a sandbox, within bounds of time and size. Safe to use from several
+    threads at once.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, tool_source: str | None = None
+    ) -> None:
         """Compiles the template.
 
         Args:
             source: Jinja source.
             special_tokens: Names such as ``bos_token`` that the template may use.
+            tool_source: Takes its place when tools are given.
 
         Raises:
-            ModelError: The source is not valid Jinja.
+            ModelError: A source is not valid Jinja.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}.") from None
+        self._environment = BoundedEnvironment()
+        self._environment.globals["raise_exception"] = _raise_exception
+        self._environment.globals["strftime_now"] = _strftime_now
+        self._template = self._compiled(source)
+        self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
         self._special_tokens = dict(special_tokens or {})
-        self._reserved = {*_RESERVED, *environment.globals}
+        self._reserved = {*_RESERVED, *self._environment.globals}
 
     @classmethod
     def load(cls, folder: Path, override: Path | None = None) -> ChatTemplate | None:
         """Reads ``chat_template.jinja`` or the ``chat_template`` of ``tokenizer_config.json``.
 
+        Some models have several templates by name; of these, ``default`` and ``tool_use`` are used.
+
         Args:
             folder: The model's folder; special tokens are read from it in any case.
-            override: A file that takes the place of the model's template.
+            override: A file that takes the place of the model's templates.
 
         Returns:
             The template, or None when the model has none.
 
         Raises:
             ConfigError: ``override`` cannot be read.
-            ModelError: Another file cannot be read or the template is not valid.
+            ModelError: Another file cannot be read or a template is not valid.
         """
         config = _read_config(folder / "tokenizer_config.json")
-        alone = folder / "chat_template.jinja"
-        source: Any = config.get("chat_template")
         if override is not None:
-            source = _read_override(override)
-        elif alone.is_file():
-            source = alone.read_text(encoding="utf-8")
-        if isinstance(source, list):  # several named templates
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source is None:
+            sources = {"default": _read_override(override)}
+        else:
+            sources = _read_sources(folder, config.get("chat_template"))
+        if "default" not in sources:
             return None
         tokens = {name: _token_text(value) for name, value in config.items() if name.endswith("_token")}
-        return cls(source, {name: text for name, text in tokens.items() if text is not None})
+        known = {name: text for name, text in tokens.items() if text is not None}
+        return cls(sources["default"], known, sources.get("tool_use"))
 
-    def render(self, chat: ChatRequest) -> str:
+    def render(self, chat: ChatRequest, *, max_chars: int | None = None, max_s: float = RENDER_S) -> str:
         """Returns the prompt: all messages, and the start of the assistant's reply or the open last message.
 
+        Args:
+            chat: The conversation.
+            max_chars: A longer prompt cannot fit the context; None is no limit.
+            max_s: Longest the template may run, in seconds.
+
         Raises:
-            RequestError: The template refuses these messages, or a name of ``template_kwargs`` is taken.
+            RequestError: The template refuses these messages, or a name of ``template_kwargs`` is taken. The code
+                is ``TOO_SLOW`` when the time was over.
+            ContextLengthError: The prompt is longer than ``max_chars``.
         """
         self._check_names(chat.template_kwargs)
         messages = chat.messages
         if chat.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _END}]
-        try:
-            text = self._template.render(
-                **chat.template_kwargs,
-                **self._special_tokens,
-                messages=messages,
-                tools=chat.tools,
-                documents=chat.documents,
-                add_generation_prompt=chat.add_generation_prompt,
-            )
-        except TEMPLATE_FAILURES as error:
-            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        variables = {
+            **chat.template_kwargs,
+            **self._special_tokens,
+            "messages": messages,
+            "tools": chat.tools,
+            "documents": chat.documents,
+            "add_generation_prompt": chat.add_generation_prompt,
+        }
+        template = self._tool_template if chat.tools else self._template
+        text = self._run(template, variables, max_chars, max_s)
         if chat.continue_final_message:
             text, end, _ = text.rpartition(_END)
             if not end:
@@ -119,6 +133,34 @@ class ChatTemplate:
                 )
         check_text(text, "messages")
         return text
+
+    def _compiled(self, source: str) -> jinja2.Template:
+        try:
+            return self._environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error}.") from None
+        except (SyntaxError, RecursionError, MemoryError) as error:  # Python's, over the code that Jinja makes of it
+            raise ModelError(f"the chat template is nested too deeply: {type(error).__name__}.") from None
+
+    def _run(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int | None, max_s: float) -> str:
+        parts, num_chars = [], 0
+        try:
+            for part in self._environment.stream(template, variables, Budget(max_s)):
+                parts.append(part)
+                num_chars += len(part)
+                if max_chars is not None and num_chars > max_chars:
+                    raise ContextLengthError(
+                        f"the chat template makes more than {max_chars} characters of these messages, which cannot fit "
+                        "the context. Shorten them.",
+                        param="messages",
+                    )
+        except TEMPLATE_FAILURES as error:
+            raise RequestError(
+                f"the chat template refuses these messages: {str(error)[:500]}",
+                code=TOO_SLOW if isinstance(error, BudgetError) and error.is_late else None,
+                param="messages",
+            ) from None
+        return "".join(parts)
 
     def _check_names(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:
@@ -134,6 +176,20 @@ def _read_override(path: Path) -> str:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"--chat-template {str(path)!r} cannot be read: {error}.", param="chat_template") from None
+
+
+def _read_sources(folder: Path, configured: Any) -> dict[str, str]:
+    """Returns the sources of a model's templates by name; files take the place of the configured ones."""
+    paths = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    try:
+        found = {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}
+        if "default" not in found and configured is not None:
+            given = msgspec.convert(configured, str | list[_Named])
+            named = {"default": given} if isinstance(given, str) else {each.name: each.template for each in given}
+            found = named | found
+    except (OSError, ValueError) as error:  # no Unicode, or another type
+        raise ModelError(f"the chat_template in {str(folder)!r} cannot be read: {error}.", param="model") from None
+    return found
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -152,11 +208,6 @@ def _token_text(value: Any) -> str | None:
     """Reads a special token in both spellings: a string, or an object with ``content``."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
-
-
-def _to_json(value: Any, **options: Any) -> str:
-    """Jinja's own ``tojson`` escapes HTML; prompts need the plain form."""
-    return json.dumps(value, ensure_ascii=options.pop("ensure_ascii", False), **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,93 +1,36 @@
-"""Chat templates render as their authors expect, and messages are checked before they reach one."""
+"""What a chat request says is checked, and brought to the form that templates expect, before it reaches one."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
 
-from hiserve.errors import ModelError, RequestError
-from hiserve.text.chat import ChatTemplate, check_text, parse_messages
-from tests.helpers import tiny_text
+from hiserve.errors import RequestError
+from hiserve.text.chat import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, check_text, parse_chat, parse_messages
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Oslo"}'}}
+TOOL = {"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "hi"}
 
 
-def test_messages_and_the_start_of_the_reply_are_rendered() -> None:
-    template = ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"})
-    messages = parse_messages([{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}])
-    assert template.render(messages) == "<|bos|><|system|>Be kind.<|end|><|user|>Hi<|end|><|assistant|>"
+def assistant(*calls: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": list(calls), **more}]
 
 
-def test_blocks_are_trimmed_and_helpers_behave_as_in_transformers() -> None:
-    source = "{% for m in messages %}\n    {% if m.role == 'system' %}{% continue %}{% endif %}\n{{ m | tojson }}\n"
-    source += "{% endfor %}\n{{ strftime_now('%Y') | length }}{{ tools is none }}"
-    messages = parse_messages([{"role": "system", "content": "x"}, {"role": "user", "content": "<é>"}])
-    assert ChatTemplate(source).render(messages) == '{"role": "user", "content": "<é>"}\n4True'
-
-
-def test_a_template_that_raises_blames_the_request() -> None:
-    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(RequestError, match="roles must alternate") as caught:
-        template.render(parse_messages([{"role": "user", "content": "x"}]))
-    assert caught.value.param == "messages"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ messages.append('x') }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{{ 1 / 0 }}",
-        "{{ messages[0].content + 1 }}",
-    ],
-)
-def test_a_template_stays_inside_its_sandbox(source: str) -> None:
-    template = ChatTemplate("{% set x %}" + source + "{% endset %}{{ x }}" if "append" in source else source)
-    messages = parse_messages([{"role": "user", "content": "x"}])
-    with pytest.raises(RequestError, match="refuses"):
-        template.render(messages)
-    assert len(messages) == 1
-
-
-def test_a_template_that_is_not_jinja_is_a_model_error() -> None:
-    with pytest.raises(ModelError, match="line 2"):
-        ChatTemplate("ok\n{% for %}")
-
-
-def write_config(folder: Path, **config: Any) -> None:
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def render_one(folder: Path) -> str:
-    template = ChatTemplate.load(folder)
-    assert template is not None
-    return template.render(parse_messages([{"role": "user", "content": "hi"}]))
-
-
-def test_the_template_is_found_in_all_its_places(tmp_path: Path) -> None:
-    assert ChatTemplate.load(tmp_path) is None
-    write_config(tmp_path, bos_token={"content": "<s>", "lstrip": False}, chat_template="{{ bos_token }}A")
-    assert render_one(tmp_path) == "<s>A"
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D{{ eos_token is defined }}"}]
-    write_config(tmp_path, eos_token=None, chat_template=named)
-    assert render_one(tmp_path) == "DFalse"
-    (tmp_path / "chat_template.jinja").write_text("J")
-    assert render_one(tmp_path) == "J"
-
-
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_a_broken_tokenizer_config_is_a_model_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json"):
-        ChatTemplate.load(tmp_path)
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
 
 
 def test_text_parts_are_joined_and_other_strings_kept() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    messages = parse_messages([{"role": "developer", "content": parts, "name": "ann", "tool_calls": [], "x": 1}])
+    messages = parse_messages(
+        [{"role": "developer", "content": parts, "name": "ann", "tool_calls": [], "refusal": None, "x": 1}]
+    )
     assert messages == [{"role": "system", "content": "one two", "name": "ann"}]
 
 
@@ -117,7 +60,29 @@ def user(content: Any, **more: Any) -> list[Any]:
         (user("\ud800"), "messages[1].content"),
         (user([{"type": "text", "text": "a\udfff"}]), "messages[1].content"),
         (user("hi", name="\ud800"), "messages[1].name"),
-        (user("hi", tool_calls=[{"id": "1"}]), "messages[1].tool_calls"),
+        (user("hi", tool_calls=[CALL]), "messages[1].tool_calls"),
+        (user("hi", name=7), "messages[1].name"),
+        (user("hi", tool_call_id={}), "messages[1].tool_call_id"),
+        ([{"role": "function", "name": "f", "content": "x"}], "messages[0].role"),
+        (assistant(), "messages[0].content"),
+        (assistant(CALL, content=7), "messages[0].content"),
+        (assistant(content="x", function_call={"name": "f"}), "messages[0].function_call"),
+        (assistant(content="x", refusal="no"), "messages[0].refusal"),
+        (assistant(content="x", audio={"id": "1"}), "messages[0].audio"),
+        (assistant(content="x", reasoning_content=["hm"]), "messages[0].reasoning_content"),
+        (assistant("find"), "messages[0].tool_calls[0].type"),
+        (assistant(CALL, {**CALL, "type": "custom"}), "messages[0].tool_calls[1].type"),
+        (assistant({**CALL, "id": 1}), "messages[0].tool_calls[0].id"),
+        (assistant({**CALL, "function": None}), "messages[0].tool_calls[0].function"),
+        (assistant({**CALL, "function": {"name": ""}}), "messages[0].tool_calls[0].function.name"),
+        (assistant({**CALL, "function": {"name": "\ud800"}}), "messages[0].tool_calls[0]"),
+        (
+            assistant({**CALL, "function": {"name": "f", "arguments": 1}}),
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (assistant({**CALL, "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}), "messages[0].tool_calls[0]"),
+        (assistant(*[CALL] * (MAX_TOOLS + 1)), "messages[0].tool_calls"),
+        ([USER] * (MAX_MESSAGES + 1), "messages"),
     ],
 )
 def test_malformed_messages_are_refused_with_their_place(messages: Any, param: str) -> None:
@@ -130,3 +95,104 @@ def test_only_lone_surrogates_are_invalid_text() -> None:
     check_text("a😀\x00\uffff\ue000", "prompt")
     with pytest.raises(RequestError, match="lone surrogate at character 1"):
         check_text("a\udc00", "prompt")
+
+
+def test_calls_of_tools_take_the_form_that_templates_expect() -> None:
+    (message,) = parse_messages(assistant(CALL, content=None))
+    function = {"name": "find", "arguments": {"where": "Oslo"}}
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function, "id": "c1"}],
+    }
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "[" * 100_000])
+def test_arguments_that_spell_no_object_stay_as_the_model_wrote_them(arguments: str) -> None:
+    (message,) = parse_messages(assistant({"function": {"name": "f", "arguments": arguments}}))
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_reasoning_and_results_of_tools_are_kept() -> None:
+    given = [
+        {"role": "assistant", "content": "x", "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ]
+    assert parse_messages(given) == given
+
+
+def test_a_chat_has_everything_that_the_template_sees() -> None:
+    kwargs = {"enable_thinking": False}
+    body = {"messages": [USER], "tools": [TOOL], "documents": [{"text": "d"}], "chat_template_kwargs": kwargs, "x": 1}
+    chat = parse_chat(body)
+    assert (chat.messages, chat.tools, chat.documents, chat.template_kwargs) == (
+        [USER],
+        [TOOL],
+        [{"text": "d"}],
+        kwargs,
+    )
+    assert (chat.add_generation_prompt, chat.continue_final_message) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "name", ["tools", "documents", "chat_template_kwargs", "chat_template", "continue_final_message"]
+)
+def test_null_and_empty_are_as_nothing(name: str) -> None:
+    plain = parse_chat({"messages": [USER]})
+    assert parse_chat({"messages": [USER], name: None}) == plain
+    if name in ("tools", "documents"):
+        assert parse_chat({"messages": [USER], name: []}) == plain
+
+
+def test_tools_that_must_not_be_called_are_left_out() -> None:
+    assert parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": "none"}).tools is None
+    assert parse_chat({"messages": [USER], "tools": [TOOL], "tool_choice": "auto"}).tools == [TOOL]
+
+
+def test_a_continued_message_has_no_generation_prompt() -> None:
+    chat = parse_chat({"messages": [USER], "continue_final_message": True})
+    assert (chat.add_generation_prompt, chat.continue_final_message) == (False, True)
+    assert parse_chat({"messages": [USER], "add_generation_prompt": False}).add_generation_prompt is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [TOOL] * (MAX_TOOLS + 1)}, "tools"),
+        ({"tools": [TOOL, "x"]}, "tools[1].type"),
+        ({"tools": [{"type": "function", "name": "flat"}]}, "tools[0].function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": 7}}]}, "tools[0].function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools[0].function.parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]},
+            "tools[0].function.description",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(MAX_DEPTH)}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": ["\ud800"]}}]}, "tools"),
+        ({"documents": "x"}, "documents"),
+        ({"documents": ["x"]}, "documents"),
+        ({"documents": [{"x": [0] * MAX_VALUES}]}, "documents"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"\udfff": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": nested(MAX_DEPTH)}, "chat_template_kwargs"),
+    ],
+)
+def test_malformed_fields_are_refused_with_their_place(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_chat({"messages": [USER], **fields})
+    assert caught.value.param == param
+
+
+def test_many_messages_are_read_in_bounded_time() -> None:
+    begin = time.monotonic()
+    chat = parse_chat({"messages": [{"role": "user", "content": "x" * 100}] * MAX_MESSAGES})
+    assert time.monotonic() - begin < 2.0
+    assert chat.num_chars >= 100 * MAX_MESSAGES

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tokenizers import processors
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat import ChatTemplate
-from hiserve.text.prompts import INLINE_CHARS, Prompts
+from hiserve.text.chat import ChatRequest, Message
+from hiserve.text.prompts import INLINE_CHARS, Prompts, truncated
 from hiserve.text.replies import Replies
+from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
-MESSAGES = [{"role": "user", "content": "a small coffee"}]
+MESSAGES: list[Message] = [{"role": "user", "content": "a small coffee"}]
+CHAT = ChatRequest(messages=MESSAGES)
+
+
+def user(content: str, **fields: Any) -> ChatRequest:
+    return ChatRequest(messages=[{"role": "user", "content": content}], **fields)
 
 
 class WatchedTokenizer(Tokenizer):
@@ -44,10 +53,13 @@ async def test_long_prompts_are_encoded_in_a_thread_and_short_ones_inline(prompt
     made, tokenizer, _ = prompts
     await made.encode_text("short", max_tokens=100)
     await made.encode_text("x " * INLINE_CHARS, max_tokens=10**6)
-    await made.encode_chat([{"role": "user", "content": "x " * INLINE_CHARS}], namespace=b"", max_tokens=10**6)
+    await made.encode_chat(user("x " * INLINE_CHARS), namespace=b"", max_tokens=10**6)
     assert tokenizer.threads[0] == threading.current_thread().name
     assert all(name.startswith("hiserve-encode") for name in tokenizer.threads[1:])
-    assert len(tokenizer.threads) == 3
+    tool = {"type": "function", "function": {"name": "f", "description": "x " * INLINE_CHARS}}
+    await made.encode_chat(user("hi", tools=[tool]), namespace=b"", max_tokens=10**6)
+    assert tokenizer.threads[-1].startswith("hiserve-encode")
+    assert len(tokenizer.threads) == 4
 
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(prompts: Any) -> None:
@@ -56,7 +68,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(prompts: A
         await made.encode_text("x" * 10_000, max_tokens=8)
     assert caught.value.param == "prompt"
     with pytest.raises(ContextLengthError) as caught:
-        await made.encode_chat([{"role": "user", "content": "x" * 10_000}], namespace=b"", max_tokens=8)
+        await made.encode_chat(user("x" * 10_000), namespace=b"", max_tokens=8)
     assert caught.value.param == "messages"
     assert tokenizer.threads == []
 
@@ -64,8 +76,8 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(prompts: A
 async def test_a_remembered_reply_loses_its_end_token(prompts: Any) -> None:
     made, tokenizer, replies = prompts
     spelt = tiny_text.spell_in_bytes(tokenizer, "the token")
-    made.remember(b"", MESSAGES, "the token", [*spelt, tiny_text.END])
-    history = [*MESSAGES, {"role": "assistant", "content": "the token"}]
+    made.remember(b"", CHAT, "the token", [*spelt, tiny_text.END])
+    history = ChatRequest(messages=[*MESSAGES, {"role": "assistant", "content": "the token"}])
     assert replies.recall(b"", history)[1].tolist() == spelt
     ids = (await made.encode_chat(history, namespace=b"", max_tokens=1000)).tolist()
     assert ",".join(map(str, [*spelt, tiny_text.END])) in ",".join(map(str, ids))
@@ -74,5 +86,88 @@ async def test_a_remembered_reply_loses_its_end_token(prompts: Any) -> None:
 async def test_a_model_without_a_template_has_no_chat() -> None:
     made = Prompts(tiny_text.byte_level(), None, Replies())
     with pytest.raises(RequestError, match="no chat template; use /v1/completions"):
-        await made.encode_chat(MESSAGES, namespace=b"", max_tokens=100)
+        await made.encode_chat(CHAT, namespace=b"", max_tokens=100)
     made.close()
+
+
+async def test_a_slow_template_does_not_hold_up_the_loop() -> None:
+    slow = "{% for i in range(100000) %}{% set x = i ~ '' %}{% endfor %}{{ messages[0].content }}"
+    tokenizer = WatchedTokenizer(tiny_text.byte_level_backend())
+    tokenizer.threads.clear()
+    made = Prompts(tokenizer, ChatTemplate(slow), Replies())
+    longest, begin = 0.0, time.monotonic()
+    last = begin
+    encoding = asyncio.create_task(made.encode_chat(CHAT, namespace=b"", max_tokens=1000))
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert tokenizer.decode(encoding.result()) == "a small coffee"
+    assert tokenizer.threads[0].startswith("hiserve-encode")
+    assert longest < (last - begin) / 2, "the loop waited for the template"
+    made.close()
+
+
+async def test_a_template_that_refuses_is_not_asked_again() -> None:
+    calls = []
+    template = ChatTemplate("{{ raise_exception('no') }}")
+    render = template.render
+    template.render = lambda *args, **kwargs: calls.append(1) or render(*args, **kwargs)  # type: ignore[method-assign]
+    made = Prompts(tiny_text.byte_level(), template, Replies())
+    with pytest.raises(RequestError, match="refuses"):
+        await made.encode_chat(CHAT, namespace=b"", max_tokens=1000)
+    assert len(calls) == 1
+    made.close()
+
+
+async def test_what_the_template_adds_counts_for_the_length_too() -> None:
+    made = Prompts(tiny_text.byte_level(), ChatTemplate("{{ messages[0].content * 1000 }}"), Replies())
+    with pytest.raises(ContextLengthError):
+        await made.encode_chat(CHAT, namespace=b"", max_tokens=100)
+    made.close()
+
+
+async def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted() -> None:
+    backend = tiny_text.byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", tiny_text.BOS)]
+    )
+    made = Prompts(Tokenizer(backend), None, Replies())
+    bare = (await made.encode_text("the", max_tokens=100, add_special_tokens=False)).tolist()
+    assert (await made.encode_text("the", max_tokens=100)).tolist() == [tiny_text.BOS, *bare]
+    made.close()
+
+
+@pytest.mark.parametrize(("truncate", "kept"), [(None, 40), (7, 7), (40, 40), (100, 40), (-1, 29)])
+async def test_a_truncated_prompt_keeps_its_end(prompts: Any, truncate: int | None, kept: int) -> None:
+    made, tokenizer, _ = prompts
+    text = "x " * 20
+    whole = tokenizer.encode(text, add_special_tokens=True)
+    assert len(whole) == 40
+    ids = await made.encode_text(text, max_tokens=30, truncate=truncate)
+    assert ids.tolist() == whole[-kept:].tolist() == truncated(whole, truncate, 30).tolist()
+    whole = await made.encode_chat(user(text), namespace=b"", max_tokens=1000)
+    ids = await made.encode_chat(user(text), namespace=b"", max_tokens=1000, truncate=5)
+    assert ids.tolist() == whole[-5:].tolist()
+
+
+async def test_a_prompt_of_any_length_may_be_truncated(prompts: Any) -> None:
+    made, _, _ = prompts
+    text = "x" * 10_000
+    assert len(await made.encode_text(text, max_tokens=8, truncate=-1)) == 7
+    assert len(await made.encode_chat(user(text), namespace=b"", max_tokens=8, truncate=-1)) == 7
+
+
+async def test_ids_become_text_again_with_special_tokens(prompts: Any) -> None:
+    made, _, _ = prompts
+    ids = await made.encode_chat(CHAT, namespace=b"", max_tokens=100)
+    assert made.detokenize(ids.tolist()) == "<|bos|><|user|>a small coffee<|end|><|assistant|>"
+
+
+async def test_what_no_template_expects_is_a_typed_error_in_bounded_time(prompts: Any) -> None:
+    made, _, _ = prompts
+    begin = time.monotonic()
+    many = ChatRequest(messages=[{"role": "user", "content": "\x00"}] * 16_384)
+    assert len(await made.encode_chat(many, namespace=b"", max_tokens=10**6)) == 3 * 16_384 + 2
+    deep = {"role": "user", "content": "x", "name": "y" * 10**6}
+    await made.encode_chat(ChatRequest(messages=[deep]), namespace=b"", max_tokens=100)
+    assert time.monotonic() - begin < 5.0

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
-from hiserve.text.chat import ChatTemplate, Message
-from hiserve.text.replies import Replies, encode_messages
+from hiserve.text.chat import ChatRequest, Message
+from hiserve.text.replies import Replies, encode_chat
+from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 
 TOKENIZER = tiny_text.byte_level()
@@ -15,19 +19,20 @@ TRIMMING = ChatTemplate(tiny_text.TRIMMING_TEMPLATE, {"bos_token": "<|bos|>"})
 REPLY = "the tokenizer of the text"
 
 
-def conversation(*replies: str) -> list[Message]:
-    messages = [{"role": "user", "content": "I would like a coffee"}]
+def conversation(*replies: str, system: str = "") -> ChatRequest:
+    messages: list[Message] = [{"role": "system", "content": system}] * bool(system)
+    messages.append({"role": "user", "content": "I would like a coffee"})
     for reply in replies:
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "thank you"}]
-    return messages
+    return ChatRequest(messages=messages)
 
 
-def plain(messages: list[Message], template: ChatTemplate = TEMPLATE) -> list[int]:
-    return TOKENIZER.encode(template.render(messages), add_special_tokens=False).tolist()
+def plain(chat: ChatRequest, template: ChatTemplate = TEMPLATE) -> list[int]:
+    return TOKENIZER.encode(template.render(chat), add_special_tokens=False).tolist()
 
 
-def encode(messages: list[Message], replies: Replies, template: ChatTemplate = TEMPLATE) -> list[int]:
-    return encode_messages(messages, replies.recall(b"", messages), template, TOKENIZER).tolist()
+def encode(chat: ChatRequest, replies: Replies, template: ChatTemplate = TEMPLATE) -> list[int]:
+    return encode_chat(chat, replies.recall(b"", chat), template, TOKENIZER).tolist()
 
 
 def remember(replies: Replies, ids: list[int], *texts: str, namespace: bytes = b"") -> None:
@@ -65,13 +70,13 @@ def test_every_known_reply_of_a_long_conversation_is_spliced() -> None:
 
 
 def test_a_changed_reply_is_tokenized_afresh() -> None:
-    messages = conversation(REPLY + "!")
-    assert encode(messages, remembering(REPLY)) == plain(messages)
+    chat = conversation(REPLY + "!")
+    assert encode(chat, remembering(REPLY)) == plain(chat)
 
 
 def test_only_messages_of_the_assistant_are_spliced() -> None:
-    messages = [{"role": "user", "content": REPLY}]
-    assert encode(messages, remembering(REPLY)) == plain(messages)
+    chat = ChatRequest(messages=[{"role": "user", "content": REPLY}])
+    assert encode(chat, remembering(REPLY)) == plain(chat)
 
 
 def test_ids_that_decode_to_another_text_are_not_used() -> None:
@@ -89,9 +94,9 @@ def test_ids_with_a_special_token_inside_are_not_used() -> None:
 
 
 def test_a_template_that_trims_keeps_the_replies_it_leaves_alone() -> None:
-    messages = conversation(" padded ", REPLY)
-    ids = encode(messages, remembering(" padded ", REPLY), TRIMMING)
-    assert TOKENIZER.decode(ids, skip_hidden=False) == TRIMMING.render(messages)
+    chat = conversation(" padded ", REPLY)
+    ids = encode(chat, remembering(" padded ", REPLY), TRIMMING)
+    assert TOKENIZER.decode(ids, skip_hidden=False) == TRIMMING.render(chat)
     spelt = ",".join(map(str, tiny_text.spell_in_bytes(TOKENIZER, REPLY)))
     assert spelt in ",".join(map(str, ids))
 
@@ -99,9 +104,9 @@ def test_a_template_that_trims_keeps_the_replies_it_leaves_alone() -> None:
 def test_a_template_that_cuts_one_reply_keeps_the_others() -> None:
     cut = "message['content'].split('</think>')[-1]"
     template = ChatTemplate(tiny_text.TEMPLATE.replace("message['content']", cut), {"bos_token": "<|bos|>"})
-    messages = conversation("hm</think>the text", REPLY)
-    ids = encode(messages, remembering("hm</think>the text", REPLY), template)
-    assert TOKENIZER.decode(ids, skip_hidden=False) == template.render(messages)
+    chat = conversation("hm</think>the text", REPLY)
+    ids = encode(chat, remembering("hm</think>the text", REPLY), template)
+    assert TOKENIZER.decode(ids, skip_hidden=False) == template.render(chat)
     assert "hm" not in TOKENIZER.decode(ids)
     spelt = ",".join(map(str, tiny_text.spell_in_bytes(TOKENIZER, REPLY)))
     assert spelt in ",".join(map(str, ids))
@@ -118,30 +123,31 @@ def test_a_template_that_cuts_one_reply_keeps_the_others() -> None:
 )
 def test_a_template_that_looks_into_the_content_is_obeyed(change: str) -> None:
     template = ChatTemplate(tiny_text.TEMPLATE.replace("message['content']", change), {"bos_token": "<|bos|>"})
-    messages = conversation(REPLY)
-    assert encode(messages, remembering(REPLY), template) == plain(messages, template)
+    chat = conversation(REPLY)
+    assert encode(chat, remembering(REPLY), template) == plain(chat, template)
 
 
 @pytest.mark.parametrize(
     "forged", ["\ue0001\ue001", "\ue0000\ue001", "\ue00099\ue001", "\ue000" + "9" * 5000 + "\ue001"]
 )
 def test_a_message_that_forges_a_stand_in_is_plain_text(forged: str) -> None:
-    messages = conversation(REPLY)
-    messages[0] = {"role": "user", "content": forged}
+    chat = conversation(REPLY)
+    chat.messages[0] = {"role": "user", "content": forged}
     replies = Replies()
-    replies.remember(b"", messages[:1], REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
-    assert list(replies.recall(b"", messages)) == [1]
-    ids = encode(messages, replies)
-    assert TOKENIZER.decode(ids, skip_hidden=False) == TEMPLATE.render(messages)
+    first = ChatRequest(messages=chat.messages[:1])
+    replies.remember(b"", first, REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
+    assert list(replies.recall(b"", chat)) == [1]
+    ids = encode(chat, replies)
+    assert TOKENIZER.decode(ids, skip_hidden=False) == TEMPLATE.render(chat)
 
 
 def test_a_tokenizer_that_pads_every_text_is_never_spliced() -> None:
     tokenizer = tiny_text.byte_fallback()
     template = ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}")
-    messages = [{"role": "assistant", "content": "the"}]
+    chat = ChatRequest(messages=[{"role": "assistant", "content": "the"}])
     odd = np.array([tokenizer.encode(c, add_special_tokens=False)[-1] for c in "the"], dtype=np.int32)
     expected = tokenizer.encode("the ", add_special_tokens=False).tolist()
-    assert encode_messages(messages, {0: odd}, template, tokenizer).tolist() == expected
+    assert encode_chat(chat, {0: odd}, template, tokenizer).tolist() == expected
 
 
 def test_the_same_words_keep_the_ids_of_their_own_turn() -> None:
@@ -155,8 +161,7 @@ def test_the_same_words_keep_the_ids_of_their_own_turn() -> None:
 
 
 def test_another_conversation_does_not_see_the_reply() -> None:
-    messages = [{"role": "system", "content": "x"}, *conversation(REPLY)]
-    assert remembering(REPLY).recall(b"", messages) == {}
+    assert remembering(REPLY).recall(b"", conversation(REPLY, system="x")) == {}
 
 
 def test_namespaces_do_not_see_each_other() -> None:
@@ -192,3 +197,58 @@ def test_the_latest_ids_of_a_turn_count() -> None:
     remember(replies, [4, 5], REPLY)
     assert replies.recall(b"", conversation(REPLY))[1].tolist() == [4, 5]
     assert replies.num_tokens == 2
+
+
+TOOL = {"type": "function", "function": {"name": "find"}}
+
+
+@pytest.mark.parametrize(
+    "setting", [{"tools": [TOOL]}, {"documents": [{"text": "a"}]}, {"template_kwargs": {"style": "short"}}]
+)
+def test_what_a_template_may_show_belongs_to_the_conversation(setting: dict[str, Any]) -> None:
+    spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
+    first, second = (msgspec.structs.replace(chat, **setting) for chat in (conversation(), conversation(REPLY)))
+    replies = Replies()
+    replies.remember(b"", first, REPLY, spelt)
+    assert replies.recall(b"", second)[1].tolist() == spelt
+    assert replies.recall(b"", conversation(REPLY)) == {}
+    assert encode_chat(second, replies.recall(b"", second), TEMPLATE, TOKENIZER).tolist() != plain(second)
+
+
+@pytest.mark.parametrize("more", [{"name": "ann"}, {"tool_calls": [TOOL]}, {"reasoning_content": "hm"}])
+def test_every_field_of_an_earlier_message_belongs_to_the_conversation(more: dict[str, Any]) -> None:
+    spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
+    plain_chat, other = conversation("one", REPLY), conversation("one", REPLY)
+    other.messages[1].update(more)
+    replies = Replies()
+    replies.remember(b"", ChatRequest(messages=other.messages[:3]), REPLY, spelt)
+    assert list(replies.recall(b"", other)) == [3]
+    assert replies.recall(b"", plain_chat) == {}
+
+
+def test_a_reply_is_found_by_its_words_whatever_the_client_adds_to_it() -> None:
+    chat = conversation(REPLY)
+    chat.messages[1]["name"] = "bot"
+    assert list(remembering(REPLY).recall(b"", chat)) == [1]
+
+
+def test_a_continued_message_keeps_its_ids_and_is_remembered_whole() -> None:
+    begun, rest = "the token", "ized"
+    replies = Replies()
+    remember(replies, tiny_text.spell_in_bytes(TOKENIZER, begun), begun)
+    messages = conversation(begun).messages[:-1]
+    open_chat = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    ids = encode(open_chat, replies)
+    assert ids == [*plain(conversation()), *tiny_text.spell_in_bytes(TOKENIZER, begun)]
+    added = tiny_text.spell_in_bytes(TOKENIZER, rest)
+    replies.remember(b"", open_chat, rest, added)
+    whole = encode(conversation(begun + rest), replies)
+    assert whole[: len(ids) + len(added)] == [*ids, *added]
+
+
+def test_a_continued_message_that_is_not_known_is_not_remembered() -> None:
+    replies = Replies()
+    messages = conversation("the").messages[:-1]
+    open_chat = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
+    replies.remember(b"", open_chat, "text", tiny_text.spell_in_bytes(TOKENIZER, "text"))
+    assert replies.num_entries == 0

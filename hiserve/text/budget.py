@@ -1,0 +1,116 @@
+"""What one rendering of a chat template may spend: time, and text that it makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jinja2
+from jinja2.runtime import Context
+from jinja2.utils import Namespace
+
+# Characters that one rendering may make, intermediate ones included.
+MAX_WORK_CHARS = 2**27
+ENTRY_CHARS = 64  # what a list costs for each entry
+MAX_WIDTH = 999  # of a padded field
+MAX_INT_BITS = 4096
+
+# The budget is a variable of the rendering, under a name that no template can spell.
+BUDGET = " budget"
+
+
+class BudgetError(jinja2.TemplateRuntimeError):
+    """A rendering has used up its budget.
+
+    Attributes:
+        is_late: It is the time that was used up.
+    """
+
+    def __init__(self, message: str, *, is_late: bool = False) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+
+
+class Budget:
+    """What is left of it.
+
+    Args:
+        seconds: Time from now.
+        chars: Characters made.
+    """
+
+    __slots__ = ("_deadline", "_left", "_seconds")
+
+    def __init__(self, seconds: float, chars: int = MAX_WORK_CHARS) -> None:
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._left = chars
+
+    def pay(self, chars: int) -> None:
+        """Takes an amount.
+
+        Raises:
+            BudgetError: There is not as much left, or the time is over.
+        """
+        self._left -= chars
+        if self._left < 0:
+            raise BudgetError("it makes too much text on the way")
+        if time.monotonic() > self._deadline:
+            raise BudgetError(f"it takes longer than {self._seconds:g} s", is_late=True)
+
+    def pay_text(self, value: Any) -> None:
+        """Pays for the text of a value before that is made; what stands in it several times counts as often.
+
+        Raises:
+            BudgetError: As ``pay``.
+            TypeError: It is a namespace, which may contain itself.
+        """
+        if isinstance(value, str):
+            self.pay(len(value))
+            return
+        waiting = [value]
+        while waiting:
+            inner = waiting.pop()
+            self.pay(ENTRY_CHARS)
+            if isinstance(inner, str):
+                self.pay(8 * len(inner))  # quoted and escaped
+            elif isinstance(inner, Mapping):
+                waiting += [*inner.keys(), *inner.values()]
+            elif isinstance(inner, Collection):
+                self.pay(ENTRY_CHARS * len(inner))
+                waiting += inner
+            elif isinstance(inner, Namespace):
+                raise TypeError("a namespace has no text")
+
+
+def budget_of(context: Context) -> Budget:
+    """Returns the budget of a rendering."""
+    budget: Budget = context.parent[BUDGET]
+    return budget
+
+
+def text_of(context: Context, value: Any) -> str:
+    """Turns a value into text, and pays for it."""
+    budget_of(context).pay_text(value)
+    return str(value)
+
+
+def check_width(width: Any) -> None:
+    """Refuses a padding that would make much out of little.
+
+    Raises:
+        ValueError: It is a number beyond ``MAX_WIDTH``.
+    """
+    if isinstance(width, int) and width > MAX_WIDTH:
+        raise ValueError(f"a width of {width} is more than {MAX_WIDTH}")
+
+
+def check_bits(num_bits: int) -> None:
+    """Refuses numbers that take long to compute with.
+
+    Raises:
+        ValueError: There are more than ``MAX_INT_BITS``.
+    """
+    if num_bits > MAX_INT_BITS:
+        raise ValueError(f"a number has more than {MAX_INT_BITS} bits")

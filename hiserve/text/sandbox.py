@@ -1,0 +1,246 @@
+"""A Jinja environment in which no rendering runs or grows without end.
+
+A chat template comes with a model, and what it loops over comes with a request; neither may stop the server.
+Jinja's sandbox keeps a template away from Python, but not from the clock or the memory. A thread cannot be
+ended from outside, and a trace function would slow every line, so the checks are compiled into the template:
+each rendering has a *budget* and pays from it
+
+- at the start of every block (a loop's body, a branch, a macro), for the block's own text;
+- for every text or list that an expression makes: by ``~``, ``+``, ``*``, ``%``, a slice, a filter, a call.
+
+What can make much out of little (``*``, ``**``, ``replace``, ``join``, padding ...) pays before it begins, and
+filters that cannot be made to are left out. Each payment also looks at the clock. Between two payments there is
+only work in proportion to what was paid for. One gap is left: comparing or sorting lists that contain each
+other many times over. Only a template that is written for it can do that, not a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.nodes import EvalContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+
+from hiserve.text.budget import BUDGET, ENTRY_CHARS, Budget, budget_of, check_bits, check_width, text_of
+from hiserve.text.filters import FILTERS
+
+BLOCK_CHARS = 32  # what a block costs beside its text
+_PADDING = {"center", "ljust", "rjust", "zfill"}
+_UNBOUNDED = {"expandtabs", "translate", "to_bytes"}
+_WIDE_FIELD = re.compile(r"%[^%a-zA-Z]*(\*|\d{4})")
+_WIDE_SPEC = re.compile(r"\d{4}")
+
+
+class _Generator(CodeGenerator):
+    """Compiles the payments into a template."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        """Writes a block: first it pays for the text in it, the blocks inside not counted."""
+        block = list(nodes)
+        self.writeline(f"context.parent[{BUDGET!r}].pay({BLOCK_CHARS + _num_chars(block)})")
+        super().blockvisit(block, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Writes ``a ~ b``."""
+        self.write("environment.joined(context, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Filter(self, node: nodes.Filter, frame: Frame) -> None:  # noqa: N802
+        """Writes ``a | filter``."""
+        self.write("environment.paid(context, ")
+        super().visit_Filter(node, frame)
+        self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        """Writes ``a[b]``; a slice is a copy."""
+        is_slice = isinstance(node.arg, nodes.Slice)
+        self.write("environment.paid(context, " if is_slice else "(")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+
+def _num_chars(block: Iterable[nodes.Node]) -> int:
+    parts = (part for node in block if isinstance(node, nodes.Output) for part in node.nodes)
+    return sum(len(part.data) for part in parts if isinstance(part, nodes.TemplateData))
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}``, with which templates mark the assistant's words for training."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Returns what stands inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Form:
+    """``text.format`` as templates get it: only the environment's ``call`` applies it."""
+
+    __slots__ = ("is_map", "text")
+
+    def __init__(self, text: str, *, is_map: bool) -> None:
+        self.text = text
+        self.is_map = is_map
+
+
+class _Formatter(SandboxedFormatter):
+    """Fills in a form."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """Returns one field."""
+        if _WIDE_SPEC.search(format_spec):
+            raise ValueError(f"the field {format_spec[:20]!r} is too wide")
+        return super().format_field(value, format_spec)
+
+
+@jinja2.pass_context
+def _finalize(context: Context, value: Any) -> Any:
+    """Pays for the value of ``{{ value }}``."""
+    context.parent[BUDGET].pay_text(value)
+    return value
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with budgets; other settings are those of Hugging Face transformers."""
+
+    code_generator_class = _Generator
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _Generation],
+            finalize=_finalize,
+            optimized=False,  # nothing is computed while compiling
+        )
+        self.filters = dict(FILTERS)
+        del self.globals["lipsum"]
+
+    def stream(self, template: jinja2.Template, variables: Mapping[str, Any], budget: Budget) -> Iterator[str]:
+        """Yields the parts of a rendering.
+
+        Raises:
+            BudgetError: The budget is used up. Other errors are the template's.
+        """
+        return template.generate({**variables, BUDGET: budget})
+
+    def paid(self, context: Context, value: Any) -> Any:
+        """Pays for a new value and returns it."""
+        if isinstance(value, str):
+            budget_of(context).pay(len(value))
+        elif isinstance(value, list | tuple | dict):
+            budget_of(context).pay(ENTRY_CHARS * len(value))
+        elif isinstance(value, GeneratorType):
+            return _paid_each(context, value)
+        return value
+
+    def joined(self, context: Context, parts: Iterable[Any]) -> str:
+        """Computes ``a ~ b``."""
+        return "".join([text_of(context, part) for part in parts])
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Computes ``left operator right``."""
+        if operator == "*":
+            _pay_product(context, left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            check_bits(left.bit_length() * right)
+        elif operator == "%" and isinstance(left, str):
+            if _WIDE_FIELD.search(left):
+                raise ValueError("a field of a format is too wide")
+            _pay_fields(context, left, left.count("%"), right)
+        return self.paid(context, super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Calls a function, a macro or a method."""
+        if isinstance(__obj, _Form):
+            return __self.paid(__context, __self._filled(__context, __obj, args, kwargs))
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name == "replace":
+            return __self.call_filter("replace", owner, args, kwargs, __context)
+        if isinstance(owner, str) and name == "join":
+            return __self.call_filter("join", args[0], (owner,), None, __context)
+        if isinstance(owner, str) and name in _PADDING:
+            for width in args:
+                check_width(width)
+        return __self.paid(__context, super().call(__context, __obj, *args, **kwargs))
+
+    def _filled(self, context: Context, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if form.is_map:
+            args, kwargs = (), dict(*args, **kwargs)
+        _pay_fields(context, form.text, form.text.count("{"), [*args, *kwargs.values()])
+        return _Formatter(self).vformat(form.text, args, kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Returns what stands for ``text.format`` and ``text.format_map``; None for anything else."""
+        owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
+        if not isinstance(owner, str) or name not in ("format", "format_map"):
+            return None
+        return _Form(owner, is_map=name == "format_map")  # type: ignore[return-value]
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Says whether a template may have an attribute."""
+        return attr not in _UNBOUNDED and super().is_safe_attribute(obj, attr, value)
+
+    def call_filter(
+        self,
+        name: str,
+        value: Any,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        context: Context | None = None,
+        eval_ctx: EvalContext | None = None,
+    ) -> Any:
+        """Applies a filter by name, as ``map`` does."""
+        assert context is not None, f"filter {name} without a rendering"
+        return self.paid(context, super().call_filter(name, value, args, kwargs, context, eval_ctx))
+
+    def call_test(
+        self,
+        name: str,
+        value: Any,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        context: Context | None = None,
+        eval_ctx: EvalContext | None = None,
+    ) -> Any:
+        """Applies a test by name, as ``select`` does."""
+        assert context is not None, f"test {name} without a rendering"
+        budget_of(context).pay(1)
+        return super().call_test(name, value, args, kwargs, context, eval_ctx)
+
+
+def _paid_each(context: Context, values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        budget_of(context).pay(1)
+        yield value
+
+
+def _pay_product(context: Context, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        check_bits(left.bit_length() + right.bit_length())
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+            each = 1 if isinstance(sequence, str) else ENTRY_CHARS
+            budget_of(context).pay(each * len(sequence) * max(times, 0))
+
+
+def _pay_fields(context: Context, form: str, num_fields: int, values: Any) -> None:
+    """Pays for a filled-in form, as if each field showed all the values."""
+    budget_of(context).pay(len(form))
+    for _ in range(num_fields):
+        budget_of(context).pay_text(values)

@@ -1,0 +1,164 @@
+"""No template runs or grows without end, whatever it does, and ordinary ones do not notice."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from typing import Any
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hiserve.errors import ModelError, RequestError
+from hiserve.text.chat import ChatRequest
+from hiserve.text.template import TOO_SLOW, ChatTemplate
+
+MAX_S = 0.3
+GROW = "{% set ns = namespace(x=START) %}{% for i in range(100) %}{% set ns.x = STEP %}{% endfor %}"
+SHARED = GROW.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]")
+LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}BODY{% endfor %}{% endfor %}"
+CHAT = ChatRequest(messages=[{"role": "user", "content": "x" * 1000}])
+
+
+def grow(start: str, step: str) -> str:
+    return GROW.replace("START", start).replace("STEP", step)
+
+
+# Without a bound, each of these takes minutes, or gigabytes.
+ENDLESS = {
+    "loops": LOOPS,
+    "loops that write nothing": LOOPS.replace("BODY", "{% set x = b %}"),
+    "loops with much text": LOOPS.replace("BODY", "x" * 10_000),
+    "a loop's condition": "{% for a in range(100000) %}{% for b in range(100000) if b < 0 %}{% endfor %}{% endfor %}",
+    "macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(100) }}",
+    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a recursive loop": "{% for m in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+    "a captured block": "{% set x %}" + LOOPS.replace("BODY", "{{ messages[0].content }}") + "{% endset %}",
+    "a filtered block": "{% filter upper %}" + LOOPS.replace("BODY", "{{ messages[0].content }}") + "{% endfilter %}",
+    "product": "{% set x = 'x' * 10**9 %}",
+    "product, number first": "{% set x = 1000000000 * 'x' %}",
+    "product of a list": "{% set x = [1] * 1000000000 %}",
+    "power": "{% set x = 10 ** 1000000000 %}",
+    "large numbers": grow("3", "ns.x * ns.x"),
+    "concatenation": grow("'x'", "ns.x ~ ns.x"),
+    "sum of texts": grow("'x'", "ns.x + ns.x"),
+    "sum of lists": grow("[1]", "ns.x + ns.x"),
+    "slices": "{% set y = 'x' * 1000000 %}" + LOOPS.replace("BODY", "{% set x = y[1:] %}"),
+    "shared lists shown": SHARED + "{{ ns.x }}",
+    "shared lists as JSON": SHARED + "{{ ns.x | tojson }}",
+    "shared lists as text": SHARED + "{{ ns.x | upper }}",
+    "shared lists joined": SHARED + "{% set y = ns.x ~ '' %}",
+    "shared lists in a form": SHARED + "{{ '{}'.format(ns.x) }}",
+    "a namespace in itself": "{% set ns = namespace() %}{% set ns.x = ns %}{{ ns }}",
+    "join": "{% set x = range(100000) | join('x' * 10000) %}",
+    "join, as a method": "{% set x = ('x' * 10000).join(range(100000) | map('string')) %}",
+    "replace": "{% set x = ('x' * 10000) | replace('x', 'y' * 100000) %}",
+    "replace, as a method": "{% set x = ('x' * 10000).replace('', 'y' * 100000) %}",
+    "center": "{% set x = 'x'.center(1000000000) %}",
+    "zfill": "{% set x = 'x'.zfill(1000000000) %}",
+    "expandtabs": "{% set x = '\\t'.expandtabs(1000000000) %}",
+    "translate": "{% set x = ('x' * 100000).translate({120: 'y' * 100000}) %}",
+    "to_bytes": "{% set x = (1).to_bytes(1000000000, 'big') %}",
+    "format": "{% set x = '{:1000000000}'.format(1) %}",
+    "format, a nested width": "{% set x = '{:{w}}'.format(1, w=1000000000) %}",
+    "format, many fields": "{% set x = ('{0}' * 10000).format('x' * 100000) %}",
+    "format_map": "{% set x = '{a:1000000000}'.format_map({'a': 1}) %}",
+    "percent": "{% set x = '%1000000000d' % 1 %}",
+    "percent, a given width": "{% set x = '%*d' % (1000000000, 1) %}",
+    "percent, many fields": "{% set x = ('%(a)s' * 10000) % {'a': 'x' * 100000} %}",
+    "the filter format": "{% set x = '%1000000000d' | format(1) %}",
+    "indent": "{% set x = 'x' | indent(1000000000) %}",
+    "indent of JSON": "{% set x = [1] | tojson(indent=1000000000) %}",
+    "chained generators": "{% set x = [0] * 1000000 %}{% set y = x"
+    + " | map('string') | map('length')" * 20
+    + " | list %}",
+    "sum of many lists": "{% set x = ([[1]] * 100000) | sum(start=[]) %}",
+    "lipsum": "{% set x = lipsum(10000000) %}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_that_would_not_end_is_stopped(name: str) -> None:
+    template = ChatTemplate(ENDLESS[name])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match="refuses these messages") as caught:
+        template.render(CHAT, max_s=MAX_S)
+    assert time.monotonic() - begin < MAX_S + 1.0
+    assert caught.value.param == "messages"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 500_000, f"{grown} KiB more memory"
+
+
+def test_time_that_is_over_has_a_code_of_its_own() -> None:
+    with pytest.raises(RequestError, match=r"longer than 0\.05 s") as caught:
+        ChatTemplate(ENDLESS["macros"]).render(CHAT, max_s=0.05)
+    assert caught.value.code == TOO_SLOW
+
+
+@pytest.mark.parametrize("source", ["{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ x" + " | trim" * 300 + " }}"])
+def test_a_template_that_is_nested_too_deeply_is_a_model_error(source: str) -> None:
+    with pytest.raises(ModelError, match="nested too deeply"):
+        ChatTemplate(source)
+
+
+def test_nothing_is_computed_when_a_template_is_compiled() -> None:
+    begin = time.monotonic()
+    ChatTemplate("{{ 'x' | indent(100000000) | length }}{{ 7 ** 7000000 > 1 }}")
+    assert time.monotonic() - begin < 1.0
+
+
+@pytest.mark.parametrize("name", ["center", "batch", "slice", "wordwrap", "urlize", "round"])
+def test_a_filter_that_has_no_bound_is_not_there(name: str) -> None:
+    with pytest.raises(ModelError, match=f"No filter named '{name}'"):
+        ChatTemplate("{{ 'x' | " + name + " }}")
+
+
+ORDINARY = [
+    "{{ messages[1:] | map(attribute='role') | join(', ') }}",
+    "{{ messages | selectattr('role', 'equalto', 'tool') | list | length }}",
+    "{{ (messages | last).content | trim | upper | replace('B', 'cc') }}",
+    "{{ '%s-%03d' % ('a', 7) }} {{ '{}-{b:>5}'.format(1, b='x') }} {{ '{a}'.format_map({'a': 2}) }} {{ '%d%%' | format(3) }}",
+    "{{ ', '.join(['a', 'b']) }}{{ 'aab'.replace('a', 'x', 1) }}{{ 'x'.center(5) }}|{{ 'a b'.split() }}",
+    "{{ [1, 2] + [3] }}{{ 'ab' * 3 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ 'a' ~ 1 ~ none }}{{ -1 * 2.5 }}{{ 2 ** -1 }}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}{% endfor %}{{ ns.n }}",
+    "{% for m in messages if m.role != 'tool' %}{{ loop.index0 }}{{ loop.last }}{{ m.content }}{% else %}-{% endfor %}",
+    "{% macro f(m, mark='*') %}{{ mark }}{{ m.content }}{{ caller() if caller else '' }}{% endmacro %}"
+    "{{ f(messages[0]) }}{% call f(messages[1], mark='+') %}!{% endcall %}",
+    "{% for m in messages %}{% if m.role == 'tool' %}{% break %}{% endif %}{{ m | length }}{% endfor %}",
+    "{% for m in [1, [2, [3]]] recursive %}{% if m is iterable %}({{ loop(m) }}){% else %}{{ m }}{% endif %}{% endfor %}",
+    "{% filter upper %}a{{ messages[0].role }}{% endfilter %}{% set x %}b{% endset %}{{ x }}{% with y = 2 %}{{ y }}{% endwith %}",
+    "{{ {'a': 1, 'b': [2]}.items() | list }}{{ {'b': 1, 'a': 2} | dictsort }}{{ [3, 1] | sort | first }}{{ [1, 2] | sum }}",
+    "{{ 'a\\nb' | indent(2) }}{{ 'a\\nb' | indent('> ', first=true) }}{{ '<a>' | e }}{{ '<a>' | safe }}{{ undefined_name }}",
+    "{% if messages is iterable and messages is not string %}{{ messages | map('length') | sum }}{% endif %}",
+    "{{ messages[::-1][0].content[-1:] }}{{ [messages[0]] | string }}{{ 3 | abs }}{{ '4' | int + 1 }}{{ x | default('d') }}",
+]
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": " ab "},
+    {"role": "assistant", "content": "b<é>"},
+    {"role": "tool", "content": "c"},
+]
+
+
+@pytest.mark.parametrize("source", ORDINARY)
+def test_an_ordinary_template_renders_as_in_jinjas_own_sandbox(source: str) -> None:
+    plain = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    ).from_string(source)
+    assert ChatTemplate(source).render(ChatRequest(messages=MESSAGES)) == plain.render(messages=MESSAGES)
+
+
+def test_json_is_plain_and_takes_the_options_of_transformers() -> None:
+    source = "{{ messages[1] | tojson }}{{ messages[2] | tojson(indent=2, sort_keys=true) }}{{ 'é' | tojson(ensure_ascii=true) }}"
+    expected = (
+        json.dumps(MESSAGES[1], ensure_ascii=False) + json.dumps(MESSAGES[2], indent=2, sort_keys=True) + '"\\u00e9"'
+    )
+    assert ChatTemplate(source).render(ChatRequest(messages=MESSAGES)) == expected
+
+
+def test_renderings_in_several_threads_have_budgets_of_their_own() -> None:
+    template = ChatTemplate("{% for i in range(1000) %}{{ i }}{% endfor %}")
+    with pytest.raises(RequestError):
+        template.render(CHAT, max_s=0.0)
+    assert len(template.render(CHAT)) == 2890
