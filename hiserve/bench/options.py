@@ -112,7 +112,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_concurrency: Annotated[int | None, about("Most requests in flight.", unit="requests", least=1)] = None
     seed: Annotated[int, about("Seed of everything that is drawn.", least=0)] = 42
-    flush_cache: Annotated[bool, about("Empty the server's prefix cache before the run.")] = False
+    flush_cache: Annotated[
+        bool,
+        about(
+            "Empty the server's prefix cache before the run; the same seed sends the same prompts, which an earlier "
+            "run may have left there."
+        ),
+    ] = False
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):

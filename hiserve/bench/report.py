@@ -75,7 +75,7 @@ def show_errors(console: Console, run: Run) -> None:
     """Shows what failures said, the most frequent first."""
     said = Counter((sample.error, sample.detail) for sample in run.samples if sample.error)
     for (kind, detail), count in said.most_common(MAX_SHOWN_ERRORS):
-        console.print(f"[red]{count:,} × {escape(kind)}:[/red] {escape(detail)}")
+        console.print(f"[red]{count:,} × {escape(kind)}:[/red] {escape(detail)}", soft_wrap=True)
 
 
 def show_notes(console: Console, workload: Workload) -> None:

@@ -109,6 +109,7 @@ async def test_recorded_times_are_kept_unless_the_session_is_late() -> None:
     slow = [Turn(prompt="c", max_tokens=1, at_s=0.0), Turn(prompt="d", max_tokens=1, at_s=0.01)]
     run = await drive(workload(quick, slow), Server(0.06).send, starts=[0.0, 0.0])
     assert offsets(run) == pytest.approx([0.02, 0.12, 0.0, 0.06], abs=0.03)
+    assert all(sample.begin_s - sample.due_s < 0.03 for sample in run.samples)  # waiting for a reply is not late
 
 
 async def test_a_chat_grows_by_its_replies() -> None:
