@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+import msgspec
+
+from hiserve.core.request import MAX_SEED, SamplingParams
 from hiserve.server.gate import Engine
 from hiserve.server.generation import Generation, Piece, Terms
 
@@ -14,6 +18,19 @@ from hiserve.server.generation import Generation, Piece, Terms
 MAX_AT_ONCE = 256
 MAX_WAITING = 16
 _T = TypeVar("_T")
+
+
+def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
+    """Returns the sampling parameters of each of the n choices of a prompt.
+
+    They differ in their random numbers by the choice's index, not by their seed, so that the whole
+    reply can be had again with one seed.
+    """
+    num = sampling.n
+    if num == 1:
+        return [sampling]
+    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
+    return num * [msgspec.structs.replace(sampling, n=1, seed=seed)]
 
 
 class Choices:

@@ -11,14 +11,13 @@ from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.server.auth import namespace_of, tag_of
-from hiserve.server.choices import merge
+from hiserve.server.choices import each_choice, merge
 from hiserve.server.fields import check_model, parse_body
 from hiserve.server.gate import Gate
 from hiserve.server.generation import Generation, Piece, Terms
 from hiserve.server.metrics import Meter, Metrics
 from hiserve.server.native_fields import NativeRequest, fitted, parse_native
 from hiserve.server.native_shape import NativeShape
-from hiserve.server.openai import each_choice
 from hiserve.server.shapes import ServedModel, json_response
 from hiserve.server.sse import DONE, EventStream, event, unless_gone
 from hiserve.text.detokenizer import Spelling

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import MAX_SEED, SamplingParams
 from hiserve.errors import NotFoundError
 from hiserve.server.answer import answer
 from hiserve.server.auth import namespace_of, tag_of
 from hiserve.server.chat_shape import ChatShape
-from hiserve.server.choices import Choices
+from hiserve.server.choices import Choices, each_choice
 from hiserve.server.completion_shape import CompletionShape
 from hiserve.server.fields import check_model, parse_body
 from hiserve.server.gate import Gate
@@ -195,19 +192,6 @@ class OpenAIRoutes:
                 )
                 generations.append(generation)
         return Choices(generations, options.sampling.n)
-
-
-def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
-    """Returns the sampling parameters of each of the n choices of a prompt.
-
-    They differ in their random numbers by the choice's index, not by their seed, so that the whole
-    reply can be had again with one seed.
-    """
-    num = sampling.n
-    if num == 1:
-        return [sampling]
-    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-    return num * [msgspec.structs.replace(sampling, n=1, seed=seed)]
 
 
 def _terms(request: Request, options: Options) -> Terms:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -274,3 +276,17 @@ def test_a_final_message_is_continued(http: httpx.Client) -> None:
     assert prompt.endswith("I would like to reserve")
     anew = http.post("/v1/chat/completions", json=body).json()
     assert going_on["choices"][0]["message"]["content"] != anew["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(("choice", "is_greedy"), [("model", True), ("openai", False)])
+def test_a_silent_request_samples_as_the_model_says(
+    tmp_path: Path, greedy: list[int], choice: str, is_greedy: bool
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(find_model(NANO), folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 2.0, "top_k": 1}))
+    flags = (str(folder), "--sampling-defaults", choice, "--cpu-threads", "1")
+    with serve(tmp_path, *flags) as running, httpx.Client(base_url=running.url, timeout=120) as http:
+        silent = {"temperature": None, "seed": 5}
+        assert (ids_of(complete(http, **silent)) == greedy[:16]) is is_greedy
+        assert ids_of(complete(http, **silent, top_k=0)) != greedy[:16], "what a request says goes before it"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.models.generation import SamplingDefaults
 from hiserve.server import known_fields
 from hiserve.server.fields import Fields
 from hiserve.server.sampling_fields import parse_sampling
@@ -78,6 +79,12 @@ async def test_the_models_own_defaults_fill_what_a_request_leaves_out(path: str)
     silent, null, told = ({name: getattr(seen.sampling, name) for name in said} for seen in server.engine.seen)
     assert silent == null == {name: getattr(defaults, name) for name in said}
     assert told == said
+
+
+def test_what_a_model_is_silent_about_is_openais() -> None:
+    given = SamplingDefaults(temperature=0.6, top_k=20)
+    assert given.params() == SamplingParams(temperature=0.6, top_k=20)
+    assert SamplingDefaults().params() == SamplingParams()
 
 
 def test_fields_of_an_object_inside_a_body_are_named_with_it() -> None:
