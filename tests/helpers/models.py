@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hiserve.attention.base import Attention
 from hiserve.attention.cpu import CpuAttention
@@ -56,9 +57,63 @@ def save_qwen3(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+# What makes each family itself, beyond SHAPE; the key is transformers' ``model_type``.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+}
+
+
+def save_family(family: str, folder: Path, *, save: dict[str, Any] | None = None, **overrides: Any) -> Path:
+    """Saves a random model of a family, with uneven norms and biases.
+
+    Args:
+        family: A key of ``FAMILIES``.
+        folder: Where.
+        save: Arguments of ``save_pretrained``.
+        **overrides: As in transformers' config.
+    """
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | overrides))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+    model.save_pretrained(folder, **save or {})
+    return folder
+
+
+def spell_as_before(folder: Path, kind: str = "rope_type") -> None:
+    """Rewrites config.json as transformers 4 wrote it; ``type`` is how it named a scaling still earlier."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    raw["torch_dtype"] = raw.pop("dtype")
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    rope[kind] = rope.pop("rope_type")
+    raw["rope_scaling"] = None if rope[kind] == "default" else rope
+    if raw["model_type"] == "qwen3_moe":
+        raw["num_experts"] = raw.pop("num_local_experts")
+    path.write_text(json.dumps(raw))
+
+
 def load_transformers(folder: Path, dtype: torch.dtype) -> Any:
-    """Loads the oracle."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    """Loads the oracle, in its plainest form."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 class Engine:

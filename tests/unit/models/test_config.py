@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from hiserve.errors import ModelError
 from hiserve.models.config import NANO, find_model, read_model_config
 from hiserve.models.family import FAMILIES
-from tests.helpers.models import load_transformers, save_llama, save_qwen3
+from tests.helpers.models import FAMILIES as SAVED
+from tests.helpers.models import load_transformers, save_family
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,6 +34,16 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+
+REQUIRED = [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+]
 
 
 def folder(place: Path, without: tuple[str, ...] = (), generation: Any = None, **changes: Any) -> Path:
@@ -88,6 +101,109 @@ def test_qwen3_has_norms_on_queries_and_keys(tmp_path: Path) -> None:
     assert read_model_config(folder(tmp_path, architectures=["Qwen3ForCausalLM"])).has_qk_norm
 
 
+def test_biases_of_each_family(tmp_path: Path) -> None:
+    """transformers reads ``attention_bias`` and ``mlp_bias`` for some; Qwen2 has its own rule."""
+    expected = {
+        "LlamaForCausalLM": (True, True, True),
+        "MistralForCausalLM": (False, False, False),
+        "MixtralForCausalLM": (False, False, False),
+        "Qwen2ForCausalLM": (True, False, False),
+        "Qwen3ForCausalLM": (True, True, False),
+        "Qwen3MoeForCausalLM": (True, True, False),
+    }
+    assert set(expected) == set(FAMILIES)
+    for architecture, biases in expected.items():
+        place = folder(tmp_path, architectures=[architecture], attention_bias=True, mlp_bias=True, sliding_window=None)
+        found = read_model_config(place)
+        assert (found.has_qkv_bias, found.has_out_bias, found.has_mlp_bias) == biases
+    assert not read_model_config(folder(tmp_path)).has_qkv_bias
+
+
+@pytest.mark.parametrize("name", list(SAVED))
+def test_what_config_json_leaves_out_is_what_transformers_fills_in(tmp_path: Path, name: str) -> None:
+    """A file with the required fields alone, read by both."""
+    raw = {"architectures": [], "model_type": name} | {field: LLAMA[field] for field in REQUIRED}
+    raw |= {"num_attention_heads": 64, "hidden_size": 64 * 12}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs: Any = AutoConfig.from_pretrained(tmp_path)
+    architecture = {each.lower(): each for each in FAMILIES}[f"{name.replace('_', '')}forcausallm"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": [architecture]}))
+    found = read_model_config(tmp_path)
+    assert found.num_kv_heads == theirs.num_key_value_heads
+    assert found.head_dim == (getattr(theirs, "head_dim", None) or 12)
+    assert found.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert found.tie_embeddings == theirs.tie_word_embeddings
+    if found.experts is not None:
+        assert found.experts.num_experts == theirs.num_local_experts
+        assert found.experts.num_per_token == theirs.num_experts_per_tok
+        assert found.experts.is_normalized == getattr(theirs, "norm_topk_prob", True)
+        assert found.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", raw["intermediate_size"])
+    assert (found.experts is not None) == hasattr(theirs, "num_experts_per_tok")
+
+
+MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+def test_experts_are_in_the_layers_that_step_and_list_leave(tmp_path: Path) -> None:
+    for step, dense, layers in ((1, [], [0, 1, 2]), (2, [], [1]), (1, [1, 7, -1], [0, 2]), (3, [0], [2])):
+        place = folder(tmp_path, num_experts=6, decoder_sparse_step=step, mlp_only_layers=dense, **MOE)
+        experts = read_model_config(place).experts
+        assert experts is not None
+        assert [layer for layer in range(3) if experts.is_in(layer)] == layers
+        assert experts.num_layers(3) == len(layers)
+        assert (experts.num_experts, experts.num_per_token, experts.intermediate_size) == (6, 2, 40)
+    for none in ({"num_experts": 0}, {"num_experts": 6, "mlp_only_layers": [0, 1, 2]}):
+        assert read_model_config(folder(tmp_path, **MOE, **none)).experts is None
+
+
+def test_both_names_of_the_number_of_experts_are_read(tmp_path: Path) -> None:
+    for name in ("num_experts", "num_local_experts"):
+        experts = read_model_config(folder(tmp_path, **MOE, **{name: 5})).experts
+        assert experts is not None
+        assert experts.num_experts == 5
+
+
+def test_fields_of_other_families_are_not_read(tmp_path: Path) -> None:
+    plain = read_model_config(folder(tmp_path))
+    odd = folder(tmp_path, num_experts=8, num_experts_per_tok=2, sliding_window=16, use_sliding_window=True)
+    assert read_model_config(odd) == plain
+
+
+WINDOWS: list[tuple[str, dict[str, Any], bool]] = [
+    ("Mistral", {}, True),
+    ("Mistral", {"sliding_window": 511}, False),
+    ("Mistral", {"sliding_window": 512}, True),
+    ("Mistral", {"sliding_window": None}, True),
+    ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, False),
+    ("Mistral", {"max_position_embeddings": 8192}, False),
+    ("Mixtral", {"sliding_window": 16}, False),
+    ("Mixtral", {"max_position_embeddings": 8192}, True),
+    ("Qwen2", {"sliding_window": 16}, True),
+    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, True),
+    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, False),
+    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, True),
+    ("Qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, True),
+    ("Qwen3", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, False),
+    ("Qwen3", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, True),
+    ("Qwen3Moe", {"sliding_window": 16}, True),
+    ("Qwen3Moe", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 9}, False),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "is_served"), WINDOWS)
+def test_a_sliding_window_is_refused_where_a_request_could_outgrow_it(
+    tmp_path: Path, family: str, changes: dict[str, Any], is_served: bool
+) -> None:
+    place = folder(tmp_path, **{"architectures": [f"{family}ForCausalLM"]} | changes)
+    if is_served:
+        assert read_model_config(place).context_length >= 512
+        return
+    message = refusal(place)
+    assert "sliding_window" in message
+    assert "not supported yet" in message
+    assert "Set max_position_embeddings to" in message
+
+
 @pytest.mark.parametrize(
     ("generation", "ends"),
     [({"eos_token_id": [5, 6]}, (5, 6)), ({"eos_token_id": 0}, (0,)), ({}, (2,)), ({"eos_token_id": None}, (2,))],
@@ -104,12 +220,10 @@ def test_the_embedded_model_is_found() -> None:
     assert read_model_config(find_model(NANO)).architecture == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize("save", [save_llama, save_qwen3])
+@pytest.mark.parametrize("family", SAVED)
 @pytest.mark.parametrize("tie", [True, False])
-def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path, save: Any, tie: bool) -> None:
-    import torch
-
-    place = save(tmp_path / "model", tie_word_embeddings=tie)
+def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path, family: str, tie: bool) -> None:
+    place = save_family(family, tmp_path / "model", tie_word_embeddings=tie)
     oracle = load_transformers(place, torch.float32)
     found = read_model_config(place)
     assert found.num_params == sum(parameter.numel() for parameter in oracle.parameters())
@@ -194,17 +308,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "Is a directory" in refusal(tmp_path)
 
 
-REQUIRED = [
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "rms_norm_eps",
-    "max_position_embeddings",
-]
-
-
 @pytest.mark.parametrize("name", REQUIRED)
 def test_a_missing_field_is_named(tmp_path: Path, name: str) -> None:
     assert name in refusal(folder(tmp_path, (name,)))
@@ -237,6 +340,10 @@ def test_a_size_that_makes_no_sense_is_named(tmp_path: Path, name: str, value: A
         ({"eos_token_id": [2, -1]}, "eos_token_id"),
         ({"bos_token_id": -1}, "bos_token_id"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, "3 experts per"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": -1}, "num_experts"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"torch_dtype": "float16"}, "torch_dtype and dtype differ"),
     ],
 )
 def test_values_that_contradict_each_other_or_have_the_wrong_type(
@@ -256,16 +363,17 @@ anything = st.recursive(
 
 @settings(deadline=None)
 @given(
-    name=st.sampled_from([*LLAMA, "head_dim", "rope_scaling", "torch_dtype", "rope_theta", "hidden_act"]),
+    name=st.sampled_from([*LLAMA, *MOE, "head_dim", "rope_scaling", "torch_dtype", "rope_theta", "mlp_only_layers"]),
     value=anything,
+    base=st.sampled_from([{}, MOE]),
 )
 def test_whatever_a_field_holds_it_is_read_or_refused(
-    tmp_path_factory: pytest.TempPathFactory, name: str, value: Any
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: Any, base: dict[str, Any]
 ) -> None:
     place = tmp_path_factory.getbasetemp() / "any"
     place.mkdir(exist_ok=True)
     try:
-        found = read_model_config(folder(place, **{name: value}))
+        found = read_model_config(folder(place, **base | {name: value}))
     except ModelError:
         return
     assert found.num_params > 0

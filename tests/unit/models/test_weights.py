@@ -15,7 +15,7 @@ from hiserve.errors import ModelError
 from hiserve.models.config import read_model_config
 from hiserve.models.names import parameter_table
 from hiserve.models.weights import load_parameters
-from tests.helpers.models import save_llama, save_qwen3
+from tests.helpers.models import FAMILIES, save_family, save_llama, save_qwen3
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
@@ -57,11 +57,54 @@ def test_query_key_and_value_are_one_matrix_in_this_order(llama: Path) -> None:
     assert torch.equal(parameters["layers.2.gate_up"], torch.cat(stacked))
 
 
-def test_every_parameter_is_counted(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    qwen = save_qwen3(tmp_path_factory.mktemp("qwen3"))
-    for folder in (llama, qwen):
-        total = sum(parameter.numel() for parameter in load(folder).values())
-        assert total == read_model_config(folder).num_params
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_is_counted(tmp_path: Path, family: str) -> None:
+    folder = save_family(family, tmp_path)
+    total = sum(parameter.numel() for parameter in load(folder).values())
+    assert total == read_model_config(folder).num_params
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_of_every_spelling_and_in_shards_are_the_same(tmp_path: Path, family: str) -> None:
+    each = load(save_family(family, tmp_path / "each"))
+    for name, save in {"fused": {"save_original_format": False}, "shards": {"max_shard_size": "20KB"}}.items():
+        folder = save_family(family, tmp_path / name, save=save)
+        assert (folder / INDEX).is_file() == (name == "shards")
+        for parameter, tensor in load(folder).items():
+            assert torch.equal(tensor, each[parameter]), parameter
+
+
+def test_rows_of_experts_are_gate_then_up_expert_after_expert(tmp_path: Path) -> None:
+    folder = save_family("mixtral", tmp_path)
+    tensors, parameters = load_file(folder / FILE), load(folder)
+    names = [
+        f"model.layers.1.block_sparse_moe.experts.{expert}.{name}.weight"
+        for expert in range(6)
+        for name in ("w1", "w3")
+    ]
+    assert torch.equal(parameters["layers.1.experts_gate_up"], torch.cat([tensors[name] for name in names]))
+
+
+def test_a_missing_expert_is_named_as_the_checkpoint_spells_it(tmp_path: Path) -> None:
+    folder = save_family("mixtral", tmp_path)
+    edit(folder, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"))
+    with pytest.raises(ModelError, match=r"lacks tensor model\.layers\.1\.block_sparse_moe\.experts\.3\.w2\.weight"):
+        load(folder)
+
+
+def test_biases_are_stacked_like_the_rows_they_belong_to(tmp_path: Path) -> None:
+    folder = save_family("llama", tmp_path, attention_bias=True, mlp_bias=True)
+    tensors, parameters = load_file(folder / FILE), load(folder)
+    stacks = {
+        "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+        "out": ("self_attn", ("o_proj",)),
+        "gate_up": ("mlp", ("gate_proj", "up_proj")),
+        "down": ("mlp", ("down_proj",)),
+    }
+    for ours, (block, names) in stacks.items():
+        stacked = torch.cat([tensors[f"model.layers.2.{block}.{name}.bias"] for name in names])
+        assert torch.equal(parameters[f"layers.2.{ours}_bias"], stacked)
+        assert stacked.any()
 
 
 def test_shards_load_as_one_file_does(llama: Path) -> None:
@@ -138,6 +181,13 @@ def test_a_garbled_header_is_damage(llama: Path) -> None:
     data[8:40] = b"\xff" * 32
     (llama / FILE).write_bytes(data)
     with pytest.raises(ModelError, match="is damaged"):
+        load(llama)
+
+
+def test_what_is_missing_is_named_before_anything_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit(llama, lambda tensors: tensors.pop("model.norm.weight"))
+    monkeypatch.setattr(torch, "empty", lambda *_args, **_named: pytest.fail("memory was allocated"))
+    with pytest.raises(ModelError, match=r"lacks tensor model\.norm\.weight"):
         load(llama)
 
 
