@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -91,6 +92,7 @@ class Connection(HttpToolsProtocol):
         if self._is_refused or self.parser.should_upgrade():
             return
         super().on_headers_complete()
+        self.cycle.transport = _ReplyTransport(self.transport, self._close)  # type: ignore[assignment]
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         self._is_in_head = False
         self._start_timer(BODY_TIMEOUT_S)
@@ -107,6 +109,11 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         if not self._is_refused and not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Goes on with the next request, unless the connection ends with this one."""
+        if not self._is_refused:
+            super().on_response_complete()
 
     def _head_without_offer(self) -> bytes:
         """Returns the head that was parsed last as if its client had offered nothing."""
@@ -139,18 +146,31 @@ class Connection(HttpToolsProtocol):
         """Answers, where no other answer would be cut by it, and ends the connection. The first refusal counts."""
         if self._is_refused or self.transport.is_closing():
             return
-        self._is_refused = True
-        self._stop_timer()
         cycle: RequestResponseCycle | None = self.cycle
         is_idle = cycle is None or cycle.response_complete
         if self.pipeline or not (self._is_in_head if is_idle else not self.cycle.response_started):
+            self._is_refused = True
             self.transport.close()
             return
+        self._end_cycles()
         headers = [*response.raw_headers, (b"x-request-id", secrets.token_hex(16).encode())]
         head = b"".join(b"%b: %b\r\n" % header for header in headers)
         body = bytes(response.body)
         self.transport.write(STATUS_LINE[response.status_code] + head + b"connection: close\r\n\r\n" + body)
+        self._linger()
+
+    def _close(self) -> None:
+        """Closes the connection behind a reply; if that came before the end of its request, the client may read it."""
+        if self.cycle.more_body and not self.transport.is_closing():
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        self._is_refused = True
+        self.flow.resume_reading()
         self.transport.write_eof()
+        self._stop_timer()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _start_timer(self, timeout_s: float) -> None:
@@ -161,3 +181,12 @@ class Connection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _ReplyTransport:
+    """The transport as a request's reply sees it: closing is left to the connection."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close

@@ -125,6 +125,33 @@ async def test_a_large_body_is_a_413_that_the_client_can_read(running: Running) 
     assert (await running.client.post("/v1/completions", content=BODY)).status_code == 200
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_a_reply_before_the_end_of_a_request_is_readable_though_the_connection_ends(
+    running: Running, version: bytes
+) -> None:
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+    head = b"POST /v1/completions HTTP/%b\r\nconnection: close\r\ncontent-length: 5000000\r\n\r\n" % version
+    writer.write(head + b"x" * 2000)
+    await asyncio.sleep(0.2)
+    for _ in range(20):  # a connection that was closed would be reset here
+        writer.write(b"x" * 1000)
+        await asyncio.sleep(0.005)
+    status, headers, body = parse(await asyncio.wait_for(reader.read(), 5))
+    assert (status, headers["connection"], body["error"]["code"]) == (413, "close", "request_too_large")
+    writer.close()
+
+
+async def test_a_refusal_ends_the_request_before_it(running: Running) -> None:
+    async def hang(_: int) -> None:
+        await asyncio.Event().wait()
+
+    running.server.engine.step = hang
+    assert_refused(await running.say(GOOD + b"garbage\r\n\r\n"), 400, "invalid_http")
+    async with asyncio.timeout(1):
+        while running.server.engine.num_inflight:
+            await asyncio.sleep(0.005)
+
+
 @pytest.mark.parametrize("raw", [b"", b"GET /hea", HEAD, HEAD + b"content-length: 10\r\n\r\n12345"], ids=range(4))
 async def test_a_request_that_does_not_arrive_is_a_408(
     running: Running, monkeypatch: pytest.MonkeyPatch, raw: bytes
