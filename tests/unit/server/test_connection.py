@@ -146,10 +146,13 @@ async def test_a_refusal_ends_the_request_before_it(running: Running) -> None:
         await asyncio.Event().wait()
 
     running.server.engine.step = hang
-    assert_refused(await running.say(GOOD + b"garbage\r\n\r\n"), 400, "invalid_http")
+    reader, writer = await asyncio.open_connection(*running.listener.getsockname())
+    writer.write(GOOD + b"garbage\r\n\r\n")
+    assert_refused(await asyncio.wait_for(reader.read(), 5), 400, "invalid_http")
     async with asyncio.timeout(1):
         while running.server.engine.num_inflight:
             await asyncio.sleep(0.005)
+    writer.close()
 
 
 @pytest.mark.parametrize("raw", [b"", b"GET /hea", HEAD, HEAD + b"content-length: 10\r\n\r\n12345"], ids=range(4))
