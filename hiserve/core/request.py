@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 
 # Least and most value of each number; those of whole numbers are whole.
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_k": (-1, MAX_INT32),
     "top_p": (0.0, 1.0),
@@ -32,8 +32,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-_NOT_ZERO = {"top_p": "use temperature 0 for greedy", "repetition_penalty": "1 is no penalty"}
-_LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": MAX_BIASES}
+NOT_ZERO = {"top_p": "use temperature 0 for greedy", "repetition_penalty": "1 is no penalty"}
+LENGTHS = {"stop": MAX_STOPS, "stop_token_ids": MAX_STOP_TOKENS, "logit_bias": MAX_BIASES}
 
 
 class FinishReason(IntEnum):
@@ -106,14 +106,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises:
             RequestError: A field is out of range or not a number.
         """
-        for name, (least, most) in _RANGES.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:  # also refuses NaN
                 raise RequestError(f"{name} is {value}; it must be between {least:g} and {most:g}.", param=name)
-        for name, remedy in _NOT_ZERO.items():
+        for name, remedy in NOT_ZERO.items():
             if getattr(self, name) == 0:
                 raise RequestError(f"{name} is 0; it must be greater than 0 ({remedy}).", param=name)
-        for name, most in _LENGTHS.items():
+        for name, most in LENGTHS.items():
             if (number := len(getattr(self, name) or ())) > most:
                 raise RequestError(f"{name} has {number} entries; the most is {most}.", param=name)
         if not all(self.stop):

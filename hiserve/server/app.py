@@ -26,6 +26,7 @@ from hiserve.server.limits import BodyLimit
 from hiserve.server.metrics import Metrics
 from hiserve.server.native import NativeRoutes
 from hiserve.server.openai import OpenAIRoutes
+from hiserve.server.schema import Document
 from hiserve.server.shapes import ServedModel
 from hiserve.server.tokens import TokenRoutes
 from hiserve.text.detokenizer import Spelling
@@ -83,13 +84,19 @@ def create_app(
     )
     server = resolved.config.server
     is_strict = server.strict_fields
-    app.include_router(OpenAIRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router())
-    app.include_router(NativeRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router())
     max_model_len = known(resolved.config.model.max_model_len)
     tokens = TokenRoutes(prompts, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict)
-    app.include_router(tokens.router())
-    app.include_router(HealthRoutes(gate, metrics).router())
-    app.include_router(AdminRoutes(gate, auth, model, resolved, startup_s).router())
+    routers = [
+        OpenAIRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router(),
+        NativeRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router(),
+        tokens.router(),
+        HealthRoutes(gate, metrics).router(),
+        AdminRoutes(gate, auth, model, resolved, startup_s).router(),
+    ]
+    document = Document(routers, vocab_size=model.vocab_size, is_strict=is_strict, has_keys=bool(server.api_key))
+    routers.append(document.router())
+    for router in routers:
+        app.include_router(router)
     # From the inside out: what is added last sees a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthGate, auth=auth)

@@ -66,13 +66,13 @@ class TokenRoutes:
         body = await self._read(request, TOKENIZE)
         fields = Fields(body)
         adds_special, has_strings = fields.flag("add_special_tokens", True), fields.flag("return_token_strs")
-        if fields.has("messages"):
+        text = fields.text("prompt")
+        if fields.has("messages") == (text is not None):
+            raise RequestError("give either prompt or messages.", param="prompt")
+        if text is None:
             namespace = namespace_of(request, fields.text("cache_salt"))
             encoding = self._prompts.encode_chat(parse_chat(body), namespace=namespace, max_tokens=MAX_INT32)
         else:
-            text = fields.text("prompt")
-            if text is None:
-                raise RequestError("prompt or messages is missing; give one of them.", param="prompt")
             encoding = self._prompts.encode_text(text, max_tokens=MAX_INT32, add_special_tokens=adds_special)
         ids = (await unless_gone(request.receive, encoding)).tolist()
         strings = [token_text(self._spelling.piece(token)) for token in ids] if has_strings else None

@@ -68,6 +68,8 @@ async def test_counting_needs_no_engine_and_no_limit_but_the_size_of_the_body() 
     ("path", "body", "param"),
     [
         ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
+        ("/tokenize", {"prompt": 5, "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),

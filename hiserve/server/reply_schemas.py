@@ -1,0 +1,202 @@
+"""The forms of replies, for the documentation alone: handlers build them from what they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ErrorFields(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    """Every failure."""
+
+    error: ErrorFields
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How the tokens of the prompt came about."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a reply."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class ChatMessage(msgspec.Struct):
+    """What the model says."""
+
+    role: str
+    content: str | None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletion(msgspec.Struct):
+    """Reply of ``/v1/chat/completions`` that is not streamed."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(msgspec.Struct):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None
+
+
+class Completion(msgspec.Struct):
+    """Reply of ``/v1/completions`` that is not streamed."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Card(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct):
+    """Reply of ``/v1/models``."""
+
+    object: str
+    data: list[Card]
+
+
+class MetaInfo(msgspec.Struct):
+    """Everything about a reply of ``/generate`` but the reply."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+
+
+class Generated(msgspec.Struct):
+    """Reply of ``/generate`` to one prompt; an event of its stream has the same form."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+
+
+class Tokenized(msgspec.Struct):
+    """Reply of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """Reply of ``/detokenize``."""
+
+    prompt: str
+
+
+class Aborted(msgspec.Struct):
+    """Reply of ``/abort_request``."""
+
+    aborted: int
+
+
+class Flushed(msgspec.Struct):
+    """Reply of ``/flush_cache``."""
+
+    flushed_pages: int
+
+
+class Health(msgspec.Struct):
+    """Reply of a server that is well."""
+
+    status: str
+
+
+class ModelInfo(msgspec.Struct):
+    """Reply of ``/model_info``."""
+
+    served_model_name: str
+    model_path: str
+    tp_size: int
+    dp_size: int
+    tokenizer_path: str
+    is_generation: bool
+    max_model_len: int | None
+    vocab_size: int
+    weight_version: str
+
+
+class ServerInfo(msgspec.Struct):
+    """Reply of ``/server_info``."""
+
+    version: str
+    not_ready_because: str | None
+    config: dict[str, Any]
+    served_model_name: str
+    model_path: str
+    num_inflight: int
+    num_queued: int
+    workers: list[dict[str, Any]]
+
+
+class Load(msgspec.Struct):
+    """An entry of ``/get_load``."""
+
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+class Loads(msgspec.Struct):
+    """Reply of ``/v1/loads``."""
+
+    timestamp: float
+    version: str
+    dp_rank_count: int
+    loads: list[dict[str, Any]]

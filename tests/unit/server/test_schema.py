@@ -1,0 +1,146 @@
+"""``/openapi.json`` is true: every route is in it, replies have the forms it says, and limits are those checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+import pytest
+
+from hiserve.core.request import RANGES
+from hiserve.server import known_fields
+from hiserve.server import reply_schemas as replies
+from hiserve.server.auth import PUBLIC_PATHS
+from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING
+from hiserve.server.schema import BODIES, REPLIES, STREAMED, TEXT_REPLIES
+from tests.helpers.asgi import Call
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import Server, make_server
+
+HI = [{"role": "user", "content": "Hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "Hi"},
+    "/generate": {"text": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/v1/tokenize": {"messages": HI},
+    "/detokenize": {"tokens": [5]},
+    "/v1/detokenize": {"tokens": [5]},
+    "/abort_request": {"rid": "x"},
+}
+
+
+async def document(server: Server) -> dict[str, Any]:
+    return dict((await server.get("/openapi.json")).json)
+
+
+def template(path: str) -> str:
+    """Path in the document -> path of the route."""
+    return path.replace("{name}", "{name:path}")
+
+
+async def ask(server: Server, path: str, method: str) -> Call:
+    return await server.call(method.upper(), path.replace("{name}", "tiny"), GOOD.get(path, b"")).end()
+
+
+async def test_every_route_is_described_and_every_description_is_a_route(server: Server) -> None:
+    described = await document(server)
+    assert described["openapi"].startswith("3.1")
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            call = await ask(server, path, method)
+            assert call.status == 200, (path, method, call.text)
+            assert operation["summary"]
+            for status in ("401", "503") if path not in PUBLIC_PATHS else ():
+                assert status in operation["responses"]
+        for method in {"GET", "POST", "PUT", "DELETE", "PATCH"} - {name.upper() for name in operations}:
+            assert (await ask(server, path, method)).status == 405
+    shown = {template(path) for path in described["paths"]}
+    assert shown == REPLIES.keys() | TEXT_REPLIES.keys()
+    assert BODIES.keys() == GOOD.keys() <= shown
+    ids = re.findall(r'"operationId":"(\w+)"', (await server.get("/openapi.json")).text)
+    assert len(set(ids)) == len(ids) > 25
+
+
+async def test_every_reference_leads_somewhere(server: Server) -> None:
+    text = (await server.get("/openapi.json")).text
+    schemas = json.loads(text)["components"]["schemas"]
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert references <= schemas.keys()
+    assert {"ChatCompletionRequest", "CompletionRequest", "GenerateRequest", "Error"} <= references
+
+
+@pytest.mark.parametrize("path", REPLIES)
+async def test_replies_have_the_form_that_is_described(server: Server, path: str) -> None:
+    method = "POST" if path in GOOD else "POST" if path == "/reset_prefix_cache" else "GET"
+    call = await ask(server, path.replace("{name:path}", "{name}"), method)
+    msgspec.json.decode(call.text, type=REPLIES[path])
+    assert call.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("path", sorted(STREAMED))
+async def test_streams_are_events(server: Server, path: str) -> None:
+    call = await server.post(path, {**GOOD[path], "stream": True})
+    assert call.headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.parametrize("path", sorted(GOOD))
+async def test_refusals_have_the_form_that_is_described(server: Server, path: str) -> None:
+    call = await server.post(path, b"[]")
+    assert call.status == 400
+    msgspec.json.decode(call.text, type=replies.Error)
+
+
+async def test_every_field_that_is_read_is_described(server: Server) -> None:
+    schemas = (await document(server))["components"]["schemas"]
+
+    def names(schema: str) -> set[str]:
+        return set(schemas[schema]["properties"])
+
+    everywhere = known_fields.REFUSED.keys() | known_fields.IGNORED
+    assert names("ChatCompletionRequest") == known_fields.CHAT | everywhere
+    assert names("CompletionRequest") == known_fields.COMPLETIONS | everywhere
+    assert names("GenerateRequest") == GENERATE | everywhere
+    sampling = inner(inner(schemas["GenerateRequest"]["properties"]["sampling_params"]))
+    assert sampling["properties"].keys() == NATIVE_SAMPLING | everywhere
+
+
+def inner(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field without its null."""
+    return dict(schema["anyOf"][0])
+
+
+@pytest.mark.parametrize("name", sorted(RANGES.keys() - {"logprobs"}))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_the_described_limits_are_those_that_are_checked(server: Server, path: str, name: str) -> None:
+    schemas = (await document(server))["components"]["schemas"]
+    described = inner(schemas[BODIES[path]]["properties"][name])
+    step = 1 if described["type"] == "integer" else 1e-6
+    least = described["minimum"] if "minimum" in described else described["exclusiveMinimum"] + step
+    too_much = described["maximum"] + max(step, described["maximum"] * 1e-6 if step < 1 else 0)
+    echo = {"echo": True} if (path, name) == ("/v1/completions", "max_tokens") else {}  # 0 needs the echo
+    taken = []
+    for value in (least - step, least, described["maximum"], too_much):
+        server.engine.seen.clear()
+        call = await server.post(path, {**GOOD[path], **echo, name: value, "stream": True})
+        taken.append(bool(server.engine.seen) or call.json["error"]["code"] == "context_length_exceeded")
+    assert taken == [False, True, True, False]
+
+
+async def test_a_strict_server_describes_itself_as_strict() -> None:
+    for is_strict in (False, True):
+        made = make_server(FakeEngineClient(script=lambda prompt: []), strict_fields=is_strict)
+        schemas = (await document(made))["components"]["schemas"]
+        for name in set(BODIES.values()) - {"AbortRequest"}:
+            assert ("additionalProperties" in schemas[name]) == is_strict
+
+
+async def test_keys_are_described_where_they_are_needed() -> None:
+    made = make_server(FakeEngineClient(script=lambda prompt: []), api_key="k")
+    call = await made.call("GET", "/openapi.json", authorization="Bearer k").end()
+    for path, operations in call.json["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) == (path not in PUBLIC_PATHS)
+    assert call.json["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
