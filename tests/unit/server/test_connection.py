@@ -147,7 +147,10 @@ async def test_a_refusal_ends_the_request_before_it(running: Running) -> None:
 
     running.server.engine.step = hang
     reader, writer = await asyncio.open_connection(*running.listener.getsockname())
-    writer.write(GOOD + b"garbage\r\n\r\n")
+    writer.write(GOOD)
+    while not running.server.engine.seen:
+        await asyncio.sleep(0.005)
+    writer.write(b"garbage\r\n\r\n")
     assert_refused(await asyncio.wait_for(reader.read(), 5), 400, "invalid_http")
     async with asyncio.timeout(1):
         while running.server.engine.num_inflight:
