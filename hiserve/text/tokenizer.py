@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the ``tokenizer.json`` of a model's folder."""
+"""Text to token ids and back, by the tokenizer of a model's folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tokenizers
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ModelError
+from hiserve.text.convert import convert
 
 
 class Tokenizer:
@@ -38,17 +39,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
-        """Reads ``tokenizer.json``.
+        """Reads ``tokenizer.json``, or converts another tokenizer.
 
         Raises:
-            ModelError: The file is missing or the tokenizers library cannot read it.
+            ModelError: There is no tokenizer, it cannot be read, or it cannot be converted.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(
-                f"{str(folder)!r} has no tokenizer.json. Save the tokenizer in the fast format (tokenizer.json).",
-                param="model",
-            )
+            return cls(convert(folder), eos_token_ids)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises no narrower type

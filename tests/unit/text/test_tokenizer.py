@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from hiserve.errors import ModelError
+from hiserve.text.detokenizer import Spelling
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
 
 def test_a_missing_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"no tokenizer\.json and no other tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(tiny_text.CORPUS),
+        model_writer=model,
+        vocab_size=380,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "legacy": false}')
+    tokenizer = Tokenizer.load(tmp_path, eos_token_ids=[2])
+    oracle = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    for text in ["I would like a coffee", "größer 🙂 zzz 日本", "two  spaces ", "a\nb"]:
+        ids = tokenizer.encode(text, add_special_tokens=False).tolist()
+        assert ids == oracle.encode(text)
+        detokenizer = Spelling(tokenizer).detokenizer()
+        assert (
+            "".join([detokenizer.push([index]) for index in ids]) + detokenizer.flush() == text == tokenizer.decode(ids)
+        )
+
+
+def test_code_that_comes_with_a_tokenizer_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    auto = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "OwnTokenizer", "auto_map": auto}))
+    (tmp_path / "config.json").write_text('{"model_type": "own"}')
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(ModelError, match=r"cannot be converted: .*Save it in the fast format"):
+        Tokenizer.load(tmp_path)
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_without_transformers_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install hiserve\[hf\]"):
         Tokenizer.load(tmp_path)
 
 
