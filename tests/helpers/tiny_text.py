@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from hiserve.text.tokenizer import Tokenizer
 
@@ -44,6 +44,13 @@ def byte_level_backend() -> tokenizers.Tokenizer:
 def byte_level() -> Tokenizer:
     """The tokenizer over ``byte_level_backend``; its end token is ``<|end|>``."""
     return Tokenizer(byte_level_backend(), eos_token_ids=[END])
+
+
+def with_start_token() -> Tokenizer:
+    """The same, with ``<|bos|>`` put in front of every text."""
+    backend = byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
+    return Tokenizer(backend, eos_token_ids=[END])
 
 
 def byte_fallback() -> Tokenizer:

@@ -19,6 +19,7 @@ from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 from hiserve.text.replies import Replies
 from hiserve.text.template import ChatTemplate
+from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -87,6 +88,7 @@ def make_server(
     compat: str = "none",
     template: str = tiny_text.TEMPLATE,
     defaults: SamplingParams | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
     **settings: Any,
 ) -> Server:
     async def started() -> FakeEngineClient:
@@ -96,8 +98,8 @@ def make_server(
     replies = Replies()
     app = create_app(
         gate=gate,
-        prompts=Prompts(TOKENIZER, ChatTemplate(template, {"bos_token": "<|bos|>"}), replies),
-        spelling=Spelling(TOKENIZER),
+        prompts=Prompts(tokenizer, ChatTemplate(template, {"bos_token": "<|bos|>"}), replies),
+        spelling=Spelling(tokenizer),
         metrics=Metrics("tiny", page_size=16, compat=compat),
         model=ServedModel(
             name="tiny",

@@ -11,7 +11,8 @@ from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason
 from hiserve.server.logprobs import LEAST_LOGPROB, token_text
 from tests.helpers import tiny_text
-from tests.unit.server.conftest import TOKENIZER, Server
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import TOKENIZER, Server, make_server
 
 ALPHABET = {token: index for index, token in TOKENIZER.vocab.items()}
 THE, TOKEN = TOKENIZER.encode("the token", add_special_tokens=False).tolist()[:2]
@@ -115,6 +116,8 @@ async def test_tokens_without_a_text_of_their_own_still_have_a_chunk_with_their_
     assert [entry["bytes"] for entry in entries] == [[byte] for byte in "🙂".encode()]
     offsets = (await server.complete("Hi", logprobs=0)).json["choices"][0]["logprobs"]["text_offset"]
     assert offsets == [0, 0, 0, 0]
+    events = (await server.complete("Hi", logprobs=0, stream=True)).events
+    assert joined(events, "text_offset") == offsets
 
 
 async def test_the_end_token_is_shown_as_it_is_spelled(server: Server) -> None:
@@ -195,6 +198,20 @@ async def test_an_echo_of_a_text_is_that_text_to_the_letter(server: Server) -> N
     assert (await server.complete(text, echo=True)).json["choices"][0]["text"] == text + FIRST
     ids = TOKENIZER.encode(text, add_special_tokens=False).tolist()
     assert (await server.complete(ids, echo=True)).json["choices"][0]["text"] == text + FIRST
+
+
+async def test_a_start_token_that_the_client_did_not_send_is_scored_but_not_shown() -> None:
+    server = make_server(FakeEngineClient(script=lambda prompt: []), tokenizer=tiny_text.with_start_token())
+    async with server.app.router.lifespan_context(server.app):
+        await server.gate.wait_open()
+        script_of(server, ([THE], b"".join(OF_PROMPT) + pack((-4.0, [(THE, -0.125)]))))
+        (choice,) = (await server.complete(FIRST + SECOND, echo=True, logprobs=1)).json["choices"]
+        assert choice["text"] == FIRST + SECOND + FIRST
+        assert choice["logprobs"]["tokens"] == ["<|bos|>", FIRST, SECOND, FIRST]
+        assert choice["logprobs"]["text_offset"] == [0, 0, len(FIRST), len(FIRST + SECOND)]
+        script_of(server, ([THE], b""))
+        await server.complete(FIRST + SECOND, add_special_tokens=False)
+    assert [seen.prompt.tolist() for seen in server.engine.seen] == [[tiny_text.BOS, THE, TOKEN], [THE, TOKEN]]
 
 
 async def test_without_logprobs_an_echo_asks_for_no_scores(server: Server) -> None:
