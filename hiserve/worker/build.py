@@ -49,7 +49,14 @@ def build_engine(config: Config) -> Engine:
     max_rows = known(config.scheduler.max_running_requests)
     num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
     with _phase(startup_s, "load weights"):
-        model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=config.model.load_format)
+        model = load_decoder(
+            folder,
+            model_config,
+            dtype=dtype,
+            device=device,
+            load_format=config.model.load_format,
+            max_len=max_len,
+        )
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]

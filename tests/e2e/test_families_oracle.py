@@ -34,7 +34,8 @@ ROPE: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
-    "longrope": {"factor": 4.0, "original_max_position_embeddings": 512},
+    # Engines here serve up to 256 tokens of the model's 512: its list for short contexts.
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 256},
 }
 AXES: dict[str, tuple[Any, ...]] = {
     "family": (*FAMILIES, "llama with biases", "qwen3_moe as it comes"),

@@ -140,7 +140,7 @@ class Engine:
         load_format: str = "auto",
     ) -> None:
         config = read_model_config(folder)
-        self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format)
+        self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
         self.pool = DevicePool(config.kv_groups(dtype), num_pages, page_size, device)
         self.rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
         self.attention = make_attention(attention, page_size, getattr(torch, dtype))

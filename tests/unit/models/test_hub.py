@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
@@ -137,6 +139,28 @@ def test_failures_of_the_connection_are_answered_too(tmp_path: Path) -> None:
 def test_our_own_faults_are_not_taken_for_a_missing_model(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         find_model(NAME, download=Hub(tmp_path, None, ZeroDivisionError()))
+
+
+def test_the_library_finds_what_its_cache_holds_without_the_network(tmp_path: Path) -> None:
+    """The real ``snapshot_download``, on a cache as it lays one out."""
+    snapshot = tmp_path / "models--owner--some-model_1.5" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    for name in WHOLE:
+        (snapshot / name).write_text("")
+    refs = tmp_path / "models--owner--some-model_1.5" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(snapshot.name)
+    download = functools.partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
+    assert find_model(NAME, download=download) == snapshot
+    assert find_model(NAME, "a" * 40, download=download) == snapshot
+    (snapshot / "config.json").unlink()
+    offline = functools.partial(download, local_files_only=True)
+    with pytest.raises(ModelError, match="has no config"):
+        find_model(NAME, download=lambda name, **options: offline(name, **options | {"local_files_only": True}))
+    with pytest.raises(ModelError, match="cannot be reached"):
+        find_model(
+            "owner/other", download=lambda name, **options: offline(name, **options | {"local_files_only": True})
+        )
 
 
 def test_a_local_folder_goes_before_the_hub_and_the_embedded_model(
