@@ -1,0 +1,175 @@
+"""A live server with API keys: tenants, the admin, the native endpoint, limits, and what the process weighs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live import Live, serve
+
+KEYS = ("--api-key", "alpha", "--api-key", "beta", "--admin-api-key", "root")
+TEXT = "I would like to book a table for two people at seven tonight, near the river, with a view, please. "
+START_LIMIT_S, MEMORY_LIMIT = 30, 250 * 2**20
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    begin = time.monotonic()
+    with serve(
+        tmp_path_factory.mktemp("guarded"), "--cpu-threads", "1", "--max-request-bytes", "100000", *KEYS
+    ) as made:
+        assert time.monotonic() - begin < START_LIMIT_S
+        yield made
+
+
+def client(live: Live, key: str | None) -> httpx.Client:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=live.url, headers=headers, timeout=60)
+
+
+def cached(live: Live, key: str, text: str, **fields: Any) -> int:
+    """Sends a prompt and returns how much of it was cached."""
+    with client(live, key) as sender:
+        body = {"prompt": text, "max_tokens": 1, "temperature": 0, **fields}
+        reply = sender.post("/v1/completions", json=body).raise_for_status().json()
+        return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_key_finds_its_own_prefixes_and_no_others(live: Live) -> None:
+    text = "Mine. " + TEXT * 4
+    assert cached(live, "alpha", text) == 0
+    assert (own := cached(live, "alpha", text)) > 32
+    assert cached(live, "beta", text) == 0
+    assert cached(live, "beta", text) == own
+    assert cached(live, "root", text) == 0
+    assert cached(live, "alpha", text, cache_salt="s") == 0
+    assert cached(live, "alpha", text, cache_salt="s") == own
+    assert cached(live, "beta", text, cache_salt="s") == 0
+
+
+def test_callers_who_share_find_each_others_prefixes(tmp_path: Path) -> None:
+    with serve(tmp_path, "--cpu-threads", "1", "--share-prefixes", *KEYS) as shared:
+        text = "Ours. " + TEXT * 4
+        assert cached(shared, "alpha", text) == 0
+        assert cached(shared, "beta", text) > 32
+        assert cached(shared, "beta", text, cache_salt="s") == 0
+
+
+def test_nothing_but_health_and_metrics_is_open(live: Live) -> None:
+    with client(live, None) as nobody, client(live, "alpha") as alpha, client(live, "root") as root:
+        assert [nobody.get(path).status_code for path in ("/health", "/ready", "/metrics", "/ping")] == [200] * 4
+        assert [nobody.get(path).status_code for path in ("/v1/models", "/server_info", "/openapi.json")] == [401] * 3
+        assert (alpha.get("/server_info").status_code, root.get("/server_info").status_code) == (403, 200)
+        assert "alpha" not in root.get("/server_info").text
+        assert (alpha.post("/flush_cache").status_code, root.post("/flush_cache").status_code) == (403, 200)
+        assert alpha.get("/health_generate").json() == {"status": "ok"}
+
+
+def test_no_process_shows_a_key(live: Live) -> None:
+    with client(live, "root") as root:
+        processes = root.get("/server_info").json()["processes"]
+    engine = [processes["scheduler"], *(worker["pid"] for worker in processes["workers"])]
+    for pid in engine:
+        folder = Path(f"/proc/{pid}")
+        assert b"alpha" not in (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+    assert "alpha" not in live.log.read_text()
+
+
+def test_a_running_request_is_ended_by_its_caller_alone(live: Live) -> None:
+    body = {"text": "Once", "rid": "long", "sampling_params": {"max_new_tokens": 5000, "ignore_eos": True}}
+    replies: list[dict[str, Any]] = []
+
+    def ask() -> None:
+        with client(live, "alpha") as alpha:
+            replies.append(alpha.post("/generate", json=body).raise_for_status().json())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with client(live, "alpha") as alpha, client(live, "beta") as beta:
+        while alpha.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
+            time.sleep(0.02)
+        time.sleep(0.1)
+        assert beta.post("/abort_request", json={"rid": "long"}).json() == {"aborted": 0}
+        assert alpha.post("/abort_request", json={"rid": "long"}).json() == {"aborted": 1}
+    thread.join(30)
+    (reply,) = replies
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < reply["meta_info"]["completion_tokens"] == len(reply["output_ids"]) < 5000
+    assert reply["text"]
+
+
+def test_the_native_endpoint_says_what_completions_say(live: Live) -> None:
+    with client(live, "alpha") as alpha:
+        params = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+        native = alpha.post("/generate", json={"text": TEXT, "sampling_params": params}).json()
+        fields = {"max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        plain = alpha.post("/v1/completions", json={"prompt": TEXT, "return_token_ids": True, **fields}).json()
+        assert native["text"] == plain["choices"][0]["text"]
+        assert native["output_ids"] == plain["choices"][0]["token_ids"]
+        ids = alpha.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
+        assert ids == plain["choices"][0]["prompt_token_ids"]
+        assert alpha.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith(TEXT)
+        scored = {"input_ids": ids, "sampling_params": {"max_new_tokens": 0}}
+        scores = alpha.post("/generate", json={**scored, "return_logprob": True, "logprob_start_len": 0}).json()
+        entries = scores["meta_info"]["input_token_logprobs"]
+        assert [token for _, token, _ in entries] == ids
+        assert entries[0][0] is None
+        assert all(logprob <= 0 for logprob, _, _ in entries[1:])
+
+
+def test_large_and_broken_requests_have_clear_answers(live: Live) -> None:
+    with client(live, "alpha") as alpha:
+        assert alpha.post("/v1/completions", content=b"x" * 5_000_000).json()["error"]["code"] == "request_too_large"
+        assert alpha.get("/health", headers={"x": "a" * 70_000}).status_code == 431
+        assert alpha.get("/health").status_code == 200
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(b"nonsense\r\n\r\n")
+        answer = b""
+        while part := raw.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+
+
+async def test_sockets_that_were_left_do_not_stay(live: Live) -> None:
+    with client(live, "root") as root:
+        pid = root.get("/server_info").json()["processes"]["api"]
+    descriptors = Path(f"/proc/{pid}/fd")
+    before = len(list(descriptors.iterdir()))
+    host, port = live.url.removeprefix("http://").split(":")
+    writers = []
+    for i in range(50):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n"[: 5 * i])
+        writers.append(writer)
+    await asyncio.sleep(0.2)
+    assert len(list(descriptors.iterdir())) >= before + 50
+    for i, writer in enumerate(writers):
+        if i % 2:
+            writer.write_eof()
+        else:
+            writer.transport.abort()
+    async with asyncio.timeout(10):
+        while len(list(descriptors.iterdir())) > before:
+            await asyncio.sleep(0.05)
+    for writer in writers:
+        writer.close()
+
+
+def test_the_api_process_is_small(live: Live) -> None:
+    with client(live, "root") as root:
+        pid = root.get("/server_info").json()["processes"]["api"]
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    assert peak_kib * 1024 < MEMORY_LIMIT
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
