@@ -41,7 +41,7 @@ async def test_a_failure_of_our_own_has_the_request_id_and_is_not_to_be_repeated
     assert (call.status, call.headers["x-request-id"]) == (500, "abc")
     assert call.headers["x-should-retry"] == "false"
     assert call.json["error"]["message"] == "the server failed to answer this request."
-    assert not {"secret", "0x7f", "RuntimeError"} & set(call.text.replace("/", " ").split())
+    assert not [word for word in ("secret", "0x7f", "RuntimeError") if word in call.text]
 
 
 @pytest.mark.parametrize(
