@@ -28,10 +28,10 @@ SEED = 20261121
 BAR_ONE_BY_ONE, BAR_BATCHED = 3.0, 1.0
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[..., object], *arguments: object) -> float:
     """Returns generated tokens per second."""
     begin = time.perf_counter()
-    work()
+    work(*arguments)
     return ROWS * OUTPUT_TOKENS / (time.perf_counter() - begin)
 
 
@@ -58,9 +58,9 @@ def main() -> int:
         for _ in range(ROUNDS):
             prompts = torch.from_numpy(generator.integers(7, 4096, (ROWS, PROMPT_TOKENS)))
             lists = prompts.tolist()
-            samples["hiserve"].append(timed(lambda: llm.generate(lists, sampling)))
-            samples["one by one"].append(timed(lambda: [generate(row[None]) for row in prompts]))
-            samples["batched"].append(timed(lambda: generate(prompts)))
+            samples["hiserve"].append(timed(llm.generate, lists, sampling))
+            samples["one by one"].append(timed(lambda rows: [generate(row[None]) for row in rows], prompts))
+            samples["batched"].append(timed(generate, prompts))
         ours = [result.outputs[0].token_ids for result in llm.generate(lists, sampling)]
     agreeing = float(np.mean(np.array(ours) == generate(prompts).numpy()))
     medians = {name: statistics.median(values) for name, values in samples.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-CONFIG = "hiserve/config.py"
+CONFIG = "hiserve/config/settings.py"
 RESOLVE = "hiserve/core/resolve.py"
 MACHINE = "hiserve/core/machine.py"
 MODEL = "hiserve/models/config.py"

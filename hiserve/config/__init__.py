@@ -1,0 +1,37 @@
+"""Every setting: its section, flag, help, range and default."""
+
+from hiserve.config.sections import (
+    DTYPE_BYTES,
+    MAX_INT32,
+    Auto,
+    Config,
+    Scheduler,
+    Server,
+)
+from hiserve.config.settings import (
+    Setting,
+    flag_of,
+    flat,
+    known,
+    make_config,
+    nearest,
+    settings,
+    without_secrets,
+)
+
+__all__ = [
+    "DTYPE_BYTES",
+    "MAX_INT32",
+    "Auto",
+    "Config",
+    "Scheduler",
+    "Server",
+    "Setting",
+    "flag_of",
+    "flat",
+    "known",
+    "make_config",
+    "nearest",
+    "settings",
+    "without_secrets",
+]
