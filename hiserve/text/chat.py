@@ -144,7 +144,7 @@ def _parse_content(value: Any, where: str) -> str:
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            shown = kind if isinstance(kind, str) and kind.isidentifier() else "this part"
+            shown = kind[:100] if isinstance(kind, str) and kind.isidentifier() else "this part"
             raise RequestError(f"{where}[{i}]: {shown} is not supported; use text parts.", param=f"{where}[{i}].type")
         if not isinstance(part.get("text"), str):
             raise RequestError(f"{where}[{i}].text must be a string.", param=f"{where}[{i}].text")

@@ -83,10 +83,6 @@ class Spelling:
         once, twice = (self._tokenizer.decode([index] * times, skip_hidden=False) for times in (1, 2))
         return (twice[len(once) :] if twice.startswith(once) else once).encode()
 
-    def text(self, index: int) -> str:
-        """Returns a token's piece as text; bytes that are no UTF-8 become replacement characters."""
-        return self.piece(index).decode(errors="replace")
-
 
 class ByteLevelDetokenizer:
     """Joins bytes and shows each character once it is complete."""

@@ -33,7 +33,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from hiserve.text.budget import BUDGET, ENTRY_CHARS, Budget, budget_of, check_bits, check_width, text_of
 from hiserve.text.filters import FILTERS
 
-BLOCK_CHARS = 32  # what a block costs beside its text
+BLOCK_CHARS = 8  # what a block costs beside its text
 _PADDING = {"center", "ljust", "rjust", "zfill"}
 _UNBOUNDED = {"expandtabs", "translate", "to_bytes"}
 _WIDE_FIELD = re.compile(r"%[^%a-zA-Z]*(\*|\d{4})")

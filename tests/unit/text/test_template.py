@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from hiserve.models.config import find_model
@@ -20,7 +21,7 @@ def chat_of(*messages: dict[str, Any], **fields: Any) -> ChatRequest:
 
 
 USER = {"role": "user", "content": "x"}
-TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"properties": {"n": {"type": "integer"}}}}}
 
 
 def test_messages_and_the_start_of_the_reply_are_rendered() -> None:
@@ -211,3 +212,67 @@ def test_the_embedded_model_shows_results_of_tools_and_has_no_place_for_tools() 
         tools=[TOOL],
     )
     assert template.render(chat) == "<|bos|><|user|>x<|end|><|assistant|><|end|><|tool|>found<|end|><|assistant|>"
+
+
+# In the manner of several families: tools as JSON, calls and results, reasoning, a macro, a namespace.
+AGENT = """
+{%- macro shown(text) %}{{ text | trim }}{% endmacro %}
+{%- set ns = namespace(results=0, last=messages | length - 1) %}
+{{- bos_token }}
+{%- if tools %}
+    {{- '[TOOLS]' + tools | string + '[/TOOLS]' }}
+    {%- for tool in tools %}{{ '\n' ~ tool | tojson }}
+        {%- for name, value in tool.function.parameters.properties | dictsort %} {{ name }}:{{ value.type }},{% endfor %}
+    {%- endfor %}
+{%- endif %}
+{%- for document in documents or [] %}<doc {{ loop.index }}>{{ document.text }}</doc>{% endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- set ns.results = ns.results + 1 %}
+        {{- '[RESULT ' ~ ns.results ~ ' of ' + message.tool_call_id + ']' + message.content }}
+    {%- elif message.tool_calls is defined and message.tool_calls %}
+        {%- for call in message.tool_calls %}
+            {{- '[CALL]' + call.function.name + call.function.arguments | tojson(indent=2) | indent(4, first=true) }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<' + message['role'] | upper + '>' + shown(message['content']) }}
+        {%- if message.reasoning_content is defined and style != 'brief' %}({{ message.reasoning_content }}){% endif %}
+    {%- endif %}
+    {%- if loop.index0 == ns.last %}{{ eos_token }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<ASSISTANT>{% if style is defined %}{{ style }}{% endif %}{% endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"tools": [TOOL]},
+        {"documents": [{"text": "a"}, {"text": "b"}], "template_kwargs": {"style": "brief"}},
+        {"tools": [TOOL], "template_kwargs": {"style": "full"}, "add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+)
+def test_conversations_with_tools_are_rendered_as_transformers_does(fields: dict[str, Any]) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Zürich", "n": 2}'}}
+    chat = chat_of(
+        {"role": "system", "content": " Be kind. "},
+        {"role": "user", "content": "<é> 🙂"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+        {"role": "assistant", "content": "Here: it is", "reasoning_content": "hm"},
+        **fields,
+    )
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    (expected,), _ = render_jinja_template(
+        conversations=[chat.messages],
+        tools=chat.tools,
+        documents=chat.documents,
+        chat_template=AGENT,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        **chat.template_kwargs,
+        **tokens,
+    )
+    assert ChatTemplate(AGENT, tokens).render(chat) == expected
