@@ -67,6 +67,8 @@ class Connection(HttpToolsProtocol):
                 if self.parser.get_method() == b"CONNECT":
                     self._refuse_bytes()
                 data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)  # the old one may be at its end
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             except httptools.HttpParserError:
                 self._refuse_bytes()
         if self._num_idle_bytes > MAX_HEAD_BYTES:

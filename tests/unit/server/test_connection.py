@@ -260,6 +260,11 @@ async def test_an_offer_of_another_protocol_is_declined_and_the_request_served(
     assert [seen.sampling.max_tokens for seen in running.server.engine.seen] == [4, 4]
 
 
+async def test_an_offer_is_declined_in_the_last_request_too(running: Running) -> None:
+    raw = HEAD + b"connection: close, Upgrade\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+    assert (await running.say(raw)).startswith(b"HTTP/1.1 200")
+
+
 async def test_many_offers_in_one_segment_are_all_declined(running: Running) -> None:
     one = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nconnection: close\r\n\r\n"
