@@ -107,7 +107,7 @@ class NativeRoutes:
         for one in asked.prompts:
             prompt = one.prompt
             if isinstance(prompt, str):
-                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len)
+                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len, param="text")
                 await asyncio.sleep(0)  # other requests come in between
             prompts.append(prompt)
         return prompts

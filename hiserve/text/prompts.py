@@ -42,7 +42,13 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode_text(
-        self, text: str, *, max_tokens: int, add_special_tokens: bool = True, truncate: int | None = None
+        self,
+        text: str,
+        *,
+        max_tokens: int,
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        param: str = "prompt",
     ) -> Int32Array:
         """Returns the ids of a plain prompt, int32 ``[n]``.
 
@@ -52,11 +58,12 @@ class Prompts:
             add_special_tokens: Add what the tokenizer puts around a text (such as a start token).
             truncate: Keep the last so many tokens; -1 keeps as many as leave room for one more. The text may
                 then be of any length.
+            param: The request field it came from.
 
         Raises:
             ContextLengthError: The text is far too long.
         """
-        self._check_length(len(text), max_tokens, truncate, param="prompt")
+        self._check_length(len(text), max_tokens, truncate, param=param)
         encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
         ids = encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
         return truncated(ids, truncate, max_tokens)

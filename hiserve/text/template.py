@@ -156,7 +156,7 @@ class ChatTemplate:
                     )
         except TEMPLATE_FAILURES as error:
             raise RequestError(
-                f"the chat template refuses these messages: {str(error)[:500]}",
+                f"the chat template refuses these messages: {str(error)[:200]}",
                 code=TOO_SLOW if isinstance(error, BudgetError) and error.is_late else None,
                 param="messages",
             ) from None

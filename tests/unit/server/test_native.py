@@ -262,6 +262,7 @@ async def test_a_bad_field_is_a_400_that_names_it(server: Server, body: dict[str
 async def test_what_does_not_fit_the_context_is_refused(server: Server) -> None:
     for body, param in (
         ({"input_ids": [5] * 256}, "input_ids"),
+        ({"text": "x" * 10**6}, "text"),
         ({"input_ids": [5] * 200, "sampling_params": {"max_new_tokens": 57}}, "sampling_params.max_new_tokens"),
         ({"input_ids": [5] * 200, "sampling_params": {"min_new_tokens": 57}}, "sampling_params.min_new_tokens"),
     ):
