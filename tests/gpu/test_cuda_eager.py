@@ -14,7 +14,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
 from tests.helpers import oracle
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
-from tests.helpers.models import Engine, save_llama, save_qwen3
+from tests.helpers.models import Engine, save_family, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY, HandPlanner
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "llama": save_llama(tmp_path_factory.mktemp("llama")),
         "qwen3": save_qwen3(tmp_path_factory.mktemp("qwen3")),
+        "qwen3_moe": save_family("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe")),
         "nano": find_model(NANO),
     }
 
@@ -76,7 +77,14 @@ def generate(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama", "float32"), ("qwen3", "float32"), ("nano", "float32"), ("nano", "bfloat16")]
+    ("name", "dtype"),
+    [
+        ("llama", "float32"),
+        ("qwen3", "float32"),
+        ("qwen3_moe", "float32"),
+        ("nano", "float32"),
+        ("nano", "bfloat16"),
+    ],
 )
 def test_greedy_tokens_keep_the_margin_of_the_cpu_reference(folders: dict[str, Path], name: str, dtype: str) -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
@@ -100,17 +108,21 @@ def test_greedy_tokens_keep_the_margin_of_the_cpu_reference(folders: dict[str, P
     assert verdict.is_kept, verdict
 
 
-def test_float64_tokens_equal_those_of_the_cpu(folders: dict[str, Path]) -> None:
-    prompts = prompts_of("llama", folders["llama"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_float64_tokens_equal_those_of_the_cpu(folders: dict[str, Path], name: str) -> None:
+    prompts = prompts_of(name, folders[name])
     for sampling in (GREEDY, SAMPLED):
-        cuda = generate(engine(folders["llama"], "float64"), prompts, sampling, 40)
-        assert cuda == generate(engine(folders["llama"], "float64", "cpu"), prompts, sampling, 40)
+        cuda = generate(engine(folders[name], "float64"), prompts, sampling, 40)
+        assert cuda == generate(engine(folders[name], "float64", "cpu"), prompts, sampling, 40)
 
 
+@pytest.mark.parametrize("name", ["nano", "qwen3_moe"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_launching_a_step_never_waits_for_the_device(folders: dict[str, Path], sampling: SamplingParams) -> None:
-    prompts = prompts_of("nano", folders["nano"])
-    subject = engine(folders["nano"], "bfloat16")
+def test_launching_a_step_never_waits_for_the_device(
+    folders: dict[str, Path], name: str, sampling: SamplingParams
+) -> None:
+    prompts = prompts_of(name, folders[name])
+    subject = engine(folders[name], "bfloat16")
     with no_sync():
         tokens = generate(subject, prompts, sampling, 10)
     assert len(tokens[1]) == 10
