@@ -1,0 +1,301 @@
+"""Malformed requests, each with its one answer, while good streams run that must not notice them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live import Live, is_alive, serve
+from tests.helpers import bad_requests, bad_wire
+from tests.helpers.bad_requests import CHAT, MAX_MODEL_LEN, MAX_REQUEST_BYTES, NATIVE, TEXT, Answer, Bad
+from tests.helpers.bad_wire import Ending, Wire
+
+NUM_STREAMS = 6
+LEAST_STREAMS = 4
+ANSWER_S = 5.0
+MAX_MESSAGE_CHARS = 300
+MAX_PARAM_CHARS = 150
+# Double precision, so that a token does not depend on what else is in its batch.
+FLAGS = ("--dtype", "float64", "--cpu-threads", "1", "--kv-pages", "1000", "--max-model-len", str(MAX_MODEL_LEN))
+LIMITS = ("--max-request-bytes", str(MAX_REQUEST_BYTES), "--log-level", "warning")
+# What no client should read: Python, and where things are.
+INTERNAL = re.compile(
+    r'Traceback|File "|<class|<function| object at |0x[0-9a-f]{8}|\b[A-Z]\w+(Error|Exception)\b|codec'
+    r"|/(work|usr|home|root|tmp|opt)/|\.py\b|\bsys\.|NoneType|\bTrue\b|\bFalse\b|\bNone\b|self"
+)
+TYPES = {401: "invalid_request_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+SAMPLED = {"temperature": 1.0, "top_p": 0.9}
+LONG = {"max_tokens": 60, "ignore_eos": True, "stream": True, "return_token_ids": True}
+STREAMS: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": "Would you like", "temperature": 0, **LONG}),
+    (TEXT, {"prompt": list(range(100, 160)), "temperature": 0, **LONG}),
+    (TEXT, {"prompt": "I need a ride", "seed": 1, **SAMPLED, **LONG}),
+    (TEXT, {"prompt": "Two coffees, please.", "seed": 2, "n": 2, "presence_penalty": 1, **SAMPLED, **LONG}),
+    (CHAT, {"messages": [{"role": "user", "content": "Find me a hotel."}], "temperature": 0, **LONG}),
+    (CHAT, {"messages": [{"role": "user", "content": "Hello there."}], "seed": 3, **SAMPLED, **LONG}),
+]
+assert len(STREAMS) == NUM_STREAMS
+
+
+Quiet = list[dict[int, list[int]]]  # tokens of each stream by choice
+
+
+class GoodStreams:
+    """Streams that run again and again, each compared with what it was when nothing else ran.
+
+    Args:
+        http: Client of the server.
+        quiet: What they must be.
+    """
+
+    def __init__(self, http: httpx.AsyncClient, quiet: Quiet) -> None:
+        self._http = http
+        self._quiet = quiet
+        self._num_open = 0
+        self._is_over = False
+        self.num_compared = 0
+
+    async def run(self, index: int) -> None:
+        """Repeats one stream until ``end``."""
+        while not self._is_over:
+            tokens = await self.once(index)
+            assert tokens == self._quiet[index], f"stream {index} changed"
+            self.num_compared += 1
+
+    async def once(self, index: int) -> dict[int, list[int]]:
+        """Returns the tokens of one stream by choice."""
+        path, body = STREAMS[index]
+        tokens: dict[int, list[int]] = {}
+        async with self._http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        self._num_open += not tokens
+                        tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+        self._num_open -= 1
+        return tokens
+
+    async def enough(self) -> None:
+        """Returns when enough streams have begun and not ended."""
+        while self._num_open < LEAST_STREAMS:
+            await asyncio.sleep(0.001)
+
+    def end(self) -> None:
+        """Lets each stream come to its end."""
+        self._is_over = True
+
+
+async def exchange(url: str, wire: Wire) -> bytes:
+    """Sends the bytes as the case says and returns everything that came back."""
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    answer = bytearray()
+
+    async def read() -> None:
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await reader.read(65536):
+                answer.extend(piece)
+
+    reading = asyncio.create_task(read())
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            for start in range(0, len(wire.raw), 32768):
+                writer.write(wire.raw[start : start + 32768])
+                await writer.drain()
+                await asyncio.sleep(0)
+            if wire.ending is Ending.HALF:
+                writer.write_eof()
+            if wire.ending is Ending.CUT:
+                await asyncio.sleep(0.02)
+                writer.transport.abort()
+            await reading
+    finally:
+        reading.cancel()
+        writer.transport.abort()
+    return bytes(answer)
+
+
+def answers(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields status and body of each answer; the last one may be cut."""
+    while raw:
+        head, _, raw = raw.partition(b"\r\n\r\n")
+        status = int(head.split()[1])
+        length = re.search(rb"\r\ncontent-length: (\d+)", head)
+        size = int(length[1]) if length else 0 if status == 100 else len(raw)
+        if status != 100:
+            yield status, raw[:size]
+        raw = raw[size:]
+
+
+def fault(wire: Wire, raw: bytes) -> str | None:
+    """Says what is wrong with the answers, if something is."""
+    got = list(answers(raw))
+    if wire.ending is Ending.CUT:
+        return None
+    if len(got) > len(wire.answers) or (wire.ending is Ending.STAY and len(got) != len(wire.answers)):
+        return f"{len(got)} answers: {raw[:200]!r}"
+    for (status, body), wanted in zip(got, wire.answers, strict=False):
+        if status != wanted.status:
+            return f"{status}, not {wanted.status}: {body[:200]!r}"
+        if status != 200 and (told := _fault_of_error(body, wanted)):
+            return told
+    return None
+
+
+def _fault_of_error(body: bytes, wanted: Answer) -> str | None:
+    parsed = json.loads(body)
+    if set(parsed) != {"error"} or set(parsed["error"]) != {"message", "type", "param", "code"}:
+        return f"another shape: {body[:200]!r}"
+    error = parsed["error"]
+    if (error["code"], error["param"]) != (wanted.code, wanted.param):
+        return f"{error}, not {wanted}"
+    if error["type"] != TYPES.get(wanted.status, "invalid_request_error"):
+        return f"type of {error}"
+    if not 10 < len(error["message"]) <= MAX_MESSAGE_CHARS or len(error["param"] or "") > MAX_PARAM_CHARS:
+        return f"a message of {len(error['message'])} characters: {error['message'][:200]}"
+    found = INTERNAL.search(error["message"])
+    return f"{found[0]!r} is nothing for a client: {error}" if found else None
+
+
+async def run_corpus(
+    url: str, corpus: Iterable[Wire], quiet: Quiet, headers: dict[str, str] | None = None
+) -> list[str]:
+    """Sends each case while good streams run, and then these alone once more; returns what went wrong.
+
+    Args:
+        url: Of the server.
+        corpus: The cases.
+        quiet: What the streams must be.
+        headers: Of the good requests.
+    """
+    faults, num_cases = [], 0
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, headers=headers) as http:
+        streams = GoodStreams(http, quiet)
+        async with asyncio.TaskGroup() as group:
+            for index in range(NUM_STREAMS):
+                group.create_task(streams.run(index))
+            for wire in corpus:
+                await streams.enough()
+                try:
+                    told = fault(wire, await exchange(url, wire))
+                except (TimeoutError, OSError, ValueError, LookupError) as error:
+                    told = f"{error!r}"
+                num_cases += 1
+                if told:
+                    faults.append(f"{wire.name}: {told}")
+            streams.end()
+        assert await asyncio.gather(*map(streams.once, range(NUM_STREAMS))) == quiet
+        assert streams.num_compared >= NUM_STREAMS
+    print(f"{num_cases} cases, {streams.num_compared} streams compared")
+    return faults
+
+
+class Belongings:
+    """What the server's processes hold, to be compared with what they hold later."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._pids = live.pids()
+        self._files = self._num_files()
+
+    def check(self) -> None:
+        """Fails unless the server is idle, whole, and holds what it held."""
+        (worker,) = self._live.wait_idle()["workers"]
+        stats = worker["stats"]
+        assert stats["free_pages"] + stats["evictable_pages"] == worker["num_pages"]
+        assert self._live.pids() == self._pids
+        assert all(is_alive(pid) for pid in self._pids)
+        deadline = time.monotonic() + 10
+        while any(now > before for now, before in zip(self._num_files(), self._files, strict=True)):
+            assert time.monotonic() < deadline, f"{self._num_files()} open files, {self._files} before"
+            time.sleep(0.05)
+        check_log(self._live)
+
+    def _num_files(self) -> list[int]:
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in self._pids]
+
+
+def check_log(live: Live) -> None:
+    """Fails if the server complained of anything but its clients."""
+    alarming = re.findall(r"Traceback.*|.*\b(?:ERROR|CRITICAL)\b.*|.*never retrieved.*", Path(live.log).read_text())
+    assert not alarming, Path(live.log).read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serve(tmp_path_factory.mktemp("bad"), *FLAGS, *LIMITS) as server:
+        httpx.get(f"{server.url}/health")
+        server.wait_idle()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quiet(live: Live) -> Quiet:
+    async def run() -> Quiet:
+        async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
+            return [await GoodStreams(http, []).once(index) for index in range(NUM_STREAMS)]
+
+    found = asyncio.run(run())
+    assert len({token for tokens in found for choice in tokens.values() for token in choice}) >= 20
+    return found
+
+
+async def test_malformed_bodies_get_their_answers_and_disturb_nobody(live: Live, quiet: Quiet) -> None:
+    before = Belongings(live)
+    cases = [bad_wire.sent(bad) for bad in bad_requests.corpus()]
+    assert len(cases) > 900
+    faults = await run_corpus(live.url, cases, quiet)
+    assert not faults, "\n".join(faults)
+    await asyncio.to_thread(before.check)
+
+
+async def test_malformed_http_gets_its_answers_and_disturbs_nobody(live: Live, quiet: Quiet) -> None:
+    before = Belongings(live)
+    cases = bad_wire.corpus()
+    assert len(cases) > 150
+    faults = await run_corpus(live.url, cases, quiet)
+    assert not faults, "\n".join(faults)
+    await asyncio.to_thread(before.check)
+
+
+NO_KEY = Answer(401, "invalid_api_key")
+NOT_ALLOWED = Answer(403, "forbidden")
+KEY, ADMIN_KEY = "key-1", "admin-1"
+
+
+def strangers() -> Iterator[Bad]:
+    """Yields requests without a right to what they ask for; malformed or not, that is what they are told."""
+    wrong = ("", "key-1", "Bearer", "Bearer ", "Bearer key-2", "Bearer key-1x", "Basic key-1", "Bearer " + "k" * 60_000)
+    headers = [(), *((f"authorization: {text}".encode(),) for text in wrong), (b"authorization: Bearer \xff\xfe",)]
+    headers += [(b"authorization: Bearer no", b"authorization: Bearer key-1"), (b"x-api-key: key-1",)]
+    for lines in headers:
+        yield Bad(TEXT, {"prompt": "Hi"}, NO_KEY, headers=lines)
+    for path in (*bad_requests.POST_ROUTES, "/flush_cache", "/reset_prefix_cache", "/nowhere", "/v1/completions/"):
+        for body in (b"", b"{", b'{"prompt": 5}', b"[" * 50_000, b"x" * (MAX_REQUEST_BYTES + 1)):
+            yield Bad(path, body, NO_KEY)
+    mine = (f"authorization: Bearer {KEY}".encode(),)
+    for path, method in (("/flush_cache", "POST"), ("/reset_prefix_cache", "POST"), ("/server_info", "GET")):
+        yield Bad(path, b"", NOT_ALLOWED, method=method, headers=mine)
+    yield Bad("/abort_request", {"abort_all": True}, NOT_ALLOWED, headers=mine)
+    yield Bad(NATIVE, {"text": 5}, Answer(400, "invalid_request", "text"), headers=mine)
+
+
+async def test_requests_without_a_right_are_told_so_and_disturb_nobody(quiet: Quiet, tmp_path: Path) -> None:
+    with serve(tmp_path, *FLAGS, *LIMITS, "--api-key", KEY, "--admin-api-key", ADMIN_KEY) as live:
+        cases = [bad_wire.sent(bad) for bad in strangers()]
+        faults = await run_corpus(live.url, cases, quiet, {"authorization": f"Bearer {KEY}"})
+        assert not faults, "\n".join(faults)
+        check_log(live)
+        assert KEY not in Path(live.log).read_text()

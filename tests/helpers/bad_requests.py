@@ -1,0 +1,345 @@
+"""A corpus of malformed requests: what each says, and the one answer it must get. Its HTTP itself is sound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+# Of the server that the corpus is made for; the rest is the embedded model's.
+MAX_REQUEST_BYTES = 400_000
+MAX_MODEL_LEN = 1024
+VOCAB_SIZE = 4096
+
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+TOKENIZE, DETOKENIZE, ABORT = "/tokenize", "/detokenize", "/abort_request"
+POST_ROUTES = (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE, ABORT)
+NAN, INF, HUGE, LONE = float("nan"), float("inf"), 10**4000, "\ud800"
+HI = [{"role": "user", "content": "Hi"}]
+CALL = {"type": "function", "function": {"name": "f"}}
+GOOD: dict[str, dict[str, Any]] = {CHAT: {"messages": HI}, TEXT: {"prompt": "Hi"}, NATIVE: {"text": "Hi"}}
+
+
+class Answer(NamedTuple):
+    """What the client is told."""
+
+    status: int
+    code: str
+    param: str | None = None
+
+
+class Bad(NamedTuple):
+    """One malformed request.
+
+    Attributes:
+        path: With its query.
+        body: Sent as it is when bytes, else as JSON.
+        answer: What it must get.
+        method: Of HTTP.
+        headers: Lines beside those that every request has.
+    """
+
+    path: str
+    body: Any
+    answer: Answer
+    method: str = "POST"
+    headers: tuple[bytes, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A short description for a failure's message."""
+        shown = self.body if isinstance(self.body, bytes) else ascii(self.body)
+        return f"{self.method} {self.path[:40]} {shown[:90]!r} {b' '.join(self.headers)[:60].decode('latin-1')}"
+
+    def raw(self) -> bytes:
+        """Returns the bytes to send."""
+        body = self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        lines = (b"host: x", b"connection: close", b"content-length: %d" % len(body), *self.headers)
+        return b"%b %b HTTP/1.1\r\n%b\r\n\r\n" % (self.method.encode(), self.path.encode(), b"\r\n".join(lines)) + body
+
+
+# Fields of sampling, bad wherever they are read: field, values.
+SAMPLING: dict[str, list[Any]] = {
+    "temperature": [-0.1, 100.5, NAN, INF, -INF, HUGE, "1", "", True, [1], {}],
+    "top_p": [0, -1, 1.1, NAN, "0.5", [], False],
+    "top_k": [-2, 1.5, 10**30, -HUGE, False, "5"],
+    "min_p": [-0.1, 1.1, NAN, "0"],
+    "repetition_penalty": [0, -1, 100.5, INF, "1"],
+    "presence_penalty": [-2.1, 2.1, NAN, []],
+    "frequency_penalty": [-2.1, 2.1, INF, {}],
+    "n": [0, -1, 65, 10**9, HUGE, 1.5, True, "2", [1]],
+    "min_tokens": [-1, 1.5, "1", True, 2**31, HUGE],
+    "stop": [5, True, {"a": "b"}, [1], [["a"]], [None], "", [""], ["x", ""], ["x"] * 17, LONE, ["a", "b" + LONE]],
+    "stop_token_ids": [1, "1", ["1"], [1.0], [True], [-1], [VOCAB_SIZE], [2**70], [HUGE], [1] * 65, {"1": 1}],
+    "logit_bias": [
+        *([5], "x", {"a": 1}, {"-1": 1}, {"1.0": 1}, {" 1": 1}, {"٣": 1}, {"9" * 5000: 1}, {LONE: 1}),
+        *({str(VOCAB_SIZE): 1}, {"5": 101}, {"5": -101}, {"5": "1"}, {"5": NAN}, {"5": None}, {"5": HUGE}),
+        {str(token): 1 for token in range(1025)},
+    ],
+    "ignore_eos": [1, "no", []],
+    "skip_special_tokens": [0, "yes"],
+    "include_stop_str_in_output": [1, {}],
+    "no_stop_trim": ["true"],
+    "regex": ["a+"],
+    "ebnf": ["root ::= x"],
+    "json_schema": ["{}", {}],
+    "structural_tag": [{}],
+}
+# Bad in both of OpenAI's endpoints.
+OPENAI: dict[str, list[Any]] = {
+    **SAMPLING,
+    "seed": [-1, 2**63, HUGE, 1.5, "1", True, NAN],
+    "max_tokens": [0, -1, 2**31, HUGE, 1.5, "5", True, NAN, []],
+    "max_completion_tokens": [0, -5, 2**40, 1.5, "5"],
+    "model": [5, ["hiserve-nano"], {}, LONE],
+    "stream": [1, "true", []],
+    "stream_options": [[], "x", 5, True],
+    "best_of": [2, "1", 1.5, HUGE],
+    "logprobs": [-1, 21, "1", 1.5, [], HUGE],
+    "prompt_logprobs": [-1, 21, True, "1", HUGE],
+    "truncate_prompt_tokens": [0, -2, 1.5, "5", HUGE],
+    "cache_salt": [5, LONE, ["a"]],
+    "rid": [5, LONE, []],
+    "priority": [1.5, "1", 2**31, -HUGE],
+    "return_token_ids": [1, "no"],
+    "response_format": [{"type": "json_object"}, {"type": "x"}, "text", 5],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 5],
+    "suffix": ["x"],
+    "bad_words": [["x"]],
+    "lora_path": ["x"],
+    "use_beam_search": [True],
+    "chat_template": ["{{ 1 }}", 5],
+    "functions": [[{}]],
+    "function_call": [{"name": "f"}],
+    "guided_json": [{}],
+    "modalities": [["audio"]],
+    "return_hidden_states": [True],
+}
+OF_STREAM_OPTIONS: dict[str, list[Any]] = {"include_usage": [1, "yes"], "continuous_usage_stats": [0, []]}
+TEXT_ONLY: dict[str, list[Any]] = {
+    "prompt": [
+        *(None, "", [], [[]], [""], 5, 1.5, {}, True, LONE, [LONE], ["a", ""], ["a", 5], ["a", None], [[1], []]),
+        *(
+            [-1],
+            [5, -1],
+            [VOCAB_SIZE],
+            [2**31],
+            [2**63],
+            [2**70],
+            [HUGE],
+            [1.0],
+            [1.5],
+            [True],
+            [1, "a"],
+            [1, [2]],
+            [None],
+        ),
+        *([NAN], [[1], [VOCAB_SIZE]], [[[1]]], [{}], ["a"] * 1025),
+    ],
+    "echo": ["yes", 1],
+    "logprobs": [True],
+    "add_special_tokens": [1, "no"],
+    "top_logprobs": [2],
+    "tools": [[CALL]],
+    "continue_final_message": [True],
+}
+CHAT_ONLY: dict[str, list[Any]] = {
+    "messages": [None, [], {}, "Hi", 5, True],
+    "logprobs": [1, 0, "yes"],
+    "top_logprobs": [2, 21, -1, "2", HUGE],
+    "echo": [True],
+    "tools": [{}, "x", 5],
+    "documents": ["x", ["x"], {}, [1]],
+    "chat_template_kwargs": ["x", [], 5, {"a": LONE}, {"a": [0] * 100_001}],
+    "add_generation_prompt": [1, "no"],
+    "continue_final_message": [1, "yes"],
+}
+CHAT_ONLY["chat_template_kwargs"].append({"a": json.loads("[" * 40 + "]" * 40)})
+# Messages, and the part at fault.
+MESSAGES: list[tuple[Any, str]] = [
+    ("x", "messages[0]"),
+    (None, "messages[0]"),
+    ([], "messages[0]"),
+    ({}, "messages[0].role"),
+    ({"content": "x"}, "messages[0].role"),
+    ({"role": "robot", "content": "x"}, "messages[0].role"),
+    ({"role": ["user"], "content": "x"}, "messages[0].role"),
+    ({"role": "user"}, "messages[0].content"),
+    ({"role": "user", "content": None}, "messages[0].content"),
+    ({"role": "user", "content": 5}, "messages[0].content"),
+    ({"role": "user", "content": []}, "messages[0].content"),
+    ({"role": "user", "content": {"type": "text"}}, "messages[0].content"),
+    ({"role": "user", "content": LONE}, "messages[0].content"),
+    ({"role": "user", "content": ["x"]}, "messages[0].content[0].type"),
+    ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+    ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].type"),
+    ({"role": "user", "content": [{"type": "x" * 5000}]}, "messages[0].content[0].type"),
+    ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
+    ({"role": "user", "content": "x", "audio": {"id": "x"}}, "messages[0].audio"),
+    ({"role": "user", "content": "x", "x" * 5000: LONE}, "messages[0]." + "x" * 100),
+    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+    ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[0].tool_call_id"),
+    ({"role": "assistant", "tool_calls": "x"}, "messages[0].tool_calls"),
+    ({"role": "assistant", "tool_calls": [5]}, "messages[0].tool_calls[0].type"),
+    ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, "messages[0].tool_calls[0].type"),
+    ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "messages[0].tool_calls[0].function.name"),
+    ({"role": "assistant", "tool_calls": [CALL | {"id": 5}]}, "messages[0].tool_calls[0].id"),
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+]
+TOOLS: list[tuple[Any, str]] = [
+    (5, "tools[0].type"),
+    ({}, "tools[0].type"),
+    ({"type": "web_search"}, "tools[0].type"),
+    ({"type": "function"}, "tools[0].function"),
+    ({"type": "function", "function": {"name": 5}}, "tools[0].function.name"),
+    ({"type": "function", "function": {"name": "f", "parameters": []}}, "tools[0].function.parameters"),
+    ({"type": "function", "function": {"name": "f", "description": 5}}, "tools[0].function.description"),
+    ({"type": "function", "function": {"name": "f", "x": LONE}}, "tools"),
+]
+# Whole bodies of the other endpoints, and the field at fault.
+WHOLE: list[tuple[str, Any, str]] = [
+    (NATIVE, {}, "text"),
+    (NATIVE, {"text": "a", "input_ids": [1]}, "text"),
+    *((NATIVE, {"text": value}, "text") for value in (5, "", [], [""], ["a", 5], {}, True, LONE, ["a"] * 1025)),
+    *((NATIVE, {"input_ids": value}, "input_ids") for value in ("a", 5, [], [[]], ["a"], [-1], [VOCAB_SIZE], [1.5])),
+    (NATIVE, {"input_ids": [[1], [HUGE]]}, "input_ids"),
+    (NATIVE, {"text": "a", "sampling_params": 5}, "sampling_params"),
+    (NATIVE, {"text": "a", "sampling_params": [{}]}, "sampling_params"),
+    (NATIVE, {"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params"),
+    (NATIVE, {"text": ["a"], "sampling_params": ["x"]}, "sampling_params"),
+    (NATIVE, {"text": ["a"] * 100, "sampling_params": {"n": 64}}, "sampling_params.n"),
+    (NATIVE, {"text": ["a", "b"], "rid": ["x"]}, "rid"),
+    (NATIVE, {"text": "a", "rid": 5}, "rid"),
+    (NATIVE, {"text": "a", "stream": "x"}, "stream"),
+    (NATIVE, {"text": "a", "return_logprob": 1}, "return_logprob"),
+    (NATIVE, {"text": "a", "logprob_start_len": -2}, "logprob_start_len"),
+    (NATIVE, {"text": "a", "top_logprobs_num": 21}, "top_logprobs_num"),
+    (NATIVE, {"text": "a", "lora_path": "x"}, "lora_path"),
+    (NATIVE, {"text": "a", "priority": HUGE}, "priority"),
+    (TEXT, {"prompt": ["a"] * 100, "n": 64}, "n"),
+    (TEXT, {"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    (TEXT, {"prompt": "a", "echo": True, "max_tokens": -1}, "max_tokens"),
+    (CHAT, {"messages": HI, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    *((TOKENIZE, body, "prompt") for body in ({}, {"prompt": 5}, {"prompt": LONE}, {"prompt": [1]}, {"prompt": None})),
+    (TOKENIZE, {"messages": [{}]}, "messages[0].role"),
+    (TOKENIZE, {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    (TOKENIZE, {"prompt": "a", "return_token_strs": "x"}, "return_token_strs"),
+    *(
+        (DETOKENIZE, {"tokens": value}, "tokens")
+        for value in (None, 5, "a", {}, ["a"], [1.5], [-1], [VOCAB_SIZE], [HUGE])
+    ),
+    *((ABORT, body, "rid") for body in ({}, {"rid": ""}, {"rid": 5}, {"rid": LONE}, {"abort_all": False})),
+    (ABORT, {"rid": "x", "abort_all": 1}, "abort_all"),
+]
+TOO_LONG: list[tuple[str, dict[str, Any], str]] = [
+    (TEXT, {"prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+    (TEXT, {"prompt": [5] * 60_000}, "prompt"),
+    (TEXT, {"prompt": "x " * 50_000, "stream": True}, "prompt"),
+    (TEXT, {"prompt": [[5], [5] * 2000]}, "prompt"),
+    (TEXT, {"prompt": "Hi", "max_tokens": MAX_MODEL_LEN}, "max_tokens"),
+    (TEXT, {"prompt": "Hi", "min_tokens": 2**31 - 1}, "min_tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "x " * 50_000}]}, "messages"),
+    (CHAT, {"messages": 500 * HI}, "messages"),
+    (CHAT, {"messages": HI, "max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
+    (NATIVE, {"input_ids": [5] * MAX_MODEL_LEN}, "input_ids"),
+    (NATIVE, {"text": "x " * 50_000}, "text"),
+    (NATIVE, {"text": "Hi", "sampling_params": {"max_new_tokens": 2**31 - 1}}, "sampling_params.max_new_tokens"),
+]
+NOT_JSON = (
+    *(
+        b"",
+        b" ",
+        b"{",
+        b"}",
+        b"hello",
+        b"[]",
+        b"[{}]",
+        b"null",
+        b"5",
+        b'"text"',
+        b"NaN",
+        b"{'prompt': 'a'}",
+        b'{"a": 1,}',
+    ),
+    *(
+        b'{"a" 1}',
+        b'{"prompt": "\xff"}',
+        b'{"\xc3\x28": 1}',
+        b'{"prompt": "a\nb"}',
+        b'{"prompt": "\\x41"}',
+        b"\x00",
+        b"{}\x00",
+    ),
+    *(
+        b"\x1f\x8b\x08\x00\x00",
+        b"\xff\xfe\xfa",
+        b"{} {}",
+        b"--x\r\ncontent-disposition: form-data\r\n\r\n",
+        b"prompt=Hi",
+    ),
+    *(b"[" * 100_000, b'{"messages": ' + b"[" * 50_000, b'{"a":' * 20_000, b'{"seed": ' + b"9" * 10_000 + b"}"),
+)
+NO_ROUTE: list[tuple[str, str, int]] = [
+    *((method, path, 405) for path in POST_ROUTES for method in ("GET", "PUT", "DELETE", "OPTIONS")),
+    *(("POST", path, 405) for path in ("/health", "/metrics", "/v1/models", "/server_info")),
+    *(("PATCH", "/flush_cache", 405), ("DELETE", "/reset_prefix_cache", 405), ("GET", "/reset_prefix_cache", 405)),
+    *(("POST", path, 404) for path in ("/", "/v1", "/v1/", "/v1/completions/", "//v1/completions", "/v1/embeddings")),
+    *(("POST", path, 404) for path in ("/V1/completions", "/v1/%00", "/v1/%ff%fe", "/v1/completions%2f", "/a" * 5000)),
+    *(("GET", path, 404) for path in ("/docs", "/v1/../../etc/passwd", "/%2e%2e/etc/passwd", "/?a=" + "b" * 5000)),
+]
+
+
+def corpus() -> Iterator[Bad]:
+    """Yields all of them."""
+    yield from _fields()
+    for message, param in MESSAGES:
+        yield _wrong(CHAT, {"messages": [message]}, param)
+    yield _wrong(CHAT, {"messages": [*HI, {"role": "robot"}]}, "messages[1].role")
+    yield _wrong(CHAT, {"messages": ["x"] * 16_385}, "messages")
+    for tool, param in TOOLS:
+        yield _wrong(CHAT, {"messages": HI, "tools": [tool]}, param)
+    for path, body, param in WHOLE:
+        yield _wrong(path, body, param)
+    for path, body, param in TOO_LONG:
+        yield Bad(path, body, Answer(400, "context_length_exceeded", param))
+    for path in (CHAT, TEXT, NATIVE, TOKENIZE, DETOKENIZE):
+        for model in ("", "gpt-x", "x" * 5000, "\x00", "../../etc/passwd"):
+            yield Bad(path, {**GOOD.get(path, {}), "model": model}, Answer(404, "model_not_found", "model"))
+    yield Bad("/v1/models/" + "x" * 5000, b"", Answer(404, "model_not_found"), method="GET")
+    for path in POST_ROUTES:
+        for body in NOT_JSON:
+            yield Bad(path, body, Answer(400, "invalid_json"))
+        yield Bad(path, b"x" * (MAX_REQUEST_BYTES + 1), Answer(413, "request_too_large"))
+    yield Bad(TEXT, b"\x1f\x8b\x08", Answer(400, "invalid_json"), headers=(b"content-encoding: gzip",))
+    yield Bad(TEXT, b"{", Answer(400, "invalid_json"), headers=(b"expect: 100-continue",))
+    yield Bad(TEXT, b"{", Answer(400, "invalid_json"), headers=(b"x-request-id: \xff\xfe", b"authorization: \xff"))
+    yield Bad(TEXT, b"{", Answer(400, "invalid_json"), headers=(b"content-type: text/html; charset=\xff",))
+    yield Bad(TEXT, b"{", Answer(400, "invalid_json"), headers=(b"x: " + b"a" * 60_000,))
+    for method, path, status in NO_ROUTE:
+        code = "method_not_allowed" if status == 405 else "not_found"
+        yield Bad(path, b"", Answer(status, code), method=method)
+
+
+def _fields() -> Iterator[Bad]:
+    """Yields sound requests with one field gone wrong."""
+    for path, table in ((CHAT, OPENAI | CHAT_ONLY), (TEXT, OPENAI | TEXT_ONLY)):
+        for name, values in table.items():
+            for value in (*OPENAI.get(name, ()), *values) if table[name] is not OPENAI.get(name) else values:
+                yield _wrong(path, {**GOOD[path], name: value}, name)
+        for name, values in OF_STREAM_OPTIONS.items():
+            for value in values:
+                yield _wrong(path, {**GOOD[path], "stream_options": {name: value}}, f"stream_options.{name}")
+    of_native = {"sampling_seed": OPENAI["seed"], "max_new_tokens": [-1, 2**31, HUGE, 1.5, "5", True, NAN, []]}
+    for name, values in (SAMPLING | of_native).items():
+        name = "min_new_tokens" if name == "min_tokens" else name
+        for value in values:
+            yield _wrong(NATIVE, {**GOOD[NATIVE], "sampling_params": {name: value}}, f"sampling_params.{name}")
+
+
+def _wrong(path: str, body: Any, param: str) -> Bad:
+    return Bad(path, body, Answer(400, "invalid_request", param))
