@@ -169,7 +169,8 @@ class WindowDetokenizer:
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes tokens and returns what they add, once it is certain."""
-        self._ids += [index for index in ids if index not in self._hidden]
+        vocab = self._tokenizer.vocab
+        self._ids += [index for index in ids if index in vocab and index not in self._hidden]
         text = self._decoded()
         is_open = not self._ids or self._ids[-1] in self._byte_ids or text.endswith(REPLACEMENT)
         if is_open or len(text) <= len(self._shown) or not text.startswith(self._shown):

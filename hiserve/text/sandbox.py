@@ -126,7 +126,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[jinja2.ext.loopcontrols, _Generation],
             finalize=_finalize,
-            optimized=False,  # nothing is computed while compiling
         )
         self.filters = dict(FILTERS)
         del self.globals["lipsum"]

@@ -115,6 +115,7 @@ OTHERS = {
 @given(ids=st.lists(st.integers(0, 17), max_size=40), cuts=CUTS, skips=st.booleans())
 @example(ids=[5, 5, 4, 2], cuts=[1, 2, 3], skips=True)  # spaces at the start
 @example(ids=[12, 13, 14, 12, 2], cuts=[1, 2, 3, 4], skips=True)  # a valid character, spoilt by the byte after it
+@example(ids=[15, 16, 12], cuts=[2], skips=False)  # an unknown id inside a run of bytes
 def test_any_other_decoder_is_streamed_too(name: str, ids: list[int], cuts: list[int], skips: bool) -> None:
     tokenizer = tiny_text.with_decoder(OTHERS[name])
     detokenizer = Spelling(tokenizer).detokenizer(skip_special=skips)
