@@ -51,10 +51,6 @@ class Connection(HttpToolsProtocol):
         self._end_cycles()
         super().connection_lost(exc)
 
-    def eof_received(self) -> None:
-        """Takes a client that closes its half for one that has gone: the connection closes now."""
-        self._end_cycles()
-
     def data_received(self, data: bytes) -> None:
         """Parses what came, unless the request was refused."""
         self._num_idle_bytes += len(data)

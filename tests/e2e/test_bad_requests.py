@@ -111,11 +111,13 @@ async def exchange(url: str, wire: Wire) -> bytes:
     reading = asyncio.create_task(read())
     try:
         async with asyncio.timeout(ANSWER_S):
-            for start in range(0, len(wire.raw), 32768):
-                writer.write(wire.raw[start : start + 32768])
+            pieces = [wire.raw[start : start + 32768] for start in range(0, len(wire.raw), 32768)]
+            for piece in pieces[:-1]:
+                writer.write(piece)
                 await writer.drain()
                 await asyncio.sleep(0)
-            if wire.ending is Ending.HALF:
+            writer.write(pieces[-1] if pieces else b"")
+            if wire.ending is Ending.HALF:  # at once, so that the server reads both together
                 writer.write_eof()
             if wire.ending is Ending.CUT:
                 await asyncio.sleep(0.02)
