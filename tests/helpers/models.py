@@ -90,7 +90,7 @@ def save_family(family: str, folder: Path, *, save: dict[str, Any] | None = None
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias"):
-                parameter.normal_(0.0, 0.5)
+                parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder, **save or {})
     return folder
 
