@@ -314,6 +314,7 @@ def corpus() -> Iterator[Bad]:
     for path in POST_ROUTES:
         for body in NOT_JSON:
             yield Bad(path, body, Answer(400, "invalid_json"))
+    for path in (*POST_ROUTES, "/flush_cache", "/reset_prefix_cache", "/nowhere"):
         yield Bad(path, b"x" * (MAX_REQUEST_BYTES + 1), Answer(413, "request_too_large"))
     yield Bad(TEXT, b"\x1f\x8b\x08", Answer(400, "invalid_json"), headers=(b"content-encoding: gzip",))
     yield Bad(TEXT, b"{", Answer(400, "invalid_json"), headers=(b"expect: 100-continue",))

@@ -134,6 +134,7 @@ SEVERAL = [
     Wire("a good one behind a bad one", BAD + GOOD_LAST, (NOT_JSON, OK)),
     Wire("many bad ones in one segment", 200 * BAD + BAD_LAST, 201 * (NOT_JSON,)),
     Wire("empty lines before a request", 4 * b"\r\n" + BAD_LAST, (NOT_JSON,)),
+    Wire("a flush with a body that nobody reads", LAST.replace(b"v1/completions", b"flush_cache") + sized(b"{"), (OK,)),
     Wire("one behind the last", BAD_LAST + BAD, (NOT_JSON,)),
 ]
 CUT_SHORT = {

@@ -1,0 +1,153 @@
+"""Whatever a client sends, the answer is one of a few, in one shape, and the engine is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hiserve.server import known_fields, native_fields, tokens
+from tests.helpers.error_shape import fault_of_error
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import Server, make_server, reply_script
+
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+HI = [{"role": "user", "content": "Hi"}]
+# Each route: a good body, and the fields that it knows.
+ROUTES: dict[str, tuple[dict[str, Any], frozenset[str]]] = {
+    CHAT: ({"messages": HI}, known_fields.CHAT),
+    TEXT: ({"prompt": "Hi"}, known_fields.COMPLETIONS),
+    NATIVE: ({"text": "Hi"}, native_fields.GENERATE),
+    "/tokenize": ({"prompt": "Hi"}, tokens.TOKENIZE),
+    "/detokenize": ({"tokens": [5]}, tokens.DETOKENIZE),
+    "/abort_request": ({"rid": "x"}, frozenset({"rid", "abort_all"})),
+}
+OTHERS = sorted(known_fields.IGNORED | set(known_fields.REFUSED))
+EXPECTED = {200, 400, 413, 429, 503}
+LIMIT = 20_000
+
+NUMBERS = st.one_of(
+    st.integers(),
+    st.integers(-2, 70),
+    st.sampled_from([2**31 - 1, 2**31, -(2**31), 2**63 - 1, 2**63, 10**400, 499, 500, -1]),
+    st.floats(),
+    st.floats(-3, 3),
+)
+# Surrogates included; long ones too, of which no message may repeat much.
+TEXTS = st.one_of(
+    st.text(st.characters(), max_size=8),
+    st.sampled_from(["", "Hi", "tiny", "auto", "none", "text", "\ud800", "x" * 1000, "\x00", "٣", "5", "<|end|>"]),
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=8,
+)
+PARTS = st.fixed_dictionaries({}, optional={"type": st.just("text") | VALUES, "text": VALUES, "image_url": VALUES})
+FUNCTIONS = st.fixed_dictionaries({}, optional={"name": VALUES, "arguments": VALUES, "parameters": VALUES})
+CALLS = st.fixed_dictionaries({}, optional={"type": VALUES, "id": VALUES, "function": FUNCTIONS | VALUES})
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | VALUES},
+    optional={
+        "content": VALUES | st.lists(PARTS, max_size=3),
+        "tool_calls": st.lists(CALLS, max_size=2),
+        "name": VALUES,
+    },
+)
+# Values that come close to what a field takes.
+NEAR: dict[str, st.SearchStrategy[Any]] = {
+    "messages": st.lists(MESSAGES, max_size=3),
+    "tools": st.lists(st.fixed_dictionaries({"type": st.just("function") | VALUES, "function": FUNCTIONS}), max_size=3),
+    "prompt": st.lists(NUMBERS | TEXTS | st.lists(st.integers(0, 520), max_size=4), max_size=4),
+    "input_ids": st.lists(NUMBERS | st.lists(st.integers(-1, 520), max_size=4), max_size=4),
+    "tokens": st.lists(st.integers(-1, 520), max_size=300),
+    "stop": st.lists(TEXTS, max_size=20),
+    "stop_token_ids": st.lists(NUMBERS, max_size=70),
+    "logit_bias": st.dictionaries(st.integers(-1, 520).map(str), NUMBERS, max_size=4),
+    "stream_options": st.dictionaries(st.sampled_from(["include_usage", "continuous_usage_stats"]), VALUES),
+    "sampling_params": st.dictionaries(st.sampled_from(sorted(native_fields.NATIVE_SAMPLING)), VALUES, max_size=4),
+    "chat_template_kwargs": st.dictionaries(st.sampled_from(["a", "self", "messages", "bos_token", "range"]), VALUES),
+}
+FIELDS = {name: near | VALUES for name, near in NEAR.items()}
+
+
+def bodies(path: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Good bodies with a few fields replaced by anything."""
+    good, known = ROUTES[path]
+    names = st.sampled_from(sorted(known)) | st.sampled_from(OTHERS) | st.text(max_size=300)
+    fields = names.flatmap(lambda name: st.tuples(st.just(name), FIELDS.get(name, VALUES)))
+    return st.lists(fields, min_size=1, max_size=3).map(lambda changed: {**good, **dict(changed)})
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[asyncio.Runner, Server]]:
+    """A server whose event loop lives as long as the module."""
+    made = make_server(FakeEngineClient(script=lambda _: reply_script()), max_request_bytes=LIMIT)
+    context = made.app.router.lifespan_context(made.app)
+    with asyncio.Runner() as runner:
+        runner.run(context.__aenter__())
+        runner.run(made.gate.wait_open())
+        yield runner, made
+        runner.run(context.__aexit__(None, None, None))
+
+
+def check(running: tuple[asyncio.Runner, Server], path: str, body: bytes) -> int:
+    """Sends a body; fails unless its answer is as every answer must be. Returns the status."""
+    runner, server = running
+    call = runner.run(ended(server, path, body))
+    assert server.engine.num_inflight == 0
+    if call.status == 404:
+        assert call.json["error"]["param"] == "model"
+    else:
+        assert call.status in EXPECTED, call.text
+    if call.status != 200:
+        assert not (told := fault_of_error(call.status, call.text.encode())), told
+    elif call.headers["content-type"] == "application/json":
+        json.loads(call.text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    else:
+        assert call.events[-1] == "[DONE]"
+    return int(call.status)
+
+
+async def ended(server: Server, path: str, body: bytes) -> Any:
+    return await server.call("POST", path, body).end()
+
+
+BOUNDED = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@given(data=st.data())
+@BOUNDED
+def test_any_value_of_any_field_has_one_of_the_expected_answers(
+    running: tuple[asyncio.Runner, Server], path: str, data: st.DataObject
+) -> None:
+    body = data.draw(bodies(path))
+    status = check(running, path, json.dumps(body).encode())
+    if status == 400:
+        param = running[0].run(ended(running[1], path, json.dumps(body).encode())).json["error"]["param"]
+        root = param.split(".")[0].split("[")[0]
+        assert root in {*body, *ROUTES[path][0], "text", "prompt", "rid"} or param[:100] in {
+            name[:100] for name in body
+        }
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@given(raw=st.one_of(st.binary(max_size=40), VALUES.map(lambda value: json.dumps(value).encode())))
+@BOUNDED
+def test_any_bytes_have_one_of_the_expected_answers(
+    running: tuple[asyncio.Runner, Server], path: str, raw: bytes
+) -> None:
+    check(running, path, raw)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@given(size=st.integers(LIMIT - 20, LIMIT + 20))
+@settings(deadline=None, max_examples=10)
+def test_any_body_over_the_limit_is_too_large(running: tuple[asyncio.Runner, Server], path: str, size: int) -> None:
+    assert (check(running, path, b"{}".ljust(size)) == 413) == (size > LIMIT)
