@@ -1,0 +1,292 @@
+"""The page store in a directory: one file a page, shared by the servers of one user."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hiserve.cache.pools.store import HEADER_BYTES, StoreStats, is_intact, seal
+from hiserve.errors import ConfigError
+
+MARKER = "hiserve-store"
+MARKER_TEXT = "hiserve page store, version 1\n"
+PAUSE_S = 30.0  # without writes after one that failed
+
+_PAGE = re.compile(r"[0-9a-f]{64}")
+_DRAFT = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{8}-[0-9]+\.new")
+_DRAFT_AGE_S = 3600.0  # an unfinished file this old belongs to nobody
+_LISTINGS_PER_CAP = 8  # how often the directory is listed anew while its cap is written once
+
+logger = logging.getLogger(__name__)
+
+
+class FileStore:
+    """Pages as files ``DIR/ab/abcd...``, at most ``cap_bytes`` of them, the least recently used removed first.
+
+    A page is written to a file of its own and then renamed, so no reader sees half of one. Nothing is
+    synced: after a loss of power a page may be short or garbled, which its header shows when it is read. When
+    a page was last used is kept in memory and as the file's mtime, so that it survives a restart.
+
+    Several processes may share the directory: each finds what the others wrote. Each keeps to the cap by
+    what it knows, and looks again after writing an eighth of it; so N processes may exceed it by N eighths.
+
+    Args:
+        directory: Made with mode 0700 if missing.
+        cap_bytes: Most that the files may take, headers included.
+        clock: Seconds, monotone.
+
+    Raises:
+        ConfigError: The directory cannot be used, or is neither empty nor a store of this version; it is left alone.
+    """
+
+    def __init__(self, directory: Path, cap_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        _claim(directory)
+        self._directory = directory
+        self._cap_bytes = cap_bytes
+        self._clock = clock
+        self._paused_until = clock()
+        self._is_closed = False
+        self._lock = threading.Lock()  # around the fields below, never around a read or a write
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, least recently used first
+        self._num_bytes = 0
+        self._tag = os.urandom(4).hex()  # tells this object's drafts from those of other processes
+        self._num_drafts = 0
+        self._unlisted_bytes = 0
+        self._counts: Counter[str] = Counter()
+        self._last_error = ""
+        self._list()
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """See ``PageStore``."""
+        return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        """See ``PageStore``."""
+        count = 0
+        for key, buffer in zip(keys, buffers, strict=True):
+            if self._is_closed or not self._read(key, buffer):
+                break
+            count += 1
+        self._use(keys[:count])
+        self._count(num_hits=count, num_misses=len(keys) - count)
+        return count
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        """See ``PageStore``."""
+        count = num_stored = 0
+        for key, buffer in zip(keys, buffers, strict=True):
+            if not self._has(key):
+                if not self._write(key, buffer):
+                    break
+                num_stored += 1
+            count += 1
+        self._use(keys[:count])
+        self._count(num_stored=num_stored, num_refused=len(keys) - count)
+        if self._unlisted_bytes * _LISTINGS_PER_CAP > self._cap_bytes:
+            self._list()
+        return count
+
+    def clear(self) -> int:
+        """See ``PageStore``. Half-written files of other processes stay."""
+        count = sum(self._remove(bytes.fromhex(entry.name)) for entry in self._entries() if _PAGE.fullmatch(entry.name))
+        self._list()
+        return count
+
+    def stats(self) -> StoreStats:
+        """See ``PageStore``."""
+        with self._lock:
+            return StoreStats(
+                num_pages=len(self._sizes), num_bytes=self._num_bytes, last_error=self._last_error, **self._counts
+            )
+
+    def close(self) -> None:
+        """See ``PageStore``."""
+        self._is_closed = True
+
+    def _has(self, key: bytes) -> bool:
+        """Returns whether a page is there; asks the directory about keys that this process does not know."""
+        if self._is_closed:
+            return False
+        if key in self._sizes:
+            return True
+        try:
+            size = os.stat(self._path(key)).st_size
+        except OSError as error:
+            self._note(error)
+            return False
+        self._remember(key, size)
+        return True
+
+    def _read(self, key: bytes, buffer: memoryview) -> bool:
+        header = bytearray(HEADER_BYTES)
+        try:
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                num_bytes = os.readv(fd, [header, buffer])
+                is_whole = num_bytes == os.fstat(fd).st_size == HEADER_BYTES + buffer.nbytes
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._note(error)
+            self._forget(key)
+            return False
+        if is_whole and is_intact(key, header, buffer):
+            self._remember(key, num_bytes)
+            return True
+        self._remove(key)
+        self._count(num_corrupt=1)
+        return False
+
+    def _write(self, key: bytes, buffer: memoryview) -> bool:
+        size = HEADER_BYTES + buffer.nbytes
+        if self._is_closed or size > self._cap_bytes or self._clock() < self._paused_until:
+            return False
+        self._make_room(size)
+        path = self._path(key)
+        with self._lock:
+            self._num_drafts += 1
+            draft = f"{path}.{self._tag}-{self._num_drafts}.new"
+        try:
+            try:
+                _write_file(draft, seal(key, buffer), buffer)
+            except FileNotFoundError:
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                _write_file(draft, seal(key, buffer), buffer)
+            os.rename(draft, path)
+        except OSError as error:
+            self._note(error)
+            with contextlib.suppress(OSError):  # the error that counts is the one before
+                os.unlink(draft)
+            self._paused_until = self._clock() + PAUSE_S
+            logger.warning("the store %s takes no pages for %g s: %s", self._directory, PAUSE_S, error.strerror)
+            return False
+        self._remember(key, size)
+        with self._lock:
+            self._unlisted_bytes += size
+        return True
+
+    def _make_room(self, size: int) -> None:
+        """Removes the least recently used pages until ``size`` more bytes fit."""
+        while True:
+            with self._lock:
+                if not self._sizes or self._num_bytes + size <= self._cap_bytes:
+                    return
+                oldest = next(iter(self._sizes))
+            self._count(num_evicted=int(self._remove(oldest)))
+
+    def _remove(self, key: bytes) -> bool:
+        self._forget(key)
+        try:
+            os.unlink(self._path(key))
+        except OSError as error:
+            self._note(error)
+            return False
+        return True
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        """Marks pages of one prefix as just used, the first of them last: a prefix is of no use without its start."""
+        now = time.time_ns()
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
+        for index, key in enumerate(keys):
+            try:
+                os.utime(self._path(key), ns=(now - index, now - index))
+            except OSError as error:
+                self._note(error)
+
+    def _remember(self, key: bytes, size: int) -> None:
+        with self._lock:
+            self._num_bytes += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+
+    def _forget(self, key: bytes) -> None:
+        with self._lock:
+            self._num_bytes -= self._sizes.pop(key, 0)
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _note(self, error: OSError) -> None:
+        """Counts an error; that a file is not there is none."""
+        if not isinstance(error, FileNotFoundError):
+            self._count(num_errors=1)
+            self._last_error = str(error)
+
+    def _path(self, key: bytes) -> str:
+        name = key.hex()
+        return f"{self._directory}/{name[:2]}/{name}"
+
+    def _list(self) -> None:
+        """Learns from the directory what is there and when it was used; removes what writers left behind."""
+        self._unlisted_bytes = 0
+        known = set(self._sizes)
+        found: list[tuple[int, bytes, int]] = []
+        for entry in self._entries():
+            try:
+                status = entry.stat(follow_symlinks=False)
+                if _PAGE.fullmatch(entry.name):
+                    found.append((status.st_mtime_ns, bytes.fromhex(entry.name), status.st_size))
+                elif _DRAFT.fullmatch(entry.name) and time.time() - status.st_mtime > _DRAFT_AGE_S:
+                    os.unlink(entry.path)
+            except OSError as error:
+                self._note(error)
+        found.sort()
+        with self._lock:
+            sizes = OrderedDict((key, size) for _, key, size in found)
+            for key, size in self._sizes.items():  # written while the directory was read
+                if key not in known:
+                    sizes[key] = size
+            self._sizes = sizes
+            self._num_bytes = sum(sizes.values())
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        """Yields the files in the folders of this store."""
+        for number in range(256):
+            try:
+                with os.scandir(f"{self._directory}/{number:02x}") as files:
+                    yield from files
+            except OSError as error:
+                self._note(error)
+
+
+def _write_file(path: str, header: bytes, page: memoryview) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        if os.writev(fd, [header, page]) != len(header) + page.nbytes:  # only a full disk cuts a write short
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(fd)
+
+
+def _claim(directory: Path) -> None:
+    """Makes a directory a store, or makes sure that it is one."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marker = directory / MARKER
+        names = [name for name in os.listdir(directory) if not name.startswith(f"{MARKER}.")]
+        if not names:
+            draft = directory / f"{MARKER}.{os.urandom(4).hex()}"
+            draft.write_text(MARKER_TEXT)
+            draft.rename(marker)
+        elif MARKER not in names:
+            raise _refusal(directory, "it holds files but is no store of hiserve")
+        if (text := marker.read_text()) != MARKER_TEXT:
+            raise _refusal(directory, f"its {MARKER} says {text[:80].strip()!r}, not {MARKER_TEXT.strip()!r}")
+        directory.chmod(0o700)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refusal(directory, str(error)) from None
+
+
+def _refusal(directory: Path, fact: str) -> ConfigError:
+    return ConfigError(f"--store file:{directory} cannot be used: {fact}. Give another directory.", param="store")

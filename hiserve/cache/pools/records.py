@@ -1,0 +1,233 @@
+"""What each host page holds, written so that a crash at any moment leaves only what is true."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hiserve.core.digest import DIGEST_BYTES, chain, pack_tokens
+from hiserve.core.plan import Int32Array
+
+NO_CHECKSUM = 0
+RecordArray = NDArray[np.void]
+
+
+class PageState(IntEnum):
+    """Life of a host page: FREE, then WRITING while bytes are on their way, then VALID."""
+
+    FREE = 0
+    WRITING = 1
+    VALID = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRun:
+    """Full pages that follow each other in a prefix, and what they hold.
+
+    Attributes:
+        pages: int32 ``[n]``. Host pages, first to last; n is at least 1.
+        namespace: 16 bytes. Digest of the root that the prefix hangs below.
+        parent: 16 bytes. Digest of the page before the first; ``namespace`` where there is none.
+        digests: One chain digest per page (see ``core.digest.chain``).
+        key: Packed int32 tokens of all pages.
+        draft_revision: Revision of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
+    """
+
+    pages: Int32Array
+    namespace: bytes
+    parent: bytes
+    digests: list[bytes]
+    key: bytes
+    draft_revision: int = 0
+
+
+def record_type(page_size: int) -> np.dtype[np.void]:
+    """Returns the type of one record; its size is a multiple of 8 bytes, so that no counter straddles a cache line."""
+    digest = ("u1", (DIGEST_BYTES,))
+    return np.dtype(
+        [
+            ("state", "<u8"),
+            ("checksum", "<u8"),
+            ("draft_revision", "<u8"),
+            ("namespace", *digest),
+            ("parent", *digest),
+            ("digest", *digest),
+            ("tokens", "<i4", (page_size + page_size % 2,)),
+        ]
+    )
+
+
+def page_checksum(page: memoryview, digest: bytes) -> int:
+    """Returns the xxh3-64 of a page's bytes; never 0, which stands for "not yet".
+
+    The page's digest is the seed: bytes that belong to another prefix do not pass, even if they are intact.
+    """
+    seed = int.from_bytes(digest[:8], "little")
+    return xxhash.xxh3_64_intdigest(page, seed=seed) or 1
+
+
+class Records:
+    """The records of a segment. One process writes at a time; its threads may share this object.
+
+    The rule that survives a crash: a record stops being VALID before anything else about its page
+    changes, and becomes VALID after everything else is written; its checksum comes later still. A
+    process dies between two instructions, so the next one sees the writes in this order.
+
+    Args:
+        table: ``[num_pages]`` of ``record_type(page_size)``; usually a view of a segment.
+        page_size: Tokens per page.
+    """
+
+    def __init__(self, table: RecordArray, page_size: int) -> None:
+        assert table.dtype == record_type(page_size), f"records of {table.itemsize} bytes, page size {page_size}"
+        self._table = table
+        self._page_size = page_size
+        self._lives = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
+        self._lock = threading.Lock()
+
+    def begin(self, run: PageRun) -> None:
+        """FREE to WRITING: bytes may be copied to these pages from now on."""
+        pages = run.pages
+        assert pages.size == len(run.digests) > 0, f"{len(run.digests)} digests for {pages.size} pages"
+        tokens = np.frombuffer(run.key, dtype="<i4").reshape(pages.size, self._page_size)
+        with self._lock:
+            self._expect(pages, PageState.FREE)
+            self._lives[pages] += 1
+            self._write("state", pages, PageState.WRITING)
+            self._write("checksum", pages, NO_CHECKSUM)
+            self._write("draft_revision", pages, run.draft_revision)
+            self._write("namespace", pages, _rows([run.namespace]))
+            self._write("parent", pages, _rows([run.parent, *run.digests[:-1]]))
+            self._write("digest", pages, _rows(run.digests))
+            self._write("tokens", pages, np.pad(tokens, ((0, 0), (0, self._page_size % 2))))
+
+    def finish(self, pages: Int32Array) -> None:
+        """WRITING to VALID: all bytes of these pages have arrived. Until they have a checksum, no restart adopts them."""
+        with self._lock:
+            self._expect(pages, PageState.WRITING)
+            self._write("state", pages, PageState.VALID)
+
+    def free(self, pages: Int32Array) -> None:
+        """WRITING or VALID to FREE: these pages may be given to somebody else."""
+        with self._lock:
+            self._expect(pages, PageState.WRITING, PageState.VALID)
+            self._lives[pages] += 1
+            self._write("state", pages, PageState.FREE)
+
+    def clear(self) -> None:
+        """Frees every page, whatever a former process left."""
+        with self._lock:
+            self._lives += 1
+            self._write("state", np.arange(self._table.size, dtype=np.int32), PageState.FREE)
+
+    def state(self, page: int) -> PageState:
+        """Returns where a page is in its life."""
+        return PageState(int(self._table["state"][page]))
+
+    def checksum(self, page: int) -> int:
+        """Returns the checksum of a page's bytes, or ``NO_CHECKSUM``."""
+        return int(self._table["checksum"][page])
+
+    def digest(self, page: int) -> bytes:
+        """Returns the digest of a page; it means nothing while the page is FREE."""
+        return bytes(self._table["digest"][page])
+
+    def life(self, page: int) -> int | None:
+        """Returns a number that tells a VALID page without checksum from later uses of the page; None for others."""
+        with self._lock:
+            lacks = self.state(page) is PageState.VALID and self.checksum(page) == NO_CHECKSUM
+            return int(self._lives[page]) if lacks else None
+
+    def seal(self, page: int, life: int, checksum: int) -> bool:
+        """Records a checksum, unless the page was freed since ``life`` was asked for.
+
+        Returns:
+            Whether it was recorded.
+        """
+        assert checksum != NO_CHECKSUM, f"page {page} cannot have the checksum that stands for none"
+        with self._lock:
+            if self._lives[page] != life:
+                return False
+            self._write("checksum", np.array([page], dtype=np.int32), checksum)
+            return True
+
+    def adopt(self) -> list[PageRun]:
+        """Takes over what a former process left: its VALID pages with a checksum, parents first.
+
+        Everything else is freed: torn and unfinished records, records whose digest does not follow from
+        their parent and tokens, second copies, and pages whose parents are missing. The bytes of an
+        adopted page are not read; whoever uses a page first must verify it.
+
+        Returns:
+            Unbranched runs; the parent of each is a namespace or stands in a run before it.
+        """
+        table = self._table[: self._table.size].copy()
+        found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
+        runs = list(_runs([_Record(int(page), table[page], self._page_size) for page in found if page]))
+        kept = np.zeros(table.size, dtype=np.bool_)
+        for run in runs:
+            kept[run.pages] = True
+        with self._lock:
+            self._write("state", np.flatnonzero(~kept).astype(np.int32), PageState.FREE)
+        return runs
+
+    def _expect(self, pages: Int32Array, *states: PageState) -> None:
+        assert pages.min(initial=1) >= 1, "page 0 is nobody's"
+        found = self._table["state"][pages]
+        assert np.isin(found, states).all(), f"pages {pages} are in states {found}, expected {states}"
+
+    def _write(self, field: str, pages: Int32Array, value: Any) -> None:
+        """Writes one field of some records. Every write goes through here, in the order that matters."""
+        self._table[field][pages] = value
+
+
+class _Record:
+    """One record read back, and whether it is what it says."""
+
+    __slots__ = ("digest", "draft_revision", "is_true", "key", "namespace", "page", "parent")
+
+    def __init__(self, page: int, row: np.void, page_size: int) -> None:
+        self.page = page
+        self.namespace, self.parent, self.digest = (row[name].tobytes() for name in ("namespace", "parent", "digest"))
+        self.draft_revision = int(row["draft_revision"])
+        self.key = pack_tokens(row["tokens"][:page_size])
+        self.is_true = chain(self.parent, self.key, page_size) == [self.digest]
+
+
+def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
+    """Returns digests as uint8 ``[n, 16]``."""
+    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def _runs(records: list[_Record]) -> Iterator[PageRun]:
+    """Walks down from the namespaces; a run ends where the prefix branches, ends or changes its draft revision."""
+    below: dict[tuple[bytes, bytes], dict[bytes, _Record]] = {}
+    for record in records:
+        if record.is_true:
+            below.setdefault((record.namespace, record.parent), {}).setdefault(record.digest, record)
+    starts = [record for (namespace, parent), rows in below.items() if parent == namespace for record in rows.values()]
+    while starts:
+        run = [starts.pop()]
+        while True:
+            end = run[-1]
+            # Popped: digests that form a ring, which only a forger can make, end instead of going round.
+            children = list(below.pop((end.namespace, end.digest), {}).values())
+            if len(children) != 1 or children[0].draft_revision != end.draft_revision:
+                break
+            run += children
+        starts += children
+        yield PageRun(
+            pages=np.array([record.page for record in run], dtype=np.int32),
+            namespace=run[0].namespace,
+            parent=run[0].parent,
+            digests=[record.digest for record in run],
+            key=b"".join(record.key for record in run),
+            draft_revision=run[0].draft_revision,
+        )

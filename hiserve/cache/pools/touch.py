@@ -1,0 +1,178 @@
+"""Brings the pages of a segment into memory in the background, first page first."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from hiserve.cache.pools.segment import GIB, Segment, no_memory
+from hiserve.errors import ResourceError
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_STEP_BYTES = 64 << 20  # between two looks at whether to stop
+
+
+class Registrar(Protocol):
+    """Pins memory, so that a device can copy to and from it."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins a piece of this process's memory.
+
+        Raises:
+            ResourceError: It cannot be pinned.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undoes ``register``."""
+
+
+class FirstTouch:
+    """Makes pages resident in parallel, piece by piece; each piece is then pinned if there is a registrar.
+
+    What a former process wrote stays. Nobody may copy to or from a page that is not ready: the memory
+    may not be there (then a write kills the process) or not be pinned. A copy must not span two pieces,
+    because each is pinned on its own.
+
+    Args:
+        segment: Whose pages.
+        num_threads: At least 1.
+        registrar: Pins each piece; None without a device.
+        piece_bytes: Bytes that become ready, and are pinned, at once; rounded to whole pages of both kinds.
+        populate: Makes memory resident (offset in the segment, address, bytes); raises OSError.
+
+    Attributes:
+        num_pieces: Pieces in all.
+        pages_per_piece: Piece i holds the pages from ``i * pages_per_piece``.
+        failure: Why ``num_ready_pages`` stopped growing, if it did.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        num_threads: int = 4,
+        registrar: Registrar | None = None,
+        piece_bytes: int = GIB,
+        populate: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        layout = segment.layout
+        # A boundary is one of pages and of memory pages, or two registrations would share a memory page.
+        stride = math.lcm(layout.page_bytes, mmap.PAGESIZE)
+        self.pages_per_piece = max(1, piece_bytes // stride) * stride // layout.page_bytes
+        self.num_pieces = -(-layout.num_pages // self.pages_per_piece)
+        self.failure: ResourceError | None = None
+        self._segment = segment
+        self._address = segment.pages.ctypes.data
+        self._registrar = registrar
+        self._populate = populate or Populate(segment.fd)
+        self._is_done = np.zeros(self.num_pieces + 1, dtype=np.bool_)
+        self._registered: list[int] = []
+        self._next = 0
+        self._num_ready_pieces = 0
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        count = min(num_threads, self.num_pieces)
+        self._threads = [threading.Thread(target=self._run, name=f"first-touch-{i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_ready_pages(self) -> int:
+        """Pages 0 to this are resident and pinned; never shrinks before ``close``."""
+        return min(self._num_ready_pieces * self.pages_per_piece, self._segment.layout.num_pages)
+
+    def wait(self, num_pages: int, timeout_s: float) -> bool:
+        """Waits until that many pages are ready; returns False when the time is over or the work has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self.num_ready_pages >= num_pages, timeout_s)
+            return self.num_ready_pages >= num_pages
+
+    def close(self) -> None:
+        """Stops the work and unpins everything; no copy may be running. The segment stays."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._registrar is not None:
+            for address in self._registered:
+                self._registrar.unregister(address)
+        self._registered.clear()
+
+    def _run(self) -> None:
+        while (piece := self._take()) is not None:
+            try:
+                is_done = self._touch(piece)
+            except ResourceError as error:
+                self._fail(error)
+                return
+            except OSError as error:
+                ready = self.num_ready_pages * self._segment.layout.page_bytes / GIB
+                self._fail(no_memory(self._segment.layout.num_bytes, f"after {ready:.3g} GiB: {error.strerror}"))
+                return
+            if not is_done:
+                return
+            with self._changed:
+                self._is_done[piece] = True
+                self._num_ready_pieces = int(self._is_done.argmin())  # the last entry is never done
+                self._changed.notify_all()
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if self._stop.is_set() or self._next == self.num_pieces:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _touch(self, piece: int) -> bool:
+        """Touches and pins one piece; returns False when told to stop."""
+        layout = self._segment.layout
+        first = piece * self.pages_per_piece * layout.page_bytes
+        end = min(first + self.pages_per_piece * layout.page_bytes, layout.num_pages * layout.page_bytes)
+        for start in range(first, end, _STEP_BYTES):
+            if self._stop.is_set():
+                return False
+            self._populate(layout.pages_offset + start, self._address + start, min(_STEP_BYTES, end - start))
+        if self._registrar is not None:
+            self._registrar.register(self._address + first, end - first)
+            with self._changed:
+                self._registered.append(self._address + first)
+        return True
+
+    def _fail(self, error: ResourceError) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._stop.set()
+            self._changed.notify_all()
+
+
+class Populate:
+    """Makes memory resident through the kernel, which reports what it cannot give instead of a signal.
+
+    Args:
+        fd: The segment's, for kernels that cannot do it by address.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def __call__(self, offset: int, address: int, num_bytes: int) -> None:
+        """Makes bytes resident and writable, and keeps what they hold; other threads run meanwhile.
+
+        Raises:
+            OSError: The memory is not there.
+        """
+        if self._madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+        os.posix_fallocate(self._fd, offset, num_bytes)

@@ -1,0 +1,81 @@
+"""Keys of a store, and the secret behind them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hiserve.cache.pools.keys import KEY_BYTES, SECRET_BYTES, page_keys, read_secret, root_key
+from hiserve.core.digest import pack_tokens
+from hiserve.errors import ConfigError
+
+ROOT = root_key(b"n" * 16)
+TOKENS = pack_tokens(np.arange(40))
+
+
+def test_a_key_covers_everything_before_it() -> None:
+    keys = page_keys(ROOT, TOKENS, 16)
+    assert [len(key) for key in keys] == [KEY_BYTES] * 2
+    assert keys[0] == hashlib.sha256(ROOT + TOKENS[:64]).digest()
+    assert keys[1] == hashlib.sha256(keys[0] + TOKENS[64:128]).digest()
+    other = page_keys(ROOT, b"\1" + TOKENS[1:], 16)
+    assert not set(keys) & set(other)
+    assert page_keys(keys[0], TOKENS[64:], 16) == keys[1:]
+
+
+def test_namespaces_and_page_sizes_share_no_key() -> None:
+    assert not set(page_keys(ROOT, TOKENS, 16)) & set(page_keys(root_key(b"m" * 16), TOKENS, 16))
+    assert not set(page_keys(ROOT, TOKENS, 16)) & set(page_keys(ROOT, TOKENS, 8))
+
+
+def test_a_partial_page_has_no_key() -> None:
+    assert page_keys(ROOT, TOKENS[:60], 16) == []
+
+
+def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    secret = read_secret(path)
+    assert len(secret) == SECRET_BYTES
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_secret(path) == secret
+    assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
+    assert read_secret(tmp_path / "other") != secret
+
+
+def test_servers_that_start_at_once_share_the_secret(tmp_path: Path) -> None:
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(read_secret(tmp_path / "secret"))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16
+    assert len(set(found)) == 1
+    assert os.listdir(tmp_path) == ["secret"]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    read_secret(tmp_path / "secret")
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_secret(tmp_path / "secret")
+
+
+@pytest.mark.parametrize("found", [b"", b"x" * 31, b"x" * 33])
+def test_a_secret_of_the_wrong_length_is_refused(tmp_path: Path, found: bytes) -> None:
+    (tmp_path / "secret").write_bytes(found)
+    (tmp_path / "secret").chmod(0o600)
+    with pytest.raises(ConfigError, match="32 bytes"):
+        read_secret(tmp_path / "secret")
+
+
+def test_a_secret_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(tmp_path / "nowhere" / "secret")

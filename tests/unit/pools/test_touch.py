@@ -1,0 +1,204 @@
+"""First touch: pages become ready from the first on, keep what they hold, and are pinned in whole pieces."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hiserve.cache.pools import touch as touches
+from hiserve.cache.pools.segment import Segment
+from hiserve.cache.pools.touch import FirstTouch, Populate
+from hiserve.errors import ResourceError
+from tests.helpers.host import make_layout
+
+MIB = 1 << 20
+
+
+class Pins:
+    """Registers memory on paper."""
+
+    def __init__(self, fails_after: int = 10**6) -> None:
+        self.pieces: dict[int, int] = {}
+        self.unregistered: list[int] = []
+        self._fails_after = fails_after
+
+    def register(self, address: int, num_bytes: int) -> None:
+        if len(self.pieces) == self._fails_after:
+            raise ResourceError("no more pins")
+        self.pieces[address] = num_bytes
+
+    def unregister(self, address: int) -> None:
+        self.unregistered.append(address)
+
+
+class Gate:
+    """Populates the pieces that it was told to let through, and only then returns."""
+
+    def __init__(self) -> None:
+        self.let = threading.Semaphore(0)
+        self.offsets: list[int] = []
+
+    def __call__(self, offset: int, address: int, num_bytes: int) -> None:
+        assert self.let.acquire(timeout=10)
+        self.offsets.append(offset)
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.anonymous(make_layout(16, page_bytes=MIB))
+    yield made
+    made.close()
+
+
+def allocated(segment: Segment) -> int:
+    return os.fstat(segment.fd).st_blocks * 512
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_every_page_becomes_resident_and_keeps_what_it_holds(segment: Segment, num_threads: int) -> None:
+    segment.pages[5] = 7
+    assert allocated(segment) < 3 * MIB
+    touch = FirstTouch(segment, num_threads=num_threads, piece_bytes=4 * MIB)
+    assert touch.wait(16, timeout_s=30)
+    assert touch.num_ready_pages == 16
+    assert allocated(segment) >= 16 * MIB
+    assert (segment.pages[5] == 7).all()
+    assert not segment.pages[6].any()
+    touch.close()
+
+
+def test_pages_become_ready_piece_by_piece(segment: Segment) -> None:
+    gate = Gate()
+    touch = FirstTouch(segment, num_threads=1, piece_bytes=5 * MIB, populate=gate)
+    assert touch.pages_per_piece == 5
+    for expected in (0, 5, 10, 15, 16):
+        assert touch.wait(expected, timeout_s=10)
+        assert touch.num_ready_pages == expected
+        gate.let.release()
+    assert gate.offsets == [segment.layout.pages_offset + 5 * MIB * piece for piece in range(4)]
+    touch.close()
+
+
+def test_a_piece_that_is_done_early_waits_for_those_before_it(segment: Segment) -> None:
+    hold, second = threading.Event(), threading.Event()
+
+    def populate(offset: int, address: int, num_bytes: int) -> None:
+        if offset == segment.layout.pages_offset:
+            assert hold.wait(10)
+        else:
+            second.set()
+
+    touch = FirstTouch(segment, num_threads=2, piece_bytes=4 * MIB, populate=populate)
+    assert second.wait(10)
+    assert not touch.wait(1, timeout_s=0.05)
+    assert touch.num_ready_pages == 0
+    hold.set()
+    assert touch.wait(16, timeout_s=10)
+    touch.close()
+
+
+def test_closing_stops_the_work(segment: Segment) -> None:
+    gate = Gate()
+    touch = FirstTouch(segment, num_threads=1, piece_bytes=MIB, populate=gate)
+    gate.let.release(2)
+    assert touch.wait(2, timeout_s=10)
+    closing = threading.Thread(target=touch.close)
+    closing.start()
+    assert touch._stop.wait(10)
+    gate.let.release(20)
+    closing.join(10)
+    assert not closing.is_alive()
+    assert touch.num_ready_pages <= 3
+    assert len(gate.offsets) <= 3
+
+
+def test_closing_stops_within_a_piece(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "_STEP_BYTES", MIB)
+    gate = Gate()
+    touch = FirstTouch(segment, num_threads=1, piece_bytes=16 * MIB, populate=gate)
+    closing = threading.Thread(target=touch.close)
+    closing.start()
+    assert touch._stop.wait(10)
+    gate.let.release(20)
+    closing.join(10)
+    assert len(gate.offsets) <= 1
+    assert touch.num_ready_pages == 0
+
+
+@pytest.mark.parametrize(("page_bytes", "num_pages"), [(MIB, 16), (3 * 64, 5000), (5 * 4096 + 64, 200)])
+def test_every_page_lies_in_one_pinned_piece(page_bytes: int, num_pages: int) -> None:
+    """TC-60: no page lies across two registrations, and no two registrations share a page of memory."""
+    segment = Segment.anonymous(make_layout(num_pages, page_bytes=page_bytes))
+    pins = Pins()
+    touch = FirstTouch(segment, registrar=pins, piece_bytes=100_000)
+    assert touch.wait(num_pages, timeout_s=30)
+    start = segment.pages.ctypes.data
+    pieces = sorted(pins.pieces.items())
+    assert len(pieces) == touch.num_pieces > 1
+    assert all(address % 4096 == 0 for address, _ in pieces)
+    assert all(first + length == second for (first, length), (second, _) in itertools.pairwise(pieces))
+    assert sum(pins.pieces.values()) == segment.pages.nbytes
+    for page in range(num_pages):
+        piece = start + page // touch.pages_per_piece * touch.pages_per_piece * page_bytes
+        assert piece <= start + page * page_bytes
+        assert start + (page + 1) * page_bytes <= piece + pins.pieces[piece]
+    touch.close()
+    assert sorted(pins.unregistered) == sorted(pins.pieces)
+    segment.close()
+
+
+def test_a_piece_that_cannot_be_pinned_ends_growth_with_the_reason(segment: Segment) -> None:
+    pins = Pins(fails_after=2)
+    touch = FirstTouch(segment, num_threads=1, registrar=pins, piece_bytes=4 * MIB)
+    assert not touch.wait(16, timeout_s=30)
+    assert touch.num_ready_pages == 8
+    assert str(touch.failure) == "no more pins"
+    touch.close()
+    assert len(pins.unregistered) == 2
+
+
+def failing(number: int) -> Callable[[int, int, int], None]:
+    def populate(offset: int, address: int, num_bytes: int) -> None:
+        if offset >= 8 * MIB:
+            raise OSError(number, os.strerror(number))
+
+    return populate
+
+
+def test_memory_that_runs_out_is_told_with_the_flag_to_lower(segment: Segment) -> None:
+    layout = replace(segment.layout)
+    touch = FirstTouch(segment, num_threads=1, piece_bytes=4 * MIB, populate=failing(errno.ENOMEM))
+    assert not touch.wait(16, timeout_s=30)
+    assert touch.num_ready_pages == 8
+    assert isinstance(touch.failure, ResourceError)
+    assert re.search(r"needs 0.0156 GiB.*after 0.00781 GiB: Cannot allocate.*--host-cache-gib", str(touch.failure))
+    touch.close()
+    assert segment.layout == layout
+
+
+def test_memory_that_is_not_there_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    """A file cut behind our back stands for a full /dev/shm: writing there would kill the process."""
+    segment = Segment.named("x", make_layout(16, page_bytes=MIB), tmp_path)
+    os.truncate(tmp_path / "hiserve-x", segment.layout.pages_offset + 8 * MIB)
+    touch = FirstTouch(segment, num_threads=1, piece_bytes=4 * MIB)
+    assert not touch.wait(16, timeout_s=30)
+    assert touch.num_ready_pages == 8
+    assert touch.failure is not None
+    touch.close()
+    segment.close()
+
+
+def test_an_old_kernel_gets_the_memory_another_way(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touches, "_MADV_POPULATE_WRITE", 9999)  # unknown, as 23 was before Linux 5.14
+    segment.pages[1] = 7
+    Populate(segment.fd)(segment.layout.pages_offset, segment.pages.ctypes.data, 16 * MIB)
+    assert allocated(segment) >= 16 * MIB
+    assert (segment.pages[1] == 7).all()
