@@ -137,6 +137,7 @@ def test_a_model_gives_the_logits_and_tokens_of_transformers(
     oracle = load_transformers(tmp_path, torch.float32)
     assert config.num_params == sum(parameter.numel() for parameter in oracle.parameters())
     prompts = dict(enumerate(prompts_of(name, tmp_path), start=1))
+    prompts[5] = [*prompts[3][::-1], *prompts[2]]
     check_logits(oracle, Engine(tmp_path, attention=attention, num_pages=NUM_PAGES), prompts)
     oracle = oracle.double()
     greedy = {row: continuation(oracle, prompt) for row, prompt in prompts.items()}
