@@ -13,7 +13,7 @@ from hiserve.models.config import find_model, read_model_config
 
 def run(config: Config) -> int:
     """Prints every setting with its resolved value, then memory item by item."""
-    model = read_model_config(find_model(config.model.model))
+    model = read_model_config(find_model(config.model.model, config.model.revision))
     machine = probe()
     resolved = resolve(config, model.facts(), machine)
     table = Table(title="settings")

@@ -209,7 +209,7 @@ def _port(host: str, port: int) -> Finding:
 def _model(config: Config, machine: Machine) -> Finding:
     name = config.model.model
     try:
-        resolved = resolve(config, read_model_config(find_model(name)).facts(), machine)
+        resolved = resolve(config, read_model_config(find_model(name, config.model.revision)).facts(), machine)
     except HiserveError as error:
         return Finding("fail", "model", error.message)
     needed = sum(resolved.memory.values()) / GIB

@@ -24,7 +24,7 @@ from hiserve.errors import ConfigError, ContextLengthError, RequestError, Unavai
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.models.config import ModelConfig, find_model, read_model_config
-from hiserve.text.chat import ChatRequest, check_text, parse_messages
+from hiserve.text.chat import check_text, parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
 from hiserve.text.template import ChatTemplate
@@ -121,16 +121,21 @@ class LLM:
         yield from self._run((self.encode(prompt), params) for prompt, params in requests)
 
     def chat(
-        self, conversations: Messages | Sequence[Messages], sampling: SamplingParams | None = None
+        self, conversations: Messages | Sequence[Messages], sampling: SamplingParams | None = None, **fields: Any
     ) -> list[RequestOutput]:
         """Answers one or several conversations, each a list of messages with ``role`` and ``content``.
+
+        Args:
+            conversations: One or several.
+            sampling: For all; the default is ``default_sampling``.
+            **fields: As in a chat request: ``tools``, ``documents``, ``chat_template_kwargs`` ...
 
         Raises:
             RequestError: The model has no chat template, or a message is malformed; and as ``generate``.
         """
         is_one = bool(conversations) and isinstance(conversations[0], dict)
         several = [conversations] if is_one else conversations
-        return self.generate([self.encode_chat(messages) for messages in several], sampling)
+        return self.generate([self.encode_chat(messages, **fields) for messages in several], sampling)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt, checked.
@@ -148,15 +153,15 @@ class LLM:
         self._check_length(len(ids), "prompt")
         return ids
 
-    def encode_chat(self, messages: Any) -> list[int]:
-        """Returns the token ids of a conversation, up to where the assistant's reply begins.
+    def encode_chat(self, messages: Any, **fields: Any) -> list[int]:
+        """Returns the token ids of a conversation, up to where the assistant's reply begins; fields as in ``chat``.
 
         Raises:
             RequestError: The model has no chat template, a message is malformed, or all does not fit the context.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; give a prompt.", param="messages")
-        text = self._template.render(ChatRequest(messages=parse_messages(messages)))
+        text = self._template.render(parse_chat({"messages": list(messages), **fields}))
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).tolist()
         self._check_length(len(ids), "messages")
         return ids

@@ -262,6 +262,9 @@ def test_a_conversation_is_rendered_by_the_template(llm: LLM) -> None:
     assert both[0].outputs[0].token_ids == result.outputs[0].token_ids
     with pytest.raises(RequestError, match="role"):
         llm.chat([{"role": "nobody", "content": "x"}])
+    with pytest.raises(RequestError) as refused:
+        llm.chat([{"role": "user", "content": "x"}], tools=[{"type": "hammer"}])
+    assert (refused.value.param or "").startswith("tools[0]")
 
 
 def test_the_model_says_how_to_sample_where_nobody_does(engines: dict[str, LLM]) -> None:
