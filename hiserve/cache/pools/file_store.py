@@ -158,11 +158,12 @@ class FileStore:
             try:
                 _write_file(draft, seal(key, buffer), buffer)
             except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+                with contextlib.suppress(FileExistsError):  # another thread was faster
+                    os.mkdir(os.path.dirname(path), mode=0o700)
                 _write_file(draft, seal(key, buffer), buffer)
             os.rename(draft, path)
         except OSError as error:
-            self._note(error)
+            self._note(error, may_be_missing=False)
             with contextlib.suppress(OSError):  # the error that counts is the one before
                 os.unlink(draft)
             self._paused_until = self._clock() + PAUSE_S
@@ -217,9 +218,9 @@ class FileStore:
         with self._lock:
             self._counts.update(counts)
 
-    def _note(self, error: OSError) -> None:
-        """Counts an error; that a file is not there is none."""
-        if not isinstance(error, FileNotFoundError):
+    def _note(self, error: OSError, may_be_missing: bool = True) -> None:
+        """Counts an error; that a file is not there is none where other processes remove files too."""
+        if not (may_be_missing and isinstance(error, FileNotFoundError)):
             self._count(num_errors=1)
             self._last_error = str(error)
 

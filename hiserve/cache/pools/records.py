@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -88,6 +88,8 @@ class Records:
     def __init__(self, table: RecordArray, page_size: int) -> None:
         assert table.dtype == record_type(page_size), f"records of {table.itemsize} bytes, page size {page_size}"
         self._table = table
+        self._fields: dict[str, NDArray[Any]] = {name: table[name] for name in table.dtype.names or ()}
+        self._fields["tokens"] = table["tokens"][:, :page_size]
         self._page_size = page_size
         self._lives = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
         self._lock = threading.Lock()
@@ -98,7 +100,7 @@ class Records:
         assert pages.size == len(run.digests) > 0, f"{len(run.digests)} digests for {pages.size} pages"
         tokens = np.frombuffer(run.key, dtype="<i4").reshape(pages.size, self._page_size)
         with self._lock:
-            self._expect(pages, PageState.FREE)
+            self._expect(pages, self._fields["state"][pages] == PageState.FREE, "FREE")
             self._lives[pages] += 1
             self._write("state", pages, PageState.WRITING)
             self._write("checksum", pages, NO_CHECKSUM)
@@ -106,18 +108,18 @@ class Records:
             self._write("namespace", pages, _rows([run.namespace]))
             self._write("parent", pages, _rows([run.parent, *run.digests[:-1]]))
             self._write("digest", pages, _rows(run.digests))
-            self._write("tokens", pages, np.pad(tokens, ((0, 0), (0, self._page_size % 2))))
+            self._write("tokens", pages, tokens)
 
     def finish(self, pages: Int32Array) -> None:
         """WRITING to VALID: all bytes of these pages have arrived. Until they have a checksum, no restart adopts them."""
         with self._lock:
-            self._expect(pages, PageState.WRITING)
+            self._expect(pages, self._fields["state"][pages] == PageState.WRITING, "WRITING")
             self._write("state", pages, PageState.VALID)
 
     def free(self, pages: Int32Array) -> None:
         """WRITING or VALID to FREE: these pages may be given to somebody else."""
         with self._lock:
-            self._expect(pages, PageState.WRITING, PageState.VALID)
+            self._expect(pages, self._fields["state"][pages] != PageState.FREE, "in use")
             self._lives[pages] += 1
             self._write("state", pages, PageState.FREE)
 
@@ -129,15 +131,15 @@ class Records:
 
     def state(self, page: int) -> PageState:
         """Returns where a page is in its life."""
-        return PageState(int(self._table["state"][page]))
+        return PageState(int(self._fields["state"][page]))
 
     def checksum(self, page: int) -> int:
         """Returns the checksum of a page's bytes, or ``NO_CHECKSUM``."""
-        return int(self._table["checksum"][page])
+        return int(self._fields["checksum"][page])
 
     def digest(self, page: int) -> bytes:
         """Returns the digest of a page; it means nothing while the page is FREE."""
-        return bytes(self._table["digest"][page])
+        return bytes(self._fields["digest"][page])
 
     def life(self, page: int) -> int | None:
         """Returns a number that tells a VALID page without checksum from later uses of the page; None for others."""
@@ -168,37 +170,47 @@ class Records:
         Returns:
             Unbranched runs; the parent of each is a namespace or stands in a run before it.
         """
-        table = self._table[: self._table.size].copy()
-        found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
-        runs = list(_runs([_Record(int(page), table[page], self._page_size) for page in found if page]))
-        kept = np.zeros(table.size, dtype=np.bool_)
+        runs = list(_runs(_true_records(self._table, self._page_size)))
+        kept = np.zeros(self._table.size, dtype=np.bool_)
         for run in runs:
             kept[run.pages] = True
         with self._lock:
             self._write("state", np.flatnonzero(~kept).astype(np.int32), PageState.FREE)
         return runs
 
-    def _expect(self, pages: Int32Array, *states: PageState) -> None:
+    def _expect(self, pages: Int32Array, is_right: NDArray[np.bool_], state: str) -> None:
+        assert is_right.all(), f"pages {pages[~is_right]} are not {state}"
         assert pages.min(initial=1) >= 1, "page 0 is nobody's"
-        found = self._table["state"][pages]
-        assert np.isin(found, states).all(), f"pages {pages} are in states {found}, expected {states}"
 
     def _write(self, field: str, pages: Int32Array, value: Any) -> None:
         """Writes one field of some records. Every write goes through here, in the order that matters."""
-        self._table[field][pages] = value
+        self._fields[field][pages] = value
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Record:
-    """One record read back, and whether it is what it says."""
+    """One record read back."""
 
-    __slots__ = ("digest", "draft_revision", "is_true", "key", "namespace", "page", "parent")
+    page: int
+    namespace: bytes
+    parent: bytes
+    digest: bytes
+    key: bytes
+    draft_revision: int
 
-    def __init__(self, page: int, row: np.void, page_size: int) -> None:
-        self.page = page
-        self.namespace, self.parent, self.digest = (row[name].tobytes() for name in ("namespace", "parent", "digest"))
-        self.draft_revision = int(row["draft_revision"])
-        self.key = pack_tokens(row["tokens"][:page_size])
-        self.is_true = chain(self.parent, self.key, page_size) == [self.digest]
+
+def _true_records(table: RecordArray, page_size: int) -> Iterator[_Record]:
+    """Yields the VALID records with a checksum whose digest follows from their parent and tokens."""
+    found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
+    rows = table[found]
+    columns = [rows[name].tobytes() for name in ("namespace", "parent", "digest")]
+    keys = pack_tokens(rows["tokens"][:, :page_size])
+    stride = 4 * page_size
+    for index, (page, revision) in enumerate(zip(found.tolist(), rows["draft_revision"].tolist(), strict=True)):
+        namespace, parent, digest = (column[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)] for column in columns)
+        key = keys[stride * index : stride * (index + 1)]
+        if page and chain(parent, key, page_size) == [digest]:
+            yield _Record(page, namespace, parent, digest, key, revision)
 
 
 def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
@@ -206,12 +218,11 @@ def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
     return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
 
 
-def _runs(records: list[_Record]) -> Iterator[PageRun]:
+def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
     """Walks down from the namespaces; a run ends where the prefix branches, ends or changes its draft revision."""
     below: dict[tuple[bytes, bytes], dict[bytes, _Record]] = {}
     for record in records:
-        if record.is_true:
-            below.setdefault((record.namespace, record.parent), {}).setdefault(record.digest, record)
+        below.setdefault((record.namespace, record.parent), {}).setdefault(record.digest, record)
     starts = [record for (namespace, parent), rows in below.items() if parent == namespace for record in rows.values()]
     while starts:
         run = [starts.pop()]
