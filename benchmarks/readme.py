@@ -24,6 +24,7 @@ def source(found: dict[str, Any]) -> str:
 def rows() -> list[tuple[str, str, str]]:
     """Returns (what, figure with its bar, source)."""
     turn, radix, planner, cuda = (result(name) for name in ("second_turn", "radix", "planner", "cuda_eager"))
+    offline, serving = result("offline"), result("serving")
     server = cuda["servers"][0]
     match = radix["results"][0]
     turns = f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {turn['ratio']:.2f}"
@@ -33,6 +34,20 @@ def rows() -> list[tuple[str, str, str]]:
             "second turn of a 2,000-token conversation: first token, cached / uncached",
             f"{turns} (≤ {turn['bar']})",
             source(turn),
+        ),
+        (
+            "offline, 8 rows, 256 → 128 tokens, float32: against transformers one by one, batched",
+            " and ".join(
+                f"{offline['ratios'][name]:.2f} × (≥ {offline['bars'][name]:g})" for name in ("one by one", "batched")
+            ),
+            source(offline),
+        ),
+        (
+            "over HTTP at 32 streams against offline; start to ready; memory of the API process",
+            f"{serving['found']['http_over_offline']:.2f} (≥ {serving['bars']['http_over_offline']}); "
+            f"{serving['found']['ready_s']:.1f} s (≤ {serving['bars']['ready_s']:g}); "
+            f"{serving['found']['api_rss_mb']:.0f} MB (≤ {serving['bars']['api_rss_mb']:g})",
+            source(serving),
         ),
         (
             "match + lock + release of 100k tokens over 300 nodes, against memcmp",

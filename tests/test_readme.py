@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live import Live, serve
+from tools import settings as settings_page
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -126,3 +127,7 @@ def test_the_request_of_the_readme_goes_to_the_server_of_the_readme() -> None:
     argv = shlex.split(served.text)
     for request in of("is_request"):
         assert f":{argv[argv.index('--port') + 1]}/" in request.text
+
+
+def test_the_page_of_settings_is_what_the_settings_say() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page.page(), "run python -m tools.settings"
