@@ -140,14 +140,28 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, stream: int, size: in
     Returns:
         float64 ``[S, size]``, finite.
     """
-    num_rows, num_blocks = seed.shape[0], -(-size // 4)  # one counter gives four entries
-    counter = seed.new_empty((4, num_rows, num_blocks))
-    counter[0] = torch.arange(num_blocks, device=seed.device)
+    blocks = torch.arange(-(-size // 4), device=seed.device)  # one counter gives four entries
+    words = _words(seed, choice, position, stream, blocks.expand(seed.shape[0], -1))
+    return _gumbel(words.permute(1, 2, 0).flatten(1)[:, :size])
+
+
+def gumbel_at(seed: Tensor, choice: Tensor, position: Tensor, stream: int, entries: Tensor) -> Tensor:
+    """The noise that ``gumbel`` gives to some vocabulary entries, int64 ``[S, n]``; returns float64 ``[S, n]``."""
+    words = _words(seed, choice, position, stream, entries // 4)
+    return _gumbel(words.gather(0, (entries % 4)[None])[0])
+
+
+def _words(seed: Tensor, choice: Tensor, position: Tensor, stream: int, blocks: Tensor) -> Tensor:
+    """Four random words for each block ``[S, n]`` of four vocabulary entries: int64 ``[4, S, n]``."""
+    counter = blocks.new_empty((4, *blocks.shape))
+    counter[0] = blocks
     counter[1] = position[:, None]
     counter[2] = choice[:, None]
     counter[3] = stream
-    key = torch.stack((seed & _MASK32, seed >> 32)).unsqueeze(-1)
-    words = philox(counter, key).permute(1, 2, 0).flatten(1)[:, :size]
+    return philox(counter, torch.stack((seed & _MASK32, seed >> 32)).unsqueeze(-1))
+
+
+def _gumbel(words: Tensor) -> Tensor:
     uniform = words.to(torch.float64).add_(0.5).mul_(2.0**-32)  # never 0 or 1
     return uniform.log_().neg_().log_().neg_()
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_FEW = 64  # a top-k up to here needs no sort of the vocabulary
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subset:
@@ -65,49 +67,44 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filter:
-    """Rows with a top-k or a top-p.
-
-    Attributes:
-        subset: n of the rows that draw.
-        top_k: int64 ``[n]``; 0 keeps all.
-        top_p: float64 ``[n]``, in (0, 1].
-        max_kept: No row keeps more than this, equal scores apart; None when top-k sets no such bound.
-    """
-
-    subset: Subset
-    top_k: Tensor
-    top_p: Tensor
-    max_kept: int | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Draws:
-    """Rows that draw at random; the others are greedy.
+    """Rows that draw at random, all with the same steps.
 
     Attributes:
         subset: n of the batch's rows.
         temperature: float64 ``[n]``, above 0.
+        top_k: int64 ``[n]``; 0 keeps all.
+        top_p: float64 ``[n]``, in (0, 1].
         log_min_p: float64 ``[n]``, -inf keeps all; None when no row has a min-p.
         seed: int64 ``[n]``.
         choice: int64 ``[n]``.
         position: int64 ``[n]``. Absolute position of the token to draw.
-        filters: Top-k and top-p, for disjoint subsets.
     """
 
     subset: Subset
     temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
     log_min_p: Tensor | None
     seed: Tensor
     choice: Tensor
     position: Tensor
-    filters: tuple[Filter, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Who needs what; None when nobody does."""
+    """Who needs what; None when nobody does. A row that draws stands in one of the last three, a greedy one in none.
+
+    Attributes:
+        biases: What is added to logits.
+        penalties: What tokens before do to logits.
+        free: Draws from all tokens.
+        few: Draws with a top-k of at most ``MAX_FEW``.
+        filtered: Draws with another top-k or a top-p.
+    """
 
     biases: Biases | None = None
     penalties: Penalties | None = None
-    draws: Draws | None = None
+    free: Draws | None = None
+    few: Draws | None = None
+    filtered: Draws | None = None

@@ -13,12 +13,10 @@ from torch import Tensor
 from hiserve.core.plan import Int32Array, RowAdmit
 from hiserve.core.request import MAX_BIASES, MAX_STOP_TOKENS, SamplingParams
 from hiserve.core.upload import upload
-from hiserve.sampling.batch import Biases, Draws, Filter, Penalties, SamplingBatch, Subset
-
-MAX_FEW = 64  # a top-k up to here looks at that many of the largest logits alone
+from hiserve.sampling.batch import MAX_FEW, Biases, Draws, Penalties, SamplingBatch, Subset
 
 # What a row may need, as bits.
-_DRAW, _MIN_P, _FEW, _FILTER, _BIAS, _PENALTY = (1 << bit for bit in range(6))
+_BIAS, _PENALTY, _FREE, _FEW, _FILTERED, _MIN_P = (1 << bit for bit in range(6))
 
 
 class SamplingRows:
@@ -107,33 +105,15 @@ class SamplingRows:
         if not any(kinds):
             return SamplingBatch()
         floats, ints = self._floats.index_select(0, rows), self._ints.index_select(0, rows)
-        drawing, penalised, biased = _subsets(needs, kinds, (_DRAW, _PENALTY, _BIAS), self._device)
+        has_min_p = any(kind & _MIN_P for kind in kinds)
+        biased, penalised, *drawing = _subsets(needs, kinds, (_BIAS, _PENALTY, _FREE, _FEW, _FILTERED), self._device)
+        free, few, filtered = (_draws(subset, floats, ints, position, has_min_p) for subset in drawing)
         return SamplingBatch(
-            draws=None if drawing is None else self._draws(needs, kinds, drawing, floats, ints, position),
-            penalties=None if penalised is None else _penalties(penalised, floats, ints, rows, position, tokens),
             biases=None if biased is None else self._biases(biased, ints, rows, position),
-        )
-
-    def _draws(
-        self, needs: NDArray[np.uint8], kinds: set[int], subset: Subset, floats: Tensor, ints: Tensor, position: Tensor
-    ) -> Draws:
-        if subset.index is not None:
-            needs = needs[needs & _DRAW != 0]
-        temperature, top_p, log_min_p, *_ = subset.take(floats).unbind(1)
-        top_k, seed, choice, *_ = subset.take(ints).unbind(1)
-        few, all_ = _subsets(needs, kinds, (_FEW, _FILTER), self._device)
-        return Draws(
-            subset=subset,
-            temperature=temperature,
-            log_min_p=log_min_p if any(kind & _MIN_P for kind in kinds) else None,
-            seed=seed,
-            choice=choice,
-            position=subset.take(position),
-            filters=tuple(
-                Filter(part, part.take(top_k), part.take(top_p), width)
-                for part, width in ((few, MAX_FEW), (all_, None))
-                if part is not None
-            ),
+            penalties=None if penalised is None else _penalties(penalised, floats, ints, rows, position, tokens),
+            free=free,
+            few=few,
+            filtered=filtered,
         )
 
     def _biases(self, subset: Subset, ints: Tensor, rows: Tensor, position: Tensor) -> Biases:
@@ -142,6 +122,23 @@ class SamplingRows:
         may_end = subset.take(position) >= subset.take(ints)[:, 4]
         values[:, MAX_BIASES:].masked_fill_(may_end[:, None], 0)
         return Biases(subset, self._bias_tokens.index_select(0, mine), values)
+
+
+def _draws(subset: Subset | None, floats: Tensor, ints: Tensor, position: Tensor, has_min_p: bool) -> Draws | None:
+    if subset is None:
+        return None
+    temperature, top_p, log_min_p, *_ = subset.take(floats).unbind(1)
+    top_k, seed, choice, *_ = subset.take(ints).unbind(1)
+    return Draws(
+        subset=subset,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        log_min_p=log_min_p if has_min_p else None,
+        seed=seed,
+        choice=choice,
+        position=subset.take(position),
+    )
 
 
 def _penalties(
@@ -166,7 +163,7 @@ def _subsets(
 
     Args:
         needs: uint8 ``[S]``.
-        kinds: The distinct values of ``needs``, and maybe more.
+        kinds: The distinct values of ``needs``.
         bits: What to look for.
         device: Where the indices go, in one copy.
     """
@@ -182,9 +179,8 @@ def _subsets(
 def _needs(params: SamplingParams, early_ends: tuple[int, ...]) -> int:
     needs = 0
     if params.temperature > 0:
-        is_few = 0 < params.top_k <= MAX_FEW
-        is_filtered = params.top_k > 0 or params.top_p < 1
-        needs = _DRAW | (_MIN_P if params.min_p > 0 else 0) | (_FEW if is_few else _FILTER if is_filtered else 0)
+        is_few, is_filtered = 0 < params.top_k <= MAX_FEW, params.top_k > 0 or params.top_p < 1
+        needs = (_FEW if is_few else _FILTERED if is_filtered else _FREE) | (_MIN_P if params.min_p > 0 else 0)
     if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
         needs |= _PENALTY
     return needs | (_BIAS if params.logit_bias or early_ends else 0)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.kernels.reference import gumbel
-from hiserve.kernels.sampling import argmax, largest
-from hiserve.sampling.batch import Draws, Filter, SamplingBatch
+from hiserve.kernels.reference import gumbel, gumbel_at
+from hiserve.kernels.sampling import argmax, ascending, likeliest
+from hiserve.sampling.batch import MAX_FEW, Draws, SamplingBatch
 from hiserve.sampling.changes import change
 
 SAMPLE_STREAM = 0
@@ -35,38 +35,62 @@ def scores(logits: Tensor, batch: SamplingBatch) -> Tensor:
         ``[S, vocab_size]``, float32, or float64 for float64 logits; -inf where filtered out.
     """
     changed = change(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch)
-    if batch.draws is None:
-        return changed
-    subset = batch.draws.subset
-    return subset.put(changed, _noisy(subset.take(changed), batch.draws))
+    out = changed
+    for draws, noisy in ((batch.free, _free), (batch.few, _few), (batch.filtered, _filtered)):
+        if draws is not None:
+            out = draws.subset.put(out, noisy(_scaled(draws.subset.take(changed), draws), draws))
+    return out
 
 
-def _noisy(logits: Tensor, draws: Draws) -> Tensor:
+def _scaled(logits: Tensor, draws: Draws) -> Tensor:
+    """Logits over temperature, at most 0."""
     # At least the smallest normal number: a temperature may vanish in float32, and must not divide 0 by 0.
     temperature = draws.temperature.to(logits.dtype).clamp_(min=torch.finfo(logits.dtype).tiny)
     # Less the maximum, so that a tiny temperature gives -inf for the others and never inf.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    kept = scaled
-    for each in draws.filters:
-        mine = each.subset.take(scaled)
-        kept = each.subset.put(kept, mine.masked_fill(mine < _threshold(mine, each), -torch.inf))
-    if draws.log_min_p is not None:
-        kept = kept.masked_fill(kept < draws.log_min_p.to(kept.dtype)[:, None], -torch.inf)
-    noise = gumbel(draws.seed, draws.choice, draws.position, SAMPLE_STREAM, logits.shape[1])
-    return kept + noise.to(kept.dtype)
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 
-def _threshold(scaled: Tensor, filter_: Filter) -> Tensor:
-    """Returns the least score each row keeps, ``[n, 1]``: top-k first, then top-p of what top-k left.
+def _free(scaled: Tensor, draws: Draws) -> Tensor:
+    noise = gumbel(draws.seed, draws.choice, draws.position, SAMPLE_STREAM, scaled.shape[1])
+    return _above_min_p(scaled, draws) + noise.to(scaled.dtype)
 
-    Entries equal to the threshold are all kept, so that the order of equal scores cannot matter.
+
+def _filtered(scaled: Tensor, draws: Draws) -> Tensor:
+    least = _threshold(ascending(scaled), draws)
+    return _free(scaled.masked_fill(scaled < least, -torch.inf), draws)
+
+
+def _few(scaled: Tensor, draws: Draws) -> Tensor:
+    """As ``_filtered``, with noise for the likeliest tokens alone: ``MAX_FEW`` of them, were more of them equal."""
+    tokens = likeliest(scaled.to(torch.float32), min(MAX_FEW, scaled.shape[1]))
+    values = scaled.gather(1, tokens)
+    values = values.masked_fill(values < _threshold(ascending(values), draws), -torch.inf)
+    noise = gumbel_at(draws.seed, draws.choice, draws.position, SAMPLE_STREAM, tokens)
+    noisy = _above_min_p(values, draws) + noise.to(scaled.dtype)
+    return torch.full_like(scaled, -torch.inf).scatter_(1, tokens, noisy)
+
+
+def _threshold(ordered: Tensor, draws: Draws) -> Tensor:
+    """Returns the least value each row keeps, ``[n, 1]``: top-k first, then top-p of what top-k left.
+
+    Values equal to the threshold are all kept, so that the order of equal values cannot matter.
+
+    Args:
+        ordered: ``[n, size]``, ascending.
+        draws: With ``top_k`` and ``top_p``.
     """
-    ascending = largest(scaled, filter_.max_kept or scaled.shape[1])
-    size = ascending.shape[1]
-    num_cut = torch.where(filter_.top_k > 0, size - filter_.top_k, 0)
-    is_cut = torch.arange(size, device=scaled.device) < num_cut[:, None]
-    probabilities = ascending.masked_fill(is_cut, -torch.inf).softmax(-1)
-    # Summed from the smallest up: an entry falls if it and all below it weigh at most 1 - top_p.
+    size = ordered.shape[1]
+    num_cut = torch.where(draws.top_k > 0, size - draws.top_k, 0)
+    is_cut = torch.arange(size, device=ordered.device) < num_cut[:, None]
+    probabilities = ordered.masked_fill(is_cut, -torch.inf).softmax(-1)
+    # Summed from the smallest up: a value falls if it and all below it weigh at most 1 - top_p.
     mass = probabilities.cumsum(-1, dtype=torch.float64)
-    num_fallen = (mass <= 1 - filter_.top_p[:, None]).sum(-1, keepdim=True).clamp_(max=size - 1)
-    return ascending.gather(1, num_fallen)
+    num_fallen = (mass <= 1 - draws.top_p[:, None]).sum(-1, keepdim=True).clamp_(max=size - 1)
+    return ordered.gather(1, num_fallen)
+
+
+def _above_min_p(scaled: Tensor, draws: Draws) -> Tensor:
+    """Keeps what is at least ``min_p`` times as likely as the likeliest token, whose score is 0."""
+    if draws.log_min_p is None:
+        return scaled
+    return scaled.masked_fill(scaled < draws.log_min_p.to(scaled.dtype)[:, None], -torch.inf)
