@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hiserve.cache.pools.records import PageRun, Records, page_checksum
+from hiserve.cache.pools.records import Records, page_checksum
 from hiserve.cache.pools.segment import SegmentLayout
+from hiserve.core.copies import PageRun
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 
 PAGE_SIZE = 4

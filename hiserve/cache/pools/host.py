@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hiserve.cache.pools.checksums import Checksums
 from hiserve.cache.pools.page_layout import PageLayout
-from hiserve.cache.pools.records import NO_CHECKSUM, PageRun, Records, page_checksum
+from hiserve.cache.pools.records import NO_CHECKSUM, Records, page_checksum
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.touch import FirstTouch, Registrar
+from hiserve.core.copies import PageRun
 from hiserve.core.forward import LayerKV
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array

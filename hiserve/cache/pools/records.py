@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hiserve.core.copies import PageRun
 from hiserve.core.digest import DIGEST_BYTES, chain, pack_tokens
 from hiserve.core.plan import Int32Array
 
@@ -25,27 +26,6 @@ class PageState(IntEnum):
     FREE = 0
     WRITING = 1
     VALID = 2
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PageRun:
-    """Full pages that follow each other in a prefix, and what they hold.
-
-    Attributes:
-        pages: int32 ``[n]``. Host pages, first to last; n is at least 1.
-        namespace: 16 bytes. Digest of the root that the prefix hangs below.
-        parent: 16 bytes. Digest of the page before the first; ``namespace`` where there is none.
-        digests: One chain digest per page (see ``core.digest.chain``).
-        key: Packed int32 tokens of all pages.
-        draft_revision: Revision of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
-    """
-
-    pages: Int32Array
-    namespace: bytes
-    parent: bytes
-    digests: list[bytes]
-    key: bytes
-    draft_revision: int = 0
 
 
 def record_type(page_size: int) -> np.dtype[np.void]:

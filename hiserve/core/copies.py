@@ -1,0 +1,80 @@
+"""Copies of pages between tiers: what the planning half orders, and how each order ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hiserve.core.plan import Int32Array
+
+
+class CopyKind(IntEnum):
+    """Where the bytes go."""
+
+    LOAD = 0  # host to device
+    STORE = 1  # device to host
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRun:
+    """Full pages that follow each other in a prefix, and what they hold.
+
+    Attributes:
+        pages: int32 ``[n]``. Host pages, first to last; n is at least 1.
+        namespace: 16 bytes. Digest of the root that the prefix hangs below.
+        parent: 16 bytes. Digest of the page before the first; ``namespace`` where there is none.
+        digests: One chain digest per page (see ``core.digest.chain``).
+        key: Packed int32 tokens of all pages.
+        draft_revision: Revision of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
+    """
+
+    pages: Int32Array
+    namespace: bytes
+    parent: bytes
+    digests: list[bytes]
+    key: bytes
+    draft_revision: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageCopy:
+    """An order to copy pages. Every order is answered by one ``CopyAck``.
+
+    Attributes:
+        op: Number of the order, monotone from 1.
+        kind: Direction.
+        device_pages: int32 ``[n]``.
+        host_pages: int32 ``[n]``. The partner of each device page.
+        after_step: The copy may begin when the forward of this step is done: the last one that could touch the
+            device pages before a LOAD, the one that wrote them before a STORE. 0 is at once.
+        run: What the host pages will hold; of a STORE.
+    """
+
+    op: int
+    kind: CopyKind
+    device_pages: Int32Array
+    host_pages: Int32Array
+    after_step: int
+    run: PageRun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyAck:
+    """How an order ended. Nothing of it reads or writes any page from now on.
+
+    Attributes:
+        op: The order's.
+        reason: Why it failed, in one word for a counter; empty if all bytes arrived.
+        num_bytes: Bytes copied.
+        seconds: Time from its beginning to its end, its waits not included.
+    """
+
+    op: int
+    reason: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_ok(self) -> bool:
+        """All bytes arrived."""
+        return not self.reason
