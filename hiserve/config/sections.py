@@ -206,7 +206,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     max_request_bytes: Annotated[
         int,
         about("Largest body of a request; larger ones are refused with 413.", unit="bytes", least=1, most=MAX_INT32),
-    ] = 32 * 2**20
+    ] = 16 * 2**20
     strict_fields: Annotated[
         bool, about("Refuse request fields that hiserve does not know, which it ignores otherwise.")
     ] = False
