@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,3 +40,47 @@ def batch(
     rows = SamplingRows(len(params) + 1, CPU)
     rows.write([admit(index + 1, each, choices[index] if choices else 0) for index, each in enumerate(params)])
     return gather(rows, range(1, len(params) + 1), positions)
+
+
+def wanted_logits(
+    logits: Sequence[float],
+    params: SamplingParams,
+    tokens: Sequence[int] = (),
+    num_prompt: int = 0,
+    ends: Sequence[int] = (),
+) -> list[float]:
+    """What one row's logits become before the noise, token by token, in plain Python; -inf where filtered out.
+
+    Args:
+        logits: The model's.
+        params: What was asked for.
+        tokens: All known tokens.
+        num_prompt: How many of them are the prompt.
+        ends: The model's end tokens.
+    """
+    values = list(logits)
+    for token, bias in (params.logit_bias or {}).items():
+        values[token] += bias
+    output = list(tokens[num_prompt:])
+    for token in set(tokens):
+        values[token] *= params.repetition_penalty if values[token] <= 0 else 1 / params.repetition_penalty
+    for token in set(output):
+        values[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    if len(output) < params.min_tokens:
+        for token in {*params.stop_token_ids, *(() if params.ignore_eos else ends)}:
+            values[token] = -math.inf
+    if params.temperature == 0:
+        return values
+    best = max(values)
+    values = [(value - best) / params.temperature for value in values]
+    kept = sorted(range(len(values)), key=lambda token: -values[token])
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    total, mass, nucleus = sum(math.exp(values[token]) for token in kept), 0.0, []
+    for token in kept:
+        if params.top_p < 1 and mass >= params.top_p * total:
+            break
+        nucleus.append(token)
+        mass += math.exp(values[token])
+    kept = [token for token in nucleus if math.exp(values[token]) >= params.min_p]
+    return [value if token in kept else -math.inf for token, value in enumerate(values)]
