@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hiserve.core.request import SamplingParams
+from hiserve.sampling.batch import MAX_FEW
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample, scores
 from tests.helpers.sampling import CPU, admit, batch, gather
 
 VOCAB = 40
-NUM_DRAWS = 40_000
+NUM_DRAWS = 20_000
 
 
 def logits(seed: int = 0, rows: int = 1, size: int = VOCAB) -> Tensor:
@@ -31,7 +33,7 @@ def draws(row: Tensor, params: SamplingParams, num_draws: int = NUM_DRAWS) -> Te
 
 
 def exact(row: Tensor, params: SamplingParams) -> np.ndarray:
-    """The distribution, token by token: temperature, then top-k, then the smallest set that reaches top-p."""
+    """The distribution, token by token: temperature, top-k, the smallest set that reaches top-p, then min-p."""
     values = row[0].double().numpy() / params.temperature
     order = sorted(range(len(values)), key=lambda token: -values[token])
     kept = order[: params.top_k] if params.top_k > 0 else order
@@ -42,9 +44,10 @@ def exact(row: Tensor, params: SamplingParams) -> np.ndarray:
             break
         final[token] = weights[token]
         mass += weights[token]
+    final = {token: weight for token, weight in final.items() if weight >= params.min_p}
     out = np.zeros(len(values))
     for token, weight in final.items():
-        out[token] = weight / mass
+        out[token] = weight / sum(final.values())
     return out
 
 
@@ -67,6 +70,8 @@ FILTERS = {
     "top-k": SamplingParams(temperature=1.0, top_k=7, seed=14),
     "top-p": SamplingParams(temperature=1.0, top_p=0.8, seed=15),
     "both": SamplingParams(temperature=1.3, top_k=12, top_p=0.7, seed=16),
+    "min-p": SamplingParams(temperature=1.2, min_p=0.08, seed=17),
+    "all": SamplingParams(temperature=1.3, top_k=20, top_p=0.9, min_p=0.12, seed=18),
 }
 
 
@@ -82,19 +87,53 @@ def test_draws_follow_the_exact_filtered_distribution(name: str, dtype: torch.dt
 def test_the_chi_square_test_notices_a_slightly_wrong_temperature(name: str) -> None:
     """The negative control of the test above: 10 % off is seen, with the same draws."""
     row, params = logits(), FILTERS[name]
-    wrong = SamplingParams(temperature=params.temperature * 1.1, top_k=params.top_k, top_p=params.top_p)
+    wrong = msgspec.structs.replace(params, temperature=params.temperature * 1.1)
     assert chi_square_excess(draws(row, params), exact(row, wrong)) > 4.0
 
 
-@pytest.mark.parametrize("changed", [{"top_k": 8}, {"top_p": 0.6}])
+@pytest.mark.parametrize("changed", [{"top_k": 6}, {"top_p": 0.6}, {"min_p": 0.12}])
 def test_the_chi_square_test_notices_another_filter(changed: dict[str, float]) -> None:
     row = logits()
-    base = {"temperature": 1.0, "top_k": 7, "top_p": 0.8}
+    base = {"temperature": 1.0, "top_k": 7, "top_p": 0.95, "min_p": 0.05}
+    assert (exact(row, SamplingParams(**base | changed)) != exact(row, SamplingParams(**base))).any()
     assert chi_square_excess(draws(row, SamplingParams(**base, seed=3)), exact(row, SamplingParams(**base))) < 4.0
     assert (
         chi_square_excess(draws(row, SamplingParams(**base, seed=3)), exact(row, SamplingParams(**base | changed)))
         > 4.0
     )
+
+
+def test_many_seeds_at_one_position_follow_the_distribution_too() -> None:
+    row, seeds = logits(), range(4_000)
+    rows = SamplingRows(len(seeds) + 1, CPU)
+    rows.write([admit(seed + 1, SamplingParams(temperature=1.0, top_p=0.9, seed=seed * 977)) for seed in seeds])
+    drawn = sample(row.expand(len(seeds), -1), gather(rows, range(1, len(seeds) + 1), [9] * len(seeds)))
+    assert chi_square_excess(drawn, exact(row, SamplingParams(top_p=0.9))) < 4.0
+    assert chi_square_excess(drawn, exact(row, SamplingParams(top_p=0.9, temperature=1.3))) > 4.0
+
+
+def test_a_large_and_a_small_top_k_draw_the_same_tokens() -> None:
+    """Two ways to one distribution: a sort of all, and noise for the likeliest alone."""
+    rows = logits(rows=64, size=300, seed=2)
+    few, many = (
+        sample(rows, batch([SamplingParams(temperature=1.0, top_k=k, min_p=0.2, seed=3)] * 64, range(64)))
+        for k in (MAX_FEW, MAX_FEW + 1)
+    )
+    assert (rows > rows.amax(1, keepdim=True) + math.log(0.2)).sum(1).max() < MAX_FEW
+    assert torch.equal(few, many)
+    assert few.unique().numel() > 20
+
+
+def test_choices_of_one_request_differ_and_each_repeats_itself() -> None:
+    row = logits(size=300, seed=2) / 4
+    params = [SamplingParams(temperature=1.0, seed=3)] * 16
+
+    def replies() -> list[tuple[int, ...]]:
+        steps = [sample(row.expand(16, -1), batch(params, [p] * 16, list(range(16)))).tolist() for p in range(8)]
+        return list(zip(*steps, strict=True))
+
+    assert len(set(replies())) == 16
+    assert replies() == replies()
 
 
 def test_neighbouring_positions_are_independent() -> None:
