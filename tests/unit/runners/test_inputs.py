@@ -8,6 +8,7 @@ import torch
 
 import hiserve.runners.inputs
 from hiserve.core.plan import BatchPlan
+from hiserve.core.request import SamplingParams
 from hiserve.runners.inputs import StepInputs, build_inputs
 from hiserve.runners.rows import DeviceRows
 from tests.helpers.plans import HandPlanner, int32
@@ -30,7 +31,9 @@ def build(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
     return build_inputs(plan, rows)
 
 
-def bare(num_new: dict[int, int], samples: list[bool], max_len: list[int]) -> BatchPlan:
+def bare(
+    num_new: dict[int, int], samples: list[bool], max_len: list[int], num_scored: list[int] | None = None
+) -> BatchPlan:
     """A plan that changes no state, right or wrong."""
     return BatchPlan(
         step_id=9,
@@ -38,7 +41,7 @@ def bare(num_new: dict[int, int], samples: list[bool], max_len: list[int]) -> Ba
         num_new=int32(list(num_new.values())),
         num_draft=int32([0] * len(num_new)),
         samples=np.array(samples),
-        num_scored=int32([0] * len(num_new)),
+        num_scored=int32(num_scored or [0] * len(num_new)),
         max_len=int32(max_len),
     )
 
@@ -72,6 +75,36 @@ def test_a_chunk_and_a_decode_share_a_batch(rows: DeviceRows, planner: HandPlann
     assert step.sampling.tolist() == [1]
     assert step.host_sampling_rows.tolist() == [1]
     assert (inputs.max_q_len, inputs.max_kv_len) == (3, 8)
+
+
+def test_scored_tokens_follow_the_sampling_rows_in_plan_order(rows: DeviceRows, planner: HandPlanner) -> None:
+    """Row 3 is in the middle of its prompt, row 1 at its end, row 2 scores nothing."""
+    scored = SamplingParams(temperature=0.0, seed=0, prompt_logprobs=0)
+    planner.admit(1, list(range(10, 16)), scored)
+    planner.admit(2, list(range(40, 45)))
+    planner.admit(3, list(range(20, 29)), scored)
+    first = build(planner.step({1: 6, 2: 5, 3: 4}), rows)
+    assert first.forward.logits_rows.tolist() == [5, 10, 0, 1, 2, 3, 4, 11, 12, 13, 14]
+    assert first.scored_tokens is not None
+    assert first.scored_tokens.tolist() == [11, 12, 13, 14, 15, 21, 22, 23, 24]
+    finish(first, rows)
+    second = build(planner.step({1: 1, 3: 5}), rows)
+    assert second.scored_tokens is not None
+    assert second.scored_tokens.tolist() == [25, 26, 27, 28]
+    assert second.forward.logits_rows.tolist() == [0, 5, 1, 2, 3, 4]
+    finish(second, rows)
+    assert build(planner.step({1: 1, 3: 1}), rows).scored_tokens is None
+
+
+def test_an_illegal_row_scores_some_token_and_touches_no_other_rows(planner: HandPlanner) -> None:
+    """Even where it is the last row, and as long as a row can be."""
+    rows = DeviceRows(max_rows=1, max_len=4, page_size=PAGE, num_pages=NUM_PAGES, device="cpu")
+    planner.admit(1, [1, 2, 3, 4])
+    rows.apply(planner.step({1: 4}))
+    step = build_inputs(bare({1: 4}, [True], [4], [4]), rows)
+    assert_sunk(step, 0)
+    assert step.scored_tokens is not None
+    assert step.scored_tokens.tolist() == [2, 3, 4, 4]
 
 
 def test_lengths_come_from_the_device_and_not_from_the_plan(rows: DeviceRows, planner: HandPlanner) -> None:
@@ -183,7 +216,9 @@ def test_a_step_already_launched_for_a_faulted_row_faults_too(
     assert_sunk(build(planner.step({1: second}), rows), 0)
 
 
-@pytest.mark.parametrize(("max_len", "num_new"), [(25, 1), (2, 3)])
-def test_a_plan_beyond_every_bound_is_our_own_fault(rows: DeviceRows, max_len: int, num_new: int) -> None:
-    with pytest.raises(AssertionError):
-        build_inputs(bare({1: num_new}, [True], [max_len]), rows)
+@pytest.mark.parametrize(("max_len", "num_new", "num_scored"), [(25, 1, 0), (2, 3, 0), (3, 2, 3)])
+def test_a_plan_beyond_every_bound_is_our_own_fault(
+    rows: DeviceRows, max_len: int, num_new: int, num_scored: int
+) -> None:
+    with pytest.raises(AssertionError, match="step 9"):
+        build_inputs(bare({1: num_new}, [True], [max_len], [num_scored]), rows)
