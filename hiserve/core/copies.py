@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from hiserve.core.plan import Int32Array
+import numpy as np
+from numpy.typing import NDArray
 
 
 class CopyKind(IntEnum):
@@ -28,7 +29,7 @@ class PageRun:
         draft_revision: Revision of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
     """
 
-    pages: Int32Array
+    pages: NDArray[np.int32]
     namespace: bytes
     parent: bytes
     digests: list[bytes]
@@ -52,8 +53,8 @@ class PageCopy:
 
     op: int
     kind: CopyKind
-    device_pages: Int32Array
-    host_pages: Int32Array
+    device_pages: NDArray[np.int32]
+    host_pages: NDArray[np.int32]
     after_step: int
     run: PageRun | None = None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hiserve.core.copies import PageCopy
 from hiserve.core.request import SamplingParams
 
 Int32Array = NDArray[np.int32]
@@ -69,7 +70,9 @@ class TableWrites:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """One step, as the planner wants it. Applied in this order: release, admit, table, step.
+    """One step, as the planner wants it. Applied in this order: release, admit, table, copies, step.
+
+    A plan without rows only changes rows and starts copies.
 
     Attributes:
         step_id: Monotone from 1.
@@ -84,6 +87,7 @@ class BatchPlan:
             whose log-probability is wanted.
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
+        copies: Copies between tiers to start. The step does not read what they write.
         relocation_version: Version under which the page tables were planned.
     """
 
@@ -97,6 +101,7 @@ class BatchPlan:
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = field(default_factory=TableWrites)
+    copies: tuple[PageCopy, ...] = ()
     relocation_version: int = 0
 
     @property

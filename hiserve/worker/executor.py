@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.cache.pools.transfer import TransferEngine
+from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.inputs import build_inputs
@@ -43,11 +45,20 @@ class Executor:
         runner: Computes logits.
         rows: The permanent rows.
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
+        transfers: Copies pages between tiers; None with one tier.
     """
 
-    def __init__(self, runner: EagerRunner, rows: DeviceRows, *, threaded: bool = False) -> None:
+    def __init__(
+        self,
+        runner: EagerRunner,
+        rows: DeviceRows,
+        *,
+        threaded: bool = False,
+        transfers: TransferEngine | None = None,
+    ) -> None:
         self._runner = runner
         self._rows = rows
+        self._transfers = transfers
         self._on_cuda = rows.device.type == "cuda"
         needs_thread = threaded or self._on_cuda
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
@@ -65,10 +76,20 @@ class Executor:
             done.set_exception(error)
         return done
 
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the copies that have ended since the last call.
+
+        Args:
+            wait_s: How long to wait for one if none has.
+        """
+        return [] if self._transfers is None else self._transfers.poll(wait_s)
+
     def close(self) -> None:
-        """Finishes the submitted steps and ends the thread."""
+        """Finishes the submitted steps and ends the threads."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+        if self._transfers is not None:
+            self._transfers.close()
 
     def _run(self, plan: BatchPlan) -> StepResult:
         outcome = self._step(plan)
@@ -83,10 +104,21 @@ class Executor:
         copied.record()
         return outcome, host, copied
 
-    @torch.inference_mode()
     def _step(self, plan: BatchPlan) -> _Outcome:
+        with torch.inference_mode():
+            self._rows.apply(plan)
+            for copy in plan.copies:
+                assert self._transfers is not None, f"copy {copy.op} with one tier"
+                self._transfers.start(copy)
+            if not plan.rows.size:
+                return _Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), None, None)
+            outcome = self._forward(plan)
+        if self._transfers is not None:
+            self._transfers.forward_done(plan.step_id)
+        return outcome
+
+    def _forward(self, plan: BatchPlan) -> _Outcome:
         rows = self._rows
-        rows.apply(plan)
         inputs = build_inputs(plan, rows)
         forward = inputs.forward
         logits = self._runner.run(forward).logits
@@ -106,7 +138,8 @@ class Executor:
             words.append(pack_scores(sampled_logits, tokens, num_top).view(-1))
         num_prompt_top = None
         if inputs.scored_tokens is not None:
-            num_prompt_top = rows.sampling.num_prompt_top(plan.rows[plan.num_scored > 0]) or 0
+            num_prompt_top = rows.sampling.num_prompt_top(plan.rows[plan.num_scored > 0])
+            assert num_prompt_top is not None, f"step {plan.step_id} scores prompts of rows that want no scores"
             words.append(pack_scores(scored_logits, inputs.scored_tokens, num_prompt_top).view(-1))
         return _Outcome(torch.cat(words), num_top, num_prompt_top)
 

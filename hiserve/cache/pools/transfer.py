@@ -27,8 +27,8 @@ class TransferEngine(Protocol):
     def forward_done(self, step_id: int) -> None:
         """Tells that the forwards up to this step are done, or, on a stream device, were launched."""
 
-    def poll(self) -> list[CopyAck]:
-        """Returns the orders that have ended since the last call."""
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
 
     def wait(self, op: int) -> None:
         """Makes the next forward wait for an order."""
@@ -98,8 +98,11 @@ class ThreadTransfers:
             self._done_step = max(self._done_step, step_id)
             self._news.notify_all()
 
-    def poll(self) -> list[CopyAck]:
-        """Returns the orders that have ended since the last call."""
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
+        if wait_s and not self._ended:
+            with self._news:
+                self._news.wait_for(lambda: bool(self._ended), wait_s)
         acks = []
         while self._ended:
             acks.append(self._ended.popleft())
