@@ -38,8 +38,11 @@ def _penalised(logits: Tensor, penalties: Penalties) -> Tensor:
     repetition, presence, frequency = (
         column.to(logits.dtype)[:, None] for column in (penalties.repetition, penalties.presence, penalties.frequency)
     )
+    # Never 0 nor infinite, though a penalty may vanish in float32: 0 times -inf would be no number.
+    limits = torch.finfo(logits.dtype)
+    repetition = repetition.clamp(min=limits.tiny)
     is_known = token_counts(penalties.tokens, None, penalties.position, size) > 0
-    less = torch.where(logits > 0, logits / repetition, logits * repetition)
+    less = torch.where(logits > 0, (logits / repetition).clamp_(max=limits.max), logits * repetition)
     logits = torch.where(is_known, less, logits)
     in_output = token_counts(penalties.tokens, penalties.num_prompt, penalties.position, size)
     return logits - frequency * in_output - presence * (in_output > 0)

@@ -101,12 +101,12 @@ class SamplingRows:
             tokens: int32 ``[R, L]``. Tokens of all permanent rows, valid up to each ``position``.
         """
         needs = self._needs[host_rows]
-        kinds = set(needs.tolist())
-        if not any(kinds):
+        of_any = int(np.bitwise_or.reduce(needs))
+        if not of_any:
             return SamplingBatch()
         floats, ints = self._floats.index_select(0, rows), self._ints.index_select(0, rows)
-        has_min_p = any(kind & _MIN_P for kind in kinds)
-        biased, penalised, *drawing = _subsets(needs, kinds, (_BIAS, _PENALTY, _FREE, _FEW, _FILTERED), self._device)
+        has_min_p = bool(of_any & _MIN_P)
+        biased, penalised, *drawing = _subsets(needs, (_BIAS, _PENALTY, _FREE, _FEW, _FILTERED), self._device)
         free, few, filtered = (_draws(subset, floats, ints, position, has_min_p) for subset in drawing)
         return SamplingBatch(
             biases=None if biased is None else self._biases(biased, ints, rows, position),
@@ -156,24 +156,18 @@ def _penalties(
     )
 
 
-def _subsets(
-    needs: NDArray[np.uint8], kinds: set[int], bits: Sequence[int], device: torch.device
-) -> list[Subset | None]:
+def _subsets(needs: NDArray[np.uint8], bits: Sequence[int], device: torch.device) -> list[Subset | None]:
     """Finds who has each bit, None for nobody. Only an index of some but not all goes to the device.
 
     Args:
         needs: uint8 ``[S]``.
-        kinds: The distinct values of ``needs``.
         bits: What to look for.
         device: Where the indices go, in one copy.
     """
-    indices = [np.flatnonzero(needs & bit) if any(kind & bit for kind in kinds) else None for bit in bits]
-    partial = [index for index in indices if index is not None and 0 < index.size < needs.size]
-    uploaded = iter(upload(partial, device) if partial else ())
-    return [
-        None if index is None or not index.size else Subset(None if index.size == needs.size else next(uploaded))
-        for index in indices
-    ]
+    of_any, of_all = int(np.bitwise_or.reduce(needs)), int(np.bitwise_and.reduce(needs))
+    indices = [np.flatnonzero(needs & bit) for bit in bits if of_any & ~of_all & bit]
+    uploaded = iter(upload(indices, device) if indices else ())
+    return [Subset(None if of_all & bit else next(uploaded)) if of_any & bit else None for bit in bits]
 
 
 def _needs(params: SamplingParams, early_ends: tuple[int, ...]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,7 +14,7 @@ import hiserve.runners.inputs
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from tests.helpers.models import Engine, save_llama
-from tests.helpers.plans import GREEDY, HandPlanner
+from tests.helpers.plans import GREEDY, HandPlanner, int32
 
 PAGE, NUM_PAGES = 4, 64
 PROMPTS = {1: list(range(6)), 2: list(range(40, 53)), 3: [9] * 8}
@@ -174,3 +175,10 @@ def test_a_faulted_row_faults_until_it_is_admitted_again(folder: Path) -> None:
     assert again.faults.size == 0
     clean = engine(folder).executor.submit(decode_plans(admitted(), 1)[0]).result()
     assert again.tokens[0, 0] == clean.tokens[0, 0]
+
+
+def test_scoring_a_prompt_that_nobody_asked_for_is_our_own_fault(folder: Path) -> None:
+    plan = admitted().step({1: 6, 2: 5})
+    asked = dataclasses.replace(plan, num_scored=int32([2, 0]))
+    with pytest.raises(AssertionError, match="step 1 scores prompts of rows that want no scores"):
+        engine(folder).executor.submit(asked).result()
