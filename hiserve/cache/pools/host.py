@@ -32,7 +32,7 @@ class HostPool:
 
     Attributes:
         layout: Where each piece of a page begins.
-        touch: The work that makes pages ready.
+        touch: The work that makes pages ready. Where the memory is pinned, no copy may span two of its pieces.
         records: What each page holds.
     """
 

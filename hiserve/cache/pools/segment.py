@@ -253,8 +253,10 @@ def _claim(fd: int, path: Path, layout: SegmentLayout) -> None:
 
 
 def _resize(fd: int, layout: SegmentLayout) -> None:
+    """Gives a file its size, and its header and records their memory; the pages get theirs from ``FirstTouch``."""
     try:
         os.ftruncate(fd, layout.num_bytes)
+        os.posix_fallocate(fd, 0, layout.pages_offset)
     except OSError as error:
         raise no_memory(layout.num_bytes, str(error.strerror)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -255,6 +256,21 @@ def test_a_file_system_without_room_is_told_with_numbers(directory: Path, monkey
         Segment.named("x", large, directory)
     assert caught.value.param == "host_cache_gib"
     assert list(directory.iterdir()) == []
+
+
+def test_records_have_their_memory_from_the_start(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing a record to a full /dev/shm would kill the process."""
+    large = make_layout(100_000)
+    segment = Segment.anonymous(large)
+    assert os.fstat(segment.fd).st_blocks * 512 >= large.pages_offset
+    segment.close()
+
+    def fail(fd: int, offset: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(ResourceError, match=r"No space left.*--host-cache-gib"):
+        Segment.named("x", large, directory)
 
 
 LIMITED = """
