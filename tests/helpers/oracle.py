@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -113,14 +114,7 @@ def engine_of(
 
 def generate(engine: Engine, prompts: dict[int, list[int]], sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
     """Adds all prompts at once, runs until nothing is left to do, and checks how each ended."""
-    limited = SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        max_tokens=NUM_NEW,
-        ignore_eos=True,
-    )
+    limited = msgspec.structs.replace(sampling, max_tokens=NUM_NEW, ignore_eos=True)
     for uid, prompt in prompts.items():
         admit = Admit(uid=uid, num_prompt=len(prompt), sampling=limited, namespace=b"", choice=0)
         engine.add(admit, np.array(prompt, dtype=np.int32))
