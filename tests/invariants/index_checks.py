@@ -59,6 +59,6 @@ def inv_10_a_parent_has_the_locks_of_all_its_children(cache: CacheManager) -> No
 
 
 def inv_14_the_eviction_queue_holds_the_evictable_leaves(cache: CacheManager) -> None:
-    queued = [node for used, _, node in cache._eviction._heap if node.pages.size and node.last_used == used]
+    queued = [node for used, _, node in cache.device.eviction._heap if node.pages.size and node.last_used == used]
     live = [id(node) for node in queued if node.is_evictable]
     assert sorted(live) == sorted(id(node) for node in cache.tree.nodes() if node.is_evictable)

@@ -1,20 +1,35 @@
-"""The only door to the index: match, lock, take, publish, release, flush."""
+"""The only door to the index: match, lock, take, publish, copy between tiers, release, flush."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
+from enum import StrEnum
 
 import numpy as np
 
-from hiserve.cache.index.events import PrefixEvents
-from hiserve.cache.index.eviction import Eviction
+from hiserve.cache.index.eviction import ON_HOST, Eviction, LruEviction
+from hiserve.cache.index.exchange import Exchange, RunOp
+from hiserve.cache.index.holds import Holds, Receipt, path
+from hiserve.cache.index.misses import Miss, explain
 from hiserve.cache.index.node import Node
-from hiserve.cache.index.pages import PageAllocator
+from hiserve.cache.index.ops import Ops
 from hiserve.cache.index.radix import RadixTree
-from hiserve.cache.index.version import Versions
+from hiserve.cache.index.removal import Removal
+from hiserve.cache.index.tiers import Tier, TierPages, Tiers
+from hiserve.cache.index.transfers import Transfers
+from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
+
+__all__ = ["CacheManager", "HostAdmission", "Match", "Receipt"]
+
+
+class HostAdmission(StrEnum):
+    """Which pages are stored on the host."""
+
+    WRITE_THROUGH = "write_through"  # every published page
+    SELECTIVE = "write_through_selective"  # those that a second request uses
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,51 +37,16 @@ class Match:
     """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands.
 
     Attributes:
-        num_tokens: Tokens covered: a whole number of pages.
+        num_tokens: Tokens covered on the device, or on their way there: a whole number of pages.
+        num_host_tokens: Tokens after those that the host alone has, likewise.
         tree_epoch: Epoch of the tree at the time of the match.
     """
 
     num_tokens: int
+    num_host_tokens: int
     tree_epoch: int
     _node: Node
     _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
-
-
-class Receipt:
-    """Proof of a lock on a prefix; every lock ends in exactly one release.
-
-    As a context manager it is released on the way out, unless ``keep`` handed it on.
-
-    Attributes:
-        node: The last node of the locked prefix; ``publish`` moves it on.
-        pages: int32 ``[p]``. Where the prefix lay when it was locked.
-        is_open: Whether it still has to be released.
-    """
-
-    __slots__ = ("_cache", "_is_kept", "is_open", "node", "pages")
-
-    def __init__(self, cache: CacheManager, node: Node, pages: Int32Array) -> None:
-        self._cache = cache
-        self.node = node
-        self.pages = pages
-        self.is_open = True
-        self._is_kept = False
-
-    def keep(self) -> Receipt:
-        """Hands the lock to a longer-lived owner, who must release it."""
-        self._is_kept = True
-        return self
-
-    def __enter__(self) -> Receipt:
-        """Starts the short life of a lock."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Releases the lock unless it was kept, or when an exception passes."""
-        if self.is_open and (not self._is_kept or kind is not None):
-            self._cache.release(self)
 
 
 class CacheManager:
@@ -76,67 +56,101 @@ class CacheManager:
         num_pages: Pages in the device pool, the sink included.
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
-        eviction: Decides which unlocked leaf goes first.
+        eviction: Decides which unlocked leaf goes first on the device.
+        num_host_pages: Pages in the host pool, page 0 included; 0 without a host tier.
+        num_ready_host_pages: Pages below this can be used already; all, unless given. See ``grow_host``.
+        host_admission: Which pages are stored on the host.
+        host_eviction: Decides which goes first there (``LruEviction(ON_HOST)`` unless given).
+        max_upload_pages: Host pages that uploads to a store may keep from eviction; 0 without a store.
     """
 
-    def __init__(self, *, num_pages: int, page_size: int, namespace: bytes, eviction: Eviction) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        namespace: bytes,
+        eviction: Eviction,
+        num_host_pages: int = 0,
+        num_ready_host_pages: int | None = None,
+        host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
+        host_eviction: Eviction | None = None,
+        max_upload_pages: int = 0,
+    ) -> None:
         self.page_size = page_size
         self.namespace = namespace
-        self.versions = Versions()
-        self.pages = PageAllocator(num_pages)
         self.tree = RadixTree(page_size)
-        self.num_evictable = 0
-        self.num_evicted = 0
-        self._eviction = eviction
-        self._events = PrefixEvents()
-        self._clock = 0
+        self.device = TierPages(num_pages, eviction)
+        ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: nothing to hand out
+        self.host = TierPages(max(num_host_pages, 2), host_eviction or LruEviction(ON_HOST), ready)
+        self.tiers = Tiers(self.tree, self.device, self.host)
+        self.holds = Holds(self.tiers)
+        self.ops = Ops(self.tiers)
+        self.exchange = Exchange(self.tiers, self.holds, self.ops, max_upload_pages)
+        self._removal = Removal(self.tiers, self.holds, self.ops)
+        self.transfers = Transfers(self.tiers, self.holds, self.ops, self._removal, self.exchange)
+        self.pages = self.device.pages
+        self.versions = self.tiers.versions
+        self._writes_through = num_host_pages > 0 and host_admission is HostAdmission.WRITE_THROUGH
+        self._stores_hits = num_host_pages > 0 and host_admission is HostAdmission.SELECTIVE
+
+    @property
+    def num_evictable(self) -> int:
+        """Device pages that ``take`` could free."""
+        return self.device.num_evictable
+
+    @property
+    def num_evicted(self) -> int:
+        """Device pages that were freed so far, whether the host kept them or not."""
+        return self.device.num_evicted
+
+    # --- prefixes -------------------------------------------------------------------------
 
     def match(self, tenant: bytes, key: bytes) -> Match:
         """Finds the longest cached prefix, leaving at least the last token to compute.
 
         Changes nothing. ``key`` is the whole prompt, packed.
         """
-        usable = max(0, len(key) // 4 - 1) // self.page_size * self.tree.page_bytes
-        root = self.tree.root(namespace_digest(self.namespace, tenant))
-        node, node_pages, num_pages = self.tree.find(root, key[:usable])
-        return Match(num_pages * self.page_size, self.versions.tree_epoch, node, node.pages.size - node_pages)
-
-    def lock(self, match: Match) -> Receipt:
-        """Keeps a matched prefix from eviction until the receipt is released."""
-        assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
-        node = self._end_of(match)
-        self._clock += 1
-        runs: list[Int32Array] = []
-        step = node
-        while True:
-            if step.num_locks == 0:
-                self.num_evictable -= step.pages.size
-            step.num_locks += 1
-            step.last_used = self._clock
-            runs.append(step.pages)
-            if step.parent is None:
-                break
+        node, node_pages, num_pages = self.tree.find(self._root(tenant), self._usable(key))
+        num_beyond = node.num_pages - node_pages
+        num_host_pages = -num_beyond
+        step: Node | None = node
+        while step is not None and step.is_on_host_only:
+            num_host_pages += step.num_pages
             step = step.parent
-        runs.reverse()
-        return Receipt(self, node, np.concatenate(runs))
+        num_host_pages = max(0, num_host_pages)
+        return Match(
+            num_tokens=(num_pages - num_host_pages) * self.page_size,
+            num_host_tokens=num_host_pages * self.page_size,
+            tree_epoch=self.versions.tree_epoch,
+            _node=node,
+            _num_beyond=num_beyond,
+        )
+
+    def lock(self, match: Match, num_host_tokens: int = 0) -> Receipt:
+        """Keeps a matched prefix from eviction until the receipt is released.
+
+        Args:
+            match: Of this epoch.
+            num_host_tokens: Whole pages of the host part to hold, too: they must be loaded (``begin_load``)
+                before anything is published below the receipt.
+        """
+        assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
+        assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self.page_size == 0
+        node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self.page_size)
+        receipt = self.holds.issue(node, self.release)
+        if self.ops.num_loads:
+            for number in {step.device_ready_op for step in path(node)} - {0}:
+                self.transfers.wait(receipt, self.ops[number])
+        if self._stores_hits:
+            self.transfers.enqueue(node)
+        return receipt
 
     def release(self, receipt: Receipt) -> None:
         """Returns a lock. Exactly once per receipt."""
         assert receipt.is_open, "this receipt was released before"
         receipt.is_open = False
-        self._clock += 1
-        step: Node | None = receipt.node
-        root = receipt.node
-        while step is not None:
-            assert step.num_locks > 0, f"a node of {step.pages.size} pages has no lock to return"
-            step.num_locks -= 1
-            step.last_used = self._clock
-            if step.num_locks == 0:
-                self.num_evictable += step.pages.size
-                if step.is_evictable:
-                    self._eviction.add(step)
-            root, step = step, step.parent
-        self.tree.drop_root_if_unused(root)
+        self.holds.drop(receipt.hold)
 
     def take(self, wanted: Int32Array) -> Int32Array | None:
         """Takes one page per entry of ``wanted`` (see ``PageAllocator.take``), evicting if need be.
@@ -145,122 +159,181 @@ class CacheManager:
             int32 ``[n]`` pages, or None when free and evictable pages together do not suffice
             (then nothing was evicted).
         """
-        short = int(wanted.size) - self.pages.num_free
-        if short > self.num_evictable:
-            return None
-        if short > 0:
-            self._evict(short)
-        taken = self.pages.take(wanted)
-        assert taken is not None, f"{wanted.size} pages wanted, {self.pages.num_free} free after eviction"
-        return taken
+        return self.tiers.take(wanted)
 
     def give(self, pages: Int32Array) -> None:
         """Returns pages that were never published."""
-        self.pages.give(pages)
+        self.tiers.give(pages)
 
-    def publish(self, receipt: Receipt, key: bytes, pages: Int32Array) -> Int32Array:
-        """Makes freshly computed full pages findable, below what ``receipt`` holds.
+    def publish(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int = 0) -> Int32Array:
+        """Makes computed full pages findable, below what ``receipt`` holds.
 
-        Where the tree already has the same tokens, the caller's copies are given back and
-        the tree's pages are to be used instead: a relocation of a live request.
+        Where the device already has the same tokens, the caller's copies are given back and
+        the tree's pages are to be used instead: a relocation of a live request. Where the host alone has them,
+        the caller's pages become their copy on the device.
 
         Args:
             receipt: Lock on the prefix before ``key``; moves on to its end.
             key: Packed tokens of the new pages.
             pages: int32 ``[p]``. Where they were computed; owned by the caller until now.
+            step: The step whose forward writes the last of them.
 
         Returns:
-            int32 ``[p]``. The pages to use from now on; ``pages`` itself when none moved.
+            int32 ``[q]``. The pages to use from now on; ``pages`` itself when none moved. ``q < p`` only while
+            the page after them is being loaded: the rest is the caller's still, to be published again later.
         """
-        assert receipt.is_open and len(key) == pages.size * self.tree.page_bytes
+        page_bytes = self.tree.page_bytes
+        assert receipt.is_open and len(key) == pages.size * page_bytes
+        assert not receipt.host_pages.size, f"{receipt.host_pages.size} host pages were neither loaded nor released"
         canonical = pages
+        moved: list[Int32Array] = []
         done = 0
-        node = receipt.node
-        while done < pages.size:
-            offset = done * self.tree.page_bytes
-            child = node.children.get(key[offset : offset + self.tree.page_bytes])
+        while done < canonical.size:
+            child = receipt.node.children.get(key[done * page_bytes : (done + 1) * page_bytes])
             if child is None:
-                node = self._insert(node, key[offset:], pages[done:])
+                self._insert(receipt, key[done * page_bytes :], canonical[done:], step)
                 break
-            shared = self.tree.common_pages(child.key, key, offset)
-            if shared < child.pages.size:
+            if child.device_ready_op:
+                canonical = canonical[:done]
+                break
+            shared = self.tree.common_pages(child.key, key, done * page_bytes)
+            if shared < child.num_pages:
                 child = self.tree.split(child, shared)
-            canonical = np.concatenate((canonical[:done], child.pages, pages[done + shared :]))
-            node = self._lock_child(child)
+            self.holds.move_on(receipt.hold, child)
+            ours = canonical[done : done + shared]
+            if child.is_on_host_only:
+                self.device.last_step[ours] = step
+                self.tiers.put_on_device(child, ours.copy())
+            else:
+                moved.append(ours)
+                canonical = np.concatenate((canonical[:done], child.pages, canonical[done + shared :]))
+            if self._stores_hits:
+                self.transfers.enqueue(child)
             done += shared
-        receipt.node = node
-        if done:
-            self.pages.give(pages[:done])
+        if moved:
+            self.tiers.give(np.concatenate(moved))
             self.versions.relocation_version += 1
         return canonical
 
-    def flush(self) -> int:
-        """Evicts everything that no receipt holds; returns how many pages."""
-        count = self.num_evictable
-        if count:
-            self._evict(count)
-        return count
+    def explain(self, tenant: bytes, key: bytes, num_used: int) -> Miss:
+        """Returns why a prompt was not found any further than the ``num_used`` tokens that were taken from the cache."""
+        return explain(
+            self.tree,
+            self._root(tenant),
+            self._usable(key),
+            num_used=num_used,
+            lost=self.tiers.lost,
+            arriving=self.exchange.arriving,
+        )
 
-    def take_events(self) -> tuple[bytes, bytes]:
-        """Returns (published, removed) page digests since the last call, 16 bytes each."""
-        return self._events.take()
+    # --- tiers ----------------------------------------------------------------------------
 
-    def _end_of(self, match: Match) -> Node:
-        """Returns the node that ends where the match ends, cutting one if need be."""
-        node, num_beyond = match._node, match._num_beyond
+    def begin_after(self, step_id: int) -> None:
+        """Tells that a step was planned: what is freed from now on may be touched by its forward still."""
+        self.tiers.begin_after(step_id)
+
+    def begin_load(self, receipt: Receipt, pages: Int32Array) -> PageCopy:
+        """Loads the host part of a receipt to device pages that were taken for it; see ``Transfers.begin_load``."""
+        return self.transfers.begin_load(receipt, pages)
+
+    def begin_stores(self, max_pages: int) -> list[PageCopy]:
+        """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_stores``."""
+        return self.transfers.begin_stores(max_pages)
+
+    def settle(self, op: int, *, ok: bool) -> list[Receipt]:
+        """Takes in the end of a load or a store; returns the receipts that lost pages. See ``Transfers.settle``."""
+        return self.transfers.settle(op, ok=ok)
+
+    def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int) -> RunOp | None:
+        """Makes room on the host for up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
+
+        Returns:
+            What to read where, or None when there is nothing to read or no place for it.
+        """
+        usable = self._usable(key)
+        match = self.match(tenant, key)
+        start = match.num_tokens + match.num_host_tokens
+        wanted = usable[4 * start :][: max_pages * self.tree.page_bytes]
+        return self.exchange.begin_prefetch(self._end_of(match, 0), wanted) if wanted else None
+
+    def end_prefetch(self, op: int, num_pages: int) -> int:
+        """Takes in that ``num_pages`` leading pages arrived, and that nobody writes to the others any more.
+
+        Returns:
+            Pages that can be found now and could not before.
+        """
+        return self.exchange.end_prefetch(op, num_pages)
+
+    def abort_prefetch(self, op: int) -> None:
+        """Gives a prefetch up; ``end_prefetch`` must still tell when nobody writes to its pages any more."""
+        self.exchange.abort_prefetch(op)
+
+    def take_uploads(self) -> list[RunOp]:
+        """Returns pages that reached the host since the last call; they stay there until ``end_upload``."""
+        return self.exchange.take_uploads()
+
+    def end_upload(self, op: int) -> None:
+        """Takes in that nobody reads the pages of an upload any more."""
+        self.exchange.end_upload(op)
+
+    def adopt(self, runs: Iterable[PageRun]) -> int:
+        """Makes pages findable that a former process left on the host.
+
+        Args:
+            runs: Parents first; their pages are ready and free.
+
+        Returns:
+            Pages adopted. Those whose parents are missing, or that are here already, are given back.
+        """
+        return self.exchange.adopt(runs)
+
+    def grow_host(self, num_ready_pages: int) -> None:
+        """Makes the host pages below ``num_ready_pages`` usable."""
+        self.host.pages.grow(num_ready_pages)
+
+    def flush(self, tier: Tier | None = None) -> int:
+        """Empties a tier, or both, but for what receipts hold; returns how many pages became free at once."""
+        return self._removal.flush(tier)
+
+    def take_events(self, tier: Tier = Tier.DEVICE) -> tuple[bytes, bytes]:
+        """Returns (published, removed) page digests of a tier since the last call, 16 bytes each."""
+        return (self.device if tier is Tier.DEVICE else self.host).events.take()
+
+    def take_freed_host_pages(self) -> Int32Array:
+        """Returns the host pages given back since the last call, to be forgotten before any later copy is started."""
+        freed, self.tiers.freed_host = self.tiers.freed_host, []
+        return np.concatenate(freed) if freed else np.empty(0, dtype=np.int32)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _root(self, tenant: bytes) -> Node:
+        return self.tree.root(namespace_digest(self.namespace, tenant))
+
+    def _usable(self, key: bytes) -> bytes:
+        """Returns the whole pages of a prompt that leave its last token out."""
+        usable = max(0, len(key) // 4 - 1) // self.page_size * self.tree.page_bytes
+        return key[:usable]
+
+    def _end_of(self, match: Match, num_less: int) -> Node:
+        """Returns the node that ends ``num_less`` pages before the match does, cutting one if need be."""
+        node, num_beyond = match._node, match._num_beyond + num_less
+        while node.parent is not None and num_beyond >= node.num_pages:  # or another lock cut this node since
+            num_beyond -= node.num_pages
+            node = node.parent
         if node.is_root:
             return self.tree.keep_root(node)
-        while num_beyond >= node.pages.size:  # another lock cut this node since the match
-            num_beyond -= node.pages.size
-            assert node.parent is not None
-            node = node.parent
-        return self.tree.split(node, node.pages.size - num_beyond) if num_beyond else node
+        return self.tree.split(node, node.num_pages - num_beyond) if num_beyond else node
 
-    def _insert(self, node: Node, key: bytes, pages: Int32Array) -> Node:
+    def _insert(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int) -> None:
+        node = receipt.node
         end, digests = self.tree.extend(node, key, pages)
         if end is not node:
             end.num_locks = 1
-            self._clock += 1
-            end.last_used = self._clock
-            self._touch(node)
-        self._events.publish(digests)
+            receipt.hold.node = end
+            self.tiers.clock += 1
+            self.holds.touch(end)
+        self.device.last_step[pages] = step
+        self.device.events.publish(digests)
         self.versions.tree_epoch += 1
-        return end
-
-    def _lock_child(self, child: Node) -> Node:
-        if child.num_locks == 0:
-            self.num_evictable -= child.pages.size
-        child.num_locks += 1
-        self._clock += 1
-        self._touch(child)
-        return child
-
-    def _touch(self, node: Node | None) -> None:
-        """Marks the path as just used, so that no parent looks older than its child."""
-        while node is not None:
-            node.last_used = self._clock
-            node = node.parent
-
-    def _evict(self, count: int) -> None:
-        """Frees ``count`` pages, least recently used leaf first, last page of a leaf first."""
-        self.versions.tree_epoch += 1
-        self.num_evictable -= count
-        self.num_evicted += count
-        freed: list[Int32Array] = []
-        lost: list[bytes] = []
-        while count:
-            leaf = self._eviction.pop()
-            assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
-            parent = leaf.parent
-            pages, digests = self.tree.trim(leaf, min(count, leaf.pages.size))
-            freed.append(pages)
-            lost += digests
-            count -= pages.size
-            if leaf.pages.size:
-                self._eviction.add(leaf)
-            elif parent.is_evictable:
-                self._eviction.add(parent)
-            elif parent.is_root:
-                self.tree.drop_root_if_unused(parent)
-        self.pages.give(np.concatenate(freed))
-        self._events.remove(lost)
+        if self._writes_through:
+            self.transfers.enqueue(end)

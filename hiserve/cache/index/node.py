@@ -1,35 +1,94 @@
-"""One node of the radix tree: a run of pages that follow each other in a prefix."""
+"""One node of the radix tree: a run of pages that follow each other in a prefix, and where they lie."""
 
 from __future__ import annotations
+
+from enum import Enum
 
 import numpy as np
 
 from hiserve.core.plan import Int32Array
 
+NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
+NO_PAGES.setflags(write=False)
+
+
+class State(Enum):
+    """Where a node's bytes are: D device, H host; W on their way to the host, L to the device.
+
+    D → DW → DH → H → HL → DH; any of D and H → gone. A store that fails takes DW back to D. L is an HL whose host
+    copy a flush forgot; it becomes D.
+    """
+
+    D = "device"
+    DW = "device, on the way to the host"
+    DH = "device and host"
+    H = "host"
+    HL = "host, on the way to the device"
+    L = "on the way to the device"
+
 
 class Node:
-    """A run of whole pages below a common prefix.
+    """A run of whole pages below a common prefix. On each tier it lies as a whole, or not at all.
+
+    A node on the device has its parent there too, and so has one on the host: what a prefix holds of a tier is
+    a prefix.
 
     Attributes:
         key: Packed int32 tokens of the run; a whole number of pages, empty for a root.
-        pages: int32 ``[len(key) / page bytes]``. Where the run lies in the pool.
+        num_pages: Length of the run; 0 for a root and for a node that was removed.
+        pages: int32 ``[num_pages]`` on the device, or empty.
+        host_pages: int32 ``[num_pages]`` on the host, or empty.
+        device_ready_op: The load that fills ``pages``; 0 when they are filled.
+        host_ready_op: The store that fills ``host_pages``; 0 when they are filled.
         digests: One chain digest per page. A root has one: its namespace's.
         parent: None for a root.
         children: By the packed tokens of their first page.
-        num_locks: Receipts that hold this node or one below it.
-        last_used: Logical time of the last lock or release through this node.
+        num_device_children: Of them, how many have pages on the device.
+        num_locks: Holds on this node or one below it: it stays on every tier it is on.
+        num_host_locks: Holds on its host copy, or on one below it.
+        last_used: Logical time of the last lock or release through this node (see ``Tiers.clock``).
+        is_queued: Whether it waits for a store.
     """
 
-    __slots__ = ("children", "digests", "key", "last_used", "num_locks", "pages", "parent")
+    __slots__ = (
+        "children",
+        "device_ready_op",
+        "digests",
+        "host_pages",
+        "host_ready_op",
+        "is_queued",
+        "key",
+        "last_used",
+        "num_device_children",
+        "num_host_locks",
+        "num_locks",
+        "num_pages",
+        "pages",
+        "parent",
+    )
 
-    def __init__(self, key: bytes, pages: Int32Array, digests: list[bytes], parent: Node | None) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        pages: Int32Array,
+        digests: list[bytes],
+        parent: Node | None,
+        host_pages: Int32Array = NO_PAGES,
+    ) -> None:
         self.key = key
+        self.num_pages = len(digests) if parent is not None else 0
         self.pages = pages
+        self.host_pages = host_pages
+        self.device_ready_op = 0
+        self.host_ready_op = 0
         self.digests = digests
         self.parent = parent
         self.children: dict[bytes, Node] = {}
+        self.num_device_children = 0
         self.num_locks = 0
+        self.num_host_locks = 0
         self.last_used = 0
+        self.is_queued = False
 
     @property
     def is_root(self) -> bool:
@@ -37,11 +96,37 @@ class Node:
         return self.parent is None
 
     @property
+    def is_on_host_only(self) -> bool:
+        """Whether its only copy is on the host."""
+        return not self.pages.size and self.num_pages > 0
+
+    @property
     def is_evictable(self) -> bool:
-        """Whether its tail may be evicted: an unlocked leaf that is no root."""
-        return not self.children and self.num_locks == 0 and self.parent is not None
+        """Whether the device may lose its tail: nobody holds it, and nothing below it is there."""
+        return self.num_locks == 0 and self.num_device_children == 0 and self.pages.size > 0
+
+    @property
+    def is_host_evictable(self) -> bool:
+        """Whether the host may lose its tail, and with it the last copy: an unheld leaf that is nowhere else."""
+        return self.is_on_host_only and not self.children and self.num_locks == 0 and self.num_host_locks == 0
+
+    @property
+    def pending_op(self) -> int:
+        """The copy that reads or writes its pages now, or 0; there is never more than one."""
+        return self.device_ready_op or self.host_ready_op
+
+    @property
+    def state(self) -> State:
+        """Where its bytes are; it must have some."""
+        if not self.pages.size:
+            return State.H
+        if not self.host_pages.size:
+            return State.L if self.device_ready_op else State.D
+        if self.device_ready_op:
+            return State.HL
+        return State.DW if self.host_ready_op else State.DH
 
 
 def make_root(namespace: bytes) -> Node:
     """Returns the root of a namespace; its only digest starts the chain."""
-    return Node(b"", np.empty(0, dtype=np.int32), [namespace], None)
+    return Node(b"", NO_PAGES, [namespace], None)

@@ -19,24 +19,29 @@ class PageAllocator:
 
     Args:
         num_pages: Pages in the pool, the sink included.
+        num_ready: Pages below this can be used already; all, unless given. ``grow`` adds the others.
 
     Attributes:
         num_free: Pages that can be taken.
+        num_ready: Pages below this can be used.
         owner: int32 ``[num_pages]``. Number of each page's last allocation, unique and at least 1;
             0 for a page never taken.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_ready: int | None = None) -> None:
+        num_ready = num_pages if num_ready is None else num_ready
         assert num_pages >= 2, f"a pool of {num_pages} pages has none beside the sink"
+        assert 1 <= num_ready <= num_pages, f"{num_ready} of {num_pages} pages are ready"
         self.num_pages = num_pages
-        self.num_free = num_pages - 1
+        self.num_ready = num_ready
+        self.num_free = num_ready - 1
         self._num_taken = 0
         self.owner: Int32Array = np.zeros(num_pages, dtype=np.int32)
-        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._is_free = np.arange(num_pages) < num_ready
         self._is_free[SINK_PAGE] = False
         self._stacked = self._is_free.copy()
         self._stack: Int32Array = np.empty(num_pages, dtype=np.int32)
-        self._stack[: self.num_free] = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self._stack[: self.num_free] = np.arange(num_ready - 1, 0, -1, dtype=np.int32)
         self._top = self.num_free
 
     def take(self, wanted: Int32Array) -> Int32Array | None:
@@ -74,6 +79,18 @@ class PageAllocator:
         assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
         self._is_free[pages] = True
         self.num_free += pages.size
+        self._push(pages)
+
+    def grow(self, num_ready: int) -> None:
+        """Makes the pages below ``num_ready`` usable, besides those that were."""
+        assert self.num_ready <= num_ready <= self.num_pages, f"from {self.num_ready} to {num_ready} pages"
+        fresh = np.arange(self.num_ready, num_ready, dtype=np.int32)
+        self._is_free[fresh] = True
+        self.num_free += fresh.size
+        self.num_ready = num_ready
+        self._push(fresh)
+
+    def _push(self, pages: Int32Array) -> None:
         fresh = pages[~self._stacked[pages]][::-1]
         self._stacked[fresh] = True
         self._stack[self._top : self._top + fresh.size] = fresh

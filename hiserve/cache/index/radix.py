@@ -1,4 +1,4 @@
-"""The radix tree over page-aligned token keys: find, split, extend, trim.
+"""The radix tree over page-aligned token keys: find, split, join, extend, trim.
 
 Keys are packed int32 bytes, so that comparing a run of tokens is one ``startswith``
 (a memcmp); children are found by the bytes of their first page.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hiserve.cache.index.node import Node, make_root
+from hiserve.cache.index.node import NO_PAGES, Node, make_root
 from hiserve.core.digest import chain
 from hiserve.core.plan import Int32Array
 
@@ -38,8 +38,8 @@ class RadixTree:
         return self.roots.setdefault(root.digests[0], root)
 
     def drop_root_if_unused(self, root: Node) -> None:
-        """Forgets a root that holds nothing and that no receipt refers to."""
-        if not root.children and root.num_locks == 0:
+        """Forgets a root that has nothing below it and that nobody refers to."""
+        if not root.children and root.num_locks == 0 and root.num_host_locks == 0:
             self.roots.pop(root.digests[0], None)
 
     def find(self, root: Node, key: bytes) -> tuple[Node, int, int]:
@@ -58,7 +58,7 @@ class RadixTree:
         while True:
             child = node.children.get(key[offset : offset + page_bytes])
             if child is None:
-                return node, node.pages.size, offset // page_bytes
+                return node, node.num_pages, offset // page_bytes
             edge = child.key
             if not key.startswith(edge, offset):
                 used = self.common_pages(edge, key, offset)
@@ -68,40 +68,70 @@ class RadixTree:
 
     def common_pages(self, edge: bytes, key: bytes, offset: int = 0) -> int:
         """Counts the leading pages that ``edge`` shares with ``key[offset:]``."""
+        return self.common_tokens(edge, key, offset) // self.page_size
+
+    def common_tokens(self, edge: bytes, key: bytes, offset: int = 0) -> int:
+        """Counts the leading tokens that ``edge`` shares with the whole pages of ``key[offset:]``."""
         length = min(len(edge), (len(key) - offset) // self.page_bytes * self.page_bytes)
         ours = np.frombuffer(edge, dtype=np.int32, count=length // 4)
         theirs = np.frombuffer(key, dtype=np.int32, count=length // 4, offset=offset)
         differs = ours != theirs
-        first = int(differs.argmax()) if differs.any() else ours.size
-        return first // self.page_size
+        return int(differs.argmax()) if differs.any() else ours.size
 
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts ``node`` after ``num_pages``; returns the new upper part.
 
-        The old object stays the lower part, so that receipts and queue entries that refer
-        to it keep meaning everything down to its end.
+        The old object stays the lower part, so that holds and queue entries that refer
+        to it keep meaning everything down to its end. Both parts are where the node was, and
+        wait for what it waited for.
 
             before   parent ── node[0, n)
             after    parent ── upper[0, k) ── node[k, n)
         """
-        assert 0 < num_pages < node.pages.size, f"cannot cut {node.pages.size} pages after {num_pages}"
+        assert 0 < num_pages < node.num_pages, f"cannot cut {node.num_pages} pages after {num_pages}"
         assert node.parent is not None
         cut = num_pages * self.page_bytes
-        upper = Node(node.key[:cut], node.pages[:num_pages].copy(), node.digests[:num_pages], node.parent)
+        upper = Node(node.key[:cut], NO_PAGES, node.digests[:num_pages], node.parent)
         upper.num_locks = node.num_locks
+        upper.num_host_locks = node.num_host_locks
+        upper.device_ready_op = node.device_ready_op
+        upper.host_ready_op = node.host_ready_op
         upper.last_used = node.last_used
         node.parent.children[upper.key[: self.page_bytes]] = upper
         node.key = node.key[cut:]
-        node.pages = node.pages[num_pages:].copy()
         node.digests = node.digests[num_pages:]
+        node.num_pages -= num_pages
+        if node.pages.size:
+            upper.pages, node.pages = node.pages[:num_pages].copy(), node.pages[num_pages:].copy()
+            upper.num_device_children = 1
+        if node.host_pages.size:
+            upper.host_pages, node.host_pages = node.host_pages[:num_pages].copy(), node.host_pages[num_pages:].copy()
         node.parent = upper
         upper.children[node.key[: self.page_bytes]] = node
         return upper
 
-    def extend(self, node: Node, key: bytes, pages: Int32Array) -> tuple[Node, list[bytes]]:
-        """Adds pages below ``node``; they must not be there yet.
+    def join(self, node: Node) -> None:
+        """Undoes a split: ``node`` takes over its parent, which has no other child and lies on the same tiers.
 
-        A leaf that only the caller holds grows in place; otherwise a child is made.
+        before   above ── parent[0, k) ── node[k, n)
+        after    above ── node[0, n)
+        """
+        parent = node.parent
+        assert parent is not None and parent.parent is not None and len(parent.children) == 1
+        node.key = parent.key + node.key
+        node.digests = parent.digests + node.digests
+        node.pages = np.concatenate((parent.pages, node.pages))
+        node.host_pages = np.concatenate((parent.host_pages, node.host_pages))
+        node.num_pages += parent.num_pages
+        node.parent = parent.parent
+        node.parent.children[node.key[: self.page_bytes]] = node
+        clear(parent)
+
+    def extend(self, node: Node, key: bytes, pages: Int32Array) -> tuple[Node, list[bytes]]:
+        """Adds device pages below ``node``; they must not be there yet.
+
+        A leaf that only the caller holds, and that is nowhere but on the device, grows in place; otherwise a
+        child is made.
 
         Returns:
             The node that ends with the new pages, and the new pages' digests.
@@ -109,32 +139,51 @@ class RadixTree:
         digests = chain(node.digests[-1], key, self.page_size)
         assert len(digests) == pages.size > 0, f"{pages.size} pages for a key of {len(key)} bytes"
         grows = not node.children and node.num_locks == 1 and not node.is_root
-        if grows and node.pages.size + pages.size <= MAX_NODE_PAGES:
+        is_plain = not node.host_pages.size and not node.device_ready_op
+        if grows and is_plain and node.num_pages + pages.size <= MAX_NODE_PAGES:
             node.key += key
             node.pages = np.concatenate((node.pages, pages))
             node.digests += digests
+            node.num_pages += pages.size
             return node, digests
-        assert key[: self.page_bytes] not in node.children, "the first new page is already in the tree"
-        child = Node(key, pages.copy(), digests, node)
-        node.children[key[: self.page_bytes]] = child
-        return child, digests
+        node.num_device_children += 1
+        return self.add_child(Node(key, pages.copy(), digests, node)), digests
 
-    def trim(self, leaf: Node, num_pages: int) -> tuple[Int32Array, list[bytes]]:
-        """Removes the last ``num_pages`` of a leaf; unlinks it when nothing is left.
+    def add_child(self, child: Node) -> Node:
+        """Links a new node below its parent, and returns it."""
+        parent, first = child.parent, child.key[: self.page_bytes]
+        assert parent is not None and first not in parent.children, "the first new page is already in the tree"
+        parent.children[first] = child
+        return child
+
+    def trim(self, leaf: Node, num_pages: int) -> tuple[Int32Array, Int32Array, list[bytes]]:
+        """Removes the last ``num_pages`` of a leaf from every tier; unlinks it when nothing is left.
 
         Returns:
-            The removed pages, first to last, and their digests.
+            The removed pages on the device and on the host, first to last, and their digests.
         """
         assert not leaf.children and leaf.parent is not None
-        keep = leaf.pages.size - num_pages
-        assert keep >= 0, f"cannot remove {num_pages} of {leaf.pages.size} pages"
-        pages, digests = leaf.pages[keep:].copy(), leaf.digests[keep:]
+        keep = leaf.num_pages - num_pages
+        assert keep >= 0, f"cannot remove {num_pages} of {leaf.num_pages} pages"
         if keep == 0:
-            del leaf.parent.children[leaf.key[: self.page_bytes]]
+            removed = leaf.pages, leaf.host_pages, leaf.digests
+            self.unlink(leaf)
+            clear(leaf)
+            return removed
+        removed = leaf.pages[keep:].copy(), leaf.host_pages[keep:].copy(), leaf.digests[keep:]
         leaf.key = leaf.key[: keep * self.page_bytes]
         leaf.pages = leaf.pages[:keep].copy()
+        leaf.host_pages = leaf.host_pages[:keep].copy()
         leaf.digests = leaf.digests[:keep]
-        return pages, digests
+        leaf.num_pages = keep
+        return removed
+
+    def unlink(self, node: Node) -> None:
+        """Takes a node, and with it all below it, out of the tree."""
+        assert node.parent is not None
+        del node.parent.children[node.key[: self.page_bytes]]
+        if node.pages.size:
+            node.parent.num_device_children -= 1
 
     def nodes(self) -> Iterator[Node]:
         """Walks every node but the roots (for checks and statistics)."""
@@ -144,3 +193,11 @@ class RadixTree:
             if not node.is_root:
                 yield node
             stack.extend(node.children.values())
+
+
+def clear(node: Node) -> None:
+    """Empties a node that left the tree, so that queues which still know it pass it over."""
+    node.key, node.digests, node.num_pages = b"", [], 0
+    node.pages = node.host_pages = NO_PAGES
+    node.device_ready_op = node.host_ready_op = node.num_device_children = 0
+    node.children = {}

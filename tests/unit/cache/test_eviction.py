@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.node import Node, make_root
+from hiserve.cache.index.node import NO_PAGES, Node, make_root
 
 ROOT = make_root(b"namespace")
 
@@ -44,8 +44,8 @@ def test_what_is_locked_has_children_or_is_gone_is_passed_over() -> None:
     for node in (locked, parent, gone, victim):
         eviction.add(node)
     locked.num_locks = 1
-    parent.children[bytes(4)] = leaf(5)
-    gone.pages = gone.pages[:0]
+    parent.num_device_children = 1
+    gone.pages = NO_PAGES
     assert [eviction.pop(), eviction.pop()] == [victim, None]
 
 

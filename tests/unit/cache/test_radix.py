@@ -159,11 +159,11 @@ def test_the_tree_keeps_no_view_of_the_callers_pages(tree: RadixTree, root: Node
 def test_a_trim_takes_the_tail_and_unlinks_what_is_empty(tree: RadixTree, root: Node) -> None:
     leaf = grown(tree, root, 11, 12, 13)
     digests = list(leaf.digests)
-    pages, lost = tree.trim(leaf, 2)
+    pages, _, lost = tree.trim(leaf, 2)
     assert (pages.tolist(), lost) == ([2, 3], digests[1:])
     assert (leaf.key, leaf.pages.tolist(), leaf.digests) == (key(11), [1], digests[:1])
     assert root.children == {key(11): leaf}
-    pages, lost = tree.trim(leaf, 1)
+    pages, _, lost = tree.trim(leaf, 1)
     assert (pages.tolist(), lost, root.children) == ([1], digests[:1], {})
 
 

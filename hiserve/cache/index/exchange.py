@@ -1,0 +1,224 @@
+"""Pages between the host and what lies beyond it: prefetched from a store, uploaded to it, adopted at start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, KeysView
+from dataclasses import dataclass
+
+from hiserve.cache.index.holds import Holds, path
+from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.ops import OpKind, Ops
+from hiserve.cache.index.tiers import Tiers
+from hiserve.core.copies import PageRun
+from hiserve.core.digest import chain
+from hiserve.core.plan import Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunOp:
+    """Pages to read from a store into host pages, or to write there from them.
+
+    Attributes:
+        op: Its number.
+        run: Which pages, and where they are or go.
+    """
+
+    op: int
+    run: PageRun
+
+
+class Exchange:
+    """Begins and ends prefetches and uploads, and adopts what a former process left.
+
+    Args:
+        tiers: What lies where.
+        holds: Keep the place that a prefetch continues, and the pages that an upload reads.
+        ops: The copies in flight.
+        max_upload_pages: Host pages that uploads may keep from eviction; 0 without a store.
+
+    Attributes:
+        num_wanted: Pages that prefetches were begun, or could not be begun, for.
+        num_prefetched: Of them, those that can be found now.
+        unfulfilled: Of them, the others that were settled, by reason.
+        num_not_uploaded: Pages that were not uploaded because too many were being uploaded.
+    """
+
+    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, max_upload_pages: int) -> None:
+        self._tiers = tiers
+        self._holds = holds
+        self._ops = ops
+        self._runs: dict[int, PageRun] = {}
+        self._arriving: dict[bytes, int] = {}
+        self._max_upload_pages = max_upload_pages
+        self._num_upload_pages = 0
+        self._uploads: list[RunOp] = []
+        self.num_not_uploaded = 0
+        self.num_wanted = 0
+        self.num_prefetched = 0
+        self.unfulfilled: Counter[str] = Counter()
+
+    @property
+    def arriving(self) -> KeysView[bytes]:
+        """Digests of the pages that are on their way."""
+        return self._arriving.keys()
+
+    def begin_prefetch(self, end: Node, key: bytes) -> RunOp | None:
+        """Makes room for pages that a store has.
+
+        Args:
+            end: Where the prefix ends that is here already.
+            key: Packed tokens of the pages that follow.
+
+        Returns:
+            What to read, or None: the host has no room, the end is not on the host, or the first page is on its
+            way already. ``unfulfilled`` counts pages that were left out.
+        """
+        digests = chain(end.digests[-1], key, self._tiers.tree.page_size)
+        self.num_wanted += len(digests)
+        hold = self._holds.lock_host(end)
+        count = min(len(digests), self._tiers.host.num_available)
+        if not is_ready_on_host(end) or digests[0] in self._arriving or not count:
+            reason = "not_backed" if not is_ready_on_host(end) else "in_flight" if count else "host_full"
+            self.unfulfilled[reason] += len(digests)
+            self._holds.drop(hold)
+            return None
+        self.unfulfilled["host_full"] += len(digests) - count
+        pages = self._tiers.take_host(count)
+        op = self._ops.begin(OpKind.PREFETCH, hold, pages)
+        *_, root = path(end)
+        run = PageRun(
+            pages=pages,
+            namespace=root.digests[0],
+            parent=end.digests[-1],
+            digests=digests[:count],
+            key=key[: count * self._tiers.tree.page_bytes],
+        )
+        self._runs[op.number] = run
+        self._arriving.update(dict.fromkeys(run.digests, op.number))
+        return RunOp(op.number, run)
+
+    def end_prefetch(self, number: int, num_pages: int) -> int:
+        """Takes in how many leading pages of a prefetch arrived; nobody writes to the others any more.
+
+        Returns:
+            Pages that can be found now and could not before.
+        """
+        op, run = self._ops.end(number), self._runs.pop(number)
+        for digest in run.digests:
+            if self._arriving.get(digest) == number:
+                del self._arriving[digest]
+        self.unfulfilled["not_delivered"] += len(run.digests) - num_pages
+        num_new = 0
+        if op.hold.is_lost or not is_ready_on_host(op.hold.node):
+            self.unfulfilled["place_lost"] += num_pages
+            self._tiers.give_host(run.pages)
+        else:
+            self._tiers.give_host(run.pages[num_pages:])
+            if num_pages:
+                num_new = self.insert(op.hold.node, run.key, run.digests[:num_pages], run.pages[:num_pages])
+            self.unfulfilled["here_already"] += num_pages - num_new
+        self.num_prefetched += num_new
+        self._holds.drop(op.hold)
+        return num_new
+
+    def abort_prefetch(self, number: int) -> None:
+        """Lets go of the place that a prefetch continues. Its pages stay taken until ``end_prefetch``, which drops them."""
+        op = self._ops[number]
+        assert op.kind is OpKind.PREFETCH, f"op {number} is no prefetch"
+        *_, root = path(op.hold.node)
+        self._holds.drop(op.hold)
+        op.hold = self._holds.lock_host(self._tiers.tree.keep_root(root))
+        op.hold.is_lost = True
+
+    def begin_upload(self, end: Node, run: PageRun) -> None:
+        """Keeps pages that have just reached the host until they were read; ``take_uploads`` tells which."""
+        if self._num_upload_pages + run.pages.size > self._max_upload_pages:
+            self.num_not_uploaded += run.pages.size if self._max_upload_pages else 0
+            return
+        op = self._ops.begin(OpKind.UPLOAD, self._holds.lock_host(end), run.pages)
+        self._num_upload_pages += run.pages.size
+        self._uploads.append(RunOp(op.number, run))
+
+    def take_uploads(self) -> list[RunOp]:
+        """Returns the uploads begun since the last call; each must be ended."""
+        uploads, self._uploads = self._uploads, []
+        return uploads
+
+    def end_upload(self, number: int) -> None:
+        """Takes in that nobody reads the pages of an upload any more."""
+        op = self._ops.end(number)
+        assert op.kind is OpKind.UPLOAD, f"op {number} is no upload"
+        self._num_upload_pages -= op.host_pages.size
+        self._holds.drop(op.hold)
+
+    def adopt(self, runs: Iterable[PageRun]) -> int:
+        """Makes pages findable that a former process left on the host; see ``CacheManager.adopt``."""
+        tiers = self._tiers
+        ends: dict[bytes, Node] = {}
+        num_adopted = 0
+        for run in runs:
+            taken = tiers.host.pages.take(run.pages)
+            assert taken is not None and (taken == run.pages).all(), f"host pages {run.pages} are not all free"
+            parent = ends.get(run.parent)
+            if run.parent == run.namespace:
+                parent = tiers.tree.keep_root(tiers.tree.root(run.namespace))
+            if parent is None or not is_ready_on_host(parent):
+                tiers.give_host(run.pages)
+                continue
+            num_adopted += self.insert(parent, run.key, run.digests, run.pages)
+            node, _, num_pages = tiers.tree.find(parent, run.key)
+            if num_pages == len(run.digests):
+                ends[run.digests[-1]] = node
+        return num_adopted
+
+    def insert(self, node: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> int:
+        """Adds host pages below a node, or to nodes that are on the device alone; gives back those that are there.
+
+        Returns:
+            How many were added.
+        """
+        tiers, tree = self._tiers, self._tiers.tree
+        start, num_new = 0, 0
+        spare: list[Int32Array] = []
+        while start < pages.size:
+            child = node.children.get(key[start * tree.page_bytes : (start + 1) * tree.page_bytes])
+            if child is None:
+                self._add(node, key[start * tree.page_bytes :], digests[start:], pages[start:])
+                num_new += pages.size - start
+                break
+            shared = tree.common_pages(child.key, key, start * tree.page_bytes)
+            if shared < child.num_pages:
+                child = tree.split(child, shared)
+            if child.host_pages.size or child.device_ready_op:
+                spare.append(pages[start : start + shared])
+            else:
+                child.host_pages = pages[start : start + shared].copy()
+                tiers.host.events.publish(child.digests)
+                num_new += shared
+            if not is_ready_on_host(child):
+                spare.append(pages[start + shared :])
+                break
+            node = child
+            start += shared
+        for each in spare:
+            tiers.give_host(each)
+        return num_new
+
+    def _add(self, parent: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> None:
+        tiers = self._tiers
+        child = tiers.tree.add_child(Node(key, NO_PAGES, digests, parent, pages.copy()))
+        tiers.clock += 1
+        child.last_used = tiers.clock
+        self._holds.touch(parent)
+        # The only node of the path that may be waiting for eviction was used just now, too.
+        tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
+        tiers.host.num_evictable += child.num_pages
+        tiers.queue(child)
+        tiers.host.events.publish(digests)
+        tiers.versions.tree_epoch += 1
+
+
+def is_ready_on_host(node: Node) -> bool:
+    """Whether host pages may follow this node: it is a root, or its host copy is filled."""
+    return node.is_root or (node.host_pages.size > 0 and not node.host_ready_op)

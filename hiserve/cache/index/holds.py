@@ -1,0 +1,264 @@
+"""Holds: what keeps a path from eviction, counted along it, returned exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import numpy as np
+
+from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.tiers import Tiers
+from hiserve.core.plan import Int32Array
+
+
+class Hold:
+    """The end of a path that stays until it is dropped. A split leaves a node's end where it is.
+
+    Attributes:
+        node: The path's last node. When it is cut off, the last one that is left.
+        is_host: Only the host copies are held; the device may lose its own.
+        is_lost: Whether the path was cut off.
+    """
+
+    __slots__ = ("is_host", "is_lost", "node")
+
+    def __init__(self, node: Node, *, is_host: bool) -> None:
+        self.node = node
+        self.is_host = is_host
+        self.is_lost = False
+
+
+class Receipt:
+    """Proof of a lock on a prefix; every lock ends in exactly one release.
+
+    As a context manager it is released on the way out, unless ``keep`` handed it on.
+
+    Attributes:
+        pages: int32 ``[p]``. Where the prefix lies on the device: when it was locked, with what was loaded for
+            it since, or what is left after a load failed.
+        host_pages: int32 ``[h]``. What follows, on the host alone; must be loaded before anything is published.
+        ops: Loads in flight that fill some of ``pages``. Until there are none, no forward may read them without
+            waiting.
+        is_open: Whether it still has to be released.
+    """
+
+    __slots__ = ("_hold", "_is_kept", "_release", "host_pages", "is_open", "ops", "pages")
+
+    def __init__(
+        self, hold: Hold, pages: Int32Array, host_pages: Int32Array, release: Callable[[Receipt], None]
+    ) -> None:
+        self._hold = hold
+        self._release = release
+        self.pages = pages
+        self.host_pages = host_pages
+        self.ops: set[int] = set()
+        self.is_open = True
+        self._is_kept = False
+
+    @property
+    def hold(self) -> Hold:
+        """What it proves."""
+        return self._hold
+
+    @property
+    def node(self) -> Node:
+        """The last node of the locked prefix; ``publish`` moves it on."""
+        return self._hold.node
+
+    def keep(self) -> Receipt:
+        """Hands the lock to a longer-lived owner, who must release it."""
+        self._is_kept = True
+        return self
+
+    def __enter__(self) -> Receipt:
+        """Starts the short life of a lock."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Releases the lock unless it was kept, or when an exception passes."""
+        if self.is_open and (not self._is_kept or kind is not None):
+            self._release(self)
+
+
+class Holds:
+    """Every hold there is.
+
+    Args:
+        tiers: Whose evictable pages they change.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._open: dict[Hold, Receipt | None] = {}
+
+    def issue(self, node: Node, release: Callable[[Receipt], None]) -> Receipt:
+        """Locks a path for a reader."""
+        hold, runs, host_runs = self._lock(node)
+        receipt = Receipt(hold, joined(runs), joined(host_runs), release)
+        self._open[hold] = receipt
+        return receipt
+
+    def lock(self, node: Node) -> Hold:
+        """Keeps a path on every tier it is on, for a copy of its pages."""
+        return self._lock(node)[0]
+
+    def _lock(self, node: Node) -> tuple[Hold, list[Int32Array], list[Int32Array]]:
+        tiers = self._tiers
+        tiers.clock += 1
+        clock = tiers.clock
+        runs: list[Int32Array] = []
+        host_runs: list[Int32Array] = []
+        step = node
+        while step.is_on_host_only and step.parent is not None:
+            if not step.num_locks and not step.num_host_locks:
+                tiers.host.num_evictable -= step.num_pages
+            step.num_locks += 1
+            step.last_used = clock
+            host_runs.append(step.host_pages)
+            step = step.parent
+        num_pinned = 0
+        while True:
+            if step.num_locks == 0:
+                num_pinned += step.num_pages
+            step.num_locks += 1
+            step.last_used = clock
+            runs.append(step.pages)
+            if step.parent is None:
+                break
+            step = step.parent
+        tiers.device.num_evictable -= num_pinned
+        return self._add(node, is_host=False), runs, host_runs
+
+    def lock_host(self, node: Node) -> Hold:
+        """Keeps the host copies of a path; how recently it was used does not change."""
+        step: Node | None = node
+        while step is not None:
+            if step.is_on_host_only and not step.num_locks and not step.num_host_locks:
+                self._tiers.host.num_evictable -= step.num_pages
+            step.num_host_locks += 1
+            step = step.parent
+        return self._add(node, is_host=True)
+
+    def move_on(self, hold: Hold, child: Node) -> None:
+        """Extends a lock by one node."""
+        tiers = self._tiers
+        assert child.parent is hold.node and not hold.is_host
+        if child.num_locks == 0:
+            if child.pages.size:
+                tiers.device.num_evictable -= child.num_pages
+            elif not child.num_host_locks:
+                tiers.host.num_evictable -= child.num_pages
+        child.num_locks += 1
+        hold.node = child
+        tiers.clock += 1
+        self.touch(child)
+
+    def touch(self, node: Node | None) -> None:
+        """Marks the path as just used, so that no parent looks older than its child."""
+        clock = self._tiers.clock
+        while node is not None:
+            node.last_used = clock
+            node = node.parent
+
+    def drop(self, hold: Hold) -> None:
+        """Returns a hold. Exactly once."""
+        del self._open[hold]
+        if hold.is_host:
+            self._drop_host(hold.node)
+        else:
+            self._drop_lock(hold.node)
+
+    def cut(self, gone: set[Node], end: Node) -> list[Receipt]:
+        """Moves the holds on nodes that are cut off to the node they are cut off from.
+
+        Returns:
+            The receipts that lost pages.
+        """
+        lost: list[Receipt] = []
+        for hold, receipt in self._open.items():
+            if hold.node not in gone:
+                continue
+            hold.node = end
+            hold.is_lost = True
+            if receipt is not None:
+                receipt.pages, receipt.host_pages = path_pages(end)
+                receipt.ops = {node.device_ready_op for node in path(end)} - {0}
+                lost.append(receipt)
+        return lost
+
+    @property
+    def receipts(self) -> list[Receipt]:
+        """Every receipt that is open."""
+        return [receipt for receipt in self._open.values() if receipt is not None]
+
+    def _add(self, node: Node, *, is_host: bool) -> Hold:
+        hold = Hold(node, is_host=is_host)
+        self._open[hold] = None
+        return hold
+
+    def _drop_lock(self, node: Node) -> None:
+        tiers = self._tiers
+        tiers.clock += 1
+        clock = tiers.clock
+        step = node
+        while step.is_on_host_only and step.parent is not None:
+            assert step.num_locks > 0, f"a node of {step.num_pages} host pages has no lock to return"
+            step.num_locks -= 1
+            step.last_used = clock
+            if not step.num_locks and not step.num_host_locks:
+                tiers.host.num_evictable += step.num_pages
+            step = step.parent
+        end_on_device = step
+        num_freed = 0
+        while True:
+            assert step.num_locks > 0, f"a node of {step.num_pages} pages has no lock to return"
+            step.num_locks -= 1
+            step.last_used = clock
+            if step.num_locks == 0:
+                num_freed += step.num_pages
+            if step.parent is None:
+                break
+            step = step.parent
+        tiers.device.num_evictable += num_freed
+        # Of a path, only the last node of each tier can be a leaf there.
+        tiers.queue(node)
+        if end_on_device is not node:
+            tiers.queue(end_on_device)
+        tiers.queue(step)
+
+    def _drop_host(self, node: Node) -> None:
+        step: Node = node
+        while True:
+            assert step.num_host_locks > 0, f"a node of {step.num_pages} pages has no host lock to return"
+            step.num_host_locks -= 1
+            if step.is_on_host_only and not step.num_locks and not step.num_host_locks:
+                self._tiers.host.num_evictable += step.num_pages
+            if step.parent is None:
+                break
+            step = step.parent
+        if node.is_on_host_only:
+            self._tiers.queue(node)
+        self._tiers.queue(step)
+
+
+def path(node: Node) -> Iterator[Node]:
+    """Walks from a node up to its root, which comes last."""
+    step: Node | None = node
+    while step is not None:
+        yield step
+        step = step.parent
+
+
+def path_pages(node: Node) -> tuple[Int32Array, Int32Array]:
+    """Returns the device pages of a path, and the host pages of what follows on the host alone."""
+    nodes = list(path(node))
+    runs = [step.pages for step in nodes if not step.is_on_host_only]
+    return joined(runs), joined([step.host_pages for step in nodes if step.is_on_host_only])
+
+
+def joined(runs: list[Int32Array]) -> Int32Array:
+    """Joins the runs of a path, which were gathered from its end."""
+    return np.concatenate(runs[::-1]) if runs else NO_PAGES

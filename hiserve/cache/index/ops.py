@@ -1,0 +1,140 @@
+"""Copies in flight: their numbers, what they hold, and the pages that outlive the tree because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from hiserve.cache.index.holds import Hold, Receipt
+from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.tiers import Tiers
+from hiserve.core.plan import Int32Array
+
+
+class OpKind(Enum):
+    """Where the bytes of an op go."""
+
+    LOAD = "host to device"
+    STORE = "device to host"
+    PREFETCH = "store to host"
+    UPLOAD = "host to store"
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """A copy that was begun and not settled.
+
+    Attributes:
+        number: Monotone from 1.
+        kind: Where its bytes go.
+        hold: Keeps its nodes, and ends at the last of them.
+        host_pages: int32 ``[n]``. Its pages on the host.
+        readers: Receipts that wait for it; of a load.
+        blocked: Nodes that can be stored when it is settled.
+        orphans: Device pages that left the tree while it read or wrote them.
+        host_orphans: Likewise on the host.
+    """
+
+    number: int
+    kind: OpKind
+    hold: Hold
+    host_pages: Int32Array
+    readers: list[Receipt] = field(default_factory=list)
+    blocked: list[Node] = field(default_factory=list)
+    orphans: list[Int32Array] = field(default_factory=list)
+    host_orphans: list[Int32Array] = field(default_factory=list)
+
+
+class Ops:
+    """Every op in flight, by number.
+
+    The tree refers to an op by the numbers in its nodes, an op to the tree by its hold alone. So what a flush or a
+    failure takes out of the tree is out of reach of every op begun before: all it finds at its end are its orphans.
+
+    Args:
+        tiers: Where orphans go back to.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._ops: dict[int, Op] = {}
+        self._last = 0
+        self.num_loads = 0
+
+    def __getitem__(self, number: int) -> Op:
+        """Returns an op in flight."""
+        return self._ops[number]
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the op is in flight."""
+        return number in self._ops
+
+    def __iter__(self) -> Iterator[Op]:
+        """Walks the ops in the order of their numbers."""
+        return iter(self._ops.values())
+
+    def __len__(self) -> int:
+        """Returns the number of ops in flight."""
+        return len(self._ops)
+
+    def begin(self, kind: OpKind, hold: Hold, host_pages: Int32Array) -> Op:
+        """Numbers a new op."""
+        self._last += 1
+        op = Op(self._last, kind, hold, host_pages)
+        self._ops[op.number] = op
+        self.num_loads += kind is OpKind.LOAD
+        return op
+
+    def end(self, number: int) -> Op:
+        """Forgets an op that reads and writes no more; each exactly once. Its orphans are free."""
+        assert number in self._ops, f"op {number} is not in flight; {self._last} were begun"
+        op = self._ops.pop(number)
+        self.num_loads -= op.kind is OpKind.LOAD
+        for pages in op.orphans:
+            self._tiers.give(pages)
+        for pages in op.host_orphans:
+            self._tiers.give_host(pages)
+        return op
+
+    def free(self, node: Node) -> None:
+        """Frees the pages of a node that left the tree: at once, or when the op that uses them ends."""
+        if node.pending_op:
+            op = self._ops[node.pending_op]
+            op.orphans.append(node.pages)
+            op.host_orphans.append(node.host_pages)
+        else:
+            self._tiers.give(node.pages)
+            self.free_host(node.host_pages)
+
+    def forget_host(self, node: Node) -> None:
+        """Takes the host copy from a node that stays on the device; a store that fills it fills nobody's pages."""
+        if not node.host_ready_op:
+            self._tiers.host.events.remove(node.digests)
+        if node.pending_op:
+            self._ops[node.pending_op].host_orphans.append(node.host_pages)
+        else:
+            self.free_host(node.host_pages)
+        node.host_pages = NO_PAGES
+        node.host_ready_op = 0
+
+    def free_host(self, pages: Int32Array) -> None:
+        """Frees host pages that no copy to or from the device uses; an upload may still read them."""
+        for op in self._ops.values():
+            if op.kind is OpKind.UPLOAD:
+                is_read = np.isin(pages, op.host_pages)
+                op.host_orphans.append(pages[is_read])
+                pages = pages[~is_read]
+        self._tiers.give_host(pages)
+
+
+def carriers(op: Op) -> list[Node]:
+    """Returns the nodes that wait for a load or a store, first to last; splits may have made more of them."""
+    nodes: list[Node] = []
+    step: Node | None = op.hold.node
+    while step is not None and step.pending_op == op.number:
+        nodes.append(step)
+        step = step.parent
+    return nodes[::-1]

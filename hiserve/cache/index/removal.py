@@ -1,0 +1,97 @@
+"""Taking parts out of the tree whatever is in flight there: what failed to load, and what is flushed."""
+
+from __future__ import annotations
+
+from hiserve.cache.index.holds import Holds, Receipt, path
+from hiserve.cache.index.node import Node
+from hiserve.cache.index.ops import OpKind, Ops
+from hiserve.cache.index.radix import clear
+from hiserve.cache.index.tiers import Tier, Tiers
+
+
+class Removal:
+    """Cuts off nodes that may be held, or in use by copies.
+
+    Args:
+        tiers: What lies where.
+        holds: Those on what is cut off move to what is left.
+        ops: Those that use its pages get them as orphans.
+    """
+
+    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops) -> None:
+        self._tiers = tiers
+        self._holds = holds
+        self._ops = ops
+
+    def cut(self, top: Node) -> list[Receipt]:
+        """Removes a node and all below it; nothing of it can be found any more.
+
+        Returns:
+            The receipts that lost pages; they end now where the rest of their prefix ends.
+        """
+        tiers, parent = self._tiers, top.parent
+        assert parent is not None, "a root cannot be cut off"
+        was_queued = parent.is_evictable
+        tiers.versions.tree_epoch += 1
+        tiers.lost.add(top.digests[0])
+        tiers.tree.unlink(top)
+        gone = [top]
+        for node in gone:
+            gone.extend(node.children.values())
+        lost = self._holds.cut(set(gone), parent)
+        for node in gone:
+            self._forget(node)
+            clear(node)
+        if not was_queued:
+            tiers.queue(parent)
+        return lost
+
+    def flush(self, tier: Tier | None) -> int:
+        """Empties a tier, or both, but for what receipts hold; copies in flight end in nothing.
+
+        Returns:
+            Pages freed at once; those that copies use follow when they end.
+        """
+        tiers, device, host = self._tiers, self._tiers.device, self._tiers.host
+        if tier is Tier.DEVICE:
+            count = device.num_evictable
+            if count:
+                tiers.evict(count)
+            return count
+        num_free, num_free_host = device.pages.num_free, host.pages.num_free
+        kept = {node for receipt in self._holds.receipts for node in path(receipt.node)}
+        for root in list(tiers.tree.roots.values()):
+            self._cut_below(root, kept, spares_device=tier is Tier.HOST)
+        to_load = {node for each in self._holds.receipts if each.host_pages.size for node in path(each.node)}
+        for node in tiers.tree.nodes():
+            if node.host_pages.size and node not in to_load:
+                self._ops.forget_host(node)
+                tiers.versions.tree_epoch += 1
+        for op in self._ops:
+            if op.kind is OpKind.PREFETCH:
+                op.hold.is_lost = True
+        num_freed = device.pages.num_free - num_free
+        device.num_evicted += num_freed
+        return num_freed + host.pages.num_free - num_free_host
+
+    def _cut_below(self, root: Node, kept: set[Node], *, spares_device: bool) -> None:
+        stack = [root]
+        while stack:
+            for child in list(stack.pop().children.values()):
+                if child in kept or (spares_device and child.pages.size):
+                    stack.append(child)
+                else:
+                    self.cut(child)
+
+    def _forget(self, node: Node) -> None:
+        """Takes a node out of all counts and gives its pages back."""
+        device, host = self._tiers.device, self._tiers.host
+        if node.num_locks == 0:
+            device.num_evictable -= node.pages.size
+            if node.is_on_host_only and node.num_host_locks == 0:
+                host.num_evictable -= node.num_pages
+        if node.pages.size and not node.device_ready_op:
+            device.events.remove(node.digests)
+        if node.host_pages.size and not node.host_ready_op:
+            host.events.remove(node.digests)
+        self._ops.free(node)

@@ -1,0 +1,232 @@
+"""What lies on which tier: pages taken, demoted and evicted, and what may go."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.cache.index.events import PrefixEvents
+from hiserve.cache.index.eviction import Eviction
+from hiserve.cache.index.misses import RecentDigests
+from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.pages import PageAllocator
+from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
+from hiserve.cache.index.version import Versions
+from hiserve.core.plan import Int32Array
+
+STEP_SHIFT = 32  # the clock's upper half is the step, its lower half counts within
+
+
+class Tier(StrEnum):
+    """Where pages lie."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class TierPages:
+    """The pages of one tier.
+
+    Args:
+        num_pages: Pages in the pool, page 0 included, which is never handed out.
+        eviction: Decides which unlocked leaf goes first.
+        num_ready: Pages below this can be used already; all, unless given.
+
+    Attributes:
+        pages: Which are free.
+        eviction: Holds every node of the tier that may lose its tail.
+        events: Pages that can be read on this tier, or cannot any more.
+        num_evictable: Pages that eviction could free, in time.
+        num_evicted: Pages it did free.
+        last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it; of a published
+            one, the step that wrote it.
+    """
+
+    def __init__(self, num_pages: int, eviction: Eviction, num_ready: int | None = None) -> None:
+        self.pages = PageAllocator(num_pages, num_ready)
+        self.eviction = eviction
+        self.events = PrefixEvents()
+        self.num_evictable = 0
+        self.num_evicted = 0
+        self.last_step: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that ``take`` could get now."""
+        return self.pages.num_free + self.num_evictable
+
+    def give(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
+        """Returns pages; forwards up to ``last_step`` may still touch them."""
+        self.last_step[pages] = last_step
+        self.pages.give(pages)
+
+
+class Tiers:
+    """The tree and the pages of both tiers under it.
+
+    Args:
+        tree: Who shares which prefix.
+        device: Its pages on the device.
+        host: Its pages on the host; without a host tier, a pool in which no page is ready.
+
+    Attributes:
+        versions: Both counters.
+        clock: Logical time, ``step << 32 | count``: a node's last use also tells the last step whose forward
+            may touch its pages, because a forward reads only what a lock holds.
+        lost: First pages of runs that were cached and are no more.
+        freed_host: Host pages given back since somebody last asked.
+        num_unbacked: Pages evicted from the device that were nowhere else.
+    """
+
+    def __init__(self, tree: RadixTree, device: TierPages, host: TierPages) -> None:
+        self.tree = tree
+        self.device = device
+        self.host = host
+        self.versions = Versions()
+        self.clock = 0
+        self.lost = RecentDigests()
+        self.freed_host: list[Int32Array] = []
+        self.num_unbacked = 0
+
+    @property
+    def step(self) -> int:
+        """The last step that was planned."""
+        return self.clock >> STEP_SHIFT
+
+    def begin_after(self, step_id: int) -> None:
+        """Tells that this step is planned: its forward may touch whatever is in use now."""
+        self.clock = max(self.clock, step_id << STEP_SHIFT)
+
+    def take(self, wanted: Int32Array) -> Int32Array | None:
+        """Takes device pages, evicting if need be; None, and nothing evicted, when there are too few."""
+        short = int(wanted.size) - self.device.pages.num_free
+        if short > self.device.num_evictable:
+            return None
+        if short > 0:
+            self.evict(short)
+        taken = self.device.pages.take(wanted)
+        assert taken is not None, f"{wanted.size} pages wanted, {self.device.pages.num_free} free after eviction"
+        return taken
+
+    def take_host(self, count: int) -> Int32Array:
+        """Takes ``count`` host pages, evicting if need be; there must be so many available."""
+        short = count - self.host.pages.num_free
+        if short > 0:
+            self.evict_host(short)
+        taken = self.host.pages.take(np.zeros(count, dtype=np.int32))
+        assert taken is not None, f"{count} host pages wanted, {self.host.pages.num_free} free after eviction"
+        return taken
+
+    def give(self, pages: Int32Array) -> None:
+        """Returns device pages that were in use until now."""
+        self.device.give(pages, self.step)
+
+    def give_host(self, pages: Int32Array) -> None:
+        """Returns host pages; no copy may be reading or writing them."""
+        self.host.give(pages, 0)
+        self.freed_host.append(pages)
+
+    def evict(self, count: int) -> None:
+        """Frees ``count`` device pages, least recently used leaf first, last page of a leaf first."""
+        self.versions.tree_epoch += 1
+        self.device.num_evictable -= count
+        self.device.num_evicted += count
+        freed: list[Int32Array] = []
+        steps: list[int] = []
+        while count:
+            leaf = self.device.eviction.pop()
+            assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
+            steps.append(leaf.last_used >> STEP_SHIFT)
+            share = min(count, leaf.num_pages)
+            freed.append(self._demote(leaf, share) if leaf.host_pages.size else self._delete(leaf, share))
+            count -= share
+        self.device.give(np.concatenate(freed), np.repeat(steps, [pages.size for pages in freed]))
+
+    def evict_host(self, count: int) -> None:
+        """Frees ``count`` pages that lie on the host alone, in the same order."""
+        self.versions.tree_epoch += 1
+        self.host.num_evictable -= count
+        self.host.num_evicted += count
+        while count:
+            leaf = self.host.eviction.pop()
+            assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
+            parent = leaf.parent
+            _, pages, digests = self.tree.trim(leaf, min(count, leaf.num_pages))
+            self.host.events.remove(digests)
+            self.lost.add(digests[0])
+            self.give_host(pages)
+            count -= pages.size
+            if leaf.num_pages:
+                self.host.eviction.add(leaf)
+            else:
+                self.queue(parent)
+
+    def queue(self, node: Node) -> None:
+        """Offers a node that lost a child, a hold or a tier to eviction, or drops a root of which nothing is left."""
+        if node.parent is None:
+            self.tree.drop_root_if_unused(node)
+        elif node.is_evictable:
+            self.device.eviction.add(node)
+        elif node.is_host_evictable:
+            self.host.eviction.add(node)
+
+    def put_on_device(self, node: Node, pages: Int32Array, ready_op: int = 0) -> None:
+        """Gives a locked node that lies on the host alone a copy on the device."""
+        assert node.is_on_host_only and node.num_locks and pages.size == node.num_pages and node.parent is not None
+        node.pages = pages
+        node.device_ready_op = ready_op
+        node.parent.num_device_children += 1
+        self.versions.tree_epoch += 1
+        if not ready_op:
+            self.device.events.publish(node.digests)
+
+    def join(self, node: Node) -> None:
+        """Joins a backed node with its parent where nothing tells them apart, so that paths stay short."""
+        parent = node.parent
+        if (
+            parent is None
+            or parent.parent is None
+            or len(parent.children) != 1
+            or parent.num_pages + node.num_pages > MAX_NODE_PAGES
+            or not (parent.host_pages.size and node.host_pages.size)
+            or bool(parent.pages.size) != bool(node.pages.size)
+            or parent.pending_op
+            or node.pending_op
+            or (parent.num_locks, parent.num_host_locks) != (node.num_locks, node.num_host_locks)
+            or parent.last_used != node.last_used
+        ):
+            return
+        self.tree.join(node)
+        self.versions.tree_epoch += 1
+
+    def _delete(self, leaf: Node, count: int) -> Int32Array:
+        parent = leaf.parent
+        assert parent is not None
+        pages, _, digests = self.tree.trim(leaf, count)
+        self.device.events.remove(digests)
+        self.lost.add(digests[0])
+        self.num_unbacked += count
+        if leaf.num_pages:
+            self.device.eviction.add(leaf)
+        else:
+            self.queue(parent)
+        return pages
+
+    def _demote(self, leaf: Node, count: int) -> Int32Array:
+        """Takes the last ``count`` pages of a leaf off the device; they stay on the host."""
+        if count < leaf.num_pages:
+            self.tree.split(leaf, leaf.num_pages - count)
+        parent, pages = leaf.parent, leaf.pages
+        assert parent is not None
+        self.device.events.remove(leaf.digests)
+        leaf.pages = NO_PAGES
+        parent.num_device_children -= 1
+        if not leaf.num_host_locks:
+            self.host.num_evictable += count
+        self.queue(leaf)
+        self.queue(parent)
+        if len(leaf.children) == 1:
+            self.join(next(iter(leaf.children.values())))
+        return pages

@@ -1,0 +1,248 @@
+"""Copies between device and host: which nodes are loaded and stored, and what their end changes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from hiserve.cache.index.exchange import Exchange
+from hiserve.cache.index.holds import Holds, Receipt, path
+from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.ops import Op, OpKind, Ops, carriers
+from hiserve.cache.index.removal import Removal
+from hiserve.cache.index.tiers import Tiers
+from hiserve.core.copies import CopyKind, PageCopy, PageRun
+from hiserve.core.plan import Int32Array
+
+
+class Transfers:
+    """Begins and ends loads and stores.
+
+    A node is stored only below what is ready on the host, or together with it: a store that fails leaves
+    nothing on the host below a gap.
+
+    Args:
+        tiers: What lies where.
+        holds: Keep the nodes of a copy where they are.
+        ops: The copies in flight.
+        removal: Takes out what failed to load.
+        exchange: Uploads what was stored.
+
+    Attributes:
+        num_loaded: Pages that reached the device.
+        num_not_loaded: Pages of loads that failed.
+        num_stored: Pages that reached the host.
+        num_not_stored: Pages of stores that failed.
+        num_without_room: Pages that were not stored because no host page could be freed.
+    """
+
+    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, removal: Removal, exchange: Exchange) -> None:
+        self._tiers = tiers
+        self._holds = holds
+        self._ops = ops
+        self._removal = removal
+        self._exchange = exchange
+        self._runs: dict[int, PageRun] = {}
+        self._queue: deque[Node] = deque()
+        self._sweep_at = 1024
+        self.num_loaded = 0
+        self.num_not_loaded = 0
+        self.num_stored = 0
+        self.num_not_stored = 0
+        self.num_without_room = 0
+
+    def enqueue(self, node: Node) -> None:
+        """Wishes a node, and what is above it, on the host; where it is already, nothing happens."""
+        node = _surviving(node)
+        if node.is_queued or node.host_pages.size or node.is_root:
+            return
+        node.is_queued = True
+        self._queue.append(node)
+        if len(self._queue) >= self._sweep_at:
+            queue, self._queue = self._queue, deque()
+            self._sweep_at = 2 * len(queue)
+            for node in queue:  # those that left the tree give their place to what is left above them
+                node.is_queued = False
+                self.enqueue(node)
+            self._sweep_at = max(1024, 2 * len(self._queue))
+
+    def begin_load(self, receipt: Receipt, pages: Int32Array) -> PageCopy:
+        """Loads the host part of a receipt; whoever matches it from now on finds it on the device.
+
+        Args:
+            receipt: Still holds its host part. Waits for the load afterwards (``ops``).
+            pages: int32 ``[h]``. One for each of ``receipt.host_pages``, taken by the caller.
+        """
+        tiers, host_pages = self._tiers, receipt.host_pages
+        assert receipt.is_open and pages.size == host_pages.size > 0, f"{pages.size} pages for {host_pages.size}"
+        nodes = [node for node in path(receipt.node) if node.is_on_host_only]
+        assert sum(node.num_pages for node in nodes) == pages.size, "the prefix came to the device; match again"
+        pages = pages.copy()
+        op = self._ops.begin(OpKind.LOAD, self._holds.lock(receipt.node), host_pages)
+        end = pages.size
+        for node in nodes:
+            tiers.put_on_device(node, pages[end - node.num_pages : end].copy(), op.number)
+            end -= node.num_pages
+        receipt.pages = np.concatenate((receipt.pages, pages))
+        receipt.host_pages = NO_PAGES
+        self.wait(receipt, op)
+        after_step = int(tiers.device.last_step[pages].max())
+        return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step)
+
+    def wait(self, receipt: Receipt, op: Op) -> None:
+        """Lets a receipt wait for a load."""
+        receipt.ops.add(op.number)
+        op.readers.append(receipt)
+
+    def begin_stores(self, max_pages: int) -> list[PageCopy]:
+        """Begins to store what waits for it, oldest wish first and parents before children, up to ``max_pages``."""
+        copies: list[PageCopy] = []
+        while self._queue and max_pages > 0:
+            node = self._queue.popleft()
+            node.is_queued = False
+            chain = _unbacked(_surviving(node))
+            blocking = _blocking(chain)
+            if blocking:
+                self._block(chain[-1], self._ops[blocking])
+            elif chain:
+                room = min(max_pages, self._tiers.host.num_available)
+                if room:
+                    copies.append(self._store(chain, room))
+                    max_pages -= copies[-1].host_pages.size
+                else:
+                    self.num_without_room += sum(each.num_pages for each in chain)
+        return copies
+
+    def settle(self, number: int, *, ok: bool) -> list[Receipt]:
+        """Takes in the end of a load or a store.
+
+        Args:
+            number: The op's; each exactly once.
+            ok: Whether all bytes arrived.
+
+        Returns:
+            The receipts that lost pages because a load failed. Their rows must be computed again from where
+            ``receipt.pages`` end now.
+        """
+        op = self._ops.end(number)
+        nodes = carriers(op)
+        lost: list[Receipt] = []
+        if op.kind is OpKind.LOAD:
+            for receipt in op.readers:
+                receipt.ops.discard(number)
+            if ok:
+                self._end_load(nodes)
+            elif nodes:
+                lost = self._fail_load(nodes)
+        else:
+            self._end_store(nodes, ok=ok)
+            run = self._runs.pop(number)
+            if ok and sum(node.num_pages for node in nodes) == run.pages.size:
+                self._exchange.begin_upload(op.hold.node, run)
+        self._holds.drop(op.hold)
+        if op.kind is OpKind.STORE and ok:
+            for node in nodes:
+                self._tiers.join(node)
+        for node in op.blocked:
+            node.is_queued = False
+            self.enqueue(node)
+        return lost
+
+    def _store(self, chain: list[Node], room: int) -> PageCopy:
+        """Stores the first ``room`` pages of a run of nodes; the rest, if any, waits for them."""
+        tiers = self._tiers
+        last = chain[-1]
+        chain = self._leading(chain, room)
+        pages = np.concatenate([node.pages for node in chain])
+        host_pages = tiers.take_host(pages.size)
+        op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages)
+        start = 0
+        for node in chain:
+            node.host_pages = host_pages[start : start + node.num_pages].copy()
+            node.host_ready_op = op.number
+            start += node.num_pages
+        if chain[-1] is not last:
+            self._block(last, op)
+        parent = chain[0].parent
+        assert parent is not None
+        *_, root = path(parent)
+        run = PageRun(
+            pages=host_pages,
+            namespace=root.digests[0],
+            parent=parent.digests[-1],
+            digests=[digest for node in chain for digest in node.digests],
+            key=b"".join(node.key for node in chain),
+        )
+        self._runs[op.number] = run
+        after_step = int(tiers.device.last_step[pages].max())
+        return PageCopy(op.number, CopyKind.STORE, pages, host_pages, after_step, run)
+
+    def _leading(self, chain: list[Node], room: int) -> list[Node]:
+        """Returns the first ``room`` pages of a run of nodes, or all, cutting one if need be."""
+        leading: list[Node] = []
+        for node in chain:
+            leading.append(self._tiers.tree.split(node, room) if node.num_pages > room else node)
+            room -= leading[-1].num_pages
+            if not room:
+                break
+        return leading
+
+    def _block(self, node: Node, op: Op) -> None:
+        node.is_queued = True
+        op.blocked.append(node)
+
+    def _end_load(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            node.device_ready_op = 0
+            self._tiers.device.events.publish(node.digests)
+            self.num_loaded += node.num_pages
+
+    def _fail_load(self, nodes: list[Node]) -> list[Receipt]:
+        """Takes out nodes whose bytes never came, with all below; what the host had is not to be trusted either."""
+        for node in nodes:
+            self.num_not_loaded += node.num_pages
+            self._tiers.give(node.pages)
+            node.pages = NO_PAGES
+            node.device_ready_op = 0
+            assert node.parent is not None
+            node.parent.num_device_children -= 1
+        lost = self._removal.cut(nodes[0])
+        self._tiers.versions.relocation_version += bool(lost)
+        return lost
+
+    def _end_store(self, nodes: list[Node], *, ok: bool) -> None:
+        for node in nodes:
+            node.host_ready_op = 0
+            if ok:
+                self._tiers.host.events.publish(node.digests)
+                self.num_stored += node.num_pages
+            else:
+                self._tiers.give_host(node.host_pages)
+                node.host_pages = NO_PAGES
+                self.num_not_stored += node.num_pages
+
+
+def _surviving(node: Node) -> Node:
+    """Returns the node, or what is left above it when it left the tree."""
+    while not node.num_pages and node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _unbacked(node: Node) -> list[Node]:
+    """Returns the nodes of a path that the host lacks, first to last."""
+    nodes: list[Node] = []
+    while node.num_pages and not node.host_pages.size:
+        nodes.append(node)
+        assert node.parent is not None
+        node = node.parent
+    return nodes[::-1]
+
+
+def _blocking(chain: list[Node]) -> int:
+    """Returns an op that must end before these nodes can be stored, or 0."""
+    if not chain:
+        return 0
+    assert chain[0].parent is not None
+    return chain[0].parent.pending_op or next((node.device_ready_op for node in chain if node.device_ready_op), 0)
