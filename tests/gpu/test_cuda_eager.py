@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
 from tests.helpers import oracle
@@ -23,20 +20,7 @@ from tests.helpers.plans import GREEDY, HandPlanner
 pytestmark = pytest.mark.gpu
 
 NUM_NEW, NUM_PAGES, MAX_LEN = 250, 400, 512
-DEVICES = ("cuda", "cpu")
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
-# Row by row, so that every step finds each part of the sampler wanted by some rows and not by others.
-EVERYTHING = (
-    SamplingParams(
-        temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=5, prompt_logprobs=3, seed=1
-    ),
-    SamplingParams(
-        temperature=0.9, top_k=100, top_p=0.9, presence_penalty=0.7, min_tokens=30, stop_token_ids=(3, 9, 40), seed=2
-    ),
-    SamplingParams(temperature=1.2, min_p=0.02, logit_bias={7: 4.0, 8: -100.0}, logprobs=0, seed=3),
-    SamplingParams(temperature=0.8, top_k=40, min_p=0.05, prompt_logprobs=0, seed=2**62),
-    SamplingParams(temperature=1.0, logprobs=20, seed=5),
-)
 
 
 @pytest.fixture(scope="module")
@@ -71,34 +55,25 @@ def engine(folder: Path, dtype: str, device: str = "cuda") -> Engine:
     )
 
 
-def run(
-    subject: Engine, prompts: dict[int, list[int]], sampling: Sequence[SamplingParams], num_new: int
-) -> list[tuple[BatchPlan, StepResult]]:
-    """One chunked prefill, then decode steps, all submitted before the first result is read; rows ask in turn."""
+def generate(
+    subject: Engine, prompts: dict[int, list[int]], sampling: SamplingParams = GREEDY, num_new: int = NUM_NEW
+) -> dict[int, list[int]]:
+    """One chunked prefill, then decode steps, all submitted before the first result is read."""
     planner = HandPlanner(16, NUM_PAGES, shuffle_seed=1)
-    for (row, prompt), params in zip(prompts.items(), cycle(sampling), strict=False):
-        planner.admit(row, prompt, params)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
     plans = []
     while left := {row: count for row, prompt in prompts.items() if (count := len(prompt) - planner.computed[row]) > 0}:
         plans.append(planner.step({row: min(16, count) for row, count in left.items()}))
     plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(num_new - 1)]
     flying = [(plan, subject.executor.submit(plan)) for plan in plans]
-    return [(plan, future.result()) for plan, future in flying]
-
-
-def tokens_of(steps: list[tuple[BatchPlan, StepResult]], num_new: int) -> dict[int, list[int]]:
-    out: dict[int, list[int]] = {}
-    for plan, result in steps:
+    out: dict[int, list[int]] = {row: [] for row in prompts}
+    for plan, future in flying:
+        result = future.result()
         assert result.faults.size == 0
         for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
-            out.setdefault(row, []).append(token)
+            out[row].append(token)
     return {row: tokens[:num_new] for row, tokens in out.items()}
-
-
-def generate(
-    subject: Engine, prompts: dict[int, list[int]], sampling: SamplingParams = GREEDY, num_new: int = NUM_NEW
-) -> dict[int, list[int]]:
-    return tokens_of(run(subject, prompts, [sampling], num_new), num_new)
 
 
 @pytest.mark.parametrize(
@@ -141,38 +116,16 @@ def test_float64_tokens_equal_those_of_the_cpu(folders: dict[str, Path], name: s
         assert cuda == generate(engine(folders[name], "float64", "cpu"), prompts, sampling, 40)
 
 
-def test_every_sampling_parameter_means_on_cuda_what_it_means_on_the_cpu(folders: dict[str, Path]) -> None:
-    """In float64, in one batch: tokens, their scores, and those of prompts."""
-    prompts = dict(enumerate([*prompts_of("llama", folders["llama"]).values(), list(range(50, 90))], start=1))
-    cuda, cpu = (run(engine(folders["llama"], "float64", device), prompts, EVERYTHING, 40) for device in DEVICES)
-    tokens = tokens_of(cpu, 40)
-    assert tokens_of(cuda, 40) == tokens
-    assert all(len(set(each)) >= 10 for each in tokens.values())
-    assert not {3, 9, 40} & set(tokens[2][:30]), "min_tokens was told to keep them out"
-    assert 7 in tokens[3]
-    num_scores = 0
-    for (_, got), (_, expected) in zip(cuda, cpu, strict=True):
-        for ours, theirs in ((got.scores, expected.scores), (got.prompt_scores, expected.prompt_scores)):
-            assert (ours is None) == (theirs is None)
-            if ours is None or theirs is None:
-                continue
-            num_scores += ours.logprobs.size
-            assert ours.top_tokens.tolist() == theirs.top_tokens.tolist()
-            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-6, atol=1e-9)
-            np.testing.assert_allclose(ours.top_logprobs, theirs.top_logprobs, rtol=1e-6, atol=1e-9)
-    assert num_scores > 40 * len(prompts)
-
-
 @pytest.mark.parametrize("name", ["nano", "qwen3_moe"])
-@pytest.mark.parametrize("sampling", [[GREEDY], [SAMPLED], EVERYTHING], ids=["greedy", "sampled", "everything"])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_launching_a_step_never_waits_for_the_device(
-    folders: dict[str, Path], name: str, sampling: Sequence[SamplingParams]
+    folders: dict[str, Path], name: str, sampling: SamplingParams
 ) -> None:
     prompts = prompts_of(name, folders[name])
     subject = engine(folders[name], "bfloat16")
     with no_sync():
-        steps = run(subject, prompts, sampling, 10)
-    assert len(tokens_of(steps, 10)[1]) == 10
+        tokens = generate(subject, prompts, sampling, 10)
+    assert len(tokens[1]) == 10
     subject.executor.close()
 
 
