@@ -66,8 +66,9 @@ def test_every_setting_at_once_gives_the_tokens_and_scores_of_the_cpu_in_float64
 def test_no_setting_makes_a_launch_wait_for_the_device(folder: Path, dtype: str) -> None:
     """All at once, and each for all rows: subsets and whole batches take different paths."""
     for settings in (SETTINGS, *((each,) * len(PROMPTS) for each in SETTINGS)):
+        ready = engine(folder, dtype)  # loading weights may wait
         with no_sync():
-            tokens, _ = told(engine(folder, dtype), settings)
+            tokens, _ = told(ready, settings)
         assert len(tokens) >= NUM_NEW
 
 
