@@ -1,10 +1,10 @@
-# hiserve: make demo | test | test-long | mutants | bench
+# hiserve: make demo | test | test-long | test-clients | mutants | bench
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long mutants check bench clean
+.PHONY: demo test test-long test-clients mutants check bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,14 @@ test: check  ## everything CI runs
 test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	$(BIN)/python -m pytest -m long --timeout 3600
 
+.venv-clients/.installed: pyproject.toml  # of their own: they want an older openai
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev,clients]"
+	touch $@
+
+test-clients: .venv-clients/.installed  ## the clients that are too heavy for CI
+	.venv-clients/bin/python -m pytest -m clients -W default  # litellm warns, and leaves an event loop behind
+
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
 	$(BIN)/python -m tests.mutants.run
 
@@ -39,4 +47,4 @@ bench: $(VENV)/.installed-dev  ## the recorded CPU figures, into benchmarks/resu
 	$(BIN)/python benchmarks/second_turn.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,67 @@
+"""Every file of ``examples/`` is executed as it stands, against a live server where it wants one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.live import Live, serve
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 120
+# What a run must say, by file; ``demo.py`` checks itself.
+SAYS = {
+    "curl.sh": ['"finish_reason"', "data: [DONE]", '"token_logprobs"', '"tokens"'],
+    "demo.py": ["server stopped with status 0"],
+    "langchain_chat.py": ["?"],
+    "offline.py": ["'def add(a, b):\\n' -> ", "assistant: ", " prompt tokens from the cache]"],
+    "openai_chat.py": ["assistant: ", " prompt tokens from the cache]"],
+    "token_ids.py": ["Book a table for two, please.", " prompt tokens from the cache]"],
+}
+WITHOUT_SERVER = {"demo.py", "offline.py"}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serve(tmp_path_factory.mktemp("examples"), "--cpu-threads", "1") as running:
+        yield running
+
+
+def run(name: str, folder: Path, *arguments: str) -> str:
+    """Runs an example in an empty folder; returns what it printed."""
+    program = ["bash"] if name.endswith(".sh") else [sys.executable]
+    done = subprocess.run(
+        [*program, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_executed() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == SAYS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+def test_an_example_runs(name: str, live: Live, tmp_path: Path) -> None:
+    printed = run(name, tmp_path, *([] if name in WITHOUT_SERVER else [live.url]))
+    for text in SAYS[name]:
+        assert text in printed, printed
+
+
+@pytest.mark.parametrize("name", ["openai_chat.py", "token_ids.py"])
+def test_later_turns_come_from_the_cache(name: str, live: Live, tmp_path: Path) -> None:
+    printed = run(name, tmp_path, live.url)
+    last = [line.strip(" [") for line in printed.splitlines() if line.endswith("from the cache]")][-1]
+    assert int(last.split()[0]) > 0, printed
