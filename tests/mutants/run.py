@@ -10,27 +10,50 @@ fails anyway kills nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import multiprocessing
 import os
 import pkgutil
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.mutants import catalogue
 from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; any other means that the tests did not run
-CONFTEST = '''"""Refuses to test any package but the copy beside this file."""
+FORK = multiprocessing.get_context("fork")
+OUTPUT = "output.txt"
+PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+# What the package and its tests import and what takes long; none of them starts a thread by that.
+HEAVY = (
+    "torch",
+    "transformers.models.llama",
+    "numpy",
+    "fastapi",
+    "uvicorn",
+    "httpx",
+    "zmq",
+    "tokenizers",
+    "hypothesis",
+)
+CONFTEST = '''"""Refuses to test any package but the copy beside this file, and seeks no smaller examples of a failure."""
 
 import pathlib
 
+import hypothesis
+
 import hiserve
 
+hypothesis.settings.register_profile("mutants", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+hypothesis.settings.load_profile("mutants")
 assert pathlib.Path(hiserve.__file__).parents[1] == pathlib.Path(__file__).parent, hiserve.__file__
 '''
 
@@ -60,15 +83,44 @@ def copy_to(place: Path) -> None:
 
 def run_tests(place: Path, tests: list[str], timeout_s: float) -> tuple[int, str]:
     """Runs pytest in the copy; returns its exit code (failed when out of time) and its output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=place, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return TESTS_FAILED, f"out of time after {timeout_s:.0f} s"
-    return done.returncode, done.stdout + done.stderr
+    child = FORK.Process(target=_test, args=(place, tests))
+    child.start()
+    child.join(timeout_s)
+    is_late = child.exitcode is None
+    assert child.pid is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # and what it left behind
+    child.join()
+    output = (place / OUTPUT).read_text(errors="replace")
+    return (TESTS_FAILED, f"out of time after {timeout_s:.0f} s") if is_late else (child.exitcode or 0, output)
+
+
+def _test(place: Path, tests: list[str]) -> None:
+    """What a child does: it takes the copy for its home, and runs pytest there."""
+    os.setsid()
+    os.chdir(place)
+    with Path(OUTPUT).open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "hiserve")]:
+        del sys.modules[name]
+    sys.path.insert(0, str(place))
+    plugins = [option for name in PLUGINS for option in ("-p", name)]
+    code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *plugins, *tests])
+    sys.stdout.flush()
+    os._exit(int(code))  # whatever threads a broken package left
+
+
+def prepare(place: Path) -> None:
+    """Readies this process, whose children run the tests: a start of Python takes longer than most of them."""
+    os.environ |= {
+        "PYTHONPATH": str(place),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    sys.dont_write_bytecode = True
+    for name in HEAVY:
+        importlib.import_module(name)
 
 
 def is_killed(place: Path, mutant: Mutant, timeout_s: float) -> bool:
@@ -95,6 +147,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         place = Path(folder)
         copy_to(place)
+        prepare(place)
         tests = sorted({test for mutant in mutants for test in mutant.test.split()})
         code, output = run_tests(place, tests, options.timeout * len(tests))
         assert code == TESTS_PASSED, f"the tests fail without any mutant\n{output}"
@@ -102,9 +155,8 @@ def main() -> int:
         for mutant in mutants:
             start = time.monotonic()
             killed = is_killed(place, mutant, options.timeout)
-            print(
-                f"{'killed  ' if killed else 'SURVIVED'} {time.monotonic() - start:6.1f} s  {mutant.file}: {mutant.name}"
-            )
+            verdict = "killed  " if killed else "SURVIVED"
+            print(f"{verdict} {time.monotonic() - start:6.1f} s  {mutant.file}: {mutant.name}", flush=True)
             survivors += [] if killed else [mutant.name]
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed" + "".join(f"\nsurvived: {n}" for n in survivors))
     return 1 if survivors else 0
