@@ -1,4 +1,4 @@
-"""Guards of the prefix index: manager, tree and events."""
+"""Guards of the prefix index: manager, tree, holds, tiers and events."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from tests.mutants.mutant import Mutant
 
 MANAGER = "hiserve/cache/index/manager.py"
 RADIX = "hiserve/cache/index/radix.py"
+TIERS = "hiserve/cache/index/tiers.py"
+HOLDS = "hiserve/cache/index/holds.py"
 EVENTS = "hiserve/cache/index/events.py"
 OF_MANAGER = "tests/unit/cache/test_manager.py::"
 OF_RADIX = "tests/unit/cache/test_radix.py::"
@@ -49,22 +51,22 @@ MUTANTS = [
     ),
     Mutant(
         name="eviction leaves matches valid",
-        file=MANAGER,
-        old="self.versions.tree_epoch += 1\n        self.num_evictable -= count",
-        new="self.num_evictable -= count",
+        file=TIERS,
+        old="        self.versions.tree_epoch += 1\n        self.device.num_evictable -= count\n",
+        new="        self.device.num_evictable -= count\n",
         test=OF_MANAGER + "test_taking_free_pages_makes_no_match_stale_but_eviction_does",
     ),
     Mutant(
         name="publishing leaves matches valid",
         file=MANAGER,
-        old="self.versions.tree_epoch += 1\n        return end",
-        new="return end",
+        old="        self.versions.tree_epoch += 1\n        if self._writes_through:",
+        new="        if self._writes_through:",
         test=OF_MANAGER + "test_a_match_from_before_the_tree_changed_is_refused",
     ),
     Mutant(
         name="an older match does not follow splits",
         file=MANAGER,
-        old="while num_beyond >= node.pages.size:",
+        old="while node.parent is not None and num_beyond >= node.num_pages:",
         new="while False:",
         test=OF_MANAGER + "test_an_older_match_survives_splits_by_other_locks",
     ),
@@ -84,92 +86,92 @@ MUTANTS = [
     ),
     Mutant(
         name="leaving a lock keeps it",
-        file=MANAGER,
+        file=HOLDS,
         old="if self.is_open and (not self._is_kept or kind is not None):",
         new="if self.is_open and kind is not None:",
         test=OF_MANAGER + "test_leaving_a_lock_releases_it",
     ),
     Mutant(
         name="an error after keep leaves the lock behind",
-        file=MANAGER,
+        file=HOLDS,
         old="if self.is_open and (not self._is_kept or kind is not None):",
         new="if self.is_open and not self._is_kept:",
         test=OF_MANAGER + "test_an_error_inside_a_lock_returns_it_even_if_kept",
     ),
     Mutant(
         name="keep does not keep",
-        file=MANAGER,
+        file=HOLDS,
         old="self._is_kept = True",
         new="pass",
         test=OF_MANAGER + "test_a_kept_lock_outlives_its_block",
     ),
     Mutant(
         name="an empty root stays after its last release",
-        file=MANAGER,
-        old="        self.tree.drop_root_if_unused(root)\n",
-        new="",
+        file=TIERS,
+        old="            self.tree.drop_root_if_unused(node)\n",
+        new="            pass\n",
         test=OF_MANAGER + "test_roots_of_tenants_who_left_nothing_are_dropped",
     ),
     Mutant(
         name="an empty root stays after eviction",
-        file=MANAGER,
-        old="elif parent.is_root:",
-        new="elif False:",
+        file=TIERS,
+        old="        else:\n            self.queue(parent)\n        return pages\n",
+        new="        elif not parent.is_root:\n            self.queue(parent)\n        return pages\n",
         test=OF_MANAGER + "test_roots_of_tenants_whose_pages_were_evicted_are_dropped",
     ),
     Mutant(
         name="a locked root is dropped",
         file=RADIX,
-        old="if not root.children and root.num_locks == 0:",
-        new="if not root.children:",
+        old="if not root.children and root.num_locks == 0 and",
+        new="if not root.children and",
         test=OF_RADIX + "test_a_root_is_dropped_only_without_children_and_locks",
     ),
     Mutant(
         name="a release is no use",
-        file=MANAGER,
-        old="            step.num_locks -= 1\n            step.last_used = self._clock\n",
-        new="            step.num_locks -= 1\n",
+        file=HOLDS,
+        old="            step.num_locks -= 1\n            step.last_used = clock\n            if step.num_locks == 0:",
+        new="            step.num_locks -= 1\n            if step.num_locks == 0:",
         test=OF_MANAGER + "test_a_leaf_held_for_long_counts_as_used_when_it_is_released",
     ),
     Mutant(
         name="a published run looks younger than its parents",
         file=MANAGER,
-        old="            self._touch(node)\n        self._events",
-        new="        self._events",
+        old="            self.holds.touch(end)\n",
+        new="",
         test=MACHINE,
     ),
     Mutant(
         name="a request that cannot fit evicts all the same",
-        file=MANAGER,
-        old="if short > self.num_evictable:",
-        new="if short > self.num_evictable and (self.flush() or True):",
+        file=TIERS,
+        old="        if short > self.device.num_evictable:\n",
+        new="        if short > self.device.num_evictable:\n            self.evict(self.device.num_evictable)\n",
         test=OF_MANAGER + "test_taking_more_than_can_be_freed_is_an_answer_and_evicts_nothing",
     ),
     Mutant(
         name="eviction takes whole leaves",
-        file=MANAGER,
-        old="self.tree.trim(leaf, min(count, leaf.pages.size))",
-        new="self.tree.trim(leaf, leaf.pages.size)",
+        file=TIERS,
+        old="share = min(count, leaf.num_pages)",
+        new="share = leaf.num_pages",
         test=OF_MANAGER + "test_only_what_is_short_is_evicted_from_the_tail_of_a_leaf",
     ),
     Mutant(
         name="a leaf that lost its tail is never evicted again",
-        file=MANAGER,
-        old="                self._eviction.add(leaf)\n",
-        new="                pass\n",
+        file=TIERS,
+        old="            self.device.eviction.add(leaf)\n",
+        new="            pass\n",
         test=OF_MANAGER + "test_only_what_is_short_is_evicted_from_the_tail_of_a_leaf",
     ),
     Mutant(
         name="a parent that lost its children is never evicted",
-        file=MANAGER,
-        old="                self._eviction.add(parent)\n",
-        new="                pass\n",
+        file=TIERS,
+        old="        else:\n            self.queue(parent)\n        return pages\n",
+        new="        return pages\n",
         test=OF_MANAGER + "test_a_shared_prefix_goes_after_its_branches",
     ),
     Mutant(
         name="copies of cached pages are not given back",
         file=MANAGER,
-        old="            self.pages.give(pages[:done])\n",
+        old="            self.tiers.give(np.concatenate(moved))\n",
         new="",
         test=OF_MANAGER + "test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used",
     ),
@@ -190,15 +192,15 @@ MUTANTS = [
     Mutant(
         name="publishing locks more of a cached run than it shares",
         file=MANAGER,
-        old="child = self.tree.split(child, shared)\n            canonical = np.concatenate((canonical[:done], child.pages,",
-        new="pass\n            canonical = np.concatenate((canonical[:done], child.pages[:shared],",
+        old="                child = self.tree.split(child, shared)\n",
+        new="                pass\n",
         test=OF_MANAGER + "test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used",
     ),
     Mutant(
         name="cached pages that publishing passes stay counted as evictable",
-        file=MANAGER,
-        old="        if child.num_locks == 0:\n            self.num_evictable -= child.pages.size\n",
-        new="",
+        file=HOLDS,
+        old="                tiers.device.num_evictable -= child.num_pages\n",
+        new="                pass\n",
         test=OF_MANAGER + "test_publishing_under_unlocked_pages_locks_them",
     ),
     Mutant(
@@ -246,15 +248,15 @@ MUTANTS = [
     Mutant(
         name="nodes grow without end",
         file=RADIX,
-        old="if grows and node.pages.size + pages.size <= MAX_NODE_PAGES:",
-        new="if grows:",
+        old=" and node.num_pages + pages.size <= MAX_NODE_PAGES:",
+        new=":",
         test=OF_MANAGER + "test_decode_grows_one_node_until_it_is_full",
     ),
     Mutant(
         name="half a page matches",
         file=RADIX,
-        old="return first // self.page_size",
-        new="return -(-first // self.page_size)",
+        old="return self.common_tokens(edge, key, offset) // self.page_size",
+        new="return -(-self.common_tokens(edge, key, offset) // self.page_size)",
         test=OF_RADIX + "test_find_stops_where_tokens_differ_and_counts_whole_pages",
     ),
     Mutant(
@@ -267,14 +269,14 @@ MUTANTS = [
     Mutant(
         name="the tree keeps the caller's array",
         file=RADIX,
-        old="child = Node(key, pages.copy(), digests, node)",
-        new="child = Node(key, pages, digests, node)",
+        old="Node(key, pages.copy(), digests, node)",
+        new="Node(key, pages, digests, node)",
         test=OF_RADIX + "test_the_tree_keeps_no_view_of_the_callers_pages",
     ),
     Mutant(
         name="an empty leaf stays linked",
         file=RADIX,
-        old="        if keep == 0:\n            del leaf.parent.children[leaf.key[: self.page_bytes]]\n",
+        old="            self.unlink(leaf)\n",
         new="",
         test=OF_RADIX + "test_a_trim_takes_the_tail_and_unlinks_what_is_empty",
     ),
@@ -301,9 +303,9 @@ MUTANTS = [
     ),
     Mutant(
         name="evicted pages are not reported",
-        file=MANAGER,
-        old="        self._events.remove(lost)\n",
-        new="",
+        file=TIERS,
+        old="trim(leaf, count)\n        self.device.events.remove(digests)\n",
+        new="trim(leaf, count)\n",
         test=OF_MANAGER + "test_events_name_pages_that_came_and_went_since_last_asked",
     ),
 ]

@@ -77,15 +77,15 @@ MUTANTS = [
     Mutant(
         name="locked leaves are evicted",
         file=EVICTION,
-        old="            if node.is_evictable and node.pages.size and node.last_used == used:\n                return node",
-        new="            if node.pages.size and node.last_used == used:\n                return node",
+        old="if node.last_used == used and self._is_victim(node):",
+        new="if node.last_used == used:",
         test=OF_EVICTION + "test_what_is_locked_has_children_or_is_gone_is_passed_over",
     ),
     Mutant(
         name="entries out of date count",
         file=EVICTION,
-        old="node.pages.size and node.last_used == used:",
-        new="node.pages.size:",
+        old="if node.last_used == used and self._is_victim(node):",
+        new="if self._is_victim(node):",
         test=OF_EVICTION + "test_use_moves_a_node_to_the_back",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Guards of settings, their resolution, the model's description, the command line and the offline API."""
+"""Guards of settings, their resolution, the machine and the command line."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from tests.mutants.mutant import Mutant
 CONFIG = "hiserve/config/settings.py"
 RESOLVE = "hiserve/core/resolve.py"
 MACHINE = "hiserve/core/machine.py"
-MODEL = "hiserve/models/config.py"
 CLI = "hiserve/cli.py"
-LLM = "hiserve/llm.py"
 OF_CONFIG = "tests/unit/test_config.py::"
 OF_RESOLVE = "tests/unit/core/test_resolve.py::"
 OF_MACHINE = "tests/unit/core/test_machine.py::"
-OF_MODEL = "tests/unit/models/test_config.py::"
 OF_CLI = "tests/unit/test_cli.py::"
-OF_LLM = "tests/e2e/test_llm.py::"
 FITS = OF_RESOLVE + "test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting"
 REFUSED = OF_RESOLVE + "test_what_does_not_fit_names_what_to_change"
+SECTIONS = "hiserve/config/sections.py"
 
 MUTANTS = [
     Mutant(
         name="True is the number 1",
         file=CONFIG,
-        old="if number is None or isinstance(value, bool):",
-        new="if number is None:",
+        old="if number is None or isinstance(value, bool) or math.isnan(number):",
+        new="if number is None or math.isnan(number):",
         test=OF_CONFIG + "test_what_is_no_whole_number_is_refused",
     ),
     Mutant(
@@ -39,7 +36,7 @@ MUTANTS = [
         file=CONFIG,
         old="if (value is None and is_optional) or",
         new="if value is None or",
-        test=OF_CONFIG + "test_only_the_served_name_may_be_none",
+        test=OF_CONFIG + "test_only_what_is_none_by_default_may_be_none",
     ),
     Mutant(
         name="weights that fill the memory are planned beside a pool",
@@ -91,27 +88,6 @@ MUTANTS = [
         test=OF_MACHINE + "test_cores_are_those_of_the_process_within_the_quota",
     ),
     Mutant(
-        name="heads need not be a multiple of key-value heads",
-        file=MODEL,
-        old='key-value heads": heads % kv_heads,',
-        new='key-value heads": False,',
-        test=OF_MODEL + "test_values_that_contradict_each_other_or_have_the_wrong_type",
-    ),
-    Mutant(
-        name="RoPE scaling is ignored",
-        file=MODEL,
-        old='scaling != "default",',
-        new="False,",
-        test=OF_MODEL + "test_a_setting_we_would_compute_wrongly_is_refused",
-    ),
-    Mutant(
-        name="the generation config's end tokens are not read",
-        file=MODEL,
-        old="ends = fields.eos_token_id if given is None else given",
-        new="ends = fields.eos_token_id",
-        test=OF_MODEL + "test_end_tokens_of_the_generation_config_go_first",
-    ),
-    Mutant(
         name="flags may be abbreviated",
         file=CLI,
         old="description=summary, allow_abbrev=False)",
@@ -126,10 +102,31 @@ MUTANTS = [
         test=OF_CLI + "test_help_and_refusals_take_little_time_and_no_torch",
     ),
     Mutant(
-        name="an interrupted call runs to its end",
-        file=LLM,
-        old="        finally:\n            stop.set()\n",
-        new="        finally:\n            pass\n",
-        test=OF_LLM + "test_ctrl_c_ends_the_call_and_its_requests_and_nothing_else",
+        name="NaN is a number in range",
+        file=CONFIG,
+        old=" or math.isnan(number):",
+        new=":",
+        test=OF_CONFIG + "test_what_is_no_number_is_refused",
+    ),
+    Mutant(
+        name="secrets may be shown",
+        file=CONFIG,
+        old="    return msgspec.structs.replace(config, **sections)\n",
+        new="    return config\n",
+        test=OF_CONFIG + "test_no_secret_is_left_in_what_may_be_shown",
+    ),
+    Mutant(
+        name="the admin's key is no secret",
+        file=SECTIONS,
+        old='server information.", is_secret=True)',
+        new='server information.")',
+        test=OF_CONFIG + "test_no_secret_is_left_in_what_may_be_shown",
+    ),
+    Mutant(
+        name="an empty key is a key",
+        file=CONFIG,
+        old="all(isinstance(text, str) and text for",
+        new="all(isinstance(text, str) for",
+        test=OF_CONFIG + "test_a_list_takes_one_text_or_several_and_no_empty_one",
     ),
 ]

@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         name="a cut token escapes the decoder",
         file=CODEC,
-        old="if len(frames[1]) % 4:",
+        old="if len(frames[1]) % WORD_BYTES:",
         new="if False:",
         test=FRAMES,
     ),
@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         name="columns of different lengths are accepted",
         file=CODEC,
-        old="if not len(counts) == len(finishes) == len(message.cached) == rows:",
-        new="if not len(counts) == len(finishes) == rows:",
+        old="(counts, finishes, message.cached, words)",
+        new="(counts, finishes, words)",
         test=COLUMNS,
     ),
     Mutant(
@@ -199,5 +199,34 @@ MUTANTS = [
         old="_BY_CODE.get(code, EngineError)",
         new="EngineError",
         test=OF_LIVES + "test_a_failed_start_is_one_clear_error",
+    ),
+    # --- scores ---
+    Mutant(
+        name="scores may be missing",
+        file=CODEC,
+        old="if WORD_BYTES * sum(words) != num_score_bytes:",
+        new="if False:",
+        test=COLUMNS,
+    ),
+    Mutant(
+        name="negative numbers of scores are accepted",
+        file=CODEC,
+        old=" or min(words) < 0",
+        new="",
+        test=COLUMNS,
+    ),
+    Mutant(
+        name="the time in the queue may be missing",
+        file=CODEC,
+        old="        lengths.append(len(message.queue_s))\n",
+        new="        pass\n",
+        test=OF_CODEC + "test_news_whose_columns_contradict_each_other_is_malformed",
+    ),
+    Mutant(
+        name="merging gives all requests the first one's scores",
+        file=COALESCE,
+        old="            score_at += WORD_BYTES * words\n",
+        new="",
+        test=OF_COALESCE + "test_scores_are_appended_per_request_in_order",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Guards of the scheduler process, of its client, and of the worker's side of the conversation."""
+"""Guards of the scheduler: ledger, queue, policies, admission, prefix index."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ DISPATCHER = "hiserve/scheduler/dispatcher.py"
 ADMISSION = "hiserve/scheduler/admission.py"
 POLICY = "hiserve/scheduler/policy.py"
 INDEX = "hiserve/scheduler/prefix_index.py"
-SUPERVISOR = "hiserve/scheduler/supervisor.py"
-PROCESS = "hiserve/scheduler/process.py"
-CLIENT = "hiserve/scheduler/client.py"
-OUTBOX = "hiserve/worker/outbox.py"
-SERVICE = "hiserve/worker/service.py"
 OF_DISPATCHER = "tests/unit/scheduler/test_dispatcher.py::"
 OF_ADMISSION = "tests/unit/scheduler/test_admission.py::"
 OF_INDEX = "tests/unit/scheduler/test_prefix_index.py::"
-OF_SUPERVISOR = "tests/unit/scheduler/test_supervisor.py::"
-OF_OUTBOX = "tests/unit/worker/test_outbox.py::"
-OF_SERVICE = "tests/unit/worker/test_service.py::"
 OF_PROCESSES = "tests/e2e/test_processes.py::"
-OF_LIVES = "tests/e2e/test_process_lives.py::"
 CONSERVATION = "tests/unit/scheduler/test_conservation.py"
+QUEUE = "hiserve/scheduler/queue.py"
+OF_REPORTS = "tests/unit/scheduler/test_reports.py::"
 
 MUTANTS = [
     Mutant(
@@ -105,8 +98,8 @@ MUTANTS = [
     Mutant(
         name="queued requests wait for workers that never come",
         file=DISPATCHER,
-        old="        for waiting in self.queue.window(len(self.queue)):",
-        new="        for waiting in self.queue.window(0):",
+        old="        for waiting in self.queue:\n            self.queue.remove(waiting.entry.uid)",
+        new="        for waiting in ():\n            self.queue.remove(waiting.entry.uid)",
         test=OF_DISPATCHER + "test_without_any_worker_left_everything_is_refused",
     ),
     Mutant(
@@ -161,8 +154,8 @@ MUTANTS = [
     Mutant(
         name="placement looks at load alone",
         file=ADMISSION,
-        old="ranked.append((-cached, load.num_held, replica))",
-        new="ranked.append((0, load.num_held, replica))",
+        old="ranked.append((-cached, load.num_held,",
+        new="ranked.append((0, load.num_held,",
         test=OF_ADMISSION + "test_the_longest_prefix_wins_against_load",
     ),
     Mutant(
@@ -207,98 +200,82 @@ MUTANTS = [
         new="while False:",
         test=OF_INDEX + "test_a_prefix_asked_again_follows_growth_eviction_and_a_new_worker",
     ),
+    # --- bounds, deadlines, priorities ---
     Mutant(
-        name="messages of another incarnation are believed",
-        file=SUPERVISOR,
-        old="if message.incarnation != worker.incarnation:",
-        new="if False:",
-        test=OF_SUPERVISOR + "test_messages_of_another_incarnation_are_counted_and_ignored",
+        name="a queue has room without end",
+        file=QUEUE,
+        old="        return not self._ranks or (\n",
+        new="        return True or (\n",
+        test=OF_DISPATCHER + "test_a_full_queue_refuses_and_loses_nothing_it_accepted",
     ),
     Mutant(
-        name="a worker may be ready twice",
-        file=SUPERVISOR,
-        old="        if worker.ready is not None:\n            raise",
-        new="        if False:\n            raise",
-        test=OF_SUPERVISOR + "test_a_worker_that_talks_nonsense_is_replaced",
+        name="a queue counts requests alone",
+        file=QUEUE,
+        old=" and self.num_tokens + num_tokens <= self._max_tokens",
+        new="",
+        test=OF_DISPATCHER + "test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request",
     ),
     Mutant(
-        name="a worker may report before it is ready",
-        file=SUPERVISOR,
-        old="elif worker.ready is None:",
-        new="elif False:",
-        test=OF_SUPERVISOR + "test_a_report_before_ready_fails_the_start",
+        name="an empty queue refuses a long prompt",
+        file=QUEUE,
+        old="return not self._ranks or (",
+        new="return (",
+        test=OF_DISPATCHER + "test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request",
     ),
     Mutant(
-        name="a worker is started again for ever",
-        file=SUPERVISOR,
-        old="num_failed = 0 if worker.ready is not None else num_failed + 1",
-        new="num_failed = 0",
-        test=OF_SUPERVISOR + "test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries",
+        name="a burst is refused though rows are free",
+        file=DISPATCHER,
+        old="            self.dispatch()  # of",
+        new="            pass  # of",
+        test=OF_DISPATCHER + "test_a_burst_fills_free_rows_before_it_is_refused",
     ),
     Mutant(
-        name="a malformed request is never answered",
-        file=PROCESS,
-        old="if isinstance(error.message, Generate):",
-        new="if False:",
-        test=OF_PROCESSES + "test_malformed_frames_are_counted_and_the_request_answered",
+        name="a queued request waits for ever",
+        file=DISPATCHER,
+        old="for entry in self._late(timeout_s, lambda entry: entry.state is State.QUEUED):",
+        new="for entry in ():",
+        test=OF_DISPATCHER + "test_a_request_that_waited_too_long_ends_with_an_error_and_a_running_one_goes_on",
     ),
     Mutant(
-        name="news overtakes the news that waits",
-        file=PROCESS,
-        old="if self._late or not self._client.try_send(encode(news, tokens)):",
-        new="if not self._client.try_send(encode(news, tokens)):",
-        test="tests/unit/scheduler/test_process.py::test_news_does_not_overtake_the_news_that_waits",
+        name="a request takes any time",
+        file=DISPATCHER,
+        old="        self.abort([entry.uid for entry in self._late(self._limits.request_timeout_s, _is_open)])\n",
+        new="",
+        test=OF_DISPATCHER + "test_a_request_that_takes_too_long_in_all_is_aborted_wherever_it_is",
     ),
     Mutant(
-        name="a failure overtakes the news that waits",
-        file=PROCESS,
-        old="        self._send_late()\n        self._client.send(",
-        new="        self._client.send(",
-        test="tests/unit/scheduler/test_process.py::test_a_failure_comes_after_the_news_that_waits",
+        name="all priorities are equal",
+        file=POLICY,
+        old="        return priority\n",
+        new="        return 0\n",
+        test=OF_DISPATCHER + "test_the_largest_priority_goes_first_and_the_oldest_among_equals",
     ),
     Mutant(
-        name="a closed generator keeps its request running",
-        file=CLIENT,
-        old="                self._process.send(encode(Abort([uid])))",
-        new="                pass",
-        test=OF_PROCESSES + "test_requests_cancelled_while_queued_running_or_unread_leave_nothing",
+        name="the smallest priority goes first",
+        file=QUEUE,
+        old="self._by_rank[max(self._by_rank)]",
+        new="self._by_rank[min(self._by_rank)]",
+        test=OF_DISPATCHER + "test_the_largest_priority_goes_first_and_the_oldest_among_equals",
     ),
     Mutant(
-        name="cached tokens are told in every delta",
-        file=CLIENT,
-        old="self._tokens, self._is_first = [], False",
-        new="self._tokens = []",
-        test=OF_PROCESSES
-        + "test_closing_after_the_end_is_harmless "
-        + OF_PROCESSES
-        + "test_first_come_is_first_served",
+        name="of equal workers the first gets everything",
+        file=ADMISSION,
+        old="        load.last_taken = self._num_taken\n",
+        new="",
+        test=OF_ADMISSION + "test_equals_take_turns",
     ),
     Mutant(
-        name="streams outlive the scheduler",
-        file=CLIENT,
-        old="            stream.fail(UnavailableError(reason))",
-        new="            pass",
-        test=OF_LIVES + "test_a_killed_scheduler_fails_every_request_and_takes_its_workers_along",
+        name="the time in the queue is told again and again",
+        file=LEDGER,
+        old="        queue_s, self.queue_s = self.queue_s, UNREPORTED\n        return queue_s\n",
+        new="        return self.queue_s\n",
+        test=OF_REPORTS + "test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then",
     ),
     Mutant(
-        name="a report overtakes those that wait",
-        file=OUTBOX,
-        old="if not self.is_pending and self._channel.is_writable:",
-        new="if self._channel.is_writable:",
-        test=OF_OUTBOX + "test_a_report_does_not_overtake_those_that_wait",
-    ),
-    Mutant(
-        name="an answer nobody takes is lost",
-        file=OUTBOX,
-        old="while self._answers and self._channel.try_send(self._answers[0]):\n            self._answers.popleft()",
-        new="while self._answers:\n            self._channel.try_send(self._answers.popleft())",
-        test=OF_OUTBOX + "test_answers_wait_and_are_not_merged",
-    ),
-    Mutant(
-        name="an idle worker spins",
-        file=SERVICE,
-        old="is_idle = not self._engine.has_work",
-        new="is_idle = False",
-        test=OF_SERVICE + "test_an_idle_worker_sleeps",
+        name="nobody measures the time in the queue",
+        file=DISPATCHER,
+        old="entry.queue_s = self._clock() - entry.accepted_at_s",
+        new="entry.queue_s = 0.0",
+        test=OF_REPORTS + "test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then",
     ),
 ]

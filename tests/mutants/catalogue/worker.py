@@ -1,4 +1,4 @@
-"""Guards of the planner, its budget, its journal and the loop."""
+"""Guards of the planner, its budget, its stops, its scores, its journal and the loop."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ BUDGET = "hiserve/worker/budget.py"
 JOURNAL = "hiserve/worker/journal.py"
 FORERUNNER = "hiserve/worker/forerunner.py"
 LOOP = "hiserve/worker/loop.py"
+STOPS = "hiserve/worker/stops.py"
 OF_PLANNER = "tests/unit/worker/test_planner.py::"
 OF_PAGES = "tests/unit/worker/test_planner_pages.py::"
 OF_BUDGET = "tests/unit/worker/test_budget.py::"
 OF_LOOP = "tests/unit/worker/test_engine_loop.py::"
+WAITING = "hiserve/worker/waiting.py"
+SCORES = "hiserve/worker/scores.py"
+OF_SCORES = "tests/unit/worker/test_planner_scores.py::"
 
 MUTANTS = [
     # --- who runs ---
@@ -118,22 +122,22 @@ MUTANTS = [
     ),
     Mutant(
         name="what follows a stop token is kept",
-        file=PLANNER,
-        old="counts[stops] = is_end[stops].argmax(axis=1) + 1",
+        file=STOPS,
+        old="counts[ends] = is_end[ends].argmax(axis=1) + 1",
         new="pass",
         test=OF_PLANNER + "test_a_stop_token_inside_an_accepted_run_cuts_the_rest",
     ),
     Mutant(
         name="a rejected draft stops a reply",
-        file=PLANNER,
+        file=STOPS,
         old="        is_end &= np.arange(tokens.shape[1]) < counts[:, None]\n",
         new="",
         test=OF_PLANNER + "test_a_rejected_draft_that_is_a_stop_token_stops_nothing",
     ),
     Mutant(
         name="ignore_eos is ignored",
-        file=PLANNER,
-        old="        is_end &= ~self._rows.ignores_eos[rows][:, None]\n",
+        file=STOPS,
+        old="        is_end &= ~self._ignores_eos[rows][:, None]\n",
         new="",
         test=OF_PLANNER + "test_a_request_that_ignores_stop_tokens_runs_to_its_limit",
     ),
@@ -250,5 +254,76 @@ MUTANTS = [
         old="len(self._in_flight) > self._depth",
         new="len(self._in_flight) > self._depth + 1",
         test=OF_LOOP + "test_a_step_is_planned_while_depth_steps_are_in_flight",
+    ),
+    # --- stop tokens and scores ---
+    Mutant(
+        name="a row keeps the stop tokens of the tenant before",
+        file=STOPS,
+        old="        self._tokens[row] = NO_TOKEN\n",
+        new="",
+        test=OF_PLANNER + "test_a_row_forgets_the_stop_tokens_of_the_tenant_before",
+    ),
+    Mutant(
+        name="a scored prompt comes from the cache",
+        file=WAITING,
+        old="return self.tokens.size - 1 if is_scored else self.num_scored",
+        new="return self.tokens.size - 1",
+        test=OF_SCORES + "test_a_scored_prompt_is_computed_whole_though_it_is_cached_and_takes_no_more_pages",
+    ),
+    Mutant(
+        name="a scored prompt that lost its row begins anew",
+        file=WAITING,
+        old="return self.tokens.size - 1 if is_scored else self.num_scored",
+        new="return self.tokens.size - 1 if is_scored else 0",
+        test=OF_SCORES + "test_a_prompt_that_loses_its_row_goes_on_where_its_scores_end",
+    ),
+    Mutant(
+        name="a prompt is scored again with its output",
+        file=WAITING,
+        old="0 if is_new and self.",
+        new="0 if self.",
+        test=OF_SCORES + "test_a_request_that_comes_with_output_was_told_the_scores_of_its_prompt",
+    ),
+    Mutant(
+        name="a scored prompt waits for a row whose work it cannot use",
+        file=FORERUNNER,
+        old="usable = request.num_reusable",
+        new="usable = request.tokens.size - 1",
+        test=OF_SCORES + "test_a_scored_prompt_waits_for_nobody",
+    ),
+    Mutant(
+        name="every prompt is scored",
+        file="hiserve/worker/columns.py",
+        old="last if request.num_scored < last else 0",
+        new="last",
+        test=OF_SCORES + "test_the_next_tenant_of_a_row_is_told_no_scores",
+    ),
+    Mutant(
+        name="scores told before are told again",
+        file=SCORES,
+        old="begin = int(ends[i]) - num_scored + told",
+        new="begin = int(ends[i]) - num_scored",
+        test=OF_SCORES + "test_a_prompt_that_loses_its_row_takes_no_more_from_the_cache_than_its_scores_cover",
+    ),
+    Mutant(
+        name="scores behind a stop token are told",
+        file=PLANNER,
+        old="pick_scores(plan, result, ok, counts, columns)",
+        new="pick_scores(plan, result, ok, result.counts, columns)",
+        test=OF_SCORES + "test_scores_behind_a_stop_token_are_cut_with_their_tokens",
+    ),
+    Mutant(
+        name="scores of a faulted row are told",
+        file=SCORES,
+        old="np.flatnonzero(ok & (plan.num_scored > 0))",
+        new="np.flatnonzero(plan.num_scored > 0)",
+        test=OF_SCORES + "test_a_fault_in_the_middle_of_a_prompt_repeats_and_loses_no_score",
+    ),
+    Mutant(
+        name="scores of one step take the place of those before",
+        file="hiserve/worker/report.py",
+        old="self.scores += b",
+        new="self.scores = b",
+        test=OF_SCORES + "test_each_row_gets_as_many_likeliest_tokens_as_it_asked_for_and_the_others_none",
     ),
 ]

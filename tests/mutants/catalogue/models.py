@@ -1,0 +1,280 @@
+"""Guards of checkpoints, of the decoder and its layers."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+CONFIG = "hiserve/models/config.py"
+NAMES = "hiserve/models/names.py"
+WEIGHTS = "hiserve/models/weights.py"
+HUB = "hiserve/models/hub.py"
+DECODER = "hiserve/models/decoder.py"
+ROPE = "hiserve/models/rope.py"
+FREQUENCIES = "hiserve/models/frequencies.py"
+FIELDS = "hiserve/models/fields.py"
+GENERATION = "hiserve/models/generation.py"
+FAMILY = "hiserve/models/family.py"
+BUILD = "hiserve/worker/build.py"
+MOE = "hiserve/layers/moe.py"
+KERNELS = "hiserve/kernels/reference.py"
+OF_CONFIG = "tests/unit/models/test_config.py::"
+OF_WEIGHTS = "tests/unit/models/test_weights.py::"
+OF_HUB = "tests/unit/models/test_hub.py::"
+OF_ROPE = "tests/unit/models/test_rope.py::"
+OF_GENERATION = "tests/unit/models/test_generation.py::"
+OF_MOE = "tests/unit/layers/test_moe.py::"
+OF_LAYERS = "tests/unit/layers/test_layers.py::"
+OF_FAMILIES = "tests/e2e/test_families_oracle.py::"
+OF_LOGITS = "tests/e2e/test_transformers_oracle.py::"
+
+MUTANTS = [
+    # --- what config.json says ---
+    Mutant(
+        name="every layer has experts",
+        file=CONFIG,
+        old="(layer + 1) % self.step == 0 and layer not in self.dense_layers",
+        new="layer not in self.dense_layers",
+        test=OF_FAMILIES + "test_experts_stand_in_the_layers_that_the_configuration_names",
+    ),
+    Mutant(
+        name="a sliding window is ignored",
+        file=CONFIG,
+        old="window < context_length",
+        new="False",
+        test=OF_CONFIG + "test_a_sliding_window_is_refused_where_a_request_could_outgrow_it",
+    ),
+    Mutant(
+        name="do_sample false is greedy whatever else is named",
+        file=GENERATION,
+        old="is_greedy = fields.do_sample is False and",
+        new="is_greedy = fields.do_sample is False or",
+        test=OF_GENERATION + "test_do_sample_false_is_greedy_only_where_nothing_else_is_named",
+    ),
+    Mutant(
+        name="two spellings may differ",
+        file=FIELDS,
+        old="elif spelled.get(old) and spelled[old] != spelled[new]:",
+        new="elif False:",
+        test=OF_ROPE + "test_two_spellings_that_differ_are_refused",
+    ),
+    Mutant(
+        name="one expert counts for all",
+        file=CONFIG,
+        old="num_sparse * self.experts.num_experts * expert",
+        new="num_sparse * expert",
+        test=OF_CONFIG + "test_parameters_are_counted_as_transformers_counts_them",
+    ),
+    Mutant(
+        name="the generation config's end tokens are not read",
+        file=CONFIG,
+        old="ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids",
+        new="ends = as_ids(fields.eos_token_id)",
+        test=OF_CONFIG + "test_end_tokens_of_the_generation_config_go_first",
+    ),
+    Mutant(
+        name="heads need not be a multiple of key-value heads",
+        file=CONFIG,
+        old='key-value heads": heads % kv_heads,',
+        new='key-value heads": False,',
+        test=OF_CONFIG + "test_values_that_contradict_each_other_or_have_the_wrong_type",
+    ),
+    Mutant(
+        name="Qwen2 has no biases",
+        file=FAMILY,
+        old="        has_qkv_bias=True,\n",
+        new="",
+        test=OF_CONFIG + "test_biases_of_each_family",
+    ),
+    # --- positions ---
+    Mutant(
+        name="any RoPE scaling is taken for a known one",
+        file=ROPE,
+        old="    if kind not in _NEEDS:\n",
+        new="    if False:\n",
+        test=OF_ROPE + "test_numbers_that_make_no_sense_are_named",
+    ),
+    Mutant(
+        name="longrope always takes its long list",
+        file=FREQUENCIES,
+        old="if max_len > rope.original_context else",
+        new="if True else",
+        test=OF_ROPE + "test_longrope_chooses_its_list_by_the_longest_request",
+    ),
+    Mutant(
+        name="linear scaling is ignored",
+        file=FREQUENCIES,
+        old="1.0 / wavelengths / rope.factor",
+        new="1.0 / wavelengths",
+        test=OF_ROPE + "test_frequencies_and_attention_factor_are_bitwise_those_of_transformers",
+    ),
+    Mutant(
+        name="yarn is not ramped",
+        file=FREQUENCIES,
+        old="ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)",
+        new="ramp = torch.ones(head_dim // 2)",
+        test=OF_ROPE + "test_frequencies_and_attention_factor_are_bitwise_those_of_transformers",
+    ),
+    Mutant(
+        name="yarn stretches no context",
+        file=ROPE,
+        old='if rope.kind == "yarn" else 0',
+        new="if False else 0",
+        test=OF_ROPE + "test_yarn_stretches_the_context_of_files_that_name_the_original_one",
+    ),
+    # --- weights ---
+    Mutant(
+        name="Mixtral's gate and up are swapped",
+        file=NAMES,
+        old='("w1", "w3", "w2")',
+        new='("w3", "w1", "w2")',
+        test=OF_WEIGHTS + "test_rows_of_experts_are_gate_then_up_expert_after_expert",
+    ),
+    Mutant(
+        name="an incomplete copy in the cache is taken",
+        file=HUB,
+        old="        if _is_whole(folder):\n            return folder\n",
+        new="        return folder\n",
+        test=OF_HUB + "test_a_copy_that_lacks_something_is_completed",
+    ),
+    Mutant(
+        name="a cached model asks the network",
+        file=HUB,
+        old=", allow_patterns=list(PATTERNS), local_files_only=True",
+        new=", allow_patterns=list(PATTERNS)",
+        test=OF_HUB + "test_a_model_in_the_cache_needs_no_network",
+    ),
+    Mutant(
+        name="tensors are not compared before they are read",
+        file=WEIGHTS,
+        old="    _compare(folder,",
+        new="    0 and _compare(folder,",
+        test=OF_WEIGHTS + "test_what_is_missing_is_named_before_anything_is_read",
+    ),
+    Mutant(
+        name="fused experts are not found",
+        file=NAMES,
+        old="return cls.FUSED if any(",
+        new="return cls.EACH if any(",
+        test=OF_FAMILIES + "test_experts_are_read_in_every_spelling",
+    ),
+    Mutant(
+        name="a checkpoint may lack a tensor",
+        file=WEIGHTS,
+        old="    if missing:\n",
+        new="    if False:\n",
+        test=OF_WEIGHTS + "test_a_missing_tensor_is_named",
+    ),
+    Mutant(
+        name="a tensor may have any shape",
+        file=WEIGHTS,
+        old="if tuple(tensor.shape) != piece.shape:",
+        new="if False:",
+        test=OF_WEIGHTS + "test_a_wrong_shape_is_named_with_both_shapes",
+    ),
+    Mutant(
+        name="only the first shard is read",
+        file=WEIGHTS,
+        old="return [folder / name for name in sorted(names)]",
+        new="return [folder / name for name in sorted(names)][:1]",
+        test=OF_WEIGHTS + "test_shards_load_as_one_file_does",
+    ),
+    Mutant(
+        name="tensors without a place are dropped",
+        file=WEIGHTS,
+        old="    if unexpected:\n",
+        new="    if False:\n",
+        test=OF_WEIGHTS + "test_an_unexpected_tensor_is_named",
+    ),
+    Mutant(
+        name="integers are taken for weights",
+        file=WEIGHTS,
+        old="if not tensor.is_floating_point():",
+        new="if False:",
+        test=OF_WEIGHTS + "test_integers_are_refused_as_quantized",
+    ),
+    # --- decoder and layers ---
+    Mutant(
+        name="an expert's output is not weighed",
+        file=MOE,
+        old="mine * weights[expert]",
+        new="mine",
+        test=OF_MOE + "test_a_token_is_what_its_experts_make_of_it",
+    ),
+    Mutant(
+        name="experts without tokens run",
+        file=MOE,
+        old="            if count:\n",
+        new="            if True:\n",
+        test=OF_MOE + "test_on_the_cpu_an_expert_without_tokens_is_not_run",
+    ),
+    Mutant(
+        name="what an expert makes of others' tokens reaches them",
+        file=KERNELS,
+        old="torch.where(is_chosen[:, expert, None], made, 0.0)",
+        new="made",
+        test=OF_MOE + "test_what_an_expert_makes_of_a_token_that_is_not_its_own_never_reaches_it",
+    ),
+    Mutant(
+        name="the router's softmax is narrow",
+        file=KERNELS,
+        old="logits.softmax(-1, torch.promote_types(logits.dtype, torch.float32))",
+        new="logits.softmax(-1)",
+        test=OF_MOE + "test_shares_are_at_least_float32_and_sum_to_one_if_normalized",
+    ),
+    Mutant(
+        name="attention_factor is ignored",
+        file=DECODER,
+        old="Rotary(frequencies, embedding.dtype, config.rope.attention_factor)",
+        new="Rotary(frequencies, embedding.dtype)",
+        test=OF_FAMILIES + "test_a_model_gives_the_logits_and_tokens_of_transformers",
+    ),
+    Mutant(
+        name="biases are dropped",
+        file=DECODER,
+        old='parameters.pop(name + "_bias", None)',
+        new='None if parameters.pop(name + "_bias", None) is None else None',
+        test=OF_FAMILIES + "test_a_model_gives_the_logits_and_tokens_of_transformers",
+    ),
+    Mutant(
+        name="longrope knows nothing of the longest request",
+        file=BUILD,
+        old="            max_len=max_len,\n        )\n    with",
+        new="        )\n    with",
+        test=OF_FAMILIES + "test_a_model_gives_the_logits_and_tokens_of_transformers",
+    ),
+    Mutant(
+        name="queries and keys are not normed",
+        file=DECODER,
+        old="qk_norm = RMSNorm(weight, config.norm_eps)",
+        new="del weight",
+        test=OF_LOGITS + "test_float32_logits_of_every_position_agree",
+    ),
+    Mutant(
+        name="every head is tied",
+        file=DECODER,
+        old='Linear(parameters.pop("head", embedding))',
+        new='Linear((parameters.pop("head", None), embedding)[1])',
+        test=OF_LOGITS + "test_float32_logits_of_every_position_agree",
+    ),
+    Mutant(
+        name="shares of experts are not scaled to 1",
+        file=KERNELS,
+        old="(shares / shares.sum(-1, keepdim=True) if is_normalized else shares)",
+        new="shares",
+        test=OF_MOE + "test_shares_are_at_least_float32_and_sum_to_one_if_normalized",
+    ),
+    Mutant(
+        name="shares belong to other experts",
+        file=MOE,
+        old="weights = torch.split_with_sizes(shares.flatten()[order, None], counts)",
+        new="weights = torch.split_with_sizes(shares.flatten()[:, None], counts)",
+        test=OF_MOE + "test_both_forms_agree",
+    ),
+    Mutant(
+        name="sixteen bits are rotated as they are",
+        file="hiserve/layers/rotary.py",
+        old="torch.promote_types(dtype, torch.float32)",
+        new="dtype",
+        test=OF_LAYERS + "test_rotation_of_a_sixteen_bit_model_happens_in_float32",
+    ),
+]
