@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -196,13 +197,15 @@ def test_float64_stays_float64_and_sixteen_bits_are_widened() -> None:
     assert scores(logits().bfloat16(), one).dtype == torch.float32
 
 
-def test_a_tiny_temperature_is_greedy_in_effect() -> None:
+@pytest.mark.parametrize("filter_", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.5}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tiny_temperature_is_greedy_in_effect(dtype: torch.dtype, filter_: dict[str, Any]) -> None:
     row = logits()
     for temperature in (1e-6, 1e-39, 1e-320):
-        for dtype in (torch.float32, torch.float64):
-            params = SamplingParams(temperature=temperature, seed=3)
-            drawn = sample(row.to(dtype).expand(50, -1), batch([params] * 50, range(50)))
-            assert set(drawn.tolist()) == {int(row.argmax())}
+        one = batch([SamplingParams(temperature=temperature, seed=3, **filter_)] * 50, range(50))
+        assert not scores(row.to(dtype).expand(50, -1), one).isnan().any()
+        drawn = sample(row.to(dtype).expand(50, -1), one)
+        assert set(drawn.tolist()) == {int(row.argmax())}
 
 
 def test_a_filter_always_leaves_the_likeliest_token() -> None:
