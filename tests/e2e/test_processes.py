@@ -122,8 +122,9 @@ async def test_a_conversation_returns_to_the_worker_that_holds_its_prefix() -> N
 
         await asyncio.gather(*(turn(number, 77_000) for number in history))  # at once: spread over both
         before = [worker.stats.steps for worker in (await client.status()).workers]
-        for question in (78_000, 79_000):
-            for number, prompt in history.items():  # one by one: without its prefix each would go to the first
+        for number in history:
+            for question in (78_000, 79_000):  # without its prefix, the second would go to the other worker
+                prompt = history[number]
                 # All whole pages of the history, but for the newest token, which was never computed.
                 assert await turn(number, question) >= len(prompt) - 20 - 16
         after = [worker.stats.steps for worker in (await client.status()).workers]
