@@ -69,6 +69,10 @@ class HostPool:
         """Returns a page as uint8 ``[page_bytes]``, on the CPU, without copying."""
         return self._bytes[page]
 
+    def span(self, first: int, end: int) -> Tensor:
+        """Returns adjacent pages as uint8 ``[end - first, page_bytes]``, on the CPU, without copying."""
+        return self._bytes[first:end]
+
     def buffer(self, page: int) -> memoryview:
         """Returns a page as bytes to read into or write from, without copying."""
         return memoryview(self._pages[page])

@@ -1,0 +1,165 @@
+"""Which copy begins next and how each ended: what every transfer engine does alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from hiserve.cache.pools.host import HostPool
+from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.errors import InvariantError
+
+DROPPED = "link_behind"
+NOT_READY = "page_not_ready"
+
+
+class TransferQueue:
+    """Loads before stores, each kind in its order; a thread of the engine serves them.
+
+    Args:
+        host: The host pool; learns what a store is about to write and has written.
+        max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
+        max_store_bytes_per_s: Bound on what stores take of the link.
+    """
+
+    def __init__(self, host: HostPool, *, max_queued_bytes: int, max_store_bytes_per_s: float) -> None:
+        self._host = host
+        self._page_bytes = host.layout.page_bytes
+        self._max_store_pages = max_queued_bytes // self._page_bytes
+        self._store_s_per_page = self._page_bytes / max_store_bytes_per_s
+        self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in CopyKind}
+        self._num_store_pages = 0  # of stores that have not ended
+        self._awaited: set[int] = set()  # loads that a forward could not yet follow
+        self._ended: deque[CopyAck] = deque()
+        self._done_step = 0
+        self._store_free_at = 0.0
+        self._is_closed = False
+        self._failure: Exception | None = None
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """The thread should end."""
+        return self._is_closed
+
+    def serve(self, work: Callable[[], None]) -> None:
+        """Starts the engine's thread; what ``work`` raises is raised again by ``poll`` and ``wait``."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - whoever asks for acks or waits gets it
+                with self._news:
+                    self._failure = error
+                    self._news.notify_all()
+
+        self._thread = threading.Thread(target=run, name="hiserve-transfers", daemon=True)
+        self._thread.start()
+
+    def add(self, copy: PageCopy) -> None:
+        """Takes an order, or answers it as failed."""
+        is_store = copy.kind is CopyKind.STORE
+        num_pages = copy.device_pages.size
+        is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
+        with self._news:
+            if not is_ready or (is_store and self._num_store_pages + num_pages > self._max_store_pages):
+                self._ended.append(CopyAck(copy.op, DROPPED if is_ready else NOT_READY))
+                self._news.notify_all()
+                return
+            if is_store:
+                assert copy.run is not None, f"store {copy.op} does not say what it stores"
+                self._host.begin(copy.run)
+                self._num_store_pages += num_pages
+            else:
+                self._awaited.add(copy.op)
+            self._queues[copy.kind].append(copy)
+            self._news.notify_all()
+
+    def forward_done(self, step_id: int) -> None:
+        """Lets orders begin that come after this step or an earlier one."""
+        with self._news:
+            self._done_step = max(self._done_step, step_id)
+            self._news.notify_all()
+
+    def next(self, timeout_s: float | None = None) -> PageCopy | None:
+        """Waits for an order that may begin; None when the time is over or the queue is closed."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._news:
+            while not self._is_closed:
+                now = time.monotonic()
+                if self._may_begin(CopyKind.LOAD):
+                    return self._queues[CopyKind.LOAD].popleft()
+                until = deadline
+                if self._may_begin(CopyKind.STORE):
+                    if self._store_free_at <= now:
+                        copy = self._queues[CopyKind.STORE].popleft()
+                        self._store_free_at = now + copy.device_pages.size * self._store_s_per_page
+                        return copy
+                    until = self._store_free_at if deadline is None else min(deadline, self._store_free_at)
+                if deadline is not None and deadline <= now:
+                    return None
+                self._news.wait(None if until is None else until - now)
+            return None
+
+    def release(self, load: PageCopy) -> None:
+        """Tells that a forward may follow this load now."""
+        with self._news:
+            self._awaited.discard(load.op)
+            self._news.notify_all()
+
+    def end(self, copy: PageCopy, seconds: float) -> None:
+        """Tells that all bytes have arrived."""
+        num_pages = copy.device_pages.size
+        if copy.kind is CopyKind.STORE:
+            self._host.finish(copy.host_pages)
+        with self._news:
+            if copy.kind is CopyKind.STORE:
+                self._num_store_pages -= num_pages
+            self._ended.append(CopyAck(copy.op, "", num_pages * self._page_bytes, seconds))
+            self._news.notify_all()
+
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one.
+
+        Raises:
+            InvariantError: The engine's thread has failed; orders are carried out no more.
+        """
+        if wait_s and not self._ended:
+            with self._news:
+                self._news.wait_for(lambda: bool(self._ended) or self._failure is not None, wait_s)
+        self._check()
+        acks = []
+        while self._ended:
+            acks.append(self._ended.popleft())
+        return acks
+
+    def wait(self, op: int) -> None:
+        """Blocks until a forward may follow a load.
+
+        Raises:
+            InvariantError: As ``poll``.
+        """
+        with self._news:
+            late = [copy.op for copy in self._queues[CopyKind.LOAD] if copy.after_step > self._done_step]
+            assert not late or op < late[0], f"load {late[0]} waits for a step that waits for load {op}"
+            self._news.wait_for(lambda: self._is_closed or self._failure is not None or op not in self._awaited)
+        self._check()
+
+    def close(self) -> None:
+        """Ends the thread; orders that have not begun are dropped, unanswered."""
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _may_begin(self, kind: CopyKind) -> bool:
+        queue = self._queues[kind]
+        return bool(queue) and queue[0].after_step <= self._done_step
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise InvariantError("copies between tiers have stopped") from self._failure

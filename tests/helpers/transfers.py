@@ -1,0 +1,117 @@
+"""Both pools, an engine between them, and a hand on what copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.cache.pools.segment import Segment
+from hiserve.cache.pools.transfer import ThreadTransfers, TransferEngine
+from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.core.groups import CacheGroupSpec
+from tests.helpers.host import PAGE_SIZE, make_layout, make_run
+
+NUM_PAGES = 12
+GROUPS = (
+    CacheGroupSpec(name="kv", num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32"),
+    CacheGroupSpec(name="draft", num_layers=1, num_kv_heads=1, head_dim=6, dtype="bfloat16"),
+)
+PAGE_BYTES = PageLayout(GROUPS, PAGE_SIZE).page_bytes
+THREAD, DIRECT, STAGED = "thread", "direct", "staged"  # the CPU's; the CUDA one's two mechanisms
+
+
+class TransferBench:
+    """An engine of one make.
+
+    Attributes:
+        begun: Orders that the engine's thread has taken up.
+        may_copy: Cleared by a test that wants the thread to stop before its next copy.
+    """
+
+    def __init__(
+        self, make: str, *, groups: Sequence[CacheGroupSpec] = GROUPS, num_pages: int = NUM_PAGES, **options: Any
+    ) -> None:
+        self.groups = tuple(groups)
+        self.page_bytes = PageLayout(groups, PAGE_SIZE).page_bytes
+        self.num_pages = num_pages
+        self.begun: list[int] = []
+        self.may_copy = threading.Event()
+        self.may_copy.set()
+        self.segment = Segment.anonymous(make_layout(num_pages, self.page_bytes))
+        options = {"max_queued_bytes": 1 << 40, "max_store_bytes_per_s": 1e15, "hold": self._hold} | options
+        self.engine = self._make_engine(make, options)
+        generator = torch.Generator().manual_seed(5)
+        for plane in self.planes():
+            plane.copy_(torch.randn(plane.shape, generator=generator))
+        if make != THREAD:
+            torch.cuda.current_stream().synchronize()
+
+    def _make_engine(self, make: str, options: dict[str, Any]) -> TransferEngine:
+        if make == THREAD:
+            self.host = HostPool(self.segment, self.groups, num_threads=1)
+            self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu")
+            self.ready()
+            return ThreadTransfers(self.device, self.host, self.groups, **options)
+        from hiserve.cache.pools.pinning import CudaRegistrar
+        from hiserve.cache.pools.stream_transfers import StreamTransfers
+
+        self.host = HostPool(self.segment, self.groups, num_threads=1, registrar=CudaRegistrar(0))
+        self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda")
+        self.ready()
+        direct = self.page_bytes if make == DIRECT else 0
+        return StreamTransfers(self.device, self.host, **{"max_direct_page_bytes": direct} | options)
+
+    def ready(self) -> None:
+        self.host.clear()
+        assert self.host.touch.wait(self.num_pages, 60), self.host.touch.failure
+
+    def _hold(self, copy: PageCopy) -> None:
+        self.begun.append(copy.op)
+        self.may_copy.wait()
+
+    def planes(self) -> Iterator[torch.Tensor]:
+        for group in self.groups:
+            for layer in self.device.layers(group.name):
+                yield from (layer.k, layer.v)
+
+    def page(self, page: int) -> torch.Tensor:
+        """All of a page on the device, as float32 on the CPU."""
+        pieces = [plane[page * PAGE_SIZE : (page + 1) * PAGE_SIZE].float().flatten() for plane in self.planes()]
+        return torch.cat(pieces).cpu()
+
+    def fill(self, page: int, value: float) -> None:
+        for plane in self.planes():
+            plane[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] = value
+
+    def store(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
+        run = make_run(host, [100 + page for page in device])
+        self.engine.start(PageCopy(op, CopyKind.STORE, ints(device), ints(host), after_step, run))
+
+    def load(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
+        self.engine.start(PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step))
+
+    def acks(self, count: int) -> list[CopyAck]:
+        found: list[CopyAck] = []
+        deadline = time.monotonic() + 10
+        while len(found) < count:
+            assert time.monotonic() < deadline, f"{found} of {count}"
+            found += self.engine.poll(0.01)
+        return found
+
+    def close(self) -> None:
+        self.may_copy.set()
+        self.engine.close()
+        self.host.close()
+        self.segment.close()
+
+
+def ints(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
