@@ -1,0 +1,133 @@
+"""Copies pages between device and host on CUDA streams while forwards run on another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.page_streams import Flight, PageStreams
+from hiserve.cache.pools.transfer_queue import TransferQueue
+from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+
+MAX_DIRECT_PAGE_BYTES = 512 << 10
+STAGING_BYTES = 64 << 20
+
+_NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
+_POLL_S = 0.0005  # between two looks at what is on its way
+
+
+class StreamTransfers:
+    """A thread enqueues the orders, so that the caller's time per order is that of a queue.
+
+    The current device when this is made is that of the pool, and forwards run on the current stream of the thread
+    that calls ``forward_done`` and ``wait``.
+
+    Args:
+        device: The device pool.
+        host: The host pool, pinned and mapped.
+        max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
+        max_store_bytes_per_s: Bound on what stores take of the link.
+        max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. The
+            default is where the two cross on an H200 (``benchmarks/kernels/copy.py``).
+        staging_bytes: Memory on the device that large pages pass through, both directions together.
+        hold: Called in the thread before each order is enqueued; a test holds the streams with it.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        *,
+        max_queued_bytes: int,
+        max_store_bytes_per_s: float,
+        max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES,
+        staging_bytes: int = STAGING_BYTES,
+        hold: Callable[[PageCopy], None] | None = None,
+    ) -> None:
+        self._hold = hold
+        self._device_index = torch.cuda.current_device()
+        self._streams = {
+            kind: PageStreams(
+                device,
+                host,
+                kind,
+                staging_bytes=staging_bytes // len(CopyKind),
+                max_direct_page_bytes=max_direct_page_bytes,
+            )
+            for kind in CopyKind
+        }
+        for streams in self._streams.values():
+            streams.compile()
+        self._flights: dict[CopyKind, deque[Flight]] = {kind: deque() for kind in CopyKind}
+        self._loads: dict[int, Flight] = {}  # on their way, by op
+        self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
+        self._queue = TransferQueue(
+            host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
+        )
+        self._queue.serve(self._run)
+
+    def start(self, copy: PageCopy) -> None:
+        """Takes an order; a store that comes while the link is behind is dropped."""
+        self._queue.add(copy)
+
+    def forward_done(self, step_id: int) -> None:
+        """Tells that everything that the step does is on the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._launched.append((step_id, event))
+        self._queue.forward_done(step_id)
+
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
+        return self._queue.poll(wait_s)
+
+    def wait(self, op: int) -> None:
+        """Makes the current stream wait for a load; blocks only until the load is enqueued."""
+        self._queue.wait(op)
+        flight = self._loads.get(op)
+        if flight is not None:
+            for end in flight.ends:
+                torch.cuda.current_stream().wait_event(end)
+
+    def close(self) -> None:
+        """Ends after the copies that were enqueued."""
+        self._queue.close()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device_index)
+        while not self._queue.is_closed:
+            copy = self._queue.next(_POLL_S if any(self._flights.values()) else None)
+            if copy is not None:
+                self._begin(copy)
+            self._settle()
+        for streams in self._streams.values():
+            streams.drain()
+        self._settle()
+
+    def _begin(self, copy: PageCopy) -> None:
+        if self._hold is not None:
+            self._hold(copy)
+        flight = self._streams[copy.kind].begin(copy, self._fence(copy.after_step))
+        self._flights[copy.kind].append(flight)
+        if copy.kind is CopyKind.LOAD:
+            self._loads[copy.op] = flight
+            self._queue.release(copy)
+
+    def _fence(self, after_step: int) -> torch.cuda.Event | None:
+        """Returns the event of the first step kept that is not before this one: of a forgotten step, a later one's."""
+        if after_step == 0:
+            return None
+        return next(event for step_id, event in tuple(self._launched) if step_id >= after_step)
+
+    def _settle(self) -> None:
+        """Answers the orders that have arrived, each kind in its order."""
+        for flights in self._flights.values():
+            while flights and flights[0].has_arrived:
+                flight = flights.popleft()
+                self._queue.end(flight.copy, flight.seconds)
+                self._loads.pop(flight.copy.op, None)

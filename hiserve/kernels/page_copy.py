@@ -1,0 +1,82 @@
+"""Copies pages between memory where each layer has its own plane and memory where a page is one piece.
+
+The second may be pinned memory of the host: the kernel then reads or writes it across the link by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK_BYTES = 16384
+_NUM_WARPS = 8
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+
+
+def word_type(num_bytes: int) -> torch.dtype:
+    """Returns the widest integer type of which ``num_bytes`` is a multiple."""
+    return next(dtype for size, dtype in _WORDS if num_bytes % size == 0)
+
+
+def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: bool, max_programs: int) -> None:
+    """Copies ``planes[:, indices[0, i]]`` to ``pages[indices[1, i]]`` for each i, or back. Waits for nothing.
+
+    Args:
+        planes: ``[num_planes, num_pages, piece_words]``, contiguous, on the device.
+        pages: ``[n, num_planes * piece_words]`` of the same integer type, rows at any distance; on the device, or
+            on the host if all pages named are pinned and mapped.
+        indices: int32 ``[2, m]`` on the device. No page is named twice on the side that is written.
+        to_planes: The direction.
+        max_programs: Bound on the programs that run at once, and so on the multiprocessors that forwards lose.
+    """
+    num_planes, num_plane_pages, piece_words = planes.shape
+    num_words, count = num_planes * piece_words, indices.shape[1]
+    assert planes.is_contiguous() and pages.stride(1) == 1 and pages.shape[1] == num_words, (planes.shape, pages.shape)
+    assert planes.dtype == pages.dtype, f"{planes.dtype} and {pages.dtype}"
+    block = min(_BLOCK_BYTES // planes.element_size(), triton.next_power_of_2(num_words))
+    num_items = count * triton.cdiv(num_words, block)
+    _copy_pages[(max(1, min(num_items, max_programs)),)](
+        planes,
+        pages,
+        indices,
+        count,
+        num_plane_pages * piece_words,
+        pages.stride(0),
+        NUM_WORDS=num_words,
+        PIECE_WORDS=piece_words,
+        TO_PLANES=to_planes,
+        BLOCK=block,
+        num_warps=_NUM_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _copy_pages(  # type: ignore[no-untyped-def]
+    planes,
+    pages,
+    indices,
+    count,
+    plane_stride,
+    page_stride,
+    NUM_WORDS: tl.constexpr,  # noqa: N803
+    PIECE_WORDS: tl.constexpr,  # noqa: N803
+    TO_PLANES: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program takes every so manieth block of a page. Offsets are 64 bits wide: pools have more words than 2**31."""
+    blocks_per_page: tl.constexpr = (NUM_WORDS + BLOCK - 1) // BLOCK
+    for item in range(tl.program_id(0), count * blocks_per_page, tl.num_programs(0)):
+        number = item // blocks_per_page
+        word = (item % blocks_per_page) * BLOCK + tl.arange(0, BLOCK)
+        plane_page = tl.load(indices + number).to(tl.int64)
+        page = tl.load(indices + count + number).to(tl.int64)
+        plane = (word // PIECE_WORDS).to(tl.int64)
+        ours = planes + plane * plane_stride + plane_page * PIECE_WORDS + word % PIECE_WORDS
+        theirs = pages + page * page_stride + word
+        mask = word < NUM_WORDS
+        if TO_PLANES:
+            tl.store(ours, tl.load(theirs, mask=mask), mask=mask)
+        else:
+            tl.store(theirs, tl.load(ours, mask=mask), mask=mask)
