@@ -17,6 +17,7 @@ class Mutant:
         old: Text to replace; occurs exactly once in the file.
         new: Its replacement.
         test: Node ids (or files) for pytest, separated by spaces.
+        timeout_s: Longest the test may take, in seconds; less where the broken package would never end.
     """
 
     name: str
@@ -24,3 +25,4 @@ class Mutant:
     old: str
     new: str
     test: str
+    timeout_s: float = 300.0

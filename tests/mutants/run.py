@@ -123,13 +123,13 @@ def prepare(place: Path) -> None:
         importlib.import_module(name)
 
 
-def is_killed(place: Path, mutant: Mutant, timeout_s: float) -> bool:
+def is_killed(place: Path, mutant: Mutant) -> bool:
     """Writes the mutant into the copy, runs its test, and restores the file."""
     path = place / mutant.file
     source = path.read_text()
     path.write_text(source.replace(mutant.old, mutant.new))
     try:
-        code, output = run_tests(place, mutant.test.split(), timeout_s)
+        code, output = run_tests(place, mutant.test.split(), mutant.timeout_s)
     finally:
         path.write_text(source)
     assert code in (TESTS_PASSED, TESTS_FAILED), f"{mutant.name}: the tests did not run\n{output}"
@@ -140,7 +140,6 @@ def main() -> int:
     """Runs what was asked for; returns 1 when a mutant survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run mutants whose name or file contains this")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a mutant's test may take")
     options = parser.parse_args()
     mutants = [mutant for mutant in load() if options.only in mutant.name or options.only in mutant.file]
     assert mutants, f"no mutant's name or file contains {options.only!r}"
@@ -149,12 +148,12 @@ def main() -> int:
         copy_to(place)
         prepare(place)
         tests = sorted({test for mutant in mutants for test in mutant.test.split()})
-        code, output = run_tests(place, tests, options.timeout * len(tests))
+        code, output = run_tests(place, tests, sum(mutant.timeout_s for mutant in mutants))
         assert code == TESTS_PASSED, f"the tests fail without any mutant\n{output}"
         survivors = []
         for mutant in mutants:
             start = time.monotonic()
-            killed = is_killed(place, mutant, options.timeout)
+            killed = is_killed(place, mutant)
             verdict = "killed  " if killed else "SURVIVED"
             print(f"{verdict} {time.monotonic() - start:6.1f} s  {mutant.file}: {mutant.name}", flush=True)
             survivors += [] if killed else [mutant.name]

@@ -166,6 +166,7 @@ MUTANTS = [
         old='self.writeline(f"context.parent[{BUDGET!r}].pay({BLOCK_CHARS + _num_chars(block)})")',
         new="pass",
         test=OF_SANDBOX + "test_a_template_that_would_not_end_is_stopped",
+        timeout_s=30.0,
     ),
     Mutant(
         name="a product is free before it is made",
@@ -180,6 +181,7 @@ MUTANTS = [
         old="if time.monotonic() > self._deadline:",
         new="if False:",
         test=OF_SANDBOX + "test_time_that_is_over_has_a_code_of_its_own",
+        timeout_s=30.0,
     ),
     Mutant(
         name="a variable of the request takes the place of the messages",
