@@ -194,10 +194,15 @@ def test_a_reply_looks_back_at_its_own_tokens(folder: Path, full: Full, name: st
 
 def test_a_resumed_reply_still_knows_where_its_prompt_ended(folder: Path) -> None:
     """As after a preemption: prompt and output come back as one sequence of known tokens."""
-    params = msgspec.structs.replace(PENALISED["drawn"], min_tokens=12, stop_token_ids=(3, 8))
+    params = SamplingParams(temperature=0.0, frequency_penalty=2.0, min_tokens=12, stop_token_ids=(3, 8), seed=1)
     whole = Told(engine(folder), {1: params}, 64, 20).tokens[1]
-    running, planner = engine(folder), HandPlanner(PAGE, NUM_PAGES)
-    planner.admit(1, [*PROMPTS[1], *whole[:7]], params, num_prompt=len(PROMPTS[1]))
-    plans = [planner.step({1: planner.known[1] - planner.computed[1]}) for _ in range(13)]
-    assert [int(running.executor.submit(plan).result().tokens[0, 0]) for plan in plans] == whole[7:]
     assert not {3, 8} & set(whole[:12])
+
+    def resumed(num_prompt: int) -> list[int]:
+        running, planner = engine(folder), HandPlanner(PAGE, NUM_PAGES)
+        planner.admit(1, [*PROMPTS[1], *whole[:10]], params, num_prompt=num_prompt)
+        plans = [planner.step({1: planner.known[1] - planner.computed[1]}) for _ in range(10)]
+        return [int(running.executor.submit(plan).result().tokens[0, 0]) for plan in plans]
+
+    assert resumed(len(PROMPTS[1])) == whole[10:]
+    assert resumed(len(PROMPTS[1]) + 10) != whole[10:], "it makes no difference here where the prompt ends"
