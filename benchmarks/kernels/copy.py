@@ -1,0 +1,245 @@
+"""Copies of pages between device and host on CUDA, against the largest copies that pinned memory allows.
+
+Usage: ``python -m benchmarks.kernels.copy OUT.json COMMIT``. Each figure is the median of some bursts of orders,
+host clock, from the first order's start to the last one's answer.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.record import about
+from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.cache.pools.pinning import CudaRegistrar
+from hiserve.cache.pools.segment import Segment, SegmentLayout
+from hiserve.cache.pools.stream_transfers import MAX_DIRECT_PAGE_BYTES, StreamTransfers
+from hiserve.core.copies import CopyKind, PageCopy, PageRun
+from hiserve.core.digest import chain, namespace_digest
+from hiserve.core.groups import CacheGroupSpec
+
+PAGE_SIZE = 16
+MIB = 1 << 20
+ORDER_BYTES = 64 * MIB
+SMALL_ORDER_BYTES = 4 * MIB
+NUM_BURSTS = 5
+BARS = {"llama-8b": 0.90, "nano": 0.80}
+NAMESPACE = namespace_digest("copies")
+
+
+def group(num_layers: int, num_kv_heads: int, head_dim: int) -> CacheGroupSpec:
+    return CacheGroupSpec(
+        name="kv", num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype="bfloat16"
+    )
+
+
+SHAPES = {"llama-8b": group(32, 8, 128), "nano": group(8, 2, 64)}  # 2 MiB and 64 KiB a page
+SIZES = [group(2, 2, 64), SHAPES["nano"], *(group(layers, 8, 128) for layers in (2, 4, 8, 16, 32))]  # from 16 KiB
+
+
+def ceiling(num_bytes: int = 256 * MIB) -> dict[str, float]:
+    """Bytes per second of one large copy each way, by events."""
+    host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).pin_memory()
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    rates = {}
+    for kind, target, source in ((CopyKind.LOAD, device, host), (CopyKind.STORE, host, device)):
+        seconds = []
+        for _ in range(12):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        rates[kind.name.lower()] = num_bytes / statistics.median(seconds[2:])
+    return rates
+
+
+class Bench:
+    """Pools of one shape and an engine between them.
+
+    Attributes:
+        start_s: Caller's seconds for each ``start`` of the last burst.
+    """
+
+    def __init__(self, spec: CacheGroupSpec, num_bytes: int, max_direct_page_bytes: int) -> None:
+        self.page_bytes = PageLayout((spec,), PAGE_SIZE).page_bytes
+        self.num_pages = num_bytes // self.page_bytes
+        self.segment = Segment.anonymous(SegmentLayout(NAMESPACE, PAGE_SIZE, self.page_bytes, self.num_pages + 1))
+        self.host = HostPool(self.segment, (spec,), registrar=CudaRegistrar(0), max_checksum_bytes_per_s=1)
+        self.host.clear()
+        assert self.host.touch.wait(self.num_pages + 1, 120), self.host.touch.failure
+        self.device = DevicePool((spec,), self.num_pages + 1, PAGE_SIZE, "cuda")
+        self.device.storage("kv").view(torch.int16).random_()
+        torch.cuda.synchronize()
+        self.engine = StreamTransfers(
+            self.device,
+            self.host,
+            max_queued_bytes=1 << 40,
+            max_store_bytes_per_s=1e15,
+            max_direct_page_bytes=max_direct_page_bytes,
+        )
+        self.start_s: list[float] = []
+        self._op = 0
+        self._rng = np.random.default_rng(7)
+
+    def orders(self, kind: CopyKind, order_bytes: int, *, adjacent: bool = False) -> list[PageCopy]:
+        """Orders that copy every page once."""
+        pages = np.arange(1, self.num_pages + 1, dtype=np.int32)
+        ours, theirs = self._rng.permutation(pages), pages if adjacent else self._rng.permutation(pages)
+        size = max(1, order_bytes // self.page_bytes)
+        return [self._order(kind, ours[i : i + size], theirs[i : i + size]) for i in range(0, self.num_pages, size)]
+
+    def _order(self, kind: CopyKind, ours: np.ndarray, theirs: np.ndarray) -> PageCopy:
+        self._op += 1
+        run = None
+        if kind is CopyKind.STORE:
+            key = np.full(ours.size * PAGE_SIZE, self._op, dtype=np.int32).tobytes()
+            run = PageRun(theirs, NAMESPACE, NAMESPACE, chain(NAMESPACE, key, PAGE_SIZE), key)
+        return PageCopy(self._op, kind, ours, theirs, 0, run)
+
+    def burst(self, copies: list[PageCopy]) -> float:
+        """Carries out orders; returns seconds."""
+        begin = time.perf_counter()
+        self.start_s = []
+        for copy in copies:
+            before = time.perf_counter()
+            self.engine.start(copy)
+            self.start_s.append(time.perf_counter() - before)
+        acks = []
+        while len(acks) < len(copies):
+            acks += self.engine.poll(1.0)
+        seconds = time.perf_counter() - begin
+        assert all(ack.is_ok for ack in acks)
+        stored = [copy.host_pages for copy in copies if copy.kind is CopyKind.STORE]
+        if stored:
+            self.host.free(np.concatenate(stored))
+        return seconds
+
+    def rate(self, make: Callable[[], list[PageCopy]]) -> float:
+        """Returns the median bytes per second over some bursts, the first not counted."""
+        rates = []
+        for _ in range(NUM_BURSTS + 1):
+            copies = make()
+            rates.append(sum(copy.device_pages.size for copy in copies) * self.page_bytes / self.burst(copies))
+        return statistics.median(rates[1:])
+
+
+@contextmanager
+def bench(spec: CacheGroupSpec, num_bytes: int, max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES) -> Iterator[Bench]:
+    made = Bench(spec, num_bytes, max_direct_page_bytes)
+    try:
+        yield made
+    finally:
+        made.engine.close()
+        made.host.close()
+        made.segment.close()
+
+
+def forwards(num_steps: int = 60) -> Callable[[], list[float]]:
+    """Returns what runs and times steps that read 1 GiB of weights each, as decoding does: milliseconds a step."""
+    weights = [torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(32)]
+    x = torch.randn(64, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+        events[0].record()
+        for event in events[1:]:
+            for weight in weights:
+                torch.mm(x, weight)
+            event.record()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)]
+
+    run()
+    return run
+
+
+def slowdown(subject: Bench) -> dict[str, float]:
+    """Time of a step while loads, or stores, run all the time, over its time alone."""
+    run = forwards()
+    alone = statistics.median(run())
+    result = {"alone_ms": alone}
+    for kind in CopyKind:
+        copies = subject.orders(kind, ORDER_BYTES)
+        for copy in copies:
+            subject.engine.start(copy)
+        acks = subject.engine.poll(1.0)  # they are under way
+        result[kind.name.lower()] = statistics.median(run()) / alone
+        acks += subject.engine.poll()
+        assert len(acks) < len(copies), "the copies ended before the steps"
+        while len(acks) < len(copies):
+            acks += subject.engine.poll(1.0)
+        if kind is CopyKind.STORE:
+            subject.host.free(np.concatenate([copy.host_pages for copy in copies]))
+    return result
+
+
+def measure_shape(subject: Bench, limits: dict[str, float]) -> dict[str, Any]:
+    """Both directions, pages anywhere and adjacent, large and small orders, both at once, and what callers pay."""
+    figures: dict[str, Any] = {"page_bytes": subject.page_bytes}
+    for kind in CopyKind:
+        name = kind.name.lower()
+        for label, order_bytes, adjacent in (
+            ("anywhere", ORDER_BYTES, False),
+            ("adjacent", ORDER_BYTES, True),
+            ("anywhere_small_orders", SMALL_ORDER_BYTES, False),
+        ):
+            rate = subject.rate(lambda: subject.orders(kind, order_bytes, adjacent=adjacent))  # noqa: B023
+            figures[f"{name}_{label}"] = {"bytes_per_s": rate, "of_ceiling": rate / limits[name]}
+        figures[f"{name}_start_us"] = statistics.median(subject.start_s) * 1e6
+        figures[f"{name}_pages_per_start"] = max(1, SMALL_ORDER_BYTES // subject.page_bytes)
+    both = subject.rate(lambda: [copy for kind in CopyKind for copy in subject.orders(kind, ORDER_BYTES)])
+    figures["both_at_once"] = {"bytes_per_s": both, "of_ceiling": both / sum(limits.values())}
+    figures["step_slowdown"] = slowdown(subject)
+    return figures
+
+
+def crossover(limits: dict[str, float], num_bytes: int) -> list[dict[str, Any]]:
+    """Both mechanisms over page sizes."""
+    rows = []
+    for spec in SIZES:
+        row: dict[str, Any] = {}
+        for mechanism, max_direct_page_bytes in (("kernel", 1 << 40), ("copy_engine", 0)):
+            with bench(spec, num_bytes, max_direct_page_bytes) as subject:
+                row["page_bytes"] = subject.page_bytes
+                for kind in CopyKind:
+                    rate = subject.rate(lambda: subject.orders(kind, ORDER_BYTES))  # noqa: B023
+                    row[f"{mechanism}_{kind.name.lower()}"] = rate / limits[kind.name.lower()]
+        rows.append(row)
+        print({key: round(value, 3) for key, value in row.items()}, flush=True)
+    return rows
+
+
+def main() -> int:
+    """Writes the result file; returns 1 if a bar is missed."""
+    out, commit = Path(sys.argv[1]), sys.argv[2]
+    result = about("python -m benchmarks.kernels.copy OUT.json COMMIT", at_commit=commit)
+    limits = ceiling()
+    result |= {"ceiling_bytes_per_s": limits, "bars": BARS, "shapes": {}, "is_within_bars": True}
+    for name, spec in SHAPES.items():
+        with bench(spec, 2048 * MIB) as subject:
+            figures = result["shapes"][name] = measure_shape(subject, limits)
+        print(name, json.dumps(figures, indent=1), flush=True)
+        rates = [figures[f"{kind.name.lower()}_anywhere"]["of_ceiling"] for kind in CopyKind]
+        result["is_within_bars"] &= min(rates) >= BARS[name]
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    result["crossover_of_ceiling"] = crossover(limits, 512 * MIB)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print("ceiling", limits, "within bars:", result["is_within_bars"])
+    return 0 if result["is_within_bars"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
