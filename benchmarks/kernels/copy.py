@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def forwards(num_steps: int = 60) -> Callable[[], list[float]]:
                 torch.mm(x, weight)
             event.record()
         events[-1].synchronize()
-        return [begin.elapsed_time(end) for begin, end in zip(events, events[1:], strict=False)]
+        return [begin.elapsed_time(end) for begin, end in pairwise(events)]
 
     run()
     return run
