@@ -98,6 +98,7 @@ def run_tests(place: Path, tests: list[str], timeout_s: float) -> tuple[int, str
 def _test(place: Path, tests: list[str]) -> None:
     """What a child does: it takes the copy for its home, and runs pytest there."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
     os.chdir(place)
     with Path(OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)

@@ -220,8 +220,8 @@ MUTANTS = [
     Mutant(
         name="each row has blocks of its own",
         file=TRACE,
-        old="if hash_id not in blocks:",
-        new="if True:",
+        old="            if hash_id not in blocks:\n                blocks[hash_id] = draw_tokens(np.random.default_rng((seed, hash_id)),",
+        new="            if True:\n                blocks[hash_id] = draw_tokens(np.random.default_rng((seed, hash_id, len(sessions))),",
         test=OF_RECORDED + "test_the_same_hash_is_the_same_block",
     ),
     Mutant(

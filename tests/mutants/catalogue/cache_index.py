@@ -137,7 +137,7 @@ MUTANTS = [
         name="a published run looks younger than its parents",
         file=MANAGER,
         old="            self.holds.touch(end)\n",
-        new="",
+        new="            end.last_used = self.tiers.clock\n",
         test=MACHINE,
     ),
     Mutant(

@@ -320,10 +320,10 @@ MUTANTS = [
         test=OF_SCORES + "test_a_fault_in_the_middle_of_a_prompt_repeats_and_loses_no_score",
     ),
     Mutant(
-        name="scores of one step take the place of those before",
+        name="only the first row's scores are reported",
         file="hiserve/worker/report.py",
-        old="self.scores += b",
-        new="self.scores = b",
+        old='        self.scores += b"".join(scores)\n',
+        new='        self.scores = b"".join(scores[:1])\n',
         test=OF_SCORES + "test_each_row_gets_as_many_likeliest_tokens_as_it_asked_for_and_the_others_none",
     ),
 ]

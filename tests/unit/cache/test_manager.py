@@ -369,6 +369,10 @@ def test_events_name_pages_that_came_and_went_since_last_asked(cache: CacheManag
     cache.flush()
     published, removed = cache.take_events()
     assert published == b"" and sorted(removed[i : i + 16] for i in range(0, len(removed), 16)) == sorted(digests)
+    cache.release(serve(cache, 1, 2, 3))
+    cache.take_events()
+    take(cache, cache.pages.num_free + 1)
+    assert cache.take_events() == (b"", digests[-1])
 
 
 def test_what_came_and_went_or_went_and_came_back_is_not_reported(cache: CacheManager) -> None:

@@ -16,6 +16,7 @@ from tests.helpers.sampling import CPU, admit, gather, wanted_logits
 
 VOCAB, ENDS = 2 * MAX_FEW + 3, (1, 77)
 TOKENS = st.integers(0, VOCAB - 1)
+KNOWN = st.integers(0, 12)
 
 
 @st.composite
@@ -33,7 +34,7 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=maybe(1.0, st.floats(0.3, 3.0)),
         presence_penalty=maybe(0.0, st.floats(-2.0, 2.0)),
         frequency_penalty=maybe(0.0, st.floats(-2.0, 2.0)),
-        logit_bias=maybe(None, st.dictionaries(TOKENS, st.floats(-100.0, 100.0), max_size=6)),
+        logit_bias=maybe(None, st.dictionaries(KNOWN | TOKENS, st.floats(-100.0, 100.0), max_size=6)),
         min_tokens=maybe(0, st.integers(1, 8)),
         stop_token_ids=maybe((), st.lists(TOKENS, max_size=4).map(tuple)),
         ignore_eos=draw(st.booleans()),
@@ -42,7 +43,7 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
 
 
 ROWS = st.lists(
-    st.tuples(parameters(), st.lists(st.integers(0, 12), min_size=1, max_size=14), st.integers(1, 14)),
+    st.tuples(parameters(), st.lists(KNOWN, min_size=1, max_size=14), st.integers(1, 14)),
     min_size=1,
     max_size=5,
 )
