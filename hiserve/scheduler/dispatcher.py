@@ -253,8 +253,8 @@ class Dispatcher:
             return RequestError("the prompt must have at least one token, and no negative token ids.", param="prompt")
         if len(prompt) >= self._max_len:
             return ContextLengthError(
-                f"the prompt has {len(prompt)} tokens; the context is {self._max_len}, output included. "
-                "Shorten the prompt.",
+                f"the prompt is too long: it has {len(prompt)} tokens; this model's maximum context length is "
+                f"{self._max_len} tokens, reply included. Shorten the prompt.",
                 param="prompt",
             )
         if not self.queue.has_room(len(prompt)):

@@ -122,14 +122,16 @@ def fitted(asked: NativePrompt, num_prompt: int, max_model_len: int) -> Sampling
     room, sampling = max_model_len - num_prompt, asked.sampling
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens; the context is {max_model_len}, reply included. Shorten the prompt.",
+            f"the prompt is too long: it has {num_prompt} tokens; this model's maximum context length is {max_model_len} "
+            "tokens, reply included. Shorten the prompt.",
             param="text" if isinstance(asked.prompt, str) else "input_ids",
         )
     num_new = 0 if asked.is_default_length else sampling.max_tokens or 0
     for name, wanted in (("max_new_tokens", num_new), ("min_new_tokens", sampling.min_tokens)):
         if wanted > room:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and {name} is {wanted}; the context is {max_model_len} in all. "
+                f"the prompt has {num_prompt} tokens and {name} is {wanted}; this model's maximum context length is "
+                f"{max_model_len} tokens. "
                 f"Shorten the prompt or lower {name} to {room}.",
                 param=f"sampling_params.{name}",
             )

@@ -145,14 +145,16 @@ def fit_context(num_prompt: int, options: Options, max_model_len: int, *, is_cha
     room = max_model_len - num_prompt
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens; the context is {max_model_len}, reply included. Shorten the prompt.",
+            f"the prompt is too long: it has {num_prompt} tokens; this model's maximum context length is {max_model_len} "
+            "tokens, reply included. Shorten the prompt.",
             param="messages" if is_chat else "prompt",
         )
     sampling = options.sampling
     for name, wanted in ((options.limit_field, sampling.max_tokens or 0), ("min_tokens", sampling.min_tokens)):
         if wanted > room:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and {name} is {wanted}; the context is {max_model_len} in all. "
+                f"the prompt has {num_prompt} tokens and {name} is {wanted}; this model's maximum context length is "
+                f"{max_model_len} tokens. "
                 f"Shorten the prompt or lower {name} to {room}.",
                 param=name,
             )

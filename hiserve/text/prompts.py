@@ -124,7 +124,8 @@ class Prompts:
         least = num_chars // self._tokenizer.max_token_chars
         if least > max_tokens and truncate is None:
             raise ContextLengthError(
-                f"{param} has {num_chars} characters, at least {least} tokens; the context is {max_tokens} tokens. "
+                f"the prompt is too long: {param} has {num_chars} characters, at least {least} tokens; this model's maximum "
+                f"context length is {max_tokens} tokens. "
                 "Shorten it.",
                 param=param,
             )

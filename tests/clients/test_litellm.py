@@ -67,5 +67,5 @@ def test_texts_are_completed(litellm: Any, fields: dict[str, Any], provider: str
 def test_errors_are_the_clients_own(litellm: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(litellm.NotFoundError):
         litellm.completion(model="openai/other", **fields)
-    with pytest.raises(litellm.BadRequestError, match="the context is"):
+    with pytest.raises(litellm.ContextWindowExceededError, match="maximum context length"):
         litellm.completion(model=f"openai/{NANO}", **fields | {"max_tokens": 90_000})

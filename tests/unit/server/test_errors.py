@@ -291,7 +291,10 @@ async def test_another_model_is_a_404(server: Server) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_prompt_that_is_too_long_is_context_length_exceeded(server: Server, is_stream: bool) -> None:
     message = assert_error(await server.complete([5] * 256, stream=is_stream), 400, "context_length_exceeded", "prompt")
-    assert message == "the prompt has 256 tokens; the context is 256, reply included. Shorten the prompt."
+    assert message == (
+        "the prompt is too long: it has 256 tokens; this model's maximum context length is 256 tokens, reply included. "
+        "Shorten the prompt."
+    )
     assert_error(await server.chat("text " * 300, stream=is_stream), 400, "context_length_exceeded", "messages")
     assert_error(await server.complete("x" * 10**6), 400, "context_length_exceeded", "prompt")
     assert server.engine.seen == []

@@ -64,7 +64,7 @@ async def test_long_prompts_are_encoded_in_a_thread_and_short_ones_inline(prompt
 
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(prompts: Any) -> None:
     made, tokenizer, _ = prompts
-    with pytest.raises(ContextLengthError, match="the context is 8 tokens") as caught:
+    with pytest.raises(ContextLengthError, match="maximum context length is 8 tokens") as caught:
         await made.encode_text("x" * 10_000, max_tokens=8)
     assert caught.value.param == "prompt"
     with pytest.raises(ContextLengthError) as caught:
