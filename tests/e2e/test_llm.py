@@ -229,6 +229,24 @@ def test_the_prompt_is_scored_once_for_all_choices(llm: LLM) -> None:
         assert [score.token_id for score in choice.logprobs] == choice.token_ids
 
 
+def test_choices_but_the_first_take_the_prompt_from_the_cache(engines: dict[str, LLM]) -> None:
+    llm = engines["in process"]
+    before = llm._backend.engine.stats().cached_tokens
+    (result,) = llm.generate(TEXTS[3], SamplingParams(seed=1, n=2, max_tokens=4, prompt_logprobs=1))
+    pages = (len(result.prompt_token_ids) - 1) // PAGE
+    assert llm._backend.engine.stats().cached_tokens - before == pages * PAGE > 0
+    assert result.num_cached_tokens == 0
+
+
+def test_a_stop_text_ends_the_work_too(engines: dict[str, LLM]) -> None:
+    llm = engines["in process"]
+    before = llm._backend.engine.stats().generated_tokens
+    (result,) = llm.generate(TEXTS[0], SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, stop=("e",)))
+    assert result.outputs[0].finish_reason == "stop"
+    generated = llm._backend.engine.stats().generated_tokens - before
+    assert generated <= len(result.outputs[0].token_ids) + 1
+
+
 def test_any_number_of_prompts_is_read_as_there_is_room(llm: LLM) -> None:
     read = 0
 

@@ -27,14 +27,14 @@ MUTANTS = [
         file=API,
         old="own = sampling if choice == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)",
         new="own = sampling",
-        test=OF_LLM + "test_the_prompt_is_scored_once_for_all_choices",
+        test=OF_LLM + "test_choices_but_the_first_take_the_prompt_from_the_cache",
     ),
     Mutant(
         name="a stop text leaves the row running",
         file=BACKENDS,
         old="self.engine.abort([uid])",
         new="pass",
-        test=OF_LLM + "test_a_stop_text_ends_a_choice_and_frees_its_row",
+        test=OF_LLM + "test_a_stop_text_ends_the_work_too",
     ),
     Mutant(
         name="all prompts are read at once",
@@ -55,7 +55,7 @@ MUTANTS = [
         file=OUTPUTS,
         old="if num_cached >= 0 and choice.index == 0:",
         new="if num_cached >= 0:",
-        test=OF_LLM + "test_a_second_turn_comes_from_the_cache",
+        test=OF_LLM + "test_choices_but_the_first_take_the_prompt_from_the_cache",
     ),
     Mutant(
         name="the model's own sampling is ignored",
@@ -98,6 +98,6 @@ MUTANTS = [
         file=DOCTOR,
         old="elif not package.is_missing:",
         new="elif False:",
-        test=OF_DOCTOR + "test_packages_are_judged_with_the_machine",
+        test=OF_DOCTOR + "test_a_package_that_is_there_but_broken_is_not_called_missing",
     ),
 ]

@@ -139,6 +139,7 @@ def test_a_wrong_line_is_answered_in_its_place(line: Any, words: str) -> None:
     results = list(batch.run(objects(line, good, line, line, good, line)))
     assert [result["index"] for result in results] == list(range(6))
     assert ["error" in result for result in results] == [True, False, True, True, False, True]
+    assert ["choices" in result for result in results] == [False, True, False, False, True, False]
     assert words in results[0]["error"]["message"]
     assert batch.num_refused == 4
 
