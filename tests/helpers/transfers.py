@@ -52,6 +52,7 @@ class TransferBench:
         for plane in self.planes():
             plane.copy_(torch.randn(plane.shape, generator=generator))
         if make != THREAD:
+            self.fill(0, 0.0)  # the first launch loads the kernel, which waits for the device
             torch.cuda.current_stream().synchronize()
 
     def _make_engine(self, make: str, options: dict[str, Any]) -> TransferEngine:
