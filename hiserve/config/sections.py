@@ -81,6 +81,15 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     page_size: Annotated[
         int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
     ] = 16
+    host_cache_gib: Annotated[
+        float,
+        about(
+            "Host memory of each worker for prefixes that left the device; 0 is none. On cpu for now.",
+            unit="GiB",
+            least=0,
+            most=65_536,
+        ),
+    ] = 0.0
     disable_prefix_cache: Annotated[
         bool,
         about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),

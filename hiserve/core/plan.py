@@ -87,6 +87,7 @@ class BatchPlan:
             whose log-probability is wanted.
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
+        host_release: int32 ``[H]``. Host pages given back, before the copies.
         copies: Copies between tiers to start. The step does not read what they write.
         relocation_version: Version under which the page tables were planned.
     """
@@ -101,6 +102,7 @@ class BatchPlan:
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = field(default_factory=TableWrites)
+    host_release: Int32Array = field(default_factory=_empty)
     copies: tuple[PageCopy, ...] = ()
     relocation_version: int = 0
 

@@ -97,6 +97,10 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     pages, length = _size_pool(config, length, rows, page=page, room=free - weights, on_cpu=on_cpu)
     tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // config.cache.page_size) * PAGE_ENTRY_BYTES)
     memory = {"weights": weights, "KV pool": pages * page, "token and page tables": tables}
+    if config.cache.host_cache_gib:
+        if not on_cpu:
+            raise ConfigError("--host-cache-gib needs --device cpu for now. Leave it at 0.", param="host_cache_gib")
+        memory["host cache"] = int(config.cache.host_cache_gib * GIB)
     if sum(memory.values()) > free:
         raise ResourceError(
             f"token and page tables of {rows} requests need {_gib(tables)} but {_gib(free - weights - pages * page)} "

@@ -76,3 +76,15 @@ def share_budget(
     samples = (num_new >= behind) & (behind > 0)
     num_draft = np.where(samples, num_new - behind, 0)
     return Share(num_new.astype(np.int32), num_draft.astype(np.int32), np.asarray(samples))
+
+
+def share_of_chunks(chunks: list[tuple[int, int, bool]]) -> tuple[Int32Array, Share]:
+    """Returns rows int32 ``[n]`` and the share of rows that start with a chunk of their prompt.
+
+    Args:
+        chunks: Row, tokens of the chunk, and whether it is the prompt's last.
+    """
+    rows = np.array([row for row, _, _ in chunks], dtype=np.int32)
+    num_new = np.array([num_new for _, num_new, _ in chunks], dtype=np.int32)
+    samples = np.array([is_last for _, _, is_last in chunks], dtype=np.bool_)
+    return rows, Share(num_new, np.zeros_like(num_new), samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +15,14 @@ from hiserve.attention.reference import ReferenceAttention
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.cache.pools.segment import Segment, SegmentLayout
+from hiserve.cache.pools.transfer import ThreadTransfers, TransferEngine
 from hiserve.config import Config, known
 from hiserve.core.digest import namespace_digest
+from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.resolve import GIB
 from hiserve.errors import ResourceError
 from hiserve.models.config import find_model, read_model_config
 from hiserve.models.decoder import load_decoder
@@ -26,6 +32,10 @@ from hiserve.worker.executor import Executor
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 
+FIRST_TOUCH_TIMEOUT_S = 600.0
+# Stores give way to everything else: what waits beyond the first bound is dropped, and counted.
+MAX_QUEUED_STORE_BYTES = 256 * 2**20
+MAX_STORE_BYTES_PER_S = 4e9
 LAYOUT_VERSION = "1"  # of a page's bytes; caches of different layouts must not meet
 
 
@@ -61,11 +71,20 @@ def build_engine(config: Config) -> Engine:
         pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
+    namespace = _namespace(folder, config)
+    with _phase(startup_s, "map host pool"):
+        host = _host_pool(config, model_config.kv_groups(dtype), namespace)
+    transfers = None if host is None else _transfers(pool, host, model_config.kv_groups(dtype))
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
-    namespace = _namespace(folder, config)
     planner = Planner(
-        cache=CacheManager(num_pages=num_pages, page_size=page_size, namespace=namespace, eviction=LruEviction()),
+        cache=CacheManager(
+            num_pages=num_pages,
+            page_size=page_size,
+            namespace=namespace,
+            eviction=LruEviction(),
+            num_host_pages=0 if host is None else host.num_pages,
+        ),
         max_rows=max_rows,
         max_len=max_len,
         max_batched_tokens=known(config.scheduler.max_batched_tokens),
@@ -79,8 +98,31 @@ def build_engine(config: Config) -> Engine:
         namespace=namespace,
         startup_s=startup_s,
     )
-    executor = Executor(runner, rows, threaded=depth > 0)
+    executor = Executor(runner, rows, threaded=depth > 0, transfers=transfers, host=host)
     return Engine(planner, executor, depth, facts, shares_prefixes=not config.cache.disable_prefix_cache)
+
+
+def _host_pool(config: Config, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool | None:
+    """Returns the host pool, all of it touched, or None when there is to be none."""
+    page_size = config.cache.page_size
+    page_bytes = PageLayout(groups, page_size).page_bytes
+    num_pages = int(config.cache.host_cache_gib * GIB) // page_bytes
+    if num_pages < 2:
+        return None
+    pool = HostPool(Segment.anonymous(SegmentLayout(namespace, page_size, page_bytes, num_pages)), groups)
+    pool.clear()
+    pool.touch.wait(num_pages, FIRST_TOUCH_TIMEOUT_S)
+    return pool
+
+
+def _transfers(device: DevicePool, host: HostPool, groups: Sequence[CacheGroupSpec]) -> TransferEngine:
+    return ThreadTransfers(
+        device,
+        host,
+        groups,
+        max_queued_bytes=MAX_QUEUED_STORE_BYTES,
+        max_store_bytes_per_s=MAX_STORE_BYTES_PER_S,
+    )
 
 
 def _attention(device: str, page_size: int, dtype: str) -> Attention:

@@ -121,3 +121,15 @@ class Columns:
         request = self.requests[row]
         assert request is not None, f"row {row} is free"
         return request
+
+    def receipt(self, row: int) -> Receipt:
+        """Returns the lock of the row's tenant on its published prefix; there must be one."""
+        receipt = self.receipts[row]
+        assert receipt is not None, f"row {row} holds no receipt"
+        return receipt
+
+    def num_promised_pages(self) -> int:
+        """Returns the pages that rows still need for what is known of them, and one more token."""
+        rows = self.active
+        whole = -(-(self.known[rows] + 1) // self._page_size)
+        return int(np.maximum(whole - self.num_pages[rows], 0).sum())

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.transfer import TransferEngine
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
@@ -46,6 +47,7 @@ class Executor:
         rows: The permanent rows.
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
         transfers: Copies pages between tiers; None with one tier.
+        host: Where pages lie on the host; None with one tier. Closed at the end.
     """
 
     def __init__(
@@ -55,10 +57,12 @@ class Executor:
         *,
         threaded: bool = False,
         transfers: TransferEngine | None = None,
+        host: HostPool | None = None,
     ) -> None:
         self._runner = runner
         self._rows = rows
         self._transfers = transfers
+        self._host = host
         self._on_cuda = rows.device.type == "cuda"
         needs_thread = threaded or self._on_cuda
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
@@ -90,6 +94,8 @@ class Executor:
             self._thread.shutdown(wait=True)
         if self._transfers is not None:
             self._transfers.close()
+        if self._host is not None:
+            self._host.close()
 
     def _run(self, plan: BatchPlan) -> StepResult:
         outcome = self._step(plan)
@@ -107,12 +113,14 @@ class Executor:
     def _step(self, plan: BatchPlan) -> _Outcome:
         with torch.inference_mode():
             self._rows.apply(plan)
+            if plan.host_release.size:
+                assert self._host is not None, f"{plan.host_release.size} host pages given back with one tier"
+                self._host.free(plan.host_release)
             for copy in plan.copies:
                 assert self._transfers is not None, f"copy {copy.op} with one tier"
                 self._transfers.start(copy)
-            if not plan.rows.size:
-                return _Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), None, None)
-            outcome = self._forward(plan)
+            empty = _Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), None, None)
+            outcome = self._forward(plan) if plan.rows.size else empty
         if self._transfers is not None:
             self._transfers.forward_done(plan.step_id)
         return outcome

@@ -7,11 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.worker.planner import Planner
 from hiserve.worker.report import Report
 from hiserve.worker.waiting import Request
+
+MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
 
 
 class Executor(Protocol):
@@ -19,6 +22,9 @@ class Executor(Protocol):
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Starts a step after those before it; its exception is raised by ``result()``."""
+
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
 
     def close(self) -> None:
         """Finishes what was submitted and gives everything back."""
@@ -95,9 +101,12 @@ class Engine:
 
     def step(self) -> Report | None:
         """Plans and submits a step, then commits the oldest one when enough are in flight."""
+        self._planner.settle(self._executor.take_acks())
         plan = self._planner.plan()
         if plan is not None:
             self._in_flight.append(self._executor.submit(plan))
+        elif not self._in_flight and self._planner.has_work:
+            self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))  # only a copy can change anything
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             self._planner.commit(self._in_flight.popleft().result())
         return self._planner.take_report()

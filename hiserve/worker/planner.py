@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.manager import CacheManager, Receipt
+from hiserve.cache.index.manager import CacheManager
+from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
-from hiserve.worker.budget import Share, share_budget
+from hiserve.worker.budget import Share, share_budget, share_of_chunks
 from hiserve.worker.columns import Columns
 from hiserve.worker.forerunner import find_forerunner, must_wait_for
 from hiserve.worker.journal import TableJournal
+from hiserve.worker.loading import Loading
 from hiserve.worker.report import Report
 from hiserve.worker.scores import pick_scores
 from hiserve.worker.stops import Stops
@@ -60,6 +63,7 @@ class Planner:
     ) -> None:
         self._cache = cache
         self._rows = Columns(max_rows, max_len, cache.page_size)
+        self._loading = Loading(cache, self._rows)
         self._waiting = WaitingQueue()
         self._max_len = max_len
         self._budget = max_batched_tokens
@@ -99,7 +103,13 @@ class Planner:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting, running or ended without having been reported."""
-        return bool(len(self._waiting) or self._rows.active.size or self._in_flight or not self._report.is_empty)
+        has_requests = len(self._waiting) or self._rows.active.size or self._in_flight
+        return bool(has_requests or self._loading.has_copies or not self._report.is_empty)
+
+    def settle(self, acks: Sequence[CopyAck]) -> None:
+        """Takes in how copies between tiers ended; a row whose load failed starts over with what is left."""
+        for row in self._loading.settle(acks) if acks else ():
+            self._waiting.put_back(self._release(row))
 
     def stats(self) -> WorkerStats:
         """Returns gauges and counters as of now."""
@@ -110,6 +120,7 @@ class Planner:
             evictable_pages=self._cache.num_evictable,
             steps=self._step_id,
             evicted_pages=self._cache.num_evicted,
+            **self._loading.counters,
             **self._counters,
         )
 
@@ -125,13 +136,13 @@ class Planner:
         """Returns the next step, or None when no row can do anything now."""
         step_id = self._step_id + 1
         running, share = self._plan_running()
-        admit, chunks = self._plan_waiting(self._budget - int(share.num_new.sum()))
+        admit, starting, chunks = self._plan_waiting(self._budget - int(share.num_new.sum()))
         busy = share.num_new > 0
         rows, share = running[busy].astype(np.int32), share.pick(busy)
-        if admit:
-            rows = np.concatenate((rows, np.array([each.row for each in admit], dtype=np.int32)))
-            share = share.join(chunks)
-        if not rows.size:
+        if starting.size:
+            rows, share = np.concatenate((rows, starting)), share.join(chunks)
+        copies = self._loading.take()
+        if not (rows.size or copies):
             return None
         self._step_id = step_id
         columns = self._rows
@@ -150,10 +161,13 @@ class Planner:
             max_len=computed,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
+            copies=copies,
+            host_release=self._cache.take_freed_host_pages(),
             table=self._journal.take(columns.admission, self._cache.pages.owner),
             relocation_version=self._cache.versions.relocation_version,
         )
         self._released = []
+        self._cache.begin_after(step_id)
         self._in_flight.append(_InFlight(plan, columns.admission[rows]))
         return plan
 
@@ -161,7 +175,7 @@ class Planner:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
         columns = self._rows
         while True:
-            rows = columns.active
+            rows = self._loading.runnable(columns.active)
             share = share_budget(
                 known=columns.known[rows],
                 pending=columns.pending[rows],
@@ -195,10 +209,14 @@ class Planner:
         self._write_table(rows[owner], held[owner] + within, pages)
         return True
 
-    def _plan_waiting(self, budget: int) -> tuple[list[RowAdmit], Share]:
-        """Admits waiting requests in order while rows, pages and budget last."""
+    def _plan_waiting(self, budget: int) -> tuple[list[RowAdmit], Int32Array, Share]:
+        """Admits waiting requests in order while rows, pages and budget last.
+
+        Returns:
+            Who was admitted; those of them that start now, and their chunks. The others wait for loads.
+        """
         admit: list[RowAdmit] = []
-        chunks: list[tuple[int, bool]] = []
+        chunks: list[tuple[int, int, bool]] = []
         for request in self._waiting:
             if budget <= 0 or not self._rows.has_free_row:
                 break
@@ -211,16 +229,15 @@ class Planner:
                 break
             self._waiting.remove(request)
             num_computed = int(self._rows.computed[row])
+            admit.append(request.to_row(row, num_computed))
+            if self._loading.watch(row):
+                continue
             chunk = min(request.tokens.size - num_computed, budget)
             fits = self._grow(np.array([row]), np.array([chunk], dtype=np.int32))
             assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
             budget -= chunk
-            sampling, num_prompt = request.sampling, request.num_prompt
-            admit.append(RowAdmit(row, request.tokens, num_prompt, num_computed, sampling, request.choice))
-            chunks.append((chunk, num_computed + chunk == request.tokens.size))
-        num_new = np.array([chunk for chunk, _ in chunks], dtype=np.int32)
-        samples = np.array([is_last for _, is_last in chunks], dtype=np.bool_)
-        return admit, Share(num_new, np.zeros_like(num_new), samples)
+            chunks.append((row, chunk, num_computed + chunk == request.tokens.size))
+        return admit, *share_of_chunks(chunks)
 
     def _admit(self, request: Request) -> int | None:
         """Gives a request a row, if its whole prompt will fit beside what was promised to others.
@@ -230,31 +247,27 @@ class Planner:
         """
         cache, page_size = self._cache, self._cache.page_size
         match = cache.match(request.tenant, request.prefix_key)
-        request.forerunner = find_forerunner(request, match.num_tokens, self._rows, page_size)
+        num_cached = match.num_tokens + match.num_host_tokens
+        request.forerunner = find_forerunner(request, num_cached, self._rows, page_size)
         if request.forerunner is not None:
             return None
-        with cache.lock(match) as receipt:
+        with cache.lock(match, match.num_host_tokens) as receipt:
             need = -(-(request.tokens.size + 1) // page_size) - receipt.pages.size
-            if need > cache.pages.num_free + cache.num_evictable - self._promised_pages():
+            if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
                 return None
+            if receipt.host_pages.size:
+                self._loading.load(receipt)
             if not request.was_admitted:
                 request.was_admitted = True
-                request.num_cached = match.num_tokens
+                request.num_cached = num_cached
                 self._counters["prompt_tokens"] += request.num_prompt
-                self._counters["cached_tokens"] += match.num_tokens
+                self._counters["cached_tokens"] += num_cached
             output = request.sampling.max_tokens or self._max_len
             row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
             self._stops.set(row, request.sampling)
         prefix = receipt.pages
         self._write_table(np.full(prefix.size, row), np.arange(prefix.size), prefix)
         return row
-
-    def _promised_pages(self) -> int:
-        """Pages that running rows still need for their prompts."""
-        columns = self._rows
-        rows = columns.active
-        whole = -(-(columns.known[rows] + 1) // self._cache.page_size)
-        return int(np.maximum(whole - columns.num_pages[rows], 0).sum())
 
     # --- commit ---------------------------------------------------------------------------
 
@@ -278,7 +291,7 @@ class Planner:
         )
         scores = pick_scores(plan, result, ok, counts, columns)
         self._tell(rows, counts, finishes, tokens, scores)
-        self._publish(plan.rows[ok])
+        self._publish(plan.rows[ok], plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._release(row)
 
@@ -335,7 +348,7 @@ class Planner:
             self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
         columns.num_cached[rows] = -1
 
-    def _publish(self, rows: Int32Array) -> None:
+    def _publish(self, rows: Int32Array, step_id: int) -> None:
         """Publishes every page that became full; dedup may move a row to pages that were there before."""
         columns, page_size = self._rows, self._cache.page_size
         full = np.minimum(columns.settled[rows], columns.known[rows]) // page_size
@@ -344,11 +357,11 @@ class Planner:
             start = int(columns.num_published[row])
             pages = columns.page_table[row, start:end]
             key = columns.tokens[row, start * page_size : end * page_size].tobytes()
-            canonical = self._cache.publish(self._receipt(row), key, pages)
+            canonical = self._cache.publish(columns.receipt(row), key, pages, step_id)
             if canonical is not pages:
-                moved = np.flatnonzero(canonical != pages)
+                moved = np.flatnonzero(canonical != pages[: canonical.size])
                 self._write_table(np.full_like(moved, row), start + moved, canonical[moved])
-            columns.num_published[row] = end
+            columns.num_published[row] = start + canonical.size
 
     def _handle_fault(self, row: int) -> None:
         """Recomputes a request whose page table the device refused; a second time it fails."""
@@ -369,11 +382,10 @@ class Planner:
     def _release(self, row: int) -> Request:
         """Ends a tenancy and returns what it held; steps in flight may still write there, in stream order."""
         columns = self._rows
-        tokens = columns.tokens[row, : columns.known[row]].copy()
-        num_cached = int(columns.num_cached[row])
         request, receipt, private = columns.close(row)
-        request.lose_row(tokens)
-        request.num_cached = num_cached
+        self._loading.forget(row)
+        request.lose_row(columns.tokens[row, : columns.known[row]].copy())
+        request.num_cached = int(columns.num_cached[row])
         if private.size:
             self._cache.give(private)
         self._cache.release(receipt)
@@ -385,8 +397,3 @@ class Planner:
         columns = self._rows
         columns.page_table[rows, indices] = pages
         self._journal.write(rows, columns.admission[rows], indices, pages)
-
-    def _receipt(self, row: int) -> Receipt:
-        receipt = self._rows.receipts[row]
-        assert receipt is not None, f"row {row} holds no receipt"
-        return receipt

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hiserve.core.digest import pack_tokens
-from hiserve.core.plan import WORD_BYTES, Int32Array
+from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
 
 
@@ -75,6 +75,10 @@ class Request:
     def prefix_key(self) -> bytes:
         """What to match: a match leaves at least the last token of its key to compute."""
         return self.key[: WORD_BYTES * (self.num_reusable + 1)]
+
+    def to_row(self, row: int, num_computed: int) -> RowAdmit:
+        """Returns what the device must know of it in its row, ``num_computed`` of its tokens cached."""
+        return RowAdmit(row, self.tokens, self.num_prompt, num_computed, self.sampling, self.choice)
 
     def lose_row(self, tokens: Int32Array) -> None:
         """Takes the tokens known so far back from the row."""

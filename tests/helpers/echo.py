@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Scores, StepResult
 from hiserve.core.request import SamplingParams
 
@@ -119,6 +120,9 @@ class EchoExecutor:
         done: Future[StepResult] = Future()
         done.set_result(self._run(plan))
         return done
+
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        return []
 
     def close(self) -> None:
         if self._thread is not None:

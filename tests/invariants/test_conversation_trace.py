@@ -12,6 +12,7 @@ import pytest
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
+from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.messages.types import Admit
@@ -37,6 +38,9 @@ class FillerExecutor:
             )
         )
         return done
+
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        return []
 
     def close(self) -> None:
         pass

@@ -95,8 +95,8 @@ class HostPool:
         self._checksums.add(pages)
 
     def free(self, pages: Int32Array) -> None:
-        """Forgets pages; no copy from or to them may be running."""
-        self.records.free(pages)
+        """Forgets pages, if they were begun; no copy from or to them may be running."""
+        self.records.free(pages[self.records.in_use(pages)])
 
     def adopt(self) -> list[PageRun]:
         """Takes over the pages of a former process; see ``Records.adopt``. Each needs ``verify`` before its first use."""

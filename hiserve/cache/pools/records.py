@@ -109,6 +109,10 @@ class Records:
             self._lives += 1
             self._write("state", np.arange(self._table.size, dtype=np.int32), PageState.FREE)
 
+    def in_use(self, pages: Int32Array) -> NDArray[np.bool_]:
+        """Whether each page is WRITING or VALID."""
+        return np.asarray(self._fields["state"][pages] != PageState.FREE)
+
     def state(self, page: int) -> PageState:
         """Returns where a page is in its life."""
         return PageState(int(self._fields["state"][page]))

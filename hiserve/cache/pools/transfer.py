@@ -43,7 +43,8 @@ class ThreadTransfers:
         groups: The model's KV groups.
         max_queued_bytes: Stores are dropped, and answered as failed, while more than this waits.
         max_store_bytes_per_s: Bound on what stores take of the memory's bandwidth.
-        hold: Called in the thread before each copy; a test holds the stream with it.
+        hold: Called in the thread before each copy; a test holds the stream with it, or lets the copy fail by
+            returning why.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ThreadTransfers:
         *,
         max_queued_bytes: int,
         max_store_bytes_per_s: float,
-        hold: Callable[[PageCopy], None] | None = None,
+        hold: Callable[[PageCopy], str | None] | None = None,
     ) -> None:
         self._device = device
         self._host = host
@@ -87,11 +88,11 @@ class ThreadTransfers:
 
     def _run(self) -> None:
         while (copy := self._queue.next()) is not None:
-            if self._hold is not None:
-                self._hold(copy)
+            reason = (self._hold(copy) if self._hold is not None else None) or ""
             begin = time.perf_counter()
-            self._copy(copy)
-            self._queue.end(copy, time.perf_counter() - begin)
+            if not reason:
+                self._copy(copy)
+            self._queue.end(copy, time.perf_counter() - begin, reason)
             if copy.kind is CopyKind.LOAD:
                 self._queue.release(copy)
 

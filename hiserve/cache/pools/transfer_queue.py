@@ -110,15 +110,15 @@ class TransferQueue:
             self._awaited.discard(load.op)
             self._news.notify_all()
 
-    def end(self, copy: PageCopy, seconds: float) -> None:
-        """Tells that all bytes have arrived."""
+    def end(self, copy: PageCopy, seconds: float, reason: str = "") -> None:
+        """Tells that all bytes have arrived, or why they have not and will not."""
         num_pages = copy.device_pages.size
-        if copy.kind is CopyKind.STORE:
+        if copy.kind is CopyKind.STORE and not reason:
             self._host.finish(copy.host_pages)
         with self._news:
             if copy.kind is CopyKind.STORE:
                 self._num_store_pages -= num_pages
-            self._ended.append(CopyAck(copy.op, "", num_pages * self._page_bytes, seconds))
+            self._ended.append(CopyAck(copy.op, reason, 0 if reason else num_pages * self._page_bytes, seconds))
             self._news.notify_all()
 
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:

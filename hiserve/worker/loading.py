@@ -1,0 +1,88 @@
+"""Rows whose prefix is on its way from the host: they hold their pages and join no step until it has arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.cache.index.manager import CacheManager, Receipt
+from hiserve.core.copies import CopyAck, PageCopy
+from hiserve.core.plan import Int32Array
+from hiserve.worker.columns import Columns
+
+MAX_STORED_PAGES = 64  # begun with one plan: a bound on what publishing costs a step
+
+
+class Loading:
+    """Orders copies, and knows which rows wait for which.
+
+    Args:
+        cache: Decides what is copied.
+        rows: The planner's rows.
+
+    Attributes:
+        counters: Pages that came from the host and that reached it, and copies that did not arrive, by the
+            names of ``WorkerStats``.
+    """
+
+    def __init__(self, cache: CacheManager, rows: Columns) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._waiting: set[int] = set()
+        self._loads: list[PageCopy] = []
+        self._open: dict[int, PageCopy] = {}
+        self.counters = dict.fromkeys(("loaded_pages", "stored_pages", "failed_copies"), 0)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a copy was ordered that has not been answered."""
+        return bool(self._open or self._loads)
+
+    def load(self, receipt: Receipt) -> None:
+        """Orders what a receipt has on the host alone; its device pages were promised by the caller."""
+        pages = self._cache.take(_after(receipt.pages, receipt.host_pages.size))
+        assert pages is not None, f"no room for {receipt.host_pages.size} pages that were promised"
+        self._loads.append(self._cache.begin_load(receipt, pages))
+
+    def watch(self, row: int) -> bool:
+        """Keeps a new row from running while its receipt waits for loads; returns whether it does."""
+        is_waiting = bool(self._rows.receipt(row).ops)
+        if is_waiting:
+            self._waiting.add(row)
+        return is_waiting
+
+    def forget(self, row: int) -> None:
+        """A row is given back; its copies go on without it."""
+        self._waiting.discard(row)
+
+    def runnable(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows that wait for nothing."""
+        return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows
+
+    def take(self) -> tuple[PageCopy, ...]:
+        """Returns what is to be started with the next plan: loads, then stores."""
+        copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES))
+        self._loads = []
+        self._open |= {copy.op: copy for copy in copies}
+        return copies
+
+    def settle(self, acks: Sequence[CopyAck]) -> list[int]:
+        """Takes in how copies ended; returns the rows that lost their prefix because a load failed."""
+        lost: list[Receipt] = []
+        for ack in acks:
+            copy = self._open.pop(ack.op)
+            if ack.is_ok:
+                self.counters["loaded_pages" if copy.run is None else "stored_pages"] += copy.device_pages.size
+            else:
+                self.counters["failed_copies"] += 1
+            lost += self._cache.settle(ack.op, ok=ack.is_ok)
+        arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
+        self._waiting.difference_update(arrived)
+        return [row for row in self._rows.active.tolist() if any(self._rows.receipt(row) is each for each in lost)]
+
+
+def _after(pages: Int32Array, count: int) -> Int32Array:
+    """Wishes for ``count`` pages that follow these, so that the row stays adjacent."""
+    return pages[-1] + 1 + np.arange(count, dtype=np.int32) if pages.size else np.zeros(count, dtype=np.int32)
