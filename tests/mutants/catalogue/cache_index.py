@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         name="a node with children grows in place",
         file=RADIX,
-        old="grows = not node.children and",
-        new="grows =",
+        old="not node.children and node.num_locks",
+        new="node.num_locks",
         test=OF_RADIX + "test_a_node_with_children_gets_another_child",
     ),
     Mutant(

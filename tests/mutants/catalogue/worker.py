@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         name="admission ignores promised pages",
         file=PLANNER,
-        old="cache.num_evictable - self._promised_pages()",
+        old="cache.num_evictable - self._rows.num_promised_pages()",
         new="cache.num_evictable",
         test=OF_PAGES + "test_admission_leaves_the_pages_that_running_rows_will_need",
     ),
