@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hiserve.cache.index.holds import path
 from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.node import Node, State
+from hiserve.cache.index.ops import OpKind
 
 
 def check_structure(cache: CacheManager) -> None:
@@ -12,18 +15,26 @@ def check_structure(cache: CacheManager) -> None:
     inv_01_roots_are_empty_and_kept_only_in_use(cache)
     inv_02_parents_and_children_agree(cache)
     inv_03_keys_are_whole_pages_and_siblings_differ_in_the_first(cache)
-    inv_04_one_page_and_one_digest_for_every_page_of_the_key(cache)
+    inv_04_a_node_lies_on_a_tier_as_a_whole_or_not_at_all(cache)
     inv_05_no_dead_node(cache)
+    inv_06_what_is_on_the_device_has_its_parent_there(cache)
+    inv_07_what_is_on_the_host_has_its_parent_there(cache)
     inv_09_no_parent_looks_older_than_its_child(cache)
     inv_10_a_parent_has_the_locks_of_all_its_children(cache)
-    inv_14_the_eviction_queue_holds_the_evictable_leaves(cache)
+    inv_12_what_a_copy_uses_is_locked(cache)
+    inv_14_the_eviction_queues_hold_the_evictable_leaves(cache)
+    inv_16_the_evictable_counts_are_right(cache)
+    inv_19_no_page_has_two_owners_and_page_0_none(cache)
+    inv_21_nodes_and_copies_agree(cache)
 
 
 def inv_01_roots_are_empty_and_kept_only_in_use(cache: CacheManager) -> None:
     for digest, root in cache.tree.roots.items():
-        assert root.parent is None and root.key == b"" and root.pages.size == 0
-        assert root.digests == [digest] and not root.is_evictable
-        assert root.children or root.num_locks
+        assert (
+            root.parent is None and root.key == b"" and root.num_pages == root.pages.size == root.host_pages.size == 0
+        )
+        assert root.digests == [digest] and not root.is_evictable and not root.is_host_evictable
+        assert root.children or root.num_locks or root.num_host_locks
 
 
 def inv_02_parents_and_children_agree(cache: CacheManager) -> None:
@@ -38,15 +49,31 @@ def inv_03_keys_are_whole_pages_and_siblings_differ_in_the_first(cache: CacheMan
         assert all(child.key[: cache.tree.page_bytes] == first for first, child in node.children.items())
 
 
-def inv_04_one_page_and_one_digest_for_every_page_of_the_key(cache: CacheManager) -> None:
+def inv_04_a_node_lies_on_a_tier_as_a_whole_or_not_at_all(cache: CacheManager) -> None:
     for node in cache.tree.nodes():
-        assert node.pages.size == len(node.digests) == len(node.key) // cache.tree.page_bytes
-        assert node.pages.dtype == np.int32
+        assert node.num_pages == len(node.digests) == len(node.key) // cache.tree.page_bytes
+        assert {node.pages.size, node.host_pages.size} <= {0, node.num_pages}
+        assert node.pages.dtype == node.host_pages.dtype == np.int32
 
 
 def inv_05_no_dead_node(cache: CacheManager) -> None:
-    free = set(cache.pages.free_pages().tolist())
-    assert all(node.pages.size and free.isdisjoint(node.pages.tolist()) for node in cache.tree.nodes())
+    free, free_host = (set(tier.pages.free_pages().tolist()) for tier in (cache.device, cache.host))
+    for node in cache.tree.nodes():
+        assert node.pages.size or node.host_pages.size
+        assert free.isdisjoint(node.pages.tolist()) and free_host.isdisjoint(node.host_pages.tolist())
+
+
+def inv_06_what_is_on_the_device_has_its_parent_there(cache: CacheManager) -> None:
+    for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
+        on_device = [child for child in node.children.values() if child.pages.size]
+        assert node.num_device_children == len(on_device)
+        assert node.is_root or node.pages.size or not on_device
+
+
+def inv_07_what_is_on_the_host_has_its_parent_there(cache: CacheManager) -> None:
+    for node in cache.tree.nodes():
+        assert node.parent is not None
+        assert not node.host_pages.size or node.parent.is_root or node.parent.host_pages.size
 
 
 def inv_09_no_parent_looks_older_than_its_child(cache: CacheManager) -> None:
@@ -56,9 +83,55 @@ def inv_09_no_parent_looks_older_than_its_child(cache: CacheManager) -> None:
 def inv_10_a_parent_has_the_locks_of_all_its_children(cache: CacheManager) -> None:
     for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
         assert node.num_locks >= sum(child.num_locks for child in node.children.values()) >= 0
+        assert node.num_host_locks >= sum(child.num_host_locks for child in node.children.values()) >= 0
 
 
-def inv_14_the_eviction_queue_holds_the_evictable_leaves(cache: CacheManager) -> None:
-    queued = [node for used, _, node in cache.device.eviction._heap if node.pages.size and node.last_used == used]
-    live = [id(node) for node in queued if node.is_evictable]
-    assert sorted(live) == sorted(id(node) for node in cache.tree.nodes() if node.is_evictable)
+def inv_12_what_a_copy_uses_is_locked(cache: CacheManager) -> None:
+    for node in cache.tree.nodes():
+        assert not node.pending_op or node.num_locks, f"op {node.pending_op} uses a node that may be evicted"
+        assert not (node.device_ready_op and node.host_ready_op), "two copies use one node"
+        assert node.pages.size or not node.pending_op
+        assert node.host_pages.size or not (node.host_ready_op or node.num_host_locks)
+
+
+def inv_14_the_eviction_queues_hold_the_evictable_leaves(cache: CacheManager) -> None:
+    nodes = list(cache.tree.nodes())
+    for tier, is_evictable in ((cache.device, _on_device), (cache.host, _on_host)):
+        queued = {id(node) for used, _, node in tier.eviction._heap if node.last_used == used and is_evictable(node)}
+        assert queued == {id(node) for node in nodes if is_evictable(node)}
+
+
+def inv_16_the_evictable_counts_are_right(cache: CacheManager) -> None:
+    nodes = list(cache.tree.nodes())
+    assert cache.device.num_evictable == sum(node.pages.size for node in nodes if not node.num_locks)
+    unlocked = [node for node in nodes if not node.num_locks and not node.num_host_locks]
+    assert cache.host.num_evictable == sum(node.num_pages for node in unlocked if node.state is State.H)
+
+
+def inv_19_no_page_has_two_owners_and_page_0_none(cache: CacheManager) -> None:
+    for tier, name in ((cache.device, "pages"), (cache.host, "host_pages")):
+        owned = [page for node in cache.tree.nodes() for page in getattr(node, name).tolist()]
+        stack = tier.pages._stack[: tier.pages._top].tolist()
+        free = tier.pages.free_pages().tolist()
+        assert len(set(owned)) == len(owned) and set(free).isdisjoint(owned) and 0 not in [*owned, *stack]
+        assert len(set(stack)) == len(stack) and set(free) <= set(stack)
+
+
+def inv_21_nodes_and_copies_agree(cache: CacheManager) -> None:
+    nodes = list(cache.tree.nodes())
+    for node in nodes:
+        if node.pending_op:
+            op = cache.ops[node.pending_op]
+            assert op.kind is (OpKind.LOAD if node.device_ready_op else OpKind.STORE)
+            below = path(op.hold.node)
+            assert any(step is node for step in below), "the copy does not hold its node"
+    known = {id(node) for node in [*nodes, *cache.tree.roots.values()]}
+    assert all(id(op.hold.node) in known for op in cache.ops), "a copy holds what left the tree"
+
+
+def _on_device(node: Node) -> bool:
+    return node.is_evictable
+
+
+def _on_host(node: Node) -> bool:
+    return node.is_host_evictable

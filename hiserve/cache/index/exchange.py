@@ -78,12 +78,11 @@ class Exchange:
         self.num_wanted += len(digests)
         hold = self._holds.lock_host(end)
         count = min(len(digests), self._tiers.host.num_available)
-        if not is_ready_on_host(end) or digests[0] in self._arriving or not count:
-            reason = "not_backed" if not is_ready_on_host(end) else "in_flight" if count else "host_full"
-            self.unfulfilled[reason] += len(digests)
+        refusal = self._refusal(end, digests[0], count)
+        self.unfulfilled[refusal or "host_full"] += len(digests) - (0 if refusal else count)
+        if refusal:
             self._holds.drop(hold)
             return None
-        self.unfulfilled["host_full"] += len(digests) - count
         pages = self._tiers.take_host(count)
         op = self._ops.begin(OpKind.PREFETCH, hold, pages)
         *_, root = path(end)
@@ -116,7 +115,8 @@ class Exchange:
         else:
             self._tiers.give_host(run.pages[num_pages:])
             if num_pages:
-                num_new = self.insert(op.hold.node, run.key, run.digests[:num_pages], run.pages[:num_pages])
+                key = run.key[: num_pages * self._tiers.tree.page_bytes]
+                num_new = self.insert(op.hold.node, key, run.digests[:num_pages], run.pages[:num_pages])
             self.unfulfilled["here_already"] += num_pages - num_new
         self.num_prefetched += num_new
         self._holds.drop(op.hold)
@@ -204,6 +204,14 @@ class Exchange:
         for each in spare:
             tiers.give_host(each)
         return num_new
+
+    def _refusal(self, end: Node, digest: bytes, room: int) -> str:
+        """Returns why a prefetch cannot begin, or nothing."""
+        if not is_ready_on_host(end):
+            return "not_backed"
+        if digest in self._arriving:
+            return "in_flight"
+        return "" if room else "host_full"
 
     def _add(self, parent: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> None:
         tiers = self._tiers

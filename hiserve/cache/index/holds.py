@@ -189,6 +189,12 @@ class Holds:
                 lost.append(receipt)
         return lost
 
+    def shorten(self, hold: Hold) -> None:
+        """Moves a hold on host copies up to those that are left."""
+        while not hold.node.host_pages.size and hold.node.parent is not None:
+            hold.node.num_host_locks -= 1
+            hold.node = hold.node.parent
+
     @property
     def receipts(self) -> list[Receipt]:
         """Every receipt that is open."""

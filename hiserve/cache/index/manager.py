@@ -326,7 +326,8 @@ class CacheManager:
 
     def _insert(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int) -> None:
         node = receipt.node
-        end, digests = self.tree.extend(node, key, pages)
+        is_chosen = self._stores_hits and node.is_queued  # what is new below it was not used twice
+        end, digests = self.tree.extend(node, key, pages, in_place=not is_chosen)
         if end is not node:
             end.num_locks = 1
             receipt.hold.node = end

@@ -127,18 +127,18 @@ class RadixTree:
         node.parent.children[node.key[: self.page_bytes]] = node
         clear(parent)
 
-    def extend(self, node: Node, key: bytes, pages: Int32Array) -> tuple[Node, list[bytes]]:
+    def extend(self, node: Node, key: bytes, pages: Int32Array, *, in_place: bool = True) -> tuple[Node, list[bytes]]:
         """Adds device pages below ``node``; they must not be there yet.
 
-        A leaf that only the caller holds, and that is nowhere but on the device, grows in place; otherwise a
-        child is made.
+        A leaf that only the caller holds, and that is nowhere but on the device, grows ``in_place`` if it may;
+        otherwise a child is made.
 
         Returns:
             The node that ends with the new pages, and the new pages' digests.
         """
         digests = chain(node.digests[-1], key, self.page_size)
         assert len(digests) == pages.size > 0, f"{pages.size} pages for a key of {len(key)} bytes"
-        grows = not node.children and node.num_locks == 1 and not node.is_root
+        grows = in_place and not node.children and node.num_locks == 1 and not node.is_root
         is_plain = not node.host_pages.size and not node.device_ready_op
         if grows and is_plain and node.num_pages + pages.size <= MAX_NODE_PAGES:
             node.key += key

@@ -62,14 +62,15 @@ class Removal:
         kept = {node for receipt in self._holds.receipts for node in path(receipt.node)}
         for root in list(tiers.tree.roots.values()):
             self._cut_below(root, kept, spares_device=tier is Tier.HOST)
-        to_load = {node for each in self._holds.receipts if each.host_pages.size for node in path(each.node)}
+        to_load = {node for each in self._holds.receipts if each.node.is_on_host_only for node in path(each.node)}
         for node in tiers.tree.nodes():
             if node.host_pages.size and node not in to_load:
                 self._ops.forget_host(node)
                 tiers.versions.tree_epoch += 1
         for op in self._ops:
-            if op.kind is OpKind.PREFETCH:
-                op.hold.is_lost = True
+            if op.hold.is_host:
+                self._holds.shorten(op.hold)
+                op.hold.is_lost |= op.kind is OpKind.PREFETCH
         num_freed = device.pages.num_free - num_free
         device.num_evicted += num_freed
         return num_freed + host.pages.num_free - num_free_host

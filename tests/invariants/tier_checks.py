@@ -1,0 +1,164 @@
+"""Invariants of the two tiers against their model, one function each; called after every operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import xxhash
+
+from hiserve.cache.index.holds import Receipt, path
+from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.node import Node, State
+from hiserve.cache.index.tiers import Tier
+from tests.invariants.index_model import IndexModel, Place, Prefix
+from tests.invariants.tier_model import TierModel
+
+NAMESPACE = b"namespace"
+TENANTS = [b"", b"a"]
+LEGAL = {
+    (State.D, State.DW),
+    (State.D, State.DH),  # a store had the page, too
+    (State.DW, State.DH),
+    (State.DW, State.D),  # the store failed, or was flushed
+    (State.DH, State.H),
+    (State.DH, State.D),  # flushed on the host
+    (State.H, State.HL),
+    (State.H, State.DH),  # computed again
+    (State.HL, State.DH),
+    (State.HL, State.L),  # flushed on the host
+    (State.L, State.D),
+}
+
+
+def digest(place: Place) -> bytes:
+    """Returns the chain digest of a place, computed from its root."""
+    link = IndexModel.root_digest(NAMESPACE, place[0])
+    for page in place[1]:
+        link = xxhash.xxh3_128(link + page).digest()
+    return link
+
+
+def pages_in_tree(cache: CacheManager) -> Iterator[tuple[Place, Node, int]]:
+    """Walks the tree without its own search: every page as (place, node, index in the node)."""
+    page_bytes = cache.tree.page_bytes
+    for tenant in TENANTS:
+        root = cache.tree.roots.get(IndexModel.root_digest(NAMESPACE, tenant))
+        stack: list[tuple[Node, Prefix]] = [(root, ())] if root is not None else []
+        while stack:
+            node, prefix = stack.pop()
+            for i in range(node.num_pages):
+                prefix = (*prefix, node.key[i * page_bytes : (i + 1) * page_bytes])
+                yield (tenant, prefix), node, i
+            stack += [(child, prefix) for child in node.children.values()]
+
+
+def place_of(cache: CacheManager, node: Node) -> Place:
+    """Returns the place that a node ends at."""
+    *nodes, root = path(node)
+    tenant = next(t for t in TENANTS if IndexModel.root_digest(NAMESPACE, t) == root.digests[0])
+    key = b"".join(step.key for step in reversed(nodes))
+    page_bytes = cache.tree.page_bytes
+    return tenant, tuple(key[i : i + page_bytes] for i in range(0, len(key), page_bytes))
+
+
+def inv_02_the_tree_holds_what_the_model_holds(cache: CacheManager, model: TierModel) -> None:
+    device, host, loading, storing = {}, {}, {}, {}
+    for place, node, i in pages_in_tree(cache):
+        if node.pages.size:
+            device[place] = int(node.pages[i])
+        if node.host_pages.size:
+            host[place] = int(node.host_pages[i])
+        if node.device_ready_op:
+            loading[place] = node.device_ready_op
+        if node.host_ready_op:
+            storing[place] = node.host_ready_op
+    assert (device, host) == (model.device, model.host)
+    assert (loading, storing) == (model.loading, model.storing)
+
+
+def inv_11_locks_are_what_receipts_and_copies_hold(
+    cache: CacheManager, model: TierModel, receipts: dict[int, Receipt]
+) -> None:
+    locks: Counter[int] = Counter()
+    host_locks: Counter[int] = Counter()
+    for number, receipt in receipts.items():
+        assert receipt.is_open and place_of(cache, receipt.node) == model.held[number]
+        locks.update(id(node) for node in path(receipt.node))
+    for op in cache.ops:
+        assert place_of(cache, op.hold.node) == model.ops[op.number].end
+        (host_locks if op.hold.is_host else locks).update(id(node) for node in path(op.hold.node))
+    for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
+        assert (node.num_locks, node.num_host_locks) == (locks.pop(id(node), 0), host_locks.pop(id(node), 0))
+    assert not locks and not host_locks, "somebody holds a node outside the tree"
+
+
+def inv_12_what_is_held_stays(cache: CacheManager, model: TierModel) -> None:
+    free, free_host = (set(tier.pages.free_pages().tolist()) for tier in (cache.device, cache.host))
+    assert all(model.device.get(place) not in free for place in model.locked())
+    assert all(model.host.get(place) not in free_host for place in model.locked() | model.host_locked())
+
+
+def inv_16_the_evictable_counts_agree_with_the_model(cache: CacheManager, model: TierModel) -> None:
+    assert cache.num_evictable == len(model.evictable())
+    assert cache.host.num_evictable == len(model.host_evictable())
+
+
+def inv_17_free_evictable_protected_and_private_make_the_device_pool(cache: CacheManager, model: TierModel) -> None:
+    assert set(cache.pages.free_pages().tolist()) == model.free and cache.pages.num_free == len(model.free)
+    orphans = sum(len(op.orphans) for op in model.ops.values())
+    protected = len(model.device.keys() & model.locked())
+    total = cache.pages.num_free + cache.num_evictable + protected + len(model.private) + orphans
+    assert total == model.num_pages - 1
+
+
+def inv_18_cached_staged_and_orphaned_make_the_host_pool(cache: CacheManager, model: TierModel) -> None:
+    free = set(cache.host.pages.free_pages().tolist())
+    assert free == model.free_host and cache.host.pages.num_free == len(free)
+    staged = [page for op in model.ops.values() if op.kind == "prefetch" for page in op.host_pages]
+    orphans = [page for op in model.ops.values() for page in op.host_orphans]
+    used = sorted([*model.host.values(), *staged, *orphans])
+    assert used == sorted(set(range(1, model.num_ready)) - free)
+
+
+def inv_22_the_copies_in_flight_are_those_not_settled(cache: CacheManager, model: TierModel) -> None:
+    numbers = [op.number for op in cache.ops]
+    assert numbers == sorted(numbers) and set(numbers) == model.ops.keys()
+
+
+def inv_36_events_replay_to_what_each_tier_can_give(
+    cache: CacheManager, model: TierModel, replicas: dict[Tier, set[bytes]]
+) -> int:
+    ready = {
+        Tier.DEVICE: {digest(place) for place in model.device if place not in model.loading},
+        Tier.HOST: {digest(place) for place in model.host if place not in model.storing},
+    }
+    parents = {digest(place): digest((place[0], place[1][:-1])) for place in model.places}
+    num_events = 0
+    for tier, replica in replicas.items():
+        published, removed = ([j[i : i + 16] for i in range(0, len(j), 16)] for j in cache.take_events(tier))
+        assert replica.isdisjoint(published) and replica >= set(removed) and set(published).isdisjoint(removed)
+        known = replica | {IndexModel.root_digest(NAMESPACE, tenant) for tenant in TENANTS}
+        for each in published:
+            assert parents[each] in known, f"a page was reported on the {tier} before its parent"
+            known.add(each)
+        replica |= set(published)
+        replica -= set(removed)
+        assert replica == ready[tier]
+        num_events += len(published) + len(removed)
+    return num_events
+
+
+def states(cache: CacheManager) -> dict[Place, State]:
+    """Returns the state of every page."""
+    return {place: node.state for place, node, _ in pages_in_tree(cache)}
+
+
+def transitions_are_legal(before: dict[Place, State], after: dict[Place, State], *, is_cut: bool) -> None:
+    """Of a page that stays, only legal transitions are seen; only from D and H a page goes, unless it is cut off."""
+    for place, state in before.items():
+        if place in after:
+            step = state, after[place]
+            assert step[0] is step[1] or step in LEGAL, f"a page went from {step[0].name} to {step[1].name}"
+        else:
+            assert is_cut or state in (State.D, State.H), f"a page was evicted in state {state.name}"

@@ -1,0 +1,296 @@
+"""A cache of two tiers without a tree: every page by its whole prefix. Slow, plain, the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.invariants.index_model import Place, Prefix, prefixes
+
+
+def parts(place: Place) -> list[Place]:
+    """Returns a place and those above it, shortest prefix first."""
+    return [(place[0], prefix) for prefix in prefixes(place[1])]
+
+
+def above(place: Place) -> Place:
+    """Returns the place before the last page."""
+    return place[0], place[1][:-1]
+
+
+@dataclass
+class OpModel:
+    """A copy in flight: where it holds, and which pages left the cache while it used them."""
+
+    kind: str
+    end: Place
+    pages: list[int]
+    host_pages: list[int]
+    places: list[Place] = field(default_factory=list)
+    is_lost: bool = False
+    orphans: set[int] = field(default_factory=set)
+    host_orphans: set[int] = field(default_factory=set)
+
+
+class TierModel:
+    """What the index must answer, recomputed from plain dictionaries.
+
+    Attributes:
+        device: The device page of each place.
+        host: The host page of each place.
+        loading: The load that fills a place's device page.
+        storing: The store that fills a place's host page.
+        used: Logical time at which each place was last in use.
+        held: Where each open receipt ends, by a number of our own.
+        ops: Copies in flight.
+        private: Device pages taken and not published.
+        wanted: Places that were used more than once.
+        given_up: Places whose store failed or found no room; nobody promises another.
+    """
+
+    def __init__(self, num_pages: int, num_host_pages: int, num_ready: int) -> None:
+        self.num_pages, self.num_host_pages, self.num_ready = num_pages, num_host_pages, num_ready
+        self.device: dict[Place, int] = {}
+        self.host: dict[Place, int] = {}
+        self.loading: dict[Place, int] = {}
+        self.storing: dict[Place, int] = {}
+        self.used: dict[Place, int] = {}
+        self.free = set(range(1, num_pages))
+        self.free_host = set(range(1, num_ready))
+        self.private: set[int] = set()
+        self.held: dict[int, Place] = {}
+        self.ops: dict[int, OpModel] = {}
+        self.wanted: set[Place] = set()
+        self.given_up: set[Place] = set()
+        self._clock = 0
+
+    # ---- questions
+
+    @property
+    def places(self) -> set[Place]:
+        return {*self.device, *self.host}
+
+    def match(self, tenant: bytes, pages: Prefix) -> tuple[Prefix, Prefix]:
+        """Returns the longest prefix that lies on the device, and the longest that lies anywhere."""
+        known = [prefix for prefix in prefixes(pages) if (tenant, prefix) in self.places]
+        on_device = [prefix for prefix in known if (tenant, prefix) in self.device]
+        return (on_device or [()])[-1], (known or [()])[-1]
+
+    def locked(self) -> set[Place]:
+        """Returns the places that may not leave any tier."""
+        ends = [*self.held.values(), *(op.end for op in self.ops.values() if op.kind in ("load", "store"))]
+        return {part for end in ends for part in parts(end)}
+
+    def host_locked(self) -> set[Place]:
+        """Returns the places whose host copy may not go."""
+        ends = [op.end for op in self.ops.values() if op.kind in ("prefetch", "upload")]
+        return {part for end in ends for part in parts(end)}
+
+    def evictable(self) -> set[Place]:
+        return self.device.keys() - self.locked()
+
+    def host_evictable(self) -> set[Place]:
+        return self.host.keys() - self.device.keys() - self.locked() - self.host_locked()
+
+    def is_host_ready(self, place: Place) -> bool:
+        return not place[1] or (place in self.host and place not in self.storing)
+
+    def busy(self, place: Place) -> int | None:
+        """Returns the copy that reads or writes a place's pages."""
+        return self.loading.get(place) or self.storing.get(place)
+
+    def excused(self, place: Place) -> bool:
+        """Whether a page that is on the device alone may stay there after stores were begun."""
+        if any(part in self.loading or part in self.storing for part in parts(place)):
+            return True
+        return any(part in self.given_up for part in parts(place) if part not in self.host)
+
+    # ---- changes
+
+    def use(self, place: Place) -> None:
+        self._clock += 1
+        self.used.update(dict.fromkeys(parts(place), self._clock))
+
+    def take(self, pages: Iterable[int]) -> None:
+        pages = set(pages)
+        assert pages <= self.free, f"{pages - self.free} were not free"
+        self.free -= pages
+        self.private |= pages
+
+    def take_host(self, pages: Iterable[int]) -> None:
+        pages = set(pages)
+        assert pages <= self.free_host, f"host pages {pages - self.free_host} were not free"
+        self.free_host -= pages
+
+    def evict(self, count: int) -> set[Place]:
+        """Evicts page by page: the least recently used of those with nothing below them on the device."""
+        gone = set()
+        for _ in range(count):
+            parents = {above(place) for place in self.device}
+            victim = min(self.evictable() - parents, key=lambda place: self.used[place])
+            self.free.add(self.device.pop(victim))
+            if victim not in self.host:
+                self._forget(victim)
+                gone.add(victim)
+        return gone
+
+    def evict_host(self, count: int) -> None:
+        """Likewise on the host; a page that lies on the device, too, stays."""
+        for _ in range(count):
+            parents = {above(place) for place in self.host}
+            victim = min(self.host_evictable() - parents, key=lambda place: self.used[place])
+            self.free_host.add(self.host.pop(victim))
+            self._forget(victim)
+
+    def publish(self, number: int, new: Prefix, pages: list[int]) -> list[int]:
+        """Caches the pages after a receipt; returns those to use, which may be fewer. Frees the copies."""
+        tenant, prefix = self.held[number]
+        canonical = []
+        for content, page in zip(new, pages, strict=True):
+            place = (tenant, (*prefix, content))
+            if place in self.loading:
+                break
+            prefix = place[1]
+            self.private.remove(page)
+            if place in self.device:
+                self.wanted.add(place)
+            elif place in self.host:
+                self.wanted.add(place)
+                self.device[place] = page
+            known = self.device.setdefault(place, page)
+            if known != page:
+                self.free.add(page)
+            canonical.append(known)
+        self.held[number] = (tenant, prefix)
+        self.use(self.held[number])
+        return canonical
+
+    def begin_load(self, op: int, number: int, pages: list[int]) -> OpModel:
+        end = self.held[number]
+        places = [part for part in parts(end) if part not in self.device]
+        self.private -= set(pages)
+        self.device.update(zip(places, pages, strict=True))
+        self.loading.update(dict.fromkeys(places, op))
+        self.ops[op] = OpModel("load", end, pages, [self.host[place] for place in places], places)
+        self.use(end)
+        return self.ops[op]
+
+    def begin_store(self, op: int, places: list[Place], pages: list[int], host_pages: list[int]) -> None:
+        self.evict_host(max(0, len(host_pages) - len(self.free_host)))
+        self.take_host(host_pages)
+        for place, page, host_page in zip(places, pages, host_pages, strict=True):
+            assert self.device[place] == page and place not in self.host and place not in self.loading
+            self.host[place] = host_page
+            self.storing[place] = op
+        first = above(places[0])
+        assert self.is_host_ready(first) and first not in self.loading, "stored below what is not ready"
+        self.ops[op] = OpModel("store", places[-1], pages, host_pages, places)
+        self.use(places[-1])
+
+    def end(self, op: int) -> OpModel:
+        ended = self.ops.pop(op)
+        self.free |= ended.orphans
+        self.free_host |= ended.host_orphans
+        return ended
+
+    def end_load(self, op: int, ok: bool) -> set[int]:
+        """Returns the receipts that lost pages."""
+        ended = self.end(op)
+        places = [place for place in ended.places if self.loading.get(place) == op]
+        for place in places:
+            del self.loading[place]
+        lost: set[int] = set()
+        if places and not ok:
+            top = min(places, key=lambda place: len(place[1]))
+            lost = {number for number, held in self.held.items() if top in parts(held)}
+            self.cut({place for place in self.places if top in parts(place)}, above(top))
+        self.use(ended.end if not lost and ok else self.shortened(ended.end))
+        return lost
+
+    def end_store(self, op: int, ok: bool) -> list[Place]:
+        """Returns the places that are on the host now."""
+        ended = self.end(op)
+        places = [place for place in ended.places if self.storing.get(place) == op]
+        for place in places:
+            del self.storing[place]
+            if not ok:
+                self.free_host.add(self.host.pop(place))
+                self.given_up.add(place)
+        self.use(self.shortened(ended.end))
+        return places
+
+    def shortened(self, end: Place) -> Place:
+        """Returns what is left of a place."""
+        return max((part for part in parts(end) if part in self.places), key=lambda p: len(p[1]), default=(end[0], ()))
+
+    def cut(self, gone: set[Place], end: Place | None = None) -> None:
+        """Removes places whatever uses them; copies in flight get their pages."""
+        for place in gone:
+            op = self.ops.get(self.busy(place) or 0)
+            if place in self.device:
+                (op.orphans if op else self.free).add(self.device.pop(place))
+            if place in self.host:
+                self._free_host(self.host.pop(place), op)
+            self.loading.pop(place, None)
+            self.storing.pop(place, None)
+            self._forget(place)
+        for number, held in self.held.items():
+            self.held[number] = self.shortened(held)
+        for op in self.ops.values():
+            if op.end in gone:
+                op.end, op.is_lost = self.shortened(op.end), True
+
+    def flush(self, tier: str | None) -> int:
+        if tier == "device":
+            count = len(self.evictable())
+            self.evict(count)
+            return count
+        before = len(self.free) + len(self.free_host)
+        kept = {part for held in self.held.values() for part in parts(held)}
+        spared = self.device.keys() if tier == "host" else set()
+        self.cut(self.places - kept - spared)
+        to_load = {part for held in self.held.values() if held[1] and held not in self.device for part in parts(held)}
+        for place in self.host.keys() - to_load:
+            self._free_host(self.host.pop(place), self.ops.get(self.busy(place) or 0))
+            self.storing.pop(place, None)
+        for op in self.ops.values():
+            if op.kind in ("prefetch", "upload"):
+                on_host = [part for part in parts(op.end) if part in self.host]
+                op.end = on_host[-1] if on_host else (op.end[0], ())
+                op.is_lost |= op.kind == "prefetch"
+        self.given_up |= self.device.keys()
+        return len(self.free) + len(self.free_host) - before
+
+    def insert_host(self, start: Place, contents: Prefix, pages: list[int]) -> int:
+        """Caches host pages after a place; frees those that are there already, and those below what is not ready."""
+        place, num_new, adds = start, 0, False
+        for i, (content, page) in enumerate(zip(contents, pages, strict=True)):
+            place = (place[0], (*place[1], content))
+            if place in self.host or place in self.loading:
+                self.free_host.add(page)
+                if not self.is_host_ready(place):
+                    self.free_host |= set(pages[i + 1 :])
+                    break
+                continue
+            adds |= place not in self.device
+            self.host[place] = page
+            num_new += 1
+        if adds:
+            self.use(place)
+        return num_new
+
+    def _forget(self, place: Place) -> None:
+        self.used.pop(place, None)
+        self.wanted.discard(place)
+        self.given_up.discard(place)
+
+    def _free_host(self, page: int, op: OpModel | None) -> None:
+        uploads = [each for each in self.ops.values() if each.kind == "upload" and page in each.host_pages]
+        (op.host_orphans if op else uploads[0].host_orphans if uploads else self.free_host).add(page)
+
+
+def ints(pages: Iterable[int]) -> np.ndarray:
+    """Returns pages as the int32 array that the index takes."""
+    return np.array(list(pages), dtype=np.int32)
