@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         name="cached tokens are reported again after a preemption",
         file=PLANNER,
-        old="        request.num_cached = num_cached\n",
+        old="        request.num_cached = int(columns.num_cached[row])\n",
         new="",
         test=OF_PAGES + "test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens",
     ),
