@@ -727,6 +727,7 @@ def run_machine(page_size: int, admission: HostAdmission, num_examples: int, num
     return ran
 
 
+@pytest.mark.long  # a short run does not come by everything that it must have seen
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("admission", list(HostAdmission))
 def test_two_tiers_agree_with_the_model_and_order_every_access(page_size: int, admission: HostAdmission) -> None:
