@@ -194,7 +194,7 @@ class Exchange:
                 spare.append(pages[start : start + shared])
             else:
                 child.host_pages = pages[start : start + shared].copy()
-                tiers.host.events.publish(child.digests)
+                tiers.host.publish(child)
                 num_new += shared
             if not is_ready_on_host(child):
                 spare.append(pages[start + shared :])
@@ -223,7 +223,7 @@ class Exchange:
         tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
         tiers.host.num_evictable += child.num_pages
         tiers.queue(child)
-        tiers.host.events.publish(digests)
+        tiers.host.publish(child)
         tiers.versions.tree_epoch += 1
 
 

@@ -16,7 +16,7 @@ from hiserve.cache.index.node import Node
 from hiserve.cache.index.ops import Ops
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.removal import Removal
-from hiserve.cache.index.tiers import Tier, TierPages, Tiers
+from hiserve.cache.index.tiers import Tier, TierListener, TierPages, Tiers
 from hiserve.cache.index.transfers import Transfers
 from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import namespace_digest
@@ -62,6 +62,7 @@ class CacheManager:
         host_admission: Which pages are stored on the host.
         host_eviction: Decides which goes first there (``LruEviction(ON_HOST)`` unless given).
         max_upload_pages: Host pages that uploads to a store may keep from eviction; 0 without a store.
+        listener: Hears which pages each tier has.
     """
 
     def __init__(
@@ -76,13 +77,15 @@ class CacheManager:
         host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
         host_eviction: Eviction | None = None,
         max_upload_pages: int = 0,
+        listener: TierListener | None = None,
     ) -> None:
         self.page_size = page_size
         self.namespace = namespace
         self.tree = RadixTree(page_size)
-        self.device = TierPages(num_pages, eviction)
+        self._listener = listener
+        self.device = TierPages(Tier.DEVICE, num_pages, eviction, listener=listener)
         ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: nothing to hand out
-        self.host = TierPages(max(num_host_pages, 2), host_eviction or LruEviction(ON_HOST), ready)
+        self.host = TierPages(Tier.HOST, max(num_host_pages, 2), host_eviction or LruEviction(ON_HOST), ready, listener)
         self.tiers = Tiers(self.tree, self.device, self.host)
         self.holds = Holds(self.tiers)
         self.ops = Ops(self.tiers)
@@ -293,7 +296,11 @@ class CacheManager:
 
     def flush(self, tier: Tier | None = None) -> int:
         """Empties a tier, or both, but for what receipts hold; returns how many pages became free at once."""
-        return self._removal.flush(tier)
+        num_freed = self._removal.flush(tier)
+        if tier is None and self._listener is not None:
+            self._listener.cleared()
+            self.tiers.tell_all()
+        return num_freed
 
     def take_events(self, tier: Tier = Tier.DEVICE) -> tuple[bytes, bytes]:
         """Returns (published, removed) page digests of a tier since the last call, 16 bytes each."""
@@ -327,14 +334,14 @@ class CacheManager:
     def _insert(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int) -> None:
         node = receipt.node
         is_chosen = self._stores_hits and node.is_queued  # what is new below it was not used twice
-        end, digests = self.tree.extend(node, key, pages, in_place=not is_chosen)
+        end, _ = self.tree.extend(node, key, pages, in_place=not is_chosen)
         if end is not node:
             end.num_locks = 1
             receipt.hold.node = end
             self.tiers.clock += 1
             self.holds.touch(end)
         self.device.last_step[pages] = step
-        self.device.events.publish(digests)
+        self.device.publish(end, end.num_pages - pages.size)
         self.versions.tree_epoch += 1
         if self._writes_through:
             self.transfers.enqueue(end)

@@ -112,7 +112,7 @@ class Ops:
     def forget_host(self, node: Node) -> None:
         """Takes the host copy from a node that stays on the device; a store that fills it fills nobody's pages."""
         if not node.host_ready_op:
-            self._tiers.host.events.remove(node.digests)
+            self._tiers.host.remove(node.digests)
         if node.pending_op:
             self._ops[node.pending_op].host_orphans.append(node.host_pages)
         else:

@@ -92,7 +92,7 @@ class Removal:
             if node.is_on_host_only and node.num_host_locks == 0:
                 host.num_evictable -= node.num_pages
         if node.pages.size and not node.device_ready_op:
-            device.events.remove(node.digests)
+            device.remove(node.digests)
         if node.host_pages.size and not node.host_ready_op:
-            host.events.remove(node.digests)
+            host.remove(node.digests)
         self._ops.free(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +27,35 @@ class Tier(StrEnum):
     HOST = "host"
 
 
+class TierListener(Protocol):
+    """Hears, in order, of every page that a tier can give from now on, or cannot any more."""
+
+    def stored(self, tier: Tier, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
+        """A run of pages can be read.
+
+        Args:
+            tier: Where.
+            parent: Digest of the page before the run, which the tier has, too; None at the start of a prefix.
+            digests: Of the run.
+            key: Its packed tokens.
+        """
+
+    def removed(self, tier: Tier, digests: list[bytes]) -> None:
+        """Pages cannot be read any more. The list changes after the call."""
+
+    def cleared(self) -> None:
+        """Nothing can be read on any tier any more, but for what is stored from now on."""
+
+
 class TierPages:
     """The pages of one tier.
 
     Args:
+        tier: Which.
         num_pages: Pages in the pool, page 0 included, which is never handed out.
         eviction: Decides which unlocked leaf goes first.
         num_ready: Pages below this can be used already; all, unless given.
+        listener: Hears what ``events`` collects, as it happens and with the tokens.
 
     Attributes:
         pages: Which are free.
@@ -44,7 +67,16 @@ class TierPages:
             one, the step that wrote it.
     """
 
-    def __init__(self, num_pages: int, eviction: Eviction, num_ready: int | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        num_pages: int,
+        eviction: Eviction,
+        num_ready: int | None = None,
+        listener: TierListener | None = None,
+    ) -> None:
+        self._tier = tier
+        self._listener = listener
         self.pages = PageAllocator(num_pages, num_ready)
         self.eviction = eviction
         self.events = PrefixEvents()
@@ -56,6 +88,27 @@ class TierPages:
     def num_available(self) -> int:
         """Pages that ``take`` could get now."""
         return self.pages.num_free + self.num_evictable
+
+    def publish(self, node: Node, start: int = 0) -> None:
+        """Tells that the pages of a node, from the one at ``start`` on, can be read here."""
+        self.events.publish(node.digests[start:])
+        self.tell(node, start)
+
+    def tell(self, node: Node, start: int = 0) -> None:
+        """Tells the listener alone."""
+        if self._listener is not None:
+            assert node.parent is not None
+            parent = None if node.parent.is_root else node.parent.digests[-1]
+            if start:
+                parent = node.digests[start - 1]
+            key = node.key[start * len(node.key) // node.num_pages :]
+            self._listener.stored(self._tier, parent, node.digests[start:], key)
+
+    def remove(self, digests: list[bytes]) -> None:
+        """Tells that pages cannot be read here any more."""
+        self.events.remove(digests)
+        if self._listener is not None:
+            self._listener.removed(self._tier, digests)
 
     def give(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
         """Returns pages; forwards up to ``last_step`` may still touch them."""
@@ -154,7 +207,7 @@ class Tiers:
             assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
             parent = leaf.parent
             _, pages, digests = self.tree.trim(leaf, min(count, leaf.num_pages))
-            self.host.events.remove(digests)
+            self.host.remove(digests)
             self.lost.add(digests[0])
             self.give_host(pages)
             count -= pages.size
@@ -180,7 +233,15 @@ class Tiers:
         node.parent.num_device_children += 1
         self.versions.tree_epoch += 1
         if not ready_op:
-            self.device.events.publish(node.digests)
+            self.device.publish(node)
+
+    def tell_all(self) -> None:
+        """Tells the listener of every page that can be read, parents first."""
+        for node in self.tree.nodes():
+            if node.pages.size and not node.device_ready_op:
+                self.device.tell(node)
+            if node.host_pages.size and not node.host_ready_op:
+                self.host.tell(node)
 
     def join(self, node: Node) -> None:
         """Joins a backed node with its parent where nothing tells them apart, so that paths stay short."""
@@ -205,7 +266,7 @@ class Tiers:
         parent = leaf.parent
         assert parent is not None
         pages, _, digests = self.tree.trim(leaf, count)
-        self.device.events.remove(digests)
+        self.device.remove(digests)
         self.lost.add(digests[0])
         self.num_unbacked += count
         if leaf.num_pages:
@@ -220,7 +281,7 @@ class Tiers:
             self.tree.split(leaf, leaf.num_pages - count)
         parent, pages = leaf.parent, leaf.pages
         assert parent is not None
-        self.device.events.remove(leaf.digests)
+        self.device.remove(leaf.digests)
         leaf.pages = NO_PAGES
         parent.num_device_children -= 1
         if not leaf.num_host_locks:

@@ -195,7 +195,7 @@ class Transfers:
     def _end_load(self, nodes: list[Node]) -> None:
         for node in nodes:
             node.device_ready_op = 0
-            self._tiers.device.events.publish(node.digests)
+            self._tiers.device.publish(node)
             self.num_loaded += node.num_pages
 
     def _fail_load(self, nodes: list[Node]) -> list[Receipt]:
@@ -215,7 +215,7 @@ class Transfers:
         for node in nodes:
             node.host_ready_op = 0
             if ok:
-                self._tiers.host.events.publish(node.digests)
+                self._tiers.host.publish(node)
                 self.num_stored += node.num_pages
             else:
                 self._tiers.give_host(node.host_pages)
