@@ -1,0 +1,1 @@
+"""What ``hiserve bench cache`` sends, measures and draws, and the endless cache it compares with."""
