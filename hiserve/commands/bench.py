@@ -40,7 +40,7 @@ from hiserve.bench.options import (
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, prepare, raw, write
 from hiserve.config import Config, flat, known, without_secrets
-from hiserve.models.config import find_model, read_model_config
+from hiserve.models.shapes import read_model
 
 AddSettings = Callable[[argparse.ArgumentParser], None]
 
@@ -134,13 +134,13 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
 
 def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
     batch = pick(Batch, arguments)
-    model = config.model.model
+    model = config.model.shape or config.model.model
     workload = random_prompts(
         num_prompts=batch.num_prompts,
         input_length=batch.input_length,
         output_length=batch.output_length,
         range_ratio=batch.random_range_ratio,
-        vocab_size=read_model_config(find_model(model, config.model.revision)).vocab_size,
+        vocab_size=read_model(config.model)[1].vocab_size,
         seed=batch.seed,
     )
     begin = time.perf_counter()

@@ -8,12 +8,12 @@ from rich.table import Table
 from hiserve.config import Config, flag_of, settings
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
-from hiserve.models.config import find_model, read_model_config
+from hiserve.models.shapes import read_model
 
 
 def run(config: Config) -> int:
     """Prints every setting with its resolved value, then memory item by item."""
-    model = read_model_config(find_model(config.model.model, config.model.revision))
+    _, model = read_model(config.model)
     machine = probe()
     resolved = resolve(config, model.facts(), machine)
     table = Table(title="settings")

@@ -22,7 +22,7 @@ from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
 from hiserve.errors import HiserveError
-from hiserve.models.config import find_model, read_model_config
+from hiserve.models.shapes import read_model
 
 LEAST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))
@@ -207,9 +207,9 @@ def _port(host: str, port: int) -> Finding:
 
 
 def _model(config: Config, machine: Machine) -> Finding:
-    name = config.model.model
+    name = config.model.shape or config.model.model
     try:
-        resolved = resolve(config, read_model_config(find_model(name, config.model.revision)).facts(), machine)
+        resolved = resolve(config, read_model(config.model)[1].facts(), machine)
     except HiserveError as error:
         return Finding("fail", "model", error.message)
     needed = sum(resolved.memory.values()) / GIB

@@ -26,8 +26,9 @@ from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.errors import ResourceError
-from hiserve.models.config import ModelConfig, find_model, read_model_config
+from hiserve.models.config import ModelConfig
 from hiserve.models.fields import read_json
+from hiserve.models.shapes import read_model
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
 from hiserve.server.connection import Connection
@@ -71,8 +72,7 @@ def run(config: Config) -> int:
     with bind(config.server.host, config.server.port) as listener:
         warn_if_open(listener, config.server)
         begin = time.monotonic()
-        folder = find_model(config.model.model, config.model.revision)
-        model = read_model_config(folder)
+        folder, model = read_model(config.model)
         resolved = resolve(config, model.facts(), probe())
         for line in resolved.decisions:
             logger.info("%s", line)
@@ -141,7 +141,8 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
     """
     config = resolved.config
     configured = time.monotonic()
-    name = config.server.served_model_name or Path(config.model.model).expanduser().resolve().name
+    folder_name = Path(config.model.model).expanduser().resolve().name
+    name = config.server.served_model_name or config.model.shape or folder_name
     tokenizer = Tokenizer.load(folder, model.eos_token_ids)
     override = config.model.chat_template
     template = ChatTemplate.load(folder, None if override is None else Path(override))

@@ -6,6 +6,7 @@ from hiserve.config.sections import (
     Auto,
     Config,
     Scheduler,
+    Model,
     Server,
 )
 from hiserve.config.settings import (
@@ -26,6 +27,7 @@ __all__ = [
     "Config",
     "Scheduler",
     "Server",
+    "Model",
     "Setting",
     "flag_of",
     "flat",

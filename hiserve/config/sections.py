@@ -55,6 +55,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         Literal["auto", "dummy"], about("auto reads the weights; dummy draws random ones of the configured shape.")
     ] = "auto"
     device: Annotated[
+    shape: Annotated[
+        Literal["llama-8b", "qwen3-0.6b", "qwen3-8b"] | None,
+        about("Built-in shape for dummy weights; the model then gives only the tokenizer and its end tokens."),
+    ] = None
         Literal["auto", "cpu", "cuda"], about("Where the model runs; auto is cuda if a device is there.")
     ] = "auto"
     chat_template: Annotated[

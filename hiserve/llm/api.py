@@ -23,7 +23,8 @@ from hiserve.core.resolve import resolve
 from hiserve.errors import ConfigError, ContextLengthError, RequestError, UnavailableError
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
-from hiserve.models.config import ModelConfig, find_model, read_model_config
+from hiserve.models.config import ModelConfig
+from hiserve.models.shapes import read_model
 from hiserve.text.chat import check_text, parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
@@ -65,8 +66,7 @@ class LLM:
         given = make_config(model=str(model), **config)
         if in_process and given.parallel.replicas > 1:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
-        folder = find_model(str(model), given.model.revision)
-        model_config = read_model_config(folder)
+        folder, model_config = read_model(given.model)
         resolved = resolve(given, model_config.facts(), probe())
         for decision in resolved.decisions:
             logger.info(decision)

@@ -13,7 +13,7 @@ from hiserve.core.resolve import ModelFacts
 from hiserve.errors import ModelError
 from hiserve.models.family import FAMILIES
 from hiserve.models.fields import ConfigFields, convert, read_json, respell
-from hiserve.models.generation import SamplingDefaults, as_ids, read_generation
+from hiserve.models.generation import Generation, SamplingDefaults, as_ids, read_generation
 from hiserve.models.hub import Download, fetch, is_hub_name
 from hiserve.models.rope import RopeConfig, read_rope, stretched_context
 
@@ -177,7 +177,20 @@ def read_model_config(folder: Path) -> ModelConfig:
             file that is not JSON.
     """
     path = folder / "config.json"
-    raw = read_json(path)
+    return parse_config(read_json(path), path, read_generation(folder))
+
+
+def parse_config(raw: dict[str, Any], path: Path, generation: Generation) -> ModelConfig:
+    """Returns what the fields of ``config.json`` say.
+
+    Args:
+        raw: The fields.
+        path: Where they were read; for messages.
+        generation: What the model says about generating.
+
+    Raises:
+        ModelError: As ``read_model_config``.
+    """
     architecture = _architecture(raw.get("architectures"))
     family = FAMILIES[architecture]
     fields = convert(family.complete(respell(raw, path)), ConfigFields, path)
@@ -186,11 +199,10 @@ def read_model_config(folder: Path) -> ModelConfig:
     kv_heads = fields.num_key_value_heads or heads
     head_dim = fields.head_dim or fields.hidden_size // heads
     dtype = fields.dtype or "float32"
-    _refuse_nonsense(fields, folder, kv_heads, head_dim, dtype)
+    _refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
     rope = read_rope(fields, head_dim)
     context_length = stretched_context(fields, rope)
     _refuse_window(fields, architecture, context_length)
-    generation = read_generation(folder)
     ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
         architecture=architecture,

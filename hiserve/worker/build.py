@@ -24,8 +24,8 @@ from hiserve.core.digest import namespace_digest
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import GIB
 from hiserve.errors import ResourceError
-from hiserve.models.config import find_model, read_model_config
 from hiserve.models.decoder import load_decoder
+from hiserve.models.shapes import read_model
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.executor import Executor
@@ -53,8 +53,7 @@ def build_engine(config: Config) -> Engine:
     device, dtype = config.model.device, config.model.dtype
     torch.set_num_threads(known(config.runner.cpu_threads))
     torch.backends.cuda.matmul.allow_tf32 = False
-    folder = find_model(config.model.model, config.model.revision)
-    model_config = read_model_config(folder)
+    folder, model_config = read_model(config.model)
     max_len = known(config.model.max_model_len)
     max_rows = known(config.scheduler.max_running_requests)
     num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
@@ -137,6 +136,7 @@ def _namespace(folder: Path, config: Config) -> bytes:
     return namespace_digest(
         str(folder.resolve()),
         config.model.load_format,
+        config.model.shape or "",
         *stamps,
         config.model.dtype,
         LAYOUT_VERSION,
