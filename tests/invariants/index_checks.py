@@ -19,7 +19,7 @@ def check_structure(cache: CacheManager) -> None:
     inv_05_no_dead_node(cache)
     inv_06_what_is_on_the_device_has_its_parent_there(cache)
     inv_07_what_is_on_the_host_has_its_parent_there(cache)
-    inv_09_no_parent_looks_older_than_its_child(cache)
+    inv_09_no_parent_looks_older_or_less_important_than_its_child(cache)
     inv_10_a_parent_has_the_locks_of_all_its_children(cache)
     inv_12_what_a_copy_uses_is_locked(cache)
     inv_14_the_eviction_queues_hold_the_evictable_leaves(cache)
@@ -76,8 +76,10 @@ def inv_07_what_is_on_the_host_has_its_parent_there(cache: CacheManager) -> None
         assert not node.host_pages.size or node.parent.is_root or node.parent.host_pages.size
 
 
-def inv_09_no_parent_looks_older_than_its_child(cache: CacheManager) -> None:
-    assert all(n.parent.last_used >= n.last_used for n in cache.tree.nodes() if n.parent is not None)
+def inv_09_no_parent_looks_older_or_less_important_than_its_child(cache: CacheManager) -> None:
+    for node in cache.tree.nodes():
+        assert node.parent is not None
+        assert node.parent.last_used >= node.last_used and node.parent.priority >= node.priority
 
 
 def inv_10_a_parent_has_the_locks_of_all_its_children(cache: CacheManager) -> None:
@@ -97,8 +99,7 @@ def inv_12_what_a_copy_uses_is_locked(cache: CacheManager) -> None:
 def inv_14_the_eviction_queues_hold_the_evictable_leaves(cache: CacheManager) -> None:
     nodes = list(cache.tree.nodes())
     for tier, is_evictable in ((cache.device, _on_device), (cache.host, _on_host)):
-        queued = {id(node) for used, _, node in tier.eviction._heap if node.last_used == used and is_evictable(node)}
-        assert queued == {id(node) for node in nodes if is_evictable(node)}
+        assert {id(node) for node in tier.eviction._leaves} == {id(node) for node in nodes if is_evictable(node)}
 
 
 def inv_16_the_evictable_counts_are_right(cache: CacheManager) -> None:

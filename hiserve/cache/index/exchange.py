@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, KeysView
 from dataclasses import dataclass
 
-from hiserve.cache.index.holds import Holds, path
+from hiserve.cache.index.holds import Holds, path, raise_priority
 from hiserve.cache.index.node import NO_PAGES, Node
 from hiserve.cache.index.ops import OpKind, Ops
 from hiserve.cache.index.tiers import Tiers
@@ -219,6 +219,7 @@ class Exchange:
         tiers.clock += 1
         child.last_used = tiers.clock
         self._holds.touch(parent)
+        raise_priority(parent, child.priority)
         # The only node of the path that may be waiting for eviction was used just now, too.
         tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
         tiers.host.num_evictable += child.num_pages

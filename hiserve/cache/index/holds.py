@@ -19,13 +19,15 @@ class Hold:
         node: The path's last node. When it is cut off, the last one that is left.
         is_host: Only the host copies are held; the device may lose its own.
         is_lost: Whether the path was cut off.
+        priority: Of the request that holds it; every node of the path has at least this.
     """
 
-    __slots__ = ("is_host", "is_lost", "node")
+    __slots__ = ("is_host", "is_lost", "node", "priority")
 
     def __init__(self, node: Node, *, is_host: bool) -> None:
         self.node = node
         self.is_host = is_host
+        self.priority = 0
         self.is_lost = False
 
 
@@ -94,9 +96,11 @@ class Holds:
         self._tiers = tiers
         self._open: dict[Hold, Receipt | None] = {}
 
-    def issue(self, node: Node, release: Callable[[Receipt], None]) -> Receipt:
+    def issue(self, node: Node, release: Callable[[Receipt], None], priority: int) -> Receipt:
         """Locks a path for a reader."""
         hold, runs, host_runs = self._lock(node)
+        hold.priority = priority
+        raise_priority(node, priority)
         receipt = Receipt(hold, joined(runs), joined(host_runs), release)
         self._open[hold] = receipt
         return receipt
@@ -152,6 +156,7 @@ class Holds:
             elif not child.num_host_locks:
                 tiers.host.num_evictable -= child.num_pages
         child.num_locks += 1
+        child.priority = max(child.priority, hold.priority)
         hold.node = child
         tiers.clock += 1
         self.touch(child)
@@ -248,6 +253,14 @@ class Holds:
         if node.is_on_host_only:
             self._tiers.queue(node)
         self._tiers.queue(step)
+
+
+def raise_priority(node: Node, priority: int) -> None:
+    """Gives a path at least this priority; no parent ever has less than its child."""
+    step: Node | None = node
+    while step is not None and step.priority < priority:
+        step.priority = priority
+        step = step.parent
 
 
 def path(node: Node) -> Iterator[Node]:

@@ -130,18 +130,19 @@ class CacheManager:
             _num_beyond=num_beyond,
         )
 
-    def lock(self, match: Match, num_host_tokens: int = 0) -> Receipt:
+    def lock(self, match: Match, num_host_tokens: int = 0, priority: int = 0) -> Receipt:
         """Keeps a matched prefix from eviction until the receipt is released.
 
         Args:
             match: Of this epoch.
             num_host_tokens: Whole pages of the host part to hold, too: they must be loaded (``begin_load``)
                 before anything is published below the receipt.
+            priority: The request's, which stays with all it uses; only ``PriorityEviction`` looks at it.
         """
         assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
         assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self.page_size == 0
         node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self.page_size)
-        receipt = self.holds.issue(node, self.release)
+        receipt = self.holds.issue(node, self.release, priority)
         if self.ops.num_loads:
             for number in {step.device_ready_op for step in path(node)} - {0}:
                 self.transfers.wait(receipt, self.ops[number])
@@ -334,9 +335,11 @@ class CacheManager:
     def _insert(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int) -> None:
         node = receipt.node
         is_chosen = self._stores_hits and node.is_queued  # what is new below it was not used twice
-        end, _ = self.tree.extend(node, key, pages, in_place=not is_chosen)
+        in_place = not is_chosen and node.priority == receipt.hold.priority
+        end, _ = self.tree.extend(node, key, pages, in_place=in_place)
         if end is not node:
             end.num_locks = 1
+            end.priority = receipt.hold.priority
             receipt.hold.node = end
             self.tiers.clock += 1
             self.holds.touch(end)

@@ -47,6 +47,7 @@ class Node:
         num_locks: Holds on this node or one below it: it stays on every tier it is on.
         num_host_locks: Holds on its host copy, or on one below it.
         last_used: Logical time of the last lock or release through this node (see ``Tiers.clock``).
+        priority: Largest priority of the requests that used it.
         is_queued: Whether it waits for a store.
     """
 
@@ -65,6 +66,7 @@ class Node:
         "num_pages",
         "pages",
         "parent",
+        "priority",
     )
 
     def __init__(
@@ -88,6 +90,7 @@ class Node:
         self.num_locks = 0
         self.num_host_locks = 0
         self.last_used = 0
+        self.priority = 0
         self.is_queued = False
 
     @property

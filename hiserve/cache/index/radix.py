@@ -97,6 +97,7 @@ class RadixTree:
         upper.device_ready_op = node.device_ready_op
         upper.host_ready_op = node.host_ready_op
         upper.last_used = node.last_used
+        upper.priority = node.priority
         node.parent.children[upper.key[: self.page_bytes]] = upper
         node.key = node.key[cut:]
         node.digests = node.digests[num_pages:]

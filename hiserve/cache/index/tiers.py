@@ -256,7 +256,7 @@ class Tiers:
             or parent.pending_op
             or node.pending_op
             or (parent.num_locks, parent.num_host_locks) != (node.num_locks, node.num_host_locks)
-            or parent.last_used != node.last_used
+            or (parent.last_used, parent.priority) != (node.last_used, node.priority)
         ):
             return
         self.tree.join(node)

@@ -70,22 +70,22 @@ MUTANTS = [
     Mutant(
         name="the most recently used goes first",
         file=EVICTION,
-        old="heapq.heappush(self._heap, (node.last_used,",
-        new="heapq.heappush(self._heap, (-node.last_used,",
+        old='LeafHeap(attrgetter("last_used"), is_victim)',
+        new="LeafHeap(lambda node: -node.last_used, is_victim)",
         test=OF_EVICTION + "test_the_least_recently_used_goes_first",
     ),
     Mutant(
         name="locked leaves are evicted",
         file=EVICTION,
-        old="if node.last_used == used and self._is_victim(node):",
-        new="if node.last_used == used:",
+        old="return bool(self._rank(node) == rank) and self._is_victim(node)",
+        new="return bool(self._rank(node) == rank)",
         test=OF_EVICTION + "test_what_is_locked_has_children_or_is_gone_is_passed_over",
     ),
     Mutant(
         name="entries out of date count",
         file=EVICTION,
-        old="if node.last_used == used and self._is_victim(node):",
-        new="if self._is_victim(node):",
+        old="return bool(self._rank(node) == rank) and self._is_victim(node)",
+        new="return self._is_victim(node)",
         test=OF_EVICTION + "test_use_moves_a_node_to_the_back",
     ),
     Mutant(
