@@ -27,6 +27,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
         ignore_eos: Generate ``max_tokens`` whatever the model says.
         usage: One of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``.
         has_token_ids: Ask for the generated token ids.
+        cache_salt: Prefixes are shared among requests of the same salt; empty for none.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     usage: int = RUNNING_USAGE
     has_token_ids: bool = False
+    cache_salt: str = ""
 
 
 class Backend(Protocol):
@@ -54,8 +56,14 @@ class Backend(Protocol):
         """
 
 
+class _Miss(msgspec.Struct):
+    reason: str = ""
+
+
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
+    cached_tokens_details: dict[str, Any] | None = None
+    cache_miss: _Miss | None = None
 
 
 class _Usage(msgspec.Struct):
@@ -111,7 +119,7 @@ class OpenAI:
             body["stream_options"] = {"include_usage": True} | running
         body |= {"ignore_eos": True} if asking.ignore_eos else {}
         body |= {"return_token_ids": True} if asking.has_token_ids else {}
-        return body
+        return body | _salt(asking)
 
     def reader(self, sample: Sample) -> Reader:
         """Reads deltas."""
@@ -144,8 +152,21 @@ def _count(sample: Sample, usage: _Usage) -> None:
         return
     sample.has_usage = True
     sample.num_prompt, sample.num_output = usage.prompt_tokens, usage.completion_tokens
-    if usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens is not None:
-        sample.num_cached = usage.prompt_tokens_details.cached_tokens
+    details = usage.prompt_tokens_details
+    if details is not None and details.cached_tokens is not None:
+        sample.num_cached = details.cached_tokens
+        sample.cached_by_tier = _by_tier(details.cached_tokens_details)
+        sample.miss = details.cache_miss.reason if details.cache_miss else ""
+
+
+def _by_tier(told: dict[str, Any] | None) -> dict[str, int]:
+    """Reads tokens by tier; what SGLang calls storage is the store."""
+    counts = {"store" if name == "storage" else name: count for name, count in (told or {}).items()}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
+
+
+def _salt(asking: Asking) -> dict[str, str]:
+    return {"cache_salt": asking.cache_salt} if asking.cache_salt else {}
 
 
 class _Finish(msgspec.Struct):
@@ -156,6 +177,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = -1
     completion_tokens: int | None = None
     cached_tokens: int = -1
+    cached_tokens_details: dict[str, Any] | None = None
     finish_reason: _Finish | None = None
 
 
@@ -179,7 +201,7 @@ class Generate:
         """Words a request; usage comes unasked."""
         given = {"input_ids": prompt.tolist()} if isinstance(prompt, np.ndarray) else {"text": prompt}
         sampling = {"max_new_tokens": max_tokens, "temperature": asking.temperature, "ignore_eos": asking.ignore_eos}
-        return {**given, "sampling_params": sampling, "stream": True}
+        return {**given, "sampling_params": sampling, "stream": True, **_salt(asking)}
 
     def reader(self, sample: Sample) -> Reader:
         """Reads growing texts."""
@@ -205,6 +227,7 @@ class _GrowingText:
             sample.has_usage = True
             sample.num_prompt, sample.num_output = meta.prompt_tokens, meta.completion_tokens
             sample.num_cached = meta.cached_tokens
+            sample.cached_by_tier = _by_tier(meta.cached_tokens_details)
         if len(event.text) > self._num_chars:
             sample.chunk_s.append(now)
             sample.chunk_tokens.append(sample.num_output if told else -1)

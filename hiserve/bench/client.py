@@ -56,6 +56,11 @@ class Client:
         if not sample.has_usage:
             sample.num_output = len(sample.chunk_s)
 
+    def salted(self, cache_salt: str) -> Client:
+        """Returns a client of the same server whose requests share prefixes only among themselves."""
+        asking = msgspec.structs.replace(self.asking, cache_salt=cache_salt)
+        return Client(self._pool, self._backend, asking, self._timeout_s)
+
     async def warm_up(self, prompt: Prompt, max_tokens: int) -> Sample:
         """Sends one request that is not measured, and finds out how much the server will count.
 

@@ -82,6 +82,17 @@ class Pool:
         Raises:
             UnavailableError: The server cannot be reached.
         """
+        status, found = await self.read(method, path, body)
+        with suppress(msgspec.DecodeError):
+            return status, msgspec.json.decode(found)
+        return status, None
+
+    async def read(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        """Sends one request that is not measured; returns its status and body.
+
+        Raises:
+            UnavailableError: The server cannot be reached.
+        """
         parts: list[bytes] = []
         raw = b"" if body is None else msgspec.json.encode(body)
         try:
@@ -90,9 +101,7 @@ class Pool:
             raise UnavailableError(
                 f"cannot reach the server at {self._host} port {self._port}: {error}. Start it, or give its --url."
             ) from None
-        with suppress(msgspec.DecodeError):
-            return status, msgspec.json.decode(b"".join(parts))
-        return status, None
+        return status, b"".join(parts)
 
     def close(self) -> None:
         """Closes idle connections."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
 
@@ -57,33 +58,95 @@ async def drive(
         on_done: Called after each request.
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
-    samples = [
-        [Sample(session=session, turn=turn) for turn in range(len(turns))]
-        for session, turns in enumerate(workload.sessions)
-    ]
+    sessions = _open(workload)
     cpu_s, begin_s = time.process_time(), time.perf_counter()
 
-    async def follow(turns: list[Turn], into: list[Sample], start_s: float) -> None:
-        known = np.empty(0, dtype=np.int32)
+    async def follow(session: _Session, start_s: float) -> None:
         ready_s = begin_s + start_s
-        for turn, sample in zip(turns, into, strict=True):
+        for turn, sample in session.requests():
             planned_s = ready_s + turn.think_s if turn.at_s is None else begin_s + turn.at_s
             sample.due_s = max(planned_s, ready_s)
             await asyncio.sleep(sample.due_s - time.perf_counter())
-            prompt = _extended(known, turn.prompt) if turn.extends else turn.prompt
             async with places:
-                await send(prompt, turn.max_tokens, sample)
-            if turn.extends:
-                known = _extended(prompt, np.array(sample.output_ids, dtype=np.int32))
+                await session.send(turn, sample, send)
             ready_s = time.perf_counter()
             on_done()
 
     async with asyncio.TaskGroup() as group:
-        for turns, into, start_s in zip(workload.sessions, samples, starts, strict=True):
-            group.create_task(follow(turns, into, start_s))
+        for session, start_s in zip(sessions, starts, strict=True):
+            group.create_task(follow(session, start_s))
+    return _ended(sessions, begin_s, cpu_s)
+
+
+async def drive_in_groups(
+    workload: Workload, send: Send, *, group_size: int, on_done: Callable[[], None] = lambda: None
+) -> Run:
+    """Visits groups of sessions in turn, round after round: one request of each session of the group, all at once.
+
+    The next group is visited when the last reply of the one before is there. So a session comes back when all
+    others have been there, which is the worst case for a cache that forgets what was used longest ago.
+
+    Args:
+        workload: What to send; times of its turns are ignored.
+        send: Sends one request and fills in its sample.
+        group_size: Sessions in a group; the last one may be smaller.
+        on_done: Called after each request.
+    """
+    sessions = _open(workload)
+    cpu_s, begin_s = time.process_time(), time.perf_counter()
+    waiting = [(session, session.requests()) for session in sessions]
+
+    async def one(session: _Session, turn: Turn, sample: Sample) -> None:
+        sample.due_s = time.perf_counter()
+        await session.send(turn, sample, send)
+        on_done()
+
+    for _ in range(max(map(len, workload.sessions), default=0)):
+        for first in range(0, len(waiting), group_size):
+            async with asyncio.TaskGroup() as group:
+                for session, requests in waiting[first : first + group_size]:
+                    for turn, sample in itertools.islice(requests, 1):
+                        group.create_task(one(session, turn, sample))
+    return _ended(sessions, begin_s, cpu_s)
+
+
+class _Session:
+    """The requests of one session and what they grew to.
+
+    Args:
+        turns: What to send.
+        index: Of the session.
+
+    Attributes:
+        samples: One for each turn.
+    """
+
+    def __init__(self, turns: list[Turn], index: int) -> None:
+        self.samples = [Sample(session=index, turn=turn) for turn in range(len(turns))]
+        self._turns = turns
+        self._known: Prompt = np.empty(0, dtype=np.int32)
+
+    def requests(self) -> Iterator[tuple[Turn, Sample]]:
+        """Yields the turns with their samples."""
+        return zip(self._turns, self.samples, strict=True)
+
+    async def send(self, turn: Turn, sample: Sample, send: Send) -> None:
+        """Sends the next request; remembers it and its reply for the turns that extend it."""
+        prompt = _extended(self._known, turn.prompt) if turn.extends else turn.prompt
+        await send(prompt, turn.max_tokens, sample)
+        if turn.extends:
+            self._known = _extended(prompt, np.array(sample.output_ids, dtype=np.int32))
+
+
+def _open(workload: Workload) -> list[_Session]:
+    return [_Session(turns, index) for index, turns in enumerate(workload.sessions)]
+
+
+def _ended(sessions: list[_Session], begin_s: float, cpu_s: float) -> Run:
+    """Returns the run that began at these readings of the clock and of the processor's time."""
     end_s = time.perf_counter()
-    flat = [sample for session in samples for sample in session]
-    return Run(begin_s=begin_s, end_s=end_s, samples=flat, client_cpu_s=time.process_time() - cpu_s)
+    samples = [sample for session in sessions for sample in session.samples]
+    return Run(begin_s=begin_s, end_s=end_s, samples=samples, client_cpu_s=time.process_time() - cpu_s)
 
 
 def _extended(known: Prompt, more: Prompt) -> Int32Array:

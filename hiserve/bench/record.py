@@ -69,6 +69,8 @@ def _raw(sample: Sample, origin_s: float) -> dict[str, Any]:
         "finish": sample.finish,
         "prompt_tokens": sample.num_prompt,
         "cached_tokens": sample.num_cached,
+        "cached_by_tier": sample.cached_by_tier,
+        "miss": sample.miss,
         "output_tokens": sample.num_output,
         "due_ms": _ms(sample.due_s - origin_s),
         "begin_ms": _ms(sample.begin_s - origin_s),

@@ -70,6 +70,8 @@ class Sample(msgspec.Struct, kw_only=True):
         chunk_tokens: Output tokens so far at each of these chunks, by the server's running usage; -1 if not told.
         num_prompt: Prompt tokens, by the usage; ours when the server tells none; -1 if nobody knows.
         num_cached: Of these, from the prefix cache; -1 if the server does not tell.
+        cached_by_tier: Of these, from each tier (device, host, store); empty if the server does not tell.
+        miss: Why the rest did not come from the cache, by the server; empty for no reason, or if it does not tell.
         num_output: Output tokens by the usage; without it, the number of chunks.
         has_usage: The token counts are the server's.
         finish: Finish reason, empty when none came.
@@ -88,6 +90,8 @@ class Sample(msgspec.Struct, kw_only=True):
     chunk_tokens: list[int] = []
     num_prompt: int = -1
     num_cached: int = -1
+    cached_by_tier: dict[str, int] = {}
+    miss: str = ""
     num_output: int = 0
     has_usage: bool = False
     finish: str = ""

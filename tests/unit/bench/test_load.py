@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from hiserve.bench.load import arrivals, drive
+from hiserve.bench.load import arrivals, drive, drive_in_groups
 from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
 
 
@@ -126,3 +126,20 @@ async def test_samples_stand_in_the_order_of_the_workload() -> None:
     run = await drive(single(5), server.send, starts=[0.04, 0.03, 0.02, 0.01, 0.0])
     assert server.prompts == ["4", "3", "2", "1", "0"]
     assert [sample.session for sample in run.samples] == [0, 1, 2, 3, 4]
+
+
+async def test_groups_are_visited_in_turn_and_grow_by_their_replies() -> None:
+    def new(*ids: int) -> Turn:
+        return Turn(prompt=np.array(ids, dtype=np.int32), max_tokens=1, extends=True)
+
+    server, done = Server(0.01, ids=[9]), []
+    sessions = [[new(1), new(11)], [new(2), new(12)], [new(3)]]
+    run = await drive_in_groups(workload(*sessions), server.send, group_size=2, on_done=lambda: done.append(1))
+    sent = [np.asarray(prompt).tolist() for prompt in server.prompts]
+    assert sent == [[1], [2], [3], [1, 9, 11], [2, 9, 12]]
+    assert server.most_open == 2
+    assert len(done) == 5
+    assert [(sample.session, sample.turn) for sample in run.samples] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    first, again, _, _, alone = run.samples
+    assert first.end_s <= alone.begin_s and alone.end_s <= again.begin_s
+    assert all(sample.begin_s - sample.due_s < 0.01 for sample in run.samples)
