@@ -1,4 +1,4 @@
-"""Private sockets between a parent and its child process; the only place that knows zmq.
+"""Private sockets between a parent and its child process, and public ones for news; the only place that knows zmq.
 
 A link is one PAIR socket over ``ipc://`` in a 0700 directory of its own. The parent binds
 before it starts the child; the child connects, and removes the directory once the first
@@ -9,7 +9,12 @@ A link never reconnects: what is queued for a dead peer never reaches a successo
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import math
+import os
 import shutil
+import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -18,11 +23,16 @@ from typing import Any
 
 import zmq
 
+from hiserve.config import flag_of
 from hiserve.errors import ResourceError
 from hiserve.messages.codec import Frames
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
+MAX_UNREAD_NEWS = 10_000  # messages that a subscriber may be behind before it loses some
+MAX_UNREAD_ANSWERS = 16_384
+MAX_QUESTION_BYTES = 1024
+NEWS_LINGER_MS = 200
 _SCHEME = "ipc://"
 
 
@@ -275,3 +285,103 @@ class AsyncChannel:
         if not self._is_full:
             self._on_writable()
         self._wake()
+
+
+class Broadcast:
+    """Tells news to whoever subscribes, and answers questions about them; never waits for anybody.
+
+    A socket of a slow or dead reader drops what it does not take. Everything but ``wake`` is for one thread at a time.
+
+    Args:
+        endpoint: Of the PUB socket, ``tcp://`` or ``ipc://``.
+        questions_endpoint: Of the ROUTER socket; None for none.
+        setting: Name of the setting that gave the first endpoint.
+        questions_setting: Of the second.
+
+    Raises:
+        ResourceError: An address is in use or cannot be used.
+    """
+
+    def __init__(self, endpoint: str, questions_endpoint: str | None, *, setting: str, questions_setting: str) -> None:
+        self._context = zmq.Context()
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._paths: list[Path] = []
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker, zmq.POLLIN)
+        self._news = self._context.socket(zmq.PUB)
+        self._questions = self._context.socket(zmq.ROUTER)
+        self._news.set_hwm(MAX_UNREAD_NEWS)
+        self._questions.set_hwm(MAX_UNREAD_ANSWERS)
+        self._questions.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
+        try:
+            self._listen(self._news, endpoint, setting)
+            if questions_endpoint is not None:
+                self._listen(self._questions, questions_endpoint, questions_setting)
+                self._poller.register(self._questions, zmq.POLLIN)
+        except ResourceError:
+            self.close()
+            raise
+
+    def tell(self, frames: Frames) -> None:
+        """Sends a message to every subscriber that is there."""
+        self._news.send_multipart(frames)
+
+    def take_question(self) -> Frames | None:
+        """Returns the next question, its sender in front, or None."""
+        try:
+            return self._questions.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def answer(self, frames: Frames) -> None:
+        """Sends one answer to the sender in front."""
+        self._questions.send_multipart(frames)
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until a question came, ``wake`` was called, or the time is over."""
+        self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._waker)
+
+    def wake(self) -> None:
+        """Ends ``wait``, or the next one; from any thread."""
+        os.eventfd_write(self._waker, 1)
+
+    def close(self) -> None:
+        """Closes; what was told gets ``NEWS_LINGER_MS`` to leave."""
+        self._news.close(linger=NEWS_LINGER_MS)
+        self._questions.close(linger=NEWS_LINGER_MS)
+        self._context.term()
+        os.close(self._waker)
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _listen(self, sock: zmq.Socket[bytes], endpoint: str, setting: str) -> None:
+        path = Path(endpoint.removeprefix(_SCHEME)) if endpoint.startswith(_SCHEME) else None
+        sock.setsockopt(zmq.IPV6, "[" in endpoint)
+        try:
+            if path is not None:
+                _require_free(path)
+            sock.bind(endpoint)
+        except (OSError, zmq.ZMQError) as error:
+            raise ResourceError(
+                f"{flag_of(setting)} cannot use {endpoint}: {zmq.strerror(error.errno or 0)}. Stop the program that "
+                "uses it, if any, or choose another.",
+                param=setting,
+            ) from None
+        self._paths += [] if path is None else [path]
+
+
+def _require_free(path: Path) -> None:
+    """Refuses a path that zmq would take from a living process, or from a file that is no socket.
+
+    Raises:
+        OSError: It is one of both.
+    """
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise FileExistsError(errno.EEXIST, "no socket")
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(str(path))
+        raise OSError(errno.EADDRINUSE, "in use")

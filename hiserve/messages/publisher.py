@@ -1,0 +1,118 @@
+"""A thread that publishes KV events and replays them, so that the engine never waits for a reader."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from hiserve.errors import InvariantError
+from hiserve.messages.channels import Broadcast
+from hiserve.messages.codec import Frames
+from hiserve.messages.kv_events import Change, History, encode_batch
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 5.0
+MAX_QUEUED_BATCHES = 10_000
+_TOPIC = b""
+
+
+class Publisher:
+    """Numbers, encodes and publishes batches in the order they are put.
+
+    Args:
+        broadcast: Owned from now on.
+        page_size: Tokens per page.
+        replica: Data-parallel rank that every batch names.
+        heartbeat_s: An empty batch follows so many seconds of silence.
+        max_queued: Batches that may wait for the thread; what comes while so many do is dropped, and its number with it.
+
+    Attributes:
+        num_dropped: Batches dropped.
+    """
+
+    def __init__(
+        self,
+        broadcast: Broadcast,
+        *,
+        page_size: int,
+        replica: int,
+        heartbeat_s: float = HEARTBEAT_S,
+        max_queued: int = MAX_QUEUED_BATCHES,
+    ) -> None:
+        self._broadcast = broadcast
+        self._page_size = page_size
+        self._replica = replica
+        self._heartbeat_s = heartbeat_s
+        self._max_queued = max_queued
+        self._history = History()
+        self._queue: deque[tuple[int, float, Sequence[Change]]] = deque()
+        self._num_lost = 0  # since the last batch that was queued
+        self.num_dropped = 0
+        self._is_closing = False
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="hiserve-kv-events", daemon=True)
+        self._thread.start()
+
+    def put(self, changes: Sequence[Change]) -> None:
+        """Queues a batch; the caller changes it no more.
+
+        Raises:
+            InvariantError: The thread has failed.
+        """
+        if self._failure is not None:
+            raise InvariantError("the publisher of KV events has failed") from self._failure
+        if len(self._queue) >= self._max_queued:
+            if not self.num_dropped:
+                logger.warning("KV events are dropped: %d batches wait to be published", len(self._queue))
+            self.num_dropped += 1
+            self._num_lost += 1
+            return
+        self._queue.append((self._num_lost, time.time(), changes))
+        self._num_lost = 0
+        self._broadcast.wake()
+
+    def close(self) -> None:
+        """Publishes what is queued, and ends the thread."""
+        self._is_closing = True
+        self._broadcast.wake()
+        self._thread.join()
+        self._broadcast.close()
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - the next put raises it
+            self._failure = error
+
+    def _serve(self) -> None:
+        due_s = time.monotonic() + self._heartbeat_s
+        is_closing = False
+        while not is_closing:
+            self._broadcast.wait(due_s - time.monotonic())
+            is_closing = self._is_closing  # asked first: what was put before is queued by now
+            is_silent = time.monotonic() >= due_s and not self._queue
+            if self._queue or is_silent:
+                due_s = time.monotonic() + self._heartbeat_s
+            while self._queue:
+                num_lost, now_s, changes = self._queue.popleft()
+                self._history.skip(num_lost)
+                self._publish(now_s, changes)
+            if is_silent:
+                self._publish(time.time(), ())
+            question = self._broadcast.take_question()
+            if question is not None:
+                self._replay(question)
+
+    def _publish(self, now_s: float, changes: Sequence[Change]) -> None:
+        payload = encode_batch(now_s, changes, self._page_size, self._replica)
+        # Heartbeats are not kept: a night of silence must not push out all that was said.
+        self._broadcast.tell([_TOPIC, self._history.add(payload, keep=bool(changes)), payload])
+
+    def _replay(self, question: Frames) -> None:
+        *envelope, request = question  # who asks, and an empty frame if that is a REQ socket
+        for sequence, payload in self._history.answer(request):
+            self._broadcast.answer([*envelope, sequence, payload])
