@@ -14,6 +14,12 @@ class CopyKind(IntEnum):
 
     LOAD = 0  # host to device
     STORE = 1  # device to host
+    PREFETCH = 2  # store to host
+    UPLOAD = 3  # host to store
+
+
+DEVICE_KINDS = (CopyKind.LOAD, CopyKind.STORE)
+STAGING_BYTES = 64 << 20  # memory of a CUDA device that large pages pass through, both directions together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +50,11 @@ class PageCopy:
     Attributes:
         op: Number of the order, monotone from 1.
         kind: Direction.
-        device_pages: int32 ``[n]``.
+        device_pages: int32 ``[n]``; empty where the device has no part in it.
         host_pages: int32 ``[n]``. The partner of each device page.
         after_step: The copy may begin when the forward of this step is done: the last one that could touch the
             device pages before a LOAD, the one that wrote them before a STORE. 0 is at once.
-        run: What the host pages will hold; of a STORE.
+        run: What the host pages hold, or will hold; None of a LOAD.
     """
 
     op: int
@@ -67,6 +73,7 @@ class CopyAck:
         op: The order's.
         reason: Why it failed, in one word for a counter; empty if all bytes arrived.
         num_bytes: Bytes copied.
+        num_pages: Leading pages of a PREFETCH that arrived.
         seconds: Time from its beginning to its end, its waits not included.
     """
 
@@ -74,6 +81,7 @@ class CopyAck:
     reason: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
+    num_pages: int = 0
 
     @property
     def is_ok(self) -> bool:

@@ -15,6 +15,7 @@ from hiserve.config import Config, known
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError
+from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Admit
 from hiserve.scheduler.client import EngineClient
 from hiserve.worker.build import build_engine
@@ -31,15 +32,15 @@ class Job:
         tokens: int32 ``[n]``. The prompt.
         sampling: With a seed.
         choice: Index among the prompt's choices.
-        take: Called with new tokens, the finish reason, the cached prompt tokens (-1 when told before) and packed
-            scores; returns True when the engine need not go on.
+        take: Called with new tokens, the finish reason, what of the prompt came from the cache (None when told
+            before) and packed scores; returns True when the engine need not go on.
     """
 
     request: Any
     tokens: Int32Array
     sampling: SamplingParams
     choice: int
-    take: Callable[[list[int], FinishReason, int, bytes], bool]
+    take: Callable[[list[int], FinishReason, CacheUse | None, bytes], bool]
 
 
 class Backend(Protocol):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.reuse import NOTHING, CacheUse
 from hiserve.text.output import Output
 
 
@@ -52,16 +53,21 @@ class RequestOutput:
     Attributes:
         prompt: The text, or None when token ids were given.
         prompt_token_ids: Its tokens.
-        num_cached_tokens: How many of them came from the prefix cache, for the first choice.
+        cached: What of it came from the prefix cache, for the first choice.
         outputs: The choices, by index.
         prompt_logprobs: One entry per prompt token but the first, which has None, if they were asked for.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
+    cached: CacheUse = NOTHING
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many prompt tokens came from the prefix cache."""
+        return self.cached.num_tokens
 
 
 class ChoiceBuilder:
@@ -82,11 +88,11 @@ class ChoiceBuilder:
         self._scores: list[bytes] = []
         request.outputs.append(self._choice)
 
-    def take(self, tokens: list[int], finish: FinishReason, num_cached: int, scores: bytes) -> bool:
+    def take(self, tokens: list[int], finish: FinishReason, cached: CacheUse | None, scores: bytes) -> bool:
         """Takes news of the choice; returns True when it needs no more tokens."""
         choice = self._choice
-        if num_cached >= 0 and choice.index == 0:
-            self._request.num_cached_tokens = num_cached
+        if cached is not None and choice.index == 0:
+            self._request.cached = cached
         self._scores.append(scores)
         shown = self._shown.push(tokens, finish)
         choice.text += shown.text

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiserve.core.plan import WORD_BYTES, Int32Array
+from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Tokens
 
 UNREPORTED = -1
@@ -16,7 +17,7 @@ UNREPORTED = -1
 @dataclass(slots=True)
 class _Row:
     finish: int = 0
-    cached: int = UNREPORTED
+    cached: CacheUse | None = None
     queue_s: float = UNREPORTED
     tokens: array[int] = field(default_factory=lambda: array("i"))
     scores: bytearray = field(default_factory=bytearray)
@@ -51,7 +52,7 @@ class Coalescer:
             row.tokens.frombytes(tokens[at : at + count].tobytes())
             row.scores += scores[score_at : score_at + WORD_BYTES * words]
             row.finish = finish
-            if row.cached == UNREPORTED:
+            if row.cached is None:
                 row.cached = cached
             if row.queue_s == UNREPORTED:
                 row.queue_s = queue_s

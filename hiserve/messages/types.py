@@ -12,6 +12,7 @@ import msgspec
 
 from hiserve.config import Config
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
         uids: One entry per request.
         counts: New tokens of each; 0 is possible with a finish, and with scores of its prompt.
         finishes: ``FinishReason`` of each, 0 while it runs.
-        cached: Prompt tokens served from the cache, -1 when already reported.
+        cached: What of its prompt came from the cache; None when already reported.
         score_words: Words of four bytes in the scores frame, of each.
         queue_s: Seconds from acceptance to admission to a worker, -1 when already reported.
     """
@@ -127,7 +128,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     uids: list[int]
     counts: list[int]
     finishes: list[int]
-    cached: list[int]
+    cached: list[CacheUse | None]
     score_words: list[int]
     queue_s: list[float]
 
@@ -259,7 +260,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     uids: list[int]
     counts: list[int]
     finishes: list[int]
-    cached: list[int]
+    cached: list[CacheUse | None]
     score_words: list[int]
     failed: list[tuple[int, str, str]]
     stats: WorkerStats

@@ -14,6 +14,7 @@ import msgspec
 from hiserve.config import Config, known, without_secrets
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.reuse import NOTHING, CacheUse
 from hiserve.errors import EngineError, HiserveError, UnavailableError
 from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
@@ -44,14 +45,14 @@ class Delta(msgspec.Struct):
     Attributes:
         tokens: New tokens; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING but in the last delta.
-        cached: Prompt tokens served from the cache in the first delta, -1 after.
+        cached: What of the prompt came from the cache, in the first delta; None after.
         scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
 
     tokens: list[int]
     finish: FinishReason
-    cached: int
+    cached: CacheUse | None
     scores: bytes
     queue_s: float
 
@@ -64,19 +65,19 @@ class _Stream:
         self._tokens: list[int] = []
         self._finish = 0
         self._scores = bytearray()
-        self._cached: int | None = None
+        self._cached: CacheUse | None = None
         self._queue_s: float = UNREPORTED
         self._is_first = True
         self._error: HiserveError | None = None
         self._news = asyncio.Event()
 
-    def push(self, tokens: list[int], finish: int, cached: int, scores: bytes, queue_s: float) -> None:
+    def push(self, tokens: list[int], finish: int, cached: CacheUse | None, scores: bytes, queue_s: float) -> None:
         self._tokens += tokens
         self._scores += scores
         self._finish = finish
         self._queue_s = max(self._queue_s, queue_s)
         if self._cached is None:
-            self._cached = max(0, cached)
+            self._cached = cached or NOTHING
         self._news.set()
 
     def fail(self, error: HiserveError) -> None:
@@ -91,7 +92,7 @@ class _Stream:
             if not self._tokens and not self._scores:
                 raise self._error
             self._news.set()
-        cached = self._cached if self._is_first and self._cached is not None else -1
+        cached = self._cached if self._is_first else None
         delta = Delta(self._tokens, FinishReason(self._finish), cached, bytes(self._scores), self._queue_s)
         self._tokens, self._scores, self._queue_s, self._is_first = [], bytearray(), UNREPORTED, False
         return delta

@@ -13,6 +13,7 @@ import numpy as np
 from hiserve.config import Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
+from hiserve.core.reuse import NOTHING
 from hiserve.errors import (
     ContextLengthError,
     DeadlineError,
@@ -117,7 +118,7 @@ class Dispatcher:
                 uids=dropped,
                 counts=zeros,
                 finishes=[int(FinishReason.ABORT)] * len(dropped),
-                cached=zeros,
+                cached=[NOTHING] * len(dropped),
                 score_words=zeros,
                 queue_s=[UNREPORTED] * len(dropped),
             )

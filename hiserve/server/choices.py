@@ -54,7 +54,7 @@ class Choices:
     @property
     def num_cached(self) -> int:
         """Prompt tokens served from the cache when each prompt was first computed."""
-        return sum(first.num_cached for first in self._firsts)
+        return sum(first.cached.num_tokens for first in self._firsts)
 
     @property
     def num_generated(self) -> int:

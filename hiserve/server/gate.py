@@ -9,6 +9,7 @@ from typing import Protocol
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import UnavailableError
 from hiserve.messages.types import Started, Status
 
@@ -19,7 +20,7 @@ class Delta(Protocol):
     Attributes:
         tokens: New token ids; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING until the last delta.
-        cached: Prompt tokens served from the cache in the first delta, -1 after.
+        cached: What of the prompt came from the cache, in the first delta; None after.
         scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
@@ -31,7 +32,7 @@ class Delta(Protocol):
     def finish(self) -> FinishReason: ...
 
     @property
-    def cached(self) -> int: ...
+    def cached(self) -> CacheUse | None: ...
 
     @property
     def scores(self) -> bytes: ...

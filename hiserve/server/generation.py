@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.reuse import NOTHING
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.server.gate import Delta, Engine
 from hiserve.server.metrics import Meter
@@ -72,7 +73,7 @@ class Generation:
             is handed out: the client's next request may follow at once.
 
     Attributes:
-        num_cached: Prompt tokens served from the cache.
+        cached: What of the prompt came from the cache.
         queue_s: Seconds until a worker got the request; -1 before it.
         prompt_scores: Of the prompt's tokens but the first, packed; complete with the first piece.
         tokens: All token ids so far.
@@ -105,7 +106,7 @@ class Generation:
         self._remember = remember
         self._texts: list[str] = []
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
-        self.num_cached = 0
+        self.cached = NOTHING
         self.queue_s = -1.0
         self.prompt_scores = bytearray()
         self.tokens: list[int] = []
@@ -155,8 +156,8 @@ class Generation:
 
     def _take(self, delta: Delta) -> Piece:
         tokens, scores = delta.tokens, b""
-        if delta.cached >= 0:
-            self.num_cached = delta.cached
+        if delta.cached is not None:
+            self.cached = delta.cached
             self.queue_s = delta.queue_s
             self._meter.admitted(delta.cached, delta.queue_s)
         self._meter.tokens(len(tokens))
@@ -186,7 +187,7 @@ class Generation:
             reason,
             detail,
             len(self.prompt),
-            self.num_cached,
+            self.cached.num_tokens,
             len(self.tokens),
             "-" if self._meter.ttft_s is None else f"{self._meter.ttft_s:.3f} s",
             self._meter.e2e_s,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
+from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
 
@@ -21,6 +22,7 @@ E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320
 QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.08, 0.32, 1.28, 5, 20, 80, 320)
 TOKEN_BUCKETS = tuple(4**power for power in range(11))  # to one million
 REASONS = ("stop", "length", "abort", "error")
+TIERS = ("device", "host", "store")
 
 
 class Metrics:
@@ -50,7 +52,7 @@ class Metrics:
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         labels = ("model_name", "cache_source")
         cached = Counter("hiserve:cached_tokens", "The same by tier.", labels, registry=self._registry)
-        self.cached_tokens = cached.labels(self._model_name, "device")
+        self.cached_tokens = {tier: cached.labels(self._model_name, tier) for tier in TIERS}
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.itl = self._histogram("inter_token_latency_seconds", "Time from one token to the next.", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
@@ -181,17 +183,18 @@ class Meter:
         self.ttft_s: float | None = None
         self.e2e_s: float | None = None
 
-    def admitted(self, num_cached: int, queue_s: float = -1.0) -> None:
+    def admitted(self, cached: CacheUse, queue_s: float = -1.0) -> None:
         """Notes the first delta: the prompt was looked up in the cache and computed.
 
         Args:
-            num_cached: Prompt tokens from the cache.
+            cached: What of it came from there.
             queue_s: Seconds until a worker got the request; -1 if none did.
         """
         self._metrics.prompt_tokens.inc(self._num_prompt)
         self._metrics.prefix_queries.inc(self._num_prompt)
-        self._metrics.prefix_hits.inc(num_cached)
-        self._metrics.cached_tokens.inc(num_cached)
+        self._metrics.prefix_hits.inc(cached.num_tokens)
+        for tier, counter in self._metrics.cached_tokens.items():
+            counter.inc(getattr(cached, tier))
         if queue_s >= 0:
             self._metrics.queue.observe(queue_s)
 

@@ -63,7 +63,7 @@ class NativeShape:
             "finish_reason": self._finish_reason() if is_over else None,
             "prompt_tokens": len(generation.prompt),
             "completion_tokens": len(self._tokens),
-            "cached_tokens": generation.num_cached,
+            "cached_tokens": generation.cached.num_tokens,
             "weight_version": self._version,
         }
         if is_over:

@@ -8,6 +8,7 @@ import numpy as np
 
 from hiserve.cache.index.manager import Receipt
 from hiserve.core.plan import Int32Array
+from hiserve.core.reuse import CacheUse
 from hiserve.worker.waiting import Request
 
 
@@ -33,7 +34,7 @@ class Columns:
         uid: int64 ``[R]``.
         num_top: int32 ``[R]``. Likeliest tokens reported with each generated one; -1 when no score is wanted.
         score_end: int32 ``[R]``. A wanted prompt score follows each position below it, if computed in this tenancy.
-        num_cached: int32 ``[R]``. Cached prompt tokens still to be reported; -1 when they were.
+        cached: By row: what of the prompt came from the cache, until it is reported.
         requests: The tenant of each row.
         receipts: The tenant's lock on its published prefix.
         active: int64 ``[n]``. Rows in use, longest tenancy first.
@@ -55,7 +56,7 @@ class Columns:
         self.uid = np.zeros(count, dtype=np.int64)
         self.num_top = np.full(count, -1, dtype=np.int32)
         self.score_end = np.zeros(count, dtype=np.int32)
-        self.num_cached = np.full(count, -1, dtype=np.int32)
+        self.cached: dict[int, CacheUse] = {}
         self.requests: list[Request | None] = [None] * count
         self.receipts: list[Receipt | None] = [None] * count
         self.active = np.empty(0, dtype=np.int64)
@@ -94,7 +95,8 @@ class Columns:
         self.num_top[row] = -1 if logprobs is None else logprobs
         last = request.num_prompt - 1
         self.score_end[row] = last if request.num_scored < last else 0
-        self.num_cached[row] = request.num_cached
+        if request.cached is not None:
+            self.cached[row] = request.cached
         self.requests[row] = request
         self.receipts[row] = receipt
         self.active = np.append(self.active, row)

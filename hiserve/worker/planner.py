@@ -13,6 +13,7 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
 from hiserve.worker.budget import Share, share_budget, share_of_chunks
@@ -259,7 +260,7 @@ class Planner:
                 self._loading.load(receipt)
             if not request.was_admitted:
                 request.was_admitted = True
-                request.num_cached = num_cached
+                request.cached = CacheUse(device=match.num_tokens, host=match.num_host_tokens)
                 self._counters["prompt_tokens"] += request.num_prompt
                 self._counters["cached_tokens"] += num_cached
             output = request.sampling.max_tokens or self._max_len
@@ -342,11 +343,10 @@ class Planner:
             rows = np.concatenate((rows, others))
             counts = np.concatenate((counts, np.zeros_like(others)))
             finishes = np.concatenate((finishes, np.zeros_like(others)))
-        uids, cached = columns.uid[rows].tolist(), columns.num_cached[rows].tolist()
-        self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, tokens)
+        cached = [columns.cached.pop(row, None) for row in rows.tolist()]
+        self._report.add_tokens(columns.uid[rows].tolist(), counts.tolist(), finishes.tolist(), cached, tokens)
         if scores:
             self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
-        columns.num_cached[rows] = -1
 
     def _publish(self, rows: Int32Array, step_id: int) -> None:
         """Publishes every page that became full; dedup may move a row to pages that were there before."""
@@ -385,7 +385,7 @@ class Planner:
         request, receipt, private = columns.close(row)
         self._loading.forget(row)
         request.lose_row(columns.tokens[row, : columns.known[row]].copy())
-        request.num_cached = int(columns.num_cached[row])
+        request.cached = columns.cached.pop(row, None)
         if private.size:
             self._cache.give(private)
         self._cache.release(receipt)

@@ -8,6 +8,7 @@ import numpy as np
 
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason
+from hiserve.core.reuse import CacheUse
 
 
 @dataclass(slots=True)
@@ -18,7 +19,7 @@ class Report:
         uids: Requests.
         counts: New tokens of each.
         finishes: ``FinishReason`` of each.
-        cached: Prompt tokens served from the cache with the first news of each; -1 after that.
+        cached: What of the prompt came from the cache, with the first news of each; None after that.
         score_words: Words of four bytes in ``scores``, of each.
         tokens: int32 ``[sum(counts)]``.
         scores: Of prompt tokens, then of generated ones, as ``core.plan.Scores.pack`` writes them.
@@ -30,7 +31,7 @@ class Report:
     uids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
+    cached: list[CacheUse | None] = field(default_factory=list)
     score_words: list[int] = field(default_factory=list)
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     scores: bytes = b""
@@ -44,7 +45,7 @@ class Report:
         return not (self.uids or self.failed or self.published or self.removed)
 
     def add_tokens(
-        self, uids: list[int], counts: list[int], finishes: list[int], cached: list[int], tokens: Int32Array
+        self, uids: list[int], counts: list[int], finishes: list[int], cached: list[CacheUse | None], tokens: Int32Array
     ) -> None:
         """Reports new tokens; arguments as the attributes."""
         self.uids += uids
@@ -65,5 +66,5 @@ class Report:
         self.uids.append(uid)
         self.counts.append(0)
         self.finishes.append(int(finish))
-        self.cached.append(-1)
+        self.cached.append(None)
         self.score_words.append(0)

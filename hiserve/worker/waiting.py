@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,7 @@ class Request:
         tenant: Namespace of the request within the worker's cache.
         choice: Index among the request's n choices.
         num_faults: Times the device found its page table stale.
-        num_cached: Prompt tokens served from the cache at first admission; -1 before it, or
-            once reported.
+        cached: What of the prompt came from the cache at first admission; None before it, and once reported.
         num_scored: Prompt tokens whose score was reported; the first has none. All are, when none is wanted.
         was_admitted: Whether it ever had a row.
         forerunner: Whom it waits for, if anyone.
@@ -53,7 +53,7 @@ class Request:
     tenant: bytes
     choice: int
     num_faults: int = 0
-    num_cached: int = -1
+    cached: CacheUse | None = None
     num_scored: int = field(init=False)
     was_admitted: bool = False
     forerunner: Forerunner | None = None

@@ -17,6 +17,7 @@ from hiserve.config import Config, known
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import ModelError
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.worker.loop import EngineFacts
@@ -51,7 +52,7 @@ class _Request:
     admit: Admit
     tokens: list[int]
     max_tokens: int
-    cached: int
+    cached: CacheUse
     digests: list[bytes]
     is_reported: bool = False
     is_scored: bool = False
@@ -92,7 +93,7 @@ class FakeEngine:
         room = self.facts.max_len - admit.num_prompt
         max_tokens = min(admit.sampling.max_tokens or room, room)
         self._requests[admit.uid] = _Request(
-            admit, tokens.tolist(), max_tokens, depth * self._page_size, digests[:depth]
+            admit, tokens.tolist(), max_tokens, CacheUse(device=depth * self._page_size), digests[:depth]
         )
 
     def abort(self, uids: list[int]) -> None:
@@ -144,7 +145,7 @@ class FakeEngine:
             finish = FinishReason.LENGTH if is_last else FinishReason.RUNNING
             scores.append(score_words(len(request.tokens) - 1, len(request.tokens), sampling.logprobs))
             told_uid = uid + (10**9 if order == LIE else 0)
-            self._tell(report, told_uid, 1, finish, -1 if request.is_reported else request.cached, scores[-1])
+            self._tell(report, told_uid, 1, finish, None if request.is_reported else request.cached, scores[-1])
             request.is_reported = True
             self._publish(request)
             if is_last:
@@ -159,7 +160,9 @@ class FakeEngine:
     def close(self) -> None:
         self._requests.clear()
 
-    def _tell(self, report: Report, uid: int, count: int, finish: FinishReason, cached: int, scores: bytes) -> None:
+    def _tell(
+        self, report: Report, uid: int, count: int, finish: FinishReason, cached: CacheUse | None, scores: bytes
+    ) -> None:
         report.uids.append(uid)
         report.counts.append(count)
         report.finishes.append(int(finish))

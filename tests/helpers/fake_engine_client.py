@@ -11,6 +11,7 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.messages.types import Started, Status, WorkerFacts, WorkerStats
 
@@ -20,7 +21,7 @@ class FakeDelta(msgspec.Struct):
 
     tokens: list[int]
     finish: FinishReason = FinishReason.RUNNING
-    cached: int = -1
+    cached: CacheUse | None = None
     scores: bytes = b""
     queue_s: float = -1.0
 
@@ -48,7 +49,7 @@ class FakeEngineClient:
     Attributes:
         script: Token lists of the deltas; the last delta carries ``finish``.
         finish: Why requests end.
-        cached: Cached tokens reported by the first delta.
+        cached: Cached tokens reported by the first delta, all on the device; or what the cache gave.
         queue_s: Seconds in the queue reported by the first delta.
         scores: Packed scores of each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
@@ -58,7 +59,7 @@ class FakeEngineClient:
 
     script: Callable[[Int32Array], list[list[int]]]
     finish: FinishReason = FinishReason.STOP
-    cached: int = 0
+    cached: int | CacheUse = 0
     queue_s: float = 0.0
     scores: list[bytes] = field(default_factory=list)
     max_model_len: int = 256
@@ -105,7 +106,7 @@ class FakeEngineClient:
                 await self._wait(i, seen)
                 if seen.cut.is_set():
                     seen.finished = True
-                    yield FakeDelta([], FinishReason.ABORT, 0 if i == 0 else -1)
+                    yield FakeDelta([], FinishReason.ABORT, CacheUse() if i == 0 else None)
                     return
                 if self.fail_at == i and self.failure is not None:
                     seen.failed = True
@@ -116,7 +117,8 @@ class FakeEngineClient:
                 is_first = i == 0
                 scores = self.scores[i] if self.scores else b""
                 queue_s = self.queue_s if is_first else -1.0
-                yield FakeDelta(tokens, finish, self.cached if is_first else -1, scores, queue_s)
+                use = self.cached if isinstance(self.cached, CacheUse) else CacheUse(device=self.cached)
+                yield FakeDelta(tokens, finish, use if is_first else None, scores, queue_s)
         finally:
             if not seen.finished and not seen.failed:
                 seen.aborted = True

@@ -8,6 +8,7 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens, WorkerStats
 
@@ -73,7 +74,7 @@ def step_report(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ())
         uids=[uid for uid, _, _ in rows],
         counts=[len(tokens) for _, tokens, _ in rows],
         finishes=[finish for _, _, finish in rows],
-        cached=[0 for _ in rows],
+        cached=[CacheUse() for _ in rows],
         score_words=[0 for _ in rows],
         failed=[(uid, "engine_error", "it broke") for uid in failed],
         stats=WorkerStats(),

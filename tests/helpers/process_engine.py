@@ -70,8 +70,8 @@ async def finish(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) 
     assert got == reply(prompt, max_tokens)
     assert [delta.finish for delta in deltas[:-1]] == [FinishReason.RUNNING] * (len(deltas) - 1)
     assert deltas[-1].finish is FinishReason.LENGTH
-    assert deltas[0].cached >= 0
-    assert all(delta.cached == -1 for delta in deltas[1:])
+    assert deltas[0].cached is not None
+    assert all(delta.cached is None for delta in deltas[1:])
     return got
 
 

@@ -103,9 +103,9 @@ class Steps:
             score_at += 4 * words
             self.said.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
             at += count
-            if cached >= 0:
+            if cached is not None:
                 assert uid not in self.cached, f"request {uid} was told its cached tokens twice"
-                self.cached[uid] = cached
+                self.cached[uid] = cached.num_tokens
             if finish:
                 self.ends[uid] = FinishReason(finish)
         assert (at, score_at) == (report.tokens.size, len(report.scores))

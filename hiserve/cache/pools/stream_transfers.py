@@ -11,10 +11,9 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_streams import Flight, PageStreams
 from hiserve.cache.pools.transfer_queue import TransferQueue
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.core.copies import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
-STAGING_BYTES = 64 << 20
 
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
 _POLL_S = 0.0002  # between two looks at what is on its way
@@ -34,7 +33,8 @@ class StreamTransfers:
         max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
             an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
         staging_bytes: Memory on the device that large pages pass through, both directions together.
-        hold: Called in the thread before each order is enqueued; a test holds the streams with it.
+        hold: Called in the thread before each order is enqueued; a test holds the streams with it, or lets the
+            copy fail by returning why.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StreamTransfers:
         max_store_bytes_per_s: float,
         max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES,
         staging_bytes: int = STAGING_BYTES,
-        hold: Callable[[PageCopy], None] | None = None,
+        hold: Callable[[PageCopy], str | None] | None = None,
     ) -> None:
         self._hold = hold
         self._device_index = torch.cuda.current_device()
@@ -55,14 +55,14 @@ class StreamTransfers:
                 device,
                 host,
                 kind,
-                staging_bytes=staging_bytes // len(CopyKind),
+                staging_bytes=staging_bytes // len(DEVICE_KINDS),
                 max_direct_page_bytes=max_direct_page_bytes,
             )
-            for kind in CopyKind
+            for kind in DEVICE_KINDS
         }
         for streams in self._streams.values():
             streams.compile()
-        self._flights: dict[CopyKind, deque[Flight]] = {kind: deque() for kind in CopyKind}
+        self._flights: dict[CopyKind, deque[Flight]] = {kind: deque() for kind in DEVICE_KINDS}
         self._loads: dict[int, Flight] = {}  # on their way, by op
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
         self._queue = TransferQueue(
@@ -109,12 +109,15 @@ class StreamTransfers:
         self._settle()
 
     def _begin(self, copy: PageCopy) -> None:
-        if self._hold is not None:
-            self._hold(copy)
-        flight = self._streams[copy.kind].begin(copy, self._fence(copy.after_step))
-        self._flights[copy.kind].append(flight)
+        reason = (self._hold(copy) if self._hold is not None else None) or ""
+        if reason:
+            self._queue.end(copy, 0.0, reason)
+        else:
+            flight = self._streams[copy.kind].begin(copy, self._fence(copy.after_step))
+            self._flights[copy.kind].append(flight)
+            if copy.kind is CopyKind.LOAD:
+                self._loads[copy.op] = flight
         if copy.kind is CopyKind.LOAD:
-            self._loads[copy.op] = flight
             self._queue.release(copy)
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hiserve.cache.pools.host import HostPool
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
 from hiserve.errors import InvariantError
 
 DROPPED = "link_behind"
@@ -29,7 +29,7 @@ class TransferQueue:
         self._page_bytes = host.layout.page_bytes
         self._max_store_pages = max_queued_bytes // self._page_bytes
         self._store_s_per_page = self._page_bytes / max_store_bytes_per_s
-        self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in CopyKind}
+        self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in DEVICE_KINDS}
         self._num_store_pages = 0  # of stores that have not ended
         self._awaited: set[int] = set()  # loads that a forward could not yet follow
         self._ended: deque[CopyAck] = deque()

@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         name="every choice tells what was cached",
         file=OUTPUTS,
-        old="if num_cached >= 0 and choice.index == 0:",
-        new="if num_cached >= 0:",
+        old="if cached is not None and choice.index == 0:",
+        new="if cached is not None:",
         test=OF_LLM + "test_choices_but_the_first_take_the_prompt_from_the_cache",
     ),
     Mutant(

@@ -158,14 +158,14 @@ MUTANTS = [
     Mutant(
         name="cached tokens are reported with every token",
         file=PLANNER,
-        old="        columns.num_cached[rows] = -1\n",
-        new="",
+        old="columns.cached.pop(row, None) for row in rows.tolist()",
+        new="columns.cached.get(row) for row in rows.tolist()",
         test=OF_PLANNER + "test_a_request_ends_at_max_tokens",
     ),
     Mutant(
         name="cached tokens are reported again after a preemption",
         file=PLANNER,
-        old="        request.num_cached = int(columns.num_cached[row])\n",
+        old="        request.cached = columns.cached.pop(row, None)\n",
         new="",
         test=OF_PAGES + "test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens",
     ),

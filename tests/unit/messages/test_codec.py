@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hiserve.config import Config
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.messages.codec import Decoder, MalformedError, encode, split_digests
 from hiserve.messages.types import (
     Abort,
@@ -37,7 +38,7 @@ def report(**changes: object) -> StepReport:
         "uids": [5, 6],
         "counts": [3, 1],
         "finishes": [0, 2],
-        "cached": [16, -1],
+        "cached": [CacheUse(16, 8, 4, "cold", 28), None],
         "score_words": [2, 1],
         "failed": [(9, "engine_error", "no")],
     }
@@ -122,7 +123,7 @@ def test_columns_that_contradict_each_other_are_malformed(changes: dict[str, obj
 
 @pytest.mark.parametrize("changes", [{"queue_s": []}, {"score_words": [1]}, {"counts": [3]}])
 def test_news_whose_columns_contradict_each_other_is_malformed(changes: dict[str, object]) -> None:
-    news = Tokens([1], [4], [1], [0], [3], [0.5])
+    news = Tokens([1], [4], [1], [CacheUse()], [3], [0.5])
     frames = encode(news, TOKENS, SCORES)
     received = Decoder[ToClient](ToClient).decode(frames)
     assert (received.message, received.scores) == (news, SCORES)
@@ -150,7 +151,7 @@ def test_sending_a_message_without_its_array_is_our_own_fault() -> None:
 VALID = [
     encode(Generate(7, SamplingParams(), b"x", 1), TOKENS),
     encode(report(), TOKENS, SCORES, b"p" * 16, b""),
-    encode(Tokens([1], [4], [1], [0], [3], [0.5]), TOKENS, SCORES),
+    encode(Tokens([1], [4], [1], [CacheUse()], [3], [0.5]), TOKENS, SCORES),
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import FinishReason
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
 from hiserve.server.aliases import ALIASES
@@ -77,7 +78,7 @@ async def test_metrics_of_an_engine_that_does_not_answer_keep_their_values(
 
 async def test_two_servers_in_one_process_count_apart() -> None:
     first, second = (Metrics(name, page_size=16, compat="none") for name in "ab")
-    Meter(first, num_prompt=5, arrived=0.0).admitted(0)
+    Meter(first, num_prompt=5, arrived=0.0).admitted(CacheUse())
     assert b'hiserve:prompt_tokens_total{model_name="a"} 5.0' in first.render()
     assert b'hiserve:prompt_tokens_total{model_name="b"} 0.0' in second.render()
 
@@ -121,8 +122,8 @@ async def test_queue_time_and_lengths_are_measured(server: Server) -> None:
 
 def test_queue_time_of_a_request_that_no_worker_had_is_not_counted() -> None:
     metrics = Metrics("a", page_size=16, compat="none")
-    Meter(metrics, num_prompt=5, arrived=0.0).admitted(0, -1.0)
-    Meter(metrics, num_prompt=5, arrived=0.0).admitted(0, 0.25)
+    Meter(metrics, num_prompt=5, arrived=0.0).admitted(CacheUse(), -1.0)
+    Meter(metrics, num_prompt=5, arrived=0.0).admitted(CacheUse(), 0.25)
     assert b'hiserve:request_queue_time_seconds_count{model_name="a"} 1.0' in metrics.render()
     assert b'hiserve:request_queue_time_seconds_sum{model_name="a"} 0.25' in metrics.render()
 
@@ -173,7 +174,7 @@ def test_other_names_show_the_same_values(compat: str) -> None:
     metrics = Metrics("a", page_size=16, compat=compat)
     for reason in ("stop", "abort", "abort"):
         meter = Meter(metrics, num_prompt=5, arrived=0.0)
-        meter.admitted(2, 0.5)
+        meter.admitted(CacheUse(device=2), 0.5)
         meter.tokens(3)
         meter.ended(reason)
     own = {series: value for series, value in values(metrics).items() if series.startswith("hiserve:")}

@@ -1,0 +1,77 @@
+"""Addresses that outside programs connect to, ``tcp://host:port`` or ``ipc://path``, and each replica's share of them."""
+
+from __future__ import annotations
+
+import re
+
+from hiserve.config import Config, flag_of
+from hiserve.errors import ConfigError
+
+MAX_PORT = 65_535
+_TCP = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.]+\]|[\w.-]+):(?P<port>[0-9]{1,5})")
+_IPC = re.compile(r"ipc://(?!\*$).+")
+
+
+def endpoint_of(endpoint: str, replica: int, num_replicas: int) -> str:
+    """Returns the endpoint of one replica: the next port for each, or the path and its number.
+
+    Args:
+        endpoint: As given, checked.
+        replica: From 0.
+        num_replicas: With one, it has the endpoint itself.
+    """
+    if num_replicas == 1:
+        return endpoint
+    tcp = _TCP.fullmatch(endpoint)
+    return f"tcp://{tcp['host']}:{int(tcp['port']) + replica}" if tcp else f"{endpoint}-{replica}"
+
+
+def check_kv_events(config: Config) -> None:
+    """Checks the endpoints of KV events.
+
+    Raises:
+        ConfigError: One is malformed, they overlap, or there is nothing to publish.
+    """
+    events, replay = config.cache.kv_events, config.cache.kv_events_replay
+    num_replicas = config.parallel.replicas
+    if events is None:
+        if replay is not None:
+            raise ConfigError("--kv-events-replay replays what --kv-events publishes. Set both.", param="kv_events")
+        return
+    if config.cache.disable_prefix_cache:
+        raise ConfigError(
+            "--kv-events tells of cached prefixes, but --disable-prefix-cache is set. Leave one of them out.",
+            param="kv_events",
+        )
+    _check(events, "kv_events", num_replicas)
+    if replay is None:
+        return
+    _check(replay, "kv_events_replay", num_replicas)
+    taken = {_place(endpoint_of(events, replica, num_replicas)) for replica in range(num_replicas)}
+    both = [_place(endpoint_of(replay, replica, num_replicas)) for replica in range(num_replicas)]
+    if not taken.isdisjoint(both):
+        raise ConfigError(
+            f"--kv-events {events} and --kv-events-replay {replay} overlap for {num_replicas} replicas, of which each "
+            "needs an address of its own for both. Move one of them.",
+            param="kv_events_replay",
+        )
+
+
+def _check(endpoint: str, name: str, num_replicas: int) -> None:
+    tcp = _TCP.fullmatch(endpoint)
+    if not (tcp or _IPC.fullmatch(endpoint)):
+        raise ConfigError(
+            f"{flag_of(name)} is {endpoint!r}; give tcp://HOST:PORT (HOST may be *) or ipc://PATH.", param=name
+        )
+    if tcp and not 1 <= int(tcp["port"]) <= MAX_PORT - num_replicas + 1:
+        raise ConfigError(
+            f"{flag_of(name)} is {endpoint!r}; with {num_replicas} replicas its port may be 1 to "
+            f"{MAX_PORT - num_replicas + 1}. Choose another.",
+            param=name,
+        )
+
+
+def _place(endpoint: str) -> str:
+    """Returns what two endpoints must not share: the port, whatever the interface, or the path."""
+    tcp = _TCP.fullmatch(endpoint)
+    return tcp["port"] if tcp else endpoint

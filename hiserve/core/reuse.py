@@ -1,0 +1,31 @@
+"""What of a prompt came from the cache: how much from which tier, and why no more."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CacheUse(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens that were not computed, by the tier that had them when the request was admitted.
+
+    Attributes:
+        device: From the device.
+        host: From the host, where no store had brought them for this request.
+        store: From a store beyond the host.
+        miss: Why there were no more (``cache.index.misses.MissReason``); empty when nobody looked.
+        miss_at: Position in the prompt that the reason is about, in tokens.
+    """
+
+    device: int = 0
+    host: int = 0
+    store: int = 0
+    miss: str = ""
+    miss_at: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them together."""
+        return self.device + self.host + self.store
+
+
+NOTHING = CacheUse()  # of a request that never reached a worker
