@@ -98,6 +98,16 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),
     ] = False
+    kv_events: Annotated[
+        str | None,
+        about(
+            "Tell routers which prefixes are cached, on a ZeroMQ PUB socket at this endpoint (tcp://*:5557, ipc://PATH); "
+            "each replica has the next port, or path-NUMBER."
+        ),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None, about("Endpoint where routers ask for the KV events that they have missed.")
+    ] = None
 
 
 class Scheduler(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, flag_of, settings
+from hiserve.core.endpoints import check_kv_events
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
@@ -65,6 +66,7 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         ConfigError: Settings contradict each other or the model.
         ResourceError: Weights, KV pool and tables do not fit in memory; the message says what to lower.
     """
+    check_kv_events(config)
     device = config.model.device
     if device == "auto":
         device = "cuda" if machine.cuda_memory_bytes else "cpu"

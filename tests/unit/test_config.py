@@ -18,6 +18,7 @@ FLAGS = """
     --max-batched-tokens --overlap --policy --replicas --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
     --request-timeout-s --api-key --admin-api-key --share-prefixes --max-request-bytes --strict-fields
+    --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --disable-prefix-cache --host-cache-gib --shape
 """
 MAX_FLAGS = 60
