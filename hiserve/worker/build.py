@@ -18,7 +18,6 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.segment import Segment, SegmentLayout
-from hiserve.cache.pools.transfer import ThreadTransfers, TransferEngine
 from hiserve.config import Config, known
 from hiserve.core.digest import namespace_digest
 from hiserve.core.groups import CacheGroupSpec
@@ -31,11 +30,9 @@ from hiserve.runners.rows import DeviceRows
 from hiserve.worker.executor import Executor
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
+from hiserve.worker.transfers import make_registrar, make_transfers
 
 FIRST_TOUCH_TIMEOUT_S = 600.0
-# Stores give way to everything else: what waits beyond the first bound is dropped, and counted.
-MAX_QUEUED_STORE_BYTES = 256 * 2**20
-MAX_STORE_BYTES_PER_S = 4e9
 LAYOUT_VERSION = "1"  # of a page's bytes; caches of different layouts must not meet
 
 
@@ -73,7 +70,7 @@ def build_engine(config: Config) -> Engine:
     namespace = _namespace(folder, config)
     with _phase(startup_s, "map host pool"):
         host = _host_pool(config, model_config.kv_groups(dtype), namespace)
-    transfers = None if host is None else _transfers(pool, host, model_config.kv_groups(dtype))
+    transfers = None if host is None else make_transfers(device, pool, host)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
     planner = Planner(
@@ -108,20 +105,11 @@ def _host_pool(config: Config, groups: Sequence[CacheGroupSpec], namespace: byte
     num_pages = int(config.cache.host_cache_gib * GIB) // page_bytes
     if num_pages < 2:
         return None
-    pool = HostPool(Segment.anonymous(SegmentLayout(namespace, page_size, page_bytes, num_pages)), groups)
+    segment = Segment.anonymous(SegmentLayout(namespace, page_size, page_bytes, num_pages))
+    pool = HostPool(segment, groups, registrar=make_registrar(config.model.device))
     pool.clear()
     pool.touch.wait(num_pages, FIRST_TOUCH_TIMEOUT_S)
     return pool
-
-
-def _transfers(device: DevicePool, host: HostPool, groups: Sequence[CacheGroupSpec]) -> TransferEngine:
-    return ThreadTransfers(
-        device,
-        host,
-        groups,
-        max_queued_bytes=MAX_QUEUED_STORE_BYTES,
-        max_store_bytes_per_s=MAX_STORE_BYTES_PER_S,
-    )
 
 
 def _attention(device: str, page_size: int, dtype: str) -> Attention:

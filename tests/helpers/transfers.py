@@ -60,7 +60,7 @@ class TransferBench:
             self.host = HostPool(self.segment, self.groups, num_threads=1)
             self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu")
             self.ready()
-            return ThreadTransfers(self.device, self.host, self.groups, **options)
+            return ThreadTransfers(self.device, self.host, **options)
         from hiserve.cache.pools.pinning import CudaRegistrar
         from hiserve.cache.pools.stream_transfers import StreamTransfers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,7 +12,6 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.transfer_queue import TransferQueue
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
-from hiserve.core.groups import CacheGroupSpec
 
 
 class TransferEngine(Protocol):
@@ -40,7 +39,6 @@ class ThreadTransfers:
     Args:
         device: The device pool.
         host: The host pool.
-        groups: The model's KV groups.
         max_queued_bytes: Stores are dropped, and answered as failed, while more than this waits.
         max_store_bytes_per_s: Bound on what stores take of the memory's bandwidth.
         hold: Called in the thread before each copy; a test holds the stream with it, or lets the copy fail by
@@ -51,7 +49,6 @@ class ThreadTransfers:
         self,
         device: DevicePool,
         host: HostPool,
-        groups: Sequence[CacheGroupSpec],
         *,
         max_queued_bytes: int,
         max_store_bytes_per_s: float,
@@ -59,7 +56,6 @@ class ThreadTransfers:
     ) -> None:
         self._device = device
         self._host = host
-        self._groups = tuple(groups)
         self._hold = hold
         self._queue = TransferQueue(
             host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
@@ -102,7 +98,7 @@ class ThreadTransfers:
         is_load = copy.kind is CopyKind.LOAD
         ours = torch.from_numpy(copy.device_pages).long()
         theirs = torch.from_numpy(copy.host_pages).long()
-        for group in self._groups:
+        for group in self._host.layout.groups:
             for device, host in zip(self._device.layers(group.name), self._host.layers(group.name), strict=True):
                 for slots, pages in ((device.k, host.k), (device.v, host.v)):
                     pieces = slots.view(-1, *pages.shape[1:])

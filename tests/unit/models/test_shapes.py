@@ -76,7 +76,7 @@ def test_a_shape_is_refused_where_weights_are_to_be_read() -> None:
 def test_a_tokenizer_with_more_tokens_than_the_shape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA | {"vocab_size": 151_937}))
-    with pytest.raises(ModelError, match="151937 tokens .* more than the 151936 of --shape qwen3-8b"):
+    with pytest.raises(ModelError, match=r"151937 tokens .* more than the 151936 of --shape qwen3-8b"):
         read_model(model_of(shape="qwen3-8b", model=str(tmp_path)))
     path.write_text(json.dumps(LLAMA | {"vocab_size": 151_936}))
     assert read_model(model_of(shape="qwen3-8b", model=str(tmp_path)))[1].eos_token_ids == (2,)

@@ -1,0 +1,46 @@
+"""What copies pages between tiers on each kind of device."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.pinning import CudaRegistrar
+from hiserve.cache.pools.touch import Registrar
+from hiserve.cache.pools.transfer import TransferEngine
+
+# The one table that turns a device into its engine: module and class. Those of CUDA need Triton.
+_ENGINES = {
+    "cpu": ("hiserve.cache.pools.transfer", "ThreadTransfers"),
+    "cuda": ("hiserve.cache.pools.stream_transfers", "StreamTransfers"),
+}
+# Stores give way to everything else: what waits beyond the first bound is dropped, and counted.
+_MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
+
+
+def make_registrar(device: str) -> Registrar | None:
+    """Returns what pins host memory for a device, ``cpu`` or ``cuda``; None where nothing must."""
+    return CudaRegistrar(torch.cuda.current_device()) if device == "cuda" else None
+
+
+def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEngine:
+    """Returns the engine between both pools; close it before them.
+
+    Args:
+        device: ``cpu`` or ``cuda``; there the current device is that of the pool.
+        pool: On the device.
+        host: With the registrar of the device.
+    """
+    module, name = _ENGINES[device]
+    make = getattr(importlib.import_module(module), name)
+    engine: TransferEngine = make(
+        pool,
+        host,
+        max_queued_bytes=_MAX_QUEUED_STORE_BYTES[device],
+        max_store_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
+    )
+    return engine
