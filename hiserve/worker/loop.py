@@ -10,6 +10,7 @@ from typing import Protocol
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.messages.types import Admit, WorkerStats
+from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.planner import Planner
 from hiserve.worker.report import Report
 from hiserve.worker.waiting import Request
@@ -60,16 +61,25 @@ class Engine:
         depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
         facts: What it tells before its first step.
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
+        kv_events: Publishes what the cache tells it, step by step; closed with the engine.
     """
 
     def __init__(
-        self, planner: Planner, executor: Executor, depth: int, facts: EngineFacts, *, shares_prefixes: bool = True
+        self,
+        planner: Planner,
+        executor: Executor,
+        depth: int,
+        facts: EngineFacts,
+        *,
+        shares_prefixes: bool = True,
+        kv_events: KvEvents | None = None,
     ) -> None:
         self.facts = facts
         self._shares_prefixes = shares_prefixes
         self._planner = planner
         self._executor = executor
         self._depth = depth
+        self._kv_events = kv_events
         self._in_flight: deque[Future[StepResult]] = deque()
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
@@ -92,7 +102,9 @@ class Engine:
 
     def flush(self) -> int:
         """Empties the prefix cache but for prefixes in use; returns the pages emptied."""
-        return self._planner.flush()
+        num_pages = self._planner.flush()
+        self._publish()
+        return num_pages
 
     @property
     def has_work(self) -> bool:
@@ -109,6 +121,7 @@ class Engine:
             self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))  # only a copy can change anything
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             self._planner.commit(self._in_flight.popleft().result())
+        self._publish()
         return self._planner.take_report()
 
     def stats(self) -> WorkerStats:
@@ -118,3 +131,9 @@ class Engine:
     def close(self) -> None:
         """Waits for the steps in flight and gives everything back."""
         self._executor.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
+
+    def _publish(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.send()
