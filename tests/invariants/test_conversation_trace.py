@@ -42,6 +42,10 @@ class FillerExecutor:
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         return []
 
+    @property
+    def num_ready_host_pages(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 

@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager, Match, Receipt
 from hiserve.cache.index.node import Node
+from tests.invariants import kv_checks
 from tests.invariants.index_checks import check_structure
 from tests.invariants.index_model import IndexModel, Place, Prefix, page_tokens, prefixes
 
@@ -54,8 +55,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(4, 20))
     def start(self, num_pages: int) -> None:
+        self.told = kv_checks.Told(self.page_size)
         self.cache = CacheManager(
-            num_pages=num_pages, page_size=self.page_size, namespace=NAMESPACE, eviction=LruEviction()
+            num_pages=num_pages,
+            page_size=self.page_size,
+            namespace=NAMESPACE,
+            eviction=LruEviction(),
+            listener=self.told.events,
         )
         self.model = IndexModel(num_pages)
         self.receipts: dict[int, Receipt] = {}
@@ -299,6 +305,7 @@ class IndexMachine(RuleBasedStateMachine):
             known.add(digest)
         self.replica = (self.replica | set(published)) - set(removed)
         assert self.replica == self.model.digests(NAMESPACE)
+        kv_checks.inv_36_routers_know_what_each_tier_can_give(self.told, self.model.cached.keys(), ())
         self.ran["removed events"] += len(removed)
 
     def inv_37_flush_leaves_only_what_is_locked(self, epoch: int, count: int) -> None:

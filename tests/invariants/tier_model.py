@@ -43,24 +43,29 @@ class TierModel:
         loading: The load that fills a place's device page.
         storing: The store that fills a place's host page.
         used: Logical time at which each place was last in use.
+        priority: Largest priority of the requests that used each place.
         held: Where each open receipt ends, by a number of our own.
+        priorities: Of the requests that hold them.
         ops: Copies in flight.
         private: Device pages taken and not published.
         wanted: Places that were used more than once.
         given_up: Places whose store failed or found no room; nobody promises another.
     """
 
-    def __init__(self, num_pages: int, num_host_pages: int, num_ready: int) -> None:
+    def __init__(self, num_pages: int, num_host_pages: int, num_ready: int, by_priority: bool = False) -> None:
         self.num_pages, self.num_host_pages, self.num_ready = num_pages, num_host_pages, num_ready
         self.device: dict[Place, int] = {}
         self.host: dict[Place, int] = {}
         self.loading: dict[Place, int] = {}
         self.storing: dict[Place, int] = {}
+        self.by_priority = by_priority
         self.used: dict[Place, int] = {}
+        self.priority: dict[Place, int] = {}
         self.free = set(range(1, num_pages))
         self.free_host = set(range(1, num_ready))
         self.private: set[int] = set()
         self.held: dict[int, Place] = {}
+        self.priorities: dict[int, int] = {}
         self.ops: dict[int, OpModel] = {}
         self.wanted: set[Place] = set()
         self.given_up: set[Place] = set()
@@ -113,6 +118,24 @@ class TierModel:
         self._clock += 1
         self.used.update(dict.fromkeys(parts(place), self._clock))
 
+    def hold(self, number: int, place: Place, priority: int) -> None:
+        self.held[number], self.priorities[number] = place, priority
+        self.use(place)
+        self.rank(place, priority)
+        self.wanted |= set(parts(place))
+
+    def release(self, number: int) -> None:
+        del self.priorities[number]
+        self.use(self.held.pop(number))
+
+    def rank(self, place: Place, priority: int) -> None:
+        for part in parts(place):
+            self.priority[part] = max(self.priority.get(part, priority), priority)
+
+    def order(self, place: Place) -> tuple[int, int]:
+        """Returns how soon a place goes."""
+        return (self.priority[place] if self.by_priority else 0), self.used[place]
+
     def take(self, pages: Iterable[int]) -> None:
         pages = set(pages)
         assert pages <= self.free, f"{pages - self.free} were not free"
@@ -125,11 +148,11 @@ class TierModel:
         self.free_host -= pages
 
     def evict(self, count: int) -> set[Place]:
-        """Evicts page by page: the least recently used of those with nothing below them on the device."""
+        """Evicts page by page: the first in order of those with nothing below them on the device."""
         gone = set()
         for _ in range(count):
             parents = {above(place) for place in self.device}
-            victim = min(self.evictable() - parents, key=lambda place: self.used[place])
+            victim = min(self.evictable() - parents, key=self.order)
             self.free.add(self.device.pop(victim))
             if victim not in self.host:
                 self._forget(victim)
@@ -140,7 +163,7 @@ class TierModel:
         """Likewise on the host; a page that lies on the device, too, stays."""
         for _ in range(count):
             parents = {above(place) for place in self.host}
-            victim = min(self.host_evictable() - parents, key=lambda place: self.used[place])
+            victim = min(self.host_evictable() - parents, key=self.order)
             self.free_host.add(self.host.pop(victim))
             self._forget(victim)
 
@@ -165,6 +188,7 @@ class TierModel:
             canonical.append(known)
         self.held[number] = (tenant, prefix)
         self.use(self.held[number])
+        self.rank(self.held[number], self.priorities[number])
         return canonical
 
     def begin_load(self, op: int, number: int, pages: list[int]) -> OpModel:
@@ -279,10 +303,12 @@ class TierModel:
             num_new += 1
         if adds:
             self.use(place)
+            self.rank(place, 0)
         return num_new
 
     def _forget(self, place: Place) -> None:
         self.used.pop(place, None)
+        self.priority.pop(place, None)
         self.wanted.discard(place)
         self.given_up.discard(place)
 

@@ -1,0 +1,234 @@
+"""What copies and everybody else do: stores, acks in any legal order, prefetches, uploads, flush, growth, restart."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from hiserve.cache.index.manager import HostAdmission
+from hiserve.cache.index.tiers import Tier
+from hiserve.core.copies import CopyKind, PageCopy
+from tests.invariants import tier_checks
+from tests.invariants.index_model import Place
+from tests.invariants.streams import Page
+from tests.invariants.tier_checks import digest
+from tests.invariants.tier_model import OpModel, TierModel, above, parts
+from tests.invariants.tier_world import World
+
+
+def begin_stores(world: World, random: Random) -> None:
+    model, max_pages = world.model, random.choice((1, 2, 99, 99))
+    copies = world.cache.begin_stores(max_pages)
+    assert sum(copy.host_pages.size for copy in copies) <= max_pages
+    by_digest = {digest(place): place for place in model.device}
+    for copy in copies:
+        assert copy.run is not None and copy.kind is CopyKind.STORE
+        places = [by_digest[each] for each in copy.run.digests]
+        assert places == parts(places[-1])[-len(places) :] and digest(above(places[0])) == copy.run.parent
+        assert copy.run.key == b"".join(place[1][-1] for place in places)
+        assert copy.run.namespace == digest((places[0][0], ()))
+        assert world.setting.admission is HostAdmission.WRITE_THROUGH or model.wanted >= set(places)
+        model.begin_store(copy.op, places, copy.device_pages.tolist(), copy.host_pages.tolist())
+        world.start(copy)
+    if sum(copy.host_pages.size for copy in copies) == max_pages:
+        return
+    lacking = model.device.keys() - model.host.keys()
+    if not model.free_host and not model.host_evictable():
+        model.given_up |= lacking
+        world.ran["no room"] += bool(lacking)
+    if world.setting.admission is HostAdmission.SELECTIVE:
+        lacking &= model.wanted
+    assert all(model.excused(place) for place in lacking), "a page that should be stored is not"
+
+
+def settle(world: World, random: Random) -> None:
+    """The oldest copy of a stream ends; or any store turns out to have been dropped before it began."""
+    op = random.choice(list(world.copies))
+    kind = world.copies[op][0].kind
+    is_ok = random.random() < 0.75
+    is_dropped = not is_ok and kind is CopyKind.STORE and random.random() < 0.5
+    if not is_dropped:
+        op = min(number for number, (copy, _) in world.copies.items() if copy.kind is kind)
+    settle_op(world, op, ok=is_ok, is_dropped=is_dropped, random=random)
+
+
+def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bool = False) -> None:
+    copy, event = world.copies.pop(op)
+    is_load = copy.kind is CopyKind.LOAD
+    if not ok:
+        pages = (
+            [Page("device", p) for p in copy.device_pages] if is_load else [Page("host", p) for p in copy.host_pages]
+        )
+        world.content.update(dict.fromkeys(pages))
+        world.is_cut = True
+    if is_dropped:
+        world.streams.cancel(event)
+    else:
+        world.streams.know(event)
+    if ok and not is_load:
+        world.shelf.finish(copy.host_pages)
+    relocations = world.cache.versions.relocation_version
+    lost = world.cache.settle(op, ok=ok)
+    with pytest.raises(AssertionError, match="not in flight"):  # INV-22
+        world.cache.settle(op, ok=ok)
+    if not is_load:
+        assert not lost
+        stored = world.model.end_store(op, ok)
+        world.ran["stored" if ok else "failed stores"] += 1
+        take_uploads(world, copy, stored if ok else [])
+        return
+    expected = world.model.end_load(op, ok)
+    assert {id(receipt) for receipt in lost} == {id(world.rows[number].receipt) for number in expected}
+    assert world.cache.versions.relocation_version == relocations + bool(lost)  # INV-41
+    for number in sorted(expected):
+        world.recompute(world.rows[number])
+    world.ran["loaded" if ok else "failed loads"] += 1
+    world.ran["lost rows"] += len(lost)
+
+
+def take_uploads(world: World, copy: PageCopy, stored: list[Place]) -> None:
+    num_pages = copy.host_pages.size
+    reserved = sum(len(op.host_pages) for op in world.model.ops.values() if op.kind == "upload")
+    fits = len(stored) == num_pages and reserved + num_pages <= world.max_upload
+    uploads = world.cache.take_uploads()
+    assert len(uploads) == (fits and world.max_upload > 0)
+    for upload in uploads:
+        assert upload.run is copy.run
+        event = world.streams.start(f"put {upload.op}")
+        for page, place in zip(upload.run.pages.tolist(), stored, strict=True):
+            world.streams.read(event, Page("host", page))
+            assert world.content[Page("host", page)] == place
+        world.model.ops[upload.op] = OpModel("upload", stored[-1], [], upload.run.pages.tolist())
+        world.uploads[upload.op] = event
+
+
+def end_upload(world: World, random: Random) -> None:
+    op = random.choice(list(world.uploads))
+    world.streams.know(world.uploads.pop(op))
+    world.cache.end_upload(op)
+    world.model.end(op)
+    world.ran["uploads"] += 1
+
+
+def begin_prefetch(world: World, random: Random) -> None:
+    (tenant, prompt), max_pages, model = world.prompt(random), random.randint(1, 6), world.model
+    _, _, anywhere = world.match(tenant, prompt)
+    wanted = world.usable(prompt)[len(anywhere) :][:max_pages]
+    begun = world.cache.begin_prefetch(tenant, prompt, max_pages)
+    end = (tenant, anywhere)
+    arriving = {each for run, _, _ in world.fetches.values() for each in run.digests}
+    if not wanted or not model.is_host_ready(end) or digest((tenant, (*anywhere, wanted[0]))) in arriving:
+        assert begun is None
+        return
+    staged = OpModel("prefetch", end, [], [])
+    model.ops[0] = staged  # its hold comes before its pages
+    count = min(len(wanted), len(model.free_host) + len(model.host_evictable()))
+    if begun is None:
+        assert count == 0
+        del model.ops[0]
+        return
+    assert begun.run.pages.size == count > 0 and begun.run.parent == digest(end)
+    assert begun.run.key == b"".join(wanted[:count])
+    model.evict_host(max(0, count - len(model.free_host)))
+    del model.ops[0]
+    staged.host_pages = begun.run.pages.tolist()
+    model.take_host(staged.host_pages)
+    model.ops[begun.op] = staged
+    event = world.streams.start(f"fetch {begun.op}")
+    world.write_host(begun.run)
+    for page in staged.host_pages:
+        world.streams.write(event, Page("host", page))
+    world.fetches[begun.op] = (begun.run, event, end)
+    world.told.append((begun.op, staged.host_pages))
+
+
+def abort_prefetch(world: World, random: Random) -> None:
+    op = random.choice(list(world.fetches))
+    staged = world.model.ops[op]
+    if not staged.is_lost:
+        world.cache.abort_prefetch(op)
+        staged.end, staged.is_lost = (staged.end[0], ()), True
+        world.ran["aborts"] += 1
+
+
+def end_prefetch(world: World, random: Random) -> None:
+    op = random.choice(list(world.fetches))
+    run, event, start = world.fetches.pop(op)
+    world.streams.know(event)
+    num_ok = min(random.choice((0, 1, 9, 9)), len(run.digests))
+    world.shelf.finish(run.pages[:num_ok])
+    staged, model = world.model.end(op), world.model
+    contents = tuple(run.key[i : i + world.page_bytes] for i in range(0, len(run.key), world.page_bytes))
+    for i, page in enumerate(staged.host_pages):
+        world.content[Page("host", page)] = (start[0], (*start[1], *contents[: i + 1])) if i < num_ok else None
+    num_new = world.cache.end_prefetch(op, num_ok)
+    world.ran["failed prefetches"] += num_ok < len(run.digests)
+    if staged.is_lost or not model.is_host_ready(staged.end):
+        assert num_new == 0
+        model.free_host |= set(staged.host_pages)
+        world.ran["prefetches without a place"] += 1
+        return
+    model.free_host |= set(staged.host_pages[num_ok:])
+    assert num_new == model.insert_host(staged.end, contents[:num_ok], staged.host_pages[:num_ok])
+    world.ran["prefetched"] += bool(num_new)
+
+
+def flush(world: World, random: Random) -> None:
+    """INV-37: only what receipts hold stays, and what is in flight ends in nothing."""
+    tier = random.choice((None, Tier.DEVICE, Tier.HOST))
+    model = world.model
+    assert world.cache.flush(tier) == model.flush(tier)
+    world.is_cut = True
+    held = {part for place in model.held.values() for part in parts(place)}
+    if tier is not Tier.HOST:
+        assert world.cache.num_evictable == 0
+    if tier is None:
+        assert world.cache.host.num_evictable == 0 and model.places <= held
+    if tier is Tier.HOST:
+        assert model.host.keys() <= held
+    world.ran["flushes"] += 1
+    world.ran["flushes in flight"] += bool(world.copies)
+
+
+def grow(world: World, random: Random) -> None:
+    """More of the host tier becomes usable."""
+    world.model.free_host.add(world.model.num_ready)
+    world.model.num_ready += 1
+    world.cache.grow_host(world.model.num_ready)
+
+
+def seal(world: World, random: Random) -> None:
+    """Some pages get their checksums."""
+    world.shelf.seal({page for page in sorted(world.shelf.unsealed) if random.random() < 0.8})
+
+
+def restart(world: World, random: Random) -> None:
+    """The process dies; the next one adopts what the host holds with a checksum, parents first."""
+    old, shelf = world.model, world.shelf
+    content = {page: place for page, place in world.content.items() if page.tier == "host"}
+    found = {content[Page("host", page)] for page in shelf.sealed}
+    kept = {place for place in found if place and found >= set(parts(place))}
+    runs = shelf.restart()
+    world.model = TierModel(old.num_pages, old.num_host_pages, old.num_ready, old.by_priority)
+    world.begin()
+    world.content = content
+    places = [content[Page("host", page)] for run in runs for page in run.pages.tolist()]
+    assert set(places) == kept and len(places) == len(kept)
+    assert [digest(place) for place in places if place] == [each for run in runs for each in run.digests]
+    assert world.cache.adopt(runs) == len(kept)
+    shelf.keep({page for run in runs for page in run.pages.tolist()})
+    for run in runs:
+        pages = run.pages.tolist()
+        contents = [content[Page("host", page)] for page in pages]
+        world.model.take_host(pages)
+        world.model.insert_host(above(contents[0]), tuple(place[1][-1] for place in contents if place), pages)
+    world.ran["adopted"] += len(kept)
+    world.ran["adopted less than found"] += len(kept) < len(found)
+
+
+def take_events(world: World, random: Random) -> None:
+    world.ran["events"] += tier_checks.inv_36_events_replay_to_what_each_tier_can_give(
+        world.cache, world.model, world.replicas, world.early
+    )
+    world.early = {digest(place) for place in world.model.device if above(place) in world.model.loading}
