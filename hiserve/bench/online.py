@@ -68,7 +68,7 @@ async def serve(connection: Connection, data: Data, load: Load, limits: Limits, 
     _check(data, load)
     backend = connection.backend or ("openai-chat" if data.dataset == "chats" else "openai")
     ignore_eos = data.dataset in SYNTHETIC if connection.ignore_eos is None else connection.ignore_eos
-    async with _connected(connection, backend, ignore_eos=ignore_eos) as server:
+    async with connected(connection, backend, ignore_eos=ignore_eos) as server:
         workload = await build(data, server, limits.seed)
         starts = arrivals(workload, rate=load.request_rate, burstiness=load.burstiness, seed=limits.seed)
         return await _measure(server, workload, starts, limits, progress)
@@ -81,7 +81,7 @@ async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, prog
         HiserveError: The server or the options do not do.
     """
     ignore_eos = connection.ignore_eos is not False
-    async with _connected(connection, connection.backend or "openai", ignore_eos=ignore_eos, has_ids=True) as server:
+    async with connected(connection, connection.backend or "openai", ignore_eos=ignore_eos, has_ids=True) as server:
         workload = chat_rounds(rounds, vocab_size=server.target.require_vocab_size(), seed=limits.seed)
         check_fits(workload, server.target.max_model_len)
         return await _measure(server, workload, [0.0] * rounds.num_clients, limits, progress)
@@ -153,9 +153,20 @@ async def _recorded(data: Data, server: Server) -> Workload:
 
 
 @asynccontextmanager
-async def _connected(
+async def connected(
     connection: Connection, backend: str, *, ignore_eos: bool, has_ids: bool = False
 ) -> AsyncIterator[Server]:
+    """Looks at a server and closes the connections to it at the end.
+
+    Args:
+        connection: Which server.
+        backend: Its kind.
+        ignore_eos: Replies are as long as asked for.
+        has_ids: Ask for generated token ids.
+
+    Raises:
+        HiserveError: The server or the options do not do.
+    """
     pool = Pool(connection.url, _read_key(connection.api_key_file))
     try:
         target = await look_at(pool, model=connection.model_name, vocab_size=connection.vocab_size)
@@ -171,14 +182,23 @@ async def _connected(
         pool.close()
 
 
-async def _measure(
-    server: Server, workload: Workload, starts: list[float], limits: Limits, progress: Progress
-) -> Outcome:
-    """Warms up, flushes the cache if wanted, and sends everything."""
+async def warm_up(server: Server, workload: Workload, limits: Limits) -> None:
+    """Sends a request like the first one, then flushes the cache if wanted.
+
+    Raises:
+        HiserveError: The server does not do it.
+    """
     first = workload.sessions[0][0]
     await server.client.warm_up(mirrored(first.prompt), min(WARM_UP_TOKENS, first.max_tokens))
     if limits.flush_cache:
         await flush(server.pool)
+
+
+async def _measure(
+    server: Server, workload: Workload, starts: list[float], limits: Limits, progress: Progress
+) -> Outcome:
+    """Warms up, flushes the cache if wanted, and sends everything."""
+    await warm_up(server, workload, limits)
     run = await drive(
         workload,
         server.client.send,

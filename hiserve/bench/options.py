@@ -152,6 +152,57 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
+class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What to ask of the cache. Each load uses the fields it has a use for."""
+
+    load: Annotated[
+        Literal["multi-turn", "conversation-trace", "agent-sessions", "shared-prefix"],
+        about("Which: conversations visited in groups, a recorded trace, recorded sessions, or shared prefixes."),
+    ] = "multi-turn"
+    path: Annotated[
+        Path | None, about("File of a trace or recording: JSON lines, gzipped if its name ends with .gz.")
+    ] = None
+    num_prompts: Annotated[
+        int | None, about("Most requests of a file or of shared prefixes; by itself all.", unit="requests", least=1)
+    ] = None
+    speed: Annotated[
+        float, about("How many times faster than recorded a file is sent; inf sends as fast as replies come.", above=0)
+    ] = 1.0
+    length_scale: Annotated[
+        float,
+        about(
+            "Lengths are multiplied by it, so that a load fits a smaller context: those of prompts and recorded replies, "
+            "of the blocks of the trace, and of each paragraph of recorded sessions.",
+            above=0,
+            most=1,
+        ),
+    ] = 1.0
+    num_conversations: Annotated[int, about("Conversations of multi-turn.", least=1)] = 32
+    group_size: Annotated[
+        int, about("Conversations visited at once; the next group follows the last reply.", least=1)
+    ] = 4
+    num_rounds: Annotated[int, about("Requests of each conversation.", unit="requests", least=1)] = 4
+    conversation_length: Annotated[int, about("Length of a conversation's first request.", unit="tokens", least=1)] = (
+        6144
+    )
+    request_length: Annotated[int, about("New tokens of each later one.", unit="tokens", least=1)] = 256
+    num_prefixes: Annotated[int, about("Shared prefixes.", least=1)] = 64
+    suffixes_per_prefix: Annotated[int, about("Requests for each of them.", unit="requests", least=1)] = 16
+    prefix_length: Annotated[int, about("Length of a shared prefix.", unit="tokens", least=1)] = 2048
+    suffix_length: Annotated[int, about("Length of what follows it.", unit="tokens", least=1)] = 128
+    output_length: Annotated[
+        int | None,
+        about("Length of a reply, whatever the scale; by itself 16, or as recorded.", unit="tokens", least=1),
+    ] = None
+    num_tenants: Annotated[
+        int, about("Sessions are dealt out to so many cache salts, which share nothing; 1 sends no salt.", least=1)
+    ] = 1
+    tokens_per_page: Annotated[
+        int | None,
+        about("Page of the endless cache to compare with; else the server is asked.", unit="tokens", least=1),
+    ] = None
+
+
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Where results go besides the terminal."""
 

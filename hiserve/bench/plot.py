@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +21,8 @@ FORMATS = (".png", ".svg", ".pdf")
 MIN_BINS, MAX_BINS = 12, 60
 # A distribution this wide is drawn on a logarithmic axis; what is wider than the axis is drawn at its ends.
 WIDE, WIDEST = 20.0, 1e3
+# Draws into one panel of matplotlib's.
+Painter: TypeAlias = Callable[[Any], None]
 
 
 class Plotter:
@@ -51,7 +54,6 @@ class Plotter:
 
     def draw_run(self, title: str, run: Run) -> None:
         """Draws latency distributions, throughput and requests in flight."""
-        figure, panels = self._panels(title, 2, height=8.0)
         fine = [sample for sample in run.samples if not sample.error]
         ttft = [value for sample in fine if (value := ttft_s(sample)) is not None]
         tpot = [value for sample in fine if (value := tpot_s(sample)) is not None]
@@ -60,30 +62,35 @@ class Plotter:
         if None in gaps:
             gaps = [chunk_gaps_s(sample) for sample in fine]
         itl = [gap for found in gaps for gap in found or []]
-        _distributions(panels[0, 0], "Time to first token", [("TTFT", ttft, BLUE)])
         curves = [("TPOT, per request", tpot, ORANGE), (f"ITL, per {unit}", itl, GREEN)]
-        _distributions(panels[0, 1], "Time between tokens", curves)
-        _throughput(panels[1, 0], run)
-        _in_flight(panels[1, 1], run)
-        figure.savefig(self._path, facecolor="white")
+        self.draw(
+            title,
+            partial(_distributions, title="Time to first token", curves=[("TTFT", ttft, BLUE)]),
+            partial(_distributions, title="Time between tokens", curves=curves),
+            partial(_throughput, run=run),
+            partial(_in_flight, run=run),
+        )
 
     def draw_rounds(self, title: str, rounds: Sequence[Round]) -> None:
         """Draws time to first token and hit rate over the rounds."""
-        figure, panels = self._panels(title, 1, height=4.5)
-        _round_ttft(panels[0, 0], rounds)
-        _round_hits(panels[0, 1], rounds)
-        figure.savefig(self._path, facecolor="white")
+        self.draw(title, partial(_round_ttft, rounds=rounds), partial(_round_hits, rounds=rounds))
 
-    def _panels(self, title: str, num_rows: int, *, height: float) -> tuple[Any, Any]:
-        """Returns a figure and its panels, two in a row."""
-        figure = self._new_figure(figsize=(13, height), layout="constrained", dpi=130)
+    def draw(self, title: str, *painters: Painter) -> None:
+        """Draws panels, two in a row.
+
+        Args:
+            title: Of all of them.
+            painters: An even number; each is given its panel.
+        """
+        num_rows = len(painters) // 2
+        figure = self._new_figure(figsize=(13, 1 + 3.5 * num_rows), layout="constrained", dpi=130)
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        panels = figure.subplots(num_rows, 2, squeeze=False)
-        for panel in panels.flat:
+        for panel, paint in zip(figure.subplots(num_rows, 2, squeeze=False).flat, painters, strict=True):
             panel.spines[["top", "right"]].set_visible(False)
             panel.grid(color="#e6e9ec", linewidth=0.8)
             panel.set_axisbelow(True)
-        return figure, panels
+            paint(panel)
+        figure.savefig(self._path, facecolor="white")
 
 
 def _distributions(panel: Any, title: str, curves: list[tuple[str, list[float], str]]) -> None:
@@ -110,10 +117,15 @@ def _distributions(panel: Any, title: str, curves: list[tuple[str, list[float], 
         panel.axvline(median, color=colour, linewidth=1.4, label=label)
         panel.axvline(p99, color=colour, linewidth=1.2, linestyle=":")
     if is_wide:
-        panel.set_xscale("log", subs=(2, 5))
-        for set_formatter in (panel.xaxis.set_major_formatter, panel.xaxis.set_minor_formatter):
-            set_formatter(lambda value, _: f"{value:g}")
+        widen(panel)
     _headed(panel)
+
+
+def widen(panel: Any) -> None:
+    """Makes the horizontal axis logarithmic, with plain numbers."""
+    panel.set_xscale("log", subs=(2, 5))
+    for set_formatter in (panel.xaxis.set_major_formatter, panel.xaxis.set_minor_formatter):
+        set_formatter(lambda value, _: f"{value:g}")
 
 
 def _headed(panel: Any) -> None:

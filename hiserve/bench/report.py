@@ -22,7 +22,7 @@ MAX_SHOWN_ERRORS = 5
 
 def show_run(console: Console, title: str, summary: Summary) -> None:
     """Shows throughput, then latencies."""
-    table = _pairs(title)
+    table = pairs(title)
     table.add_row("requests that ended well", f"{summary.num_ok:,} of {summary.num_requests:,}")
     for kind, count in summary.errors.items():
         table.add_row(f"[red]failed: {escape(kind)}[/red]", f"[red]{count:,}[/red]")
@@ -89,7 +89,7 @@ def show_notes(console: Console, workload: Workload) -> None:
 
 def show_goodput(console: Console, found: Goodput) -> None:
     """Shows goodput and how many requests met each objective."""
-    table = _pairs("goodput")
+    table = pairs("goodput")
     table.add_row("[bold]goodput[/bold]", f"[bold]{found.requests_per_s:.2f} requests/s[/bold]")
     table.add_row("requests that met all", f"{found.num_good:,} ({found.attainment:.1%})")
     for name, limit_ms in found.objectives_ms.items():
@@ -117,7 +117,7 @@ def show_rounds(console: Console, rounds: Sequence[Round], num_without_ids: int)
 
 def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
     """Shows throughput."""
-    table = _pairs(title)
+    table = pairs(title)
     table.add_row("requests", f"{summary.num_requests:,}")
     table.add_row("duration", f"{summary.duration_s:.2f} s")
     table.add_row("input tokens", f"{summary.num_prompt:,}")
@@ -131,7 +131,8 @@ def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
     console.print(table)
 
 
-def _pairs(title: str) -> Table:
+def pairs(title: str) -> Table:
+    """Returns a table of names and values."""
     table = Table(title=escape(title), title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     table.add_column(justify="right")

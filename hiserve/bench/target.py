@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from hiserve.bench.backends import words_of
 from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
 from hiserve.bench.request import Sample
+from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
 from hiserve.models.config import NANO, find_model, read_model_config
 from hiserve.text.tokenizer import Tokenizer
@@ -122,6 +124,13 @@ async def flush(pool: Pool) -> None:
     )
 
 
+class Encoder(Protocol):
+    """Makes tokens of texts."""
+
+    async def encode(self, text: str) -> Int32Array:
+        """Returns the token ids, special ones around the text included, int32 ``[n]``."""
+
+
 class Counter(Protocol):
     """Counts the tokens of texts."""
 
@@ -143,9 +152,13 @@ class TokenizerCounter:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.load(folder)
 
+    async def encode(self, text: str) -> Int32Array:
+        """Encodes here."""
+        return self._tokenizer.encode(text, add_special_tokens=True)
+
     async def count(self, text: str) -> int:
         """Encodes."""
-        return int(self._tokenizer.encode(text, add_special_tokens=True).size)
+        return int((await self.encode(text)).size)
 
 
 class ServerCounter:
@@ -157,12 +170,19 @@ class ServerCounter:
         self._pool = pool
         self._model = model
 
+    async def encode(self, text: str) -> Int32Array:
+        """Asks ``/tokenize``."""
+        return np.array((await self._ask(text))["tokens"], dtype=np.int32)
+
     async def count(self, text: str) -> int:
         """Asks ``/tokenize``."""
+        return int((await self._ask(text))["count"])
+
+    async def _ask(self, text: str) -> dict[str, Any]:
         status, answer = await self._pool.ask("POST", "/tokenize", {"model": self._model, "prompt": text})
         if status != 200:
             raise UnavailableError(f"/tokenize answered {status}. Give --tokenizer, the model's folder.")
-        return int(answer["count"])
+        return dict(answer)
 
 
 class EstimatingCounter:
@@ -180,6 +200,29 @@ class EstimatingCounter:
     async def count(self, text: str) -> int:
         """Multiplies."""
         return int(len(text) * self._tokens_per_char) + 1
+
+
+async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encoder:
+    """Chooses what makes tokens of texts as the server does.
+
+    Args:
+        pool: Connections to the server.
+        target: The server's model.
+        folder: The model's folder, or None.
+
+    Raises:
+        ConfigError: There is no folder, and the server does not tell tokens.
+    """
+    if folder is not None:
+        return TokenizerCounter(folder)
+    status, answer = await pool.ask("POST", "/tokenize", {"model": target.model, "prompt": "a"})
+    if status == 200 and isinstance(answer, dict) and isinstance(answer.get("tokens"), list):
+        return ServerCounter(pool, target.model)
+    raise ConfigError(
+        f"the server does not tell the tokens of a text: /tokenize answered {status}. Give --tokenizer, the model's "
+        "folder.",
+        param="tokenizer",
+    )
 
 
 async def make_counter(pool: Pool, client: Client, target: Target, folder: Path | None, text: str) -> Counter:

@@ -1,4 +1,4 @@
-"""``hiserve bench``: load against a server, chats against a server, throughput of the offline API."""
+"""``hiserve bench``: load, chats or cache loads against a server, throughput of the offline API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -19,6 +19,10 @@ from rich.progress import Progress as ProgressBar
 
 import hiserve
 from hiserve.bench import offline, online, report
+from hiserve.bench.cache.figures import summarize_cache
+from hiserve.bench.cache.plot import draw_cache
+from hiserve.bench.cache.report import show_cache
+from hiserve.bench.cache.run import measure
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts
 from hiserve.bench.goodput import goodput, parse_objectives
 from hiserve.bench.metrics import Summary, summarize
@@ -26,6 +30,7 @@ from hiserve.bench.multiturn import by_round, num_without_ids
 from hiserve.bench.online import Outcome, Progress
 from hiserve.bench.options import (
     Batch,
+    CacheLoad,
     Connection,
     Data,
     Limits,
@@ -42,6 +47,7 @@ from hiserve.bench.record import about, prepare, raw, write
 from hiserve.config import Config, flat, known, without_secrets
 from hiserve.models.shapes import read_model
 
+_T = TypeVar("_T")
 AddSettings = Callable[[argparse.ArgumentParser], None]
 
 
@@ -132,6 +138,25 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
     return int(not summary.num_ok)
 
 
+def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
+    load, limits = pick(CacheLoad, arguments), pick(Limits, arguments)
+    plotter = _plotter(arguments)
+    console = Console(highlight=False)
+    with _progress(console) as progress:
+        found = _wait(measure(pick(Connection, arguments), load, limits, progress))
+    run = found.outcome.run
+    title = f"{load.load} on {found.outcome.target.model}"
+    summary = _show(console, title, found.outcome)
+    cache = summarize_cache(run, found.held)
+    show_cache(console, found, cache)
+    figures = {"summary": summary, "cache": cache, "page_size": found.page_size, "held": found.held}
+    told = {"server_counters": found.counters, "prompts_of_another_length": found.num_differing}
+    _write(arguments, found.outcome, {"options": [load, limits], **figures, **told})
+    if plotter is not None:
+        draw_cache(plotter, title, run, found.held)
+    return int(not summary.num_ok)
+
+
 def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
     batch = pick(Batch, arguments)
     model = config.model.shape or config.model.model
@@ -165,11 +190,17 @@ KINDS = {
         False,
         _multiturn,
     ),
+    "cache": Kind(
+        "Measure a server's prefix cache, tier by tier, against a cache without end.",
+        (Connection, CacheLoad, Limits, Results, Pictures),
+        False,
+        _cache,
+    ),
     "offline": Kind("Measure the offline API's throughput.", (Batch, Results), True, _offline),
 }
 
 
-def _wait(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+def _wait(work: Coroutine[Any, Any, _T]) -> _T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
 

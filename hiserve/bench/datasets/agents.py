@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,20 @@ def read_rows(path: Path, num_prompts: int | None) -> tuple[list[Row], int]:
     if not found:
         raise ConfigError(f"--path {path} has no prompts.", param="path")
     return found[:num_prompts], len(rows) - len(found)
+
+
+def shortened(text: str, scale: float) -> str:
+    """Returns a text whose paragraphs are cut to a share of their characters, at least one each.
+
+    Whole paragraphs that two texts begin with stay common to both.
+
+    Args:
+        text: Messages joined by blank lines.
+        scale: The share that is left of the front of each paragraph, above 0, at most 1.
+    """
+    parts = re.split(f"({BOUNDARY.pattern})", text)
+    parts[::2] = [paragraph[: math.ceil(len(paragraph) * scale)] for paragraph in parts[::2]]
+    return "".join(parts)
 
 
 async def agent_sessions(

@@ -1,0 +1,138 @@
+"""One run that measures a server's cache: look at it, build, warm up, flush, read counters, send, read them again."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from hiserve.bench.cache.loads import Requests, build
+from hiserve.bench.cache.oracle import Held, Visit, endless_cache
+from hiserve.bench.cache.scrape import Series, increases, page_size_of, scrape
+from hiserve.bench.load import Send, drive, drive_in_groups
+from hiserve.bench.online import Outcome, Progress, Server, connected, warm_up
+from hiserve.bench.options import CacheLoad, Connection, Limits
+from hiserve.bench.request import Prompt, Run, Sample
+from hiserve.bench.target import make_encoder
+from hiserve.core.plan import Int32Array
+from hiserve.errors import ConfigError
+
+
+class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A run and what it is compared with.
+
+    Attributes:
+        outcome: The run.
+        page_size: Tokens per page of the endless cache.
+        held: What that one held of each sample's prompt.
+        counters: By how much each of the server's counters grew; empty when it has no ``/metrics``.
+        num_differing: Prompts that are of another length to the server than to the endless cache.
+    """
+
+    outcome: Outcome
+    page_size: int
+    held: list[Held]
+    counters: Series
+    num_differing: int
+
+
+async def measure(connection: Connection, load: CacheLoad, limits: Limits, progress: Progress) -> CacheOutcome:
+    """Sends a load and replays it through an endless cache.
+
+    Raises:
+        HiserveError: The server, the file or the options do not do.
+    """
+    _check(connection, load, limits)
+    backend = connection.backend or "openai"
+    ignore_eos = load.load != "agent-sessions" if connection.ignore_eos is None else connection.ignore_eos
+    async with connected(connection, backend, ignore_eos=ignore_eos, has_ids=True) as server:
+        page_size = load.tokens_per_page or page_size_of(await scrape(server.pool))
+        if page_size is None:
+            raise ConfigError(
+                "the server does not tell its page size. Give --tokens-per-page.", param="tokens_per_page"
+            )
+        encoder = partial(make_encoder, server.pool, server.target, server.tokenizer)
+        requests = await build(load, server.target, encoder, limits.seed)
+        await warm_up(server, requests.workload, limits)
+        before = await scrape(server.pool)
+        sender = _Sender(server, requests, load.num_tenants)
+        run = await _drive(requests, sender.send, load, limits, progress)
+        after = await scrape(server.pool)
+    outcome = Outcome(
+        target=server.target,
+        asking=server.client.asking,
+        backend=backend,
+        workload=requests.workload,
+        run=run,
+    )
+    return CacheOutcome(
+        outcome=outcome,
+        page_size=page_size,
+        held=endless_cache([sender.visit(sample) for sample in run.samples], page_size),
+        counters=increases(before, after),
+        num_differing=sum(sample.num_prompt not in (-1, sender.sent(sample).size) for sample in run.samples),
+    )
+
+
+class _Sender:
+    """Sends the requests of a run, those of each tenant under its salt, and remembers their tokens.
+
+    Args:
+        server: Where to, warmed up.
+        requests: All of the run.
+        num_tenants: Sessions are dealt out to so many; one has no salt.
+    """
+
+    def __init__(self, server: Server, requests: Requests, num_tenants: int) -> None:
+        self._salts = [f"tenant-{index}" for index in range(num_tenants)] if num_tenants > 1 else [""]
+        self._clients = [server.client.salted(salt) for salt in self._salts]
+        self._encoded = requests.encoded
+        self._sent: dict[tuple[int, int], Int32Array] = {}
+
+    async def send(self, prompt: Prompt, max_tokens: int, sample: Sample) -> None:
+        """Sends one request as its session's tenant."""
+        assert not isinstance(prompt, list), "no load has messages"
+        ids = self._encoded[prompt] if isinstance(prompt, str) else prompt
+        self._sent[sample.session, sample.turn] = ids
+        await self._clients[self._tenant(sample)].send(prompt, max_tokens, sample)
+
+    def sent(self, sample: Sample) -> Int32Array:
+        """Returns the prompt of a request that was sent, int32 ``[n]``."""
+        return self._sent[sample.session, sample.turn]
+
+    def visit(self, sample: Sample) -> Visit:
+        """Returns what a cache sees of a request; one that failed never ended."""
+        return Visit(
+            prompt=self.sent(sample),
+            output=np.array(sample.output_ids, dtype=np.int32),
+            begin_s=sample.begin_s,
+            end_s=math.inf if sample.error else sample.end_s,
+            namespace=self._salts[self._tenant(sample)],
+        )
+
+    def _tenant(self, sample: Sample) -> int:
+        return sample.session % len(self._clients)
+
+
+async def _drive(requests: Requests, send: Send, load: CacheLoad, limits: Limits, progress: Progress) -> Run:
+    workload = requests.workload
+    on_done = progress(workload.num_turns)
+    if load.load == "multi-turn":
+        return await drive_in_groups(workload, send, group_size=load.group_size, on_done=on_done)
+    starts = [0.0] * len(workload.sessions)
+    return await drive(workload, send, starts=starts, max_concurrency=limits.max_concurrency, on_done=on_done)
+
+
+def _check(connection: Connection, load: CacheLoad, limits: Limits) -> None:
+    if connection.backend == "openai-chat":
+        raise ConfigError(
+            "chat completions do not tell which tokens a prompt became. Choose --backend openai or generate.",
+            param="backend",
+        )
+    if load.load == "multi-turn" and limits.max_concurrency is not None:
+        raise ConfigError(
+            "--max-concurrency has no use for multi-turn: its conversations are sent in groups. Set --group-size.",
+            param="max_concurrency",
+        )
