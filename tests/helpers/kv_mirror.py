@@ -17,11 +17,13 @@ class Mirror:
 
     Attributes:
         cached: Per medium, the tokens from the start of the prompt to the end of each block, by its hash.
+        known: The same for every block that was ever stored: a block may come while the one before it is on its way.
         num_events: By type.
     """
 
     def __init__(self) -> None:
         self.cached: dict[str, dict[int, Prefix]] = {"GPU": {}, "CPU_PINNED": {}}
+        self.known: dict[int, Prefix] = {}
         self.num_events = {"BlockStored": 0, "BlockRemoved": 0, "AllBlocksCleared": 0}
 
     def apply(self, payload: bytes, rank: int = 0) -> list[dict[str, Any]]:
@@ -47,10 +49,11 @@ class Mirror:
         assert lora_id is lora_name is None
         assert block_hashes and len(token_ids) == block_size * len(block_hashes)
         assert all(-(2**63) <= each < 2**63 for each in block_hashes)
-        prefix = () if parent_block_hash is None else cached[parent_block_hash]
+        prefix = () if parent_block_hash is None else self.known[parent_block_hash]
         for i, each in enumerate(block_hashes):
             assert each not in cached, "a block was stored twice"
             prefix = (*prefix, *token_ids[i * block_size : (i + 1) * block_size])
+            assert self.known.setdefault(each, prefix) == prefix
             cached[each] = prefix
 
     def BlockRemoved(self, block_hashes: list[int], medium: str) -> None:  # noqa: N802

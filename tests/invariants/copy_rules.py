@@ -9,7 +9,7 @@ import pytest
 from hiserve.cache.index.manager import HostAdmission
 from hiserve.cache.index.tiers import Tier
 from hiserve.core.copies import CopyKind, PageCopy
-from tests.invariants import tier_checks
+from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_model import Place
 from tests.invariants.streams import Page
 from tests.invariants.tier_checks import digest
@@ -230,5 +230,8 @@ def restart(world: World, random: Random) -> None:
 def take_events(world: World, random: Random) -> None:
     world.ran["events"] += tier_checks.inv_36_events_replay_to_what_each_tier_can_give(
         world.cache, world.model, world.replicas, world.early
+    )
+    kv_checks.inv_36_routers_know_what_each_tier_can_give(
+        world.routers, world.model.device.keys() - world.model.loading, world.model.host.keys() - world.model.storing
     )
     world.early = {digest(place) for place in world.model.device if above(place) in world.model.loading}

@@ -12,7 +12,7 @@ from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, Priori
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Match, Receipt
 from hiserve.cache.index.tiers import Tier
 from hiserve.core.copies import CopyKind, PageCopy, PageRun
-from tests.invariants import tier_checks
+from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_checks import check_structure
 from tests.invariants.index_model import Place, Prefix, page_tokens
 from tests.invariants.shelf import Shelf
@@ -89,6 +89,7 @@ class World:
     def begin(self) -> None:
         """A process begins."""
         model, policy = self.model, PriorityEviction if self.setting.by_priority else LruEviction
+        self.routers = kv_checks.Told(self.page_size)
         self.cache = CacheManager(
             num_pages=model.num_pages,
             page_size=self.page_size,
@@ -99,6 +100,7 @@ class World:
             host_admission=self.setting.admission,
             host_eviction=policy(ON_HOST),
             max_upload_pages=self.max_upload,
+            listener=self.routers.events,
         )
         self.streams = Streams()
         self.rows: dict[int, Row] = {}
