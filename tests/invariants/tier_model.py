@@ -216,7 +216,8 @@ class TierModel:
     def end(self, op: int) -> OpModel:
         ended = self.ops.pop(op)
         self.free |= ended.orphans
-        self.free_host |= ended.host_orphans
+        for page in ended.host_orphans:
+            self._free_host(page, None)
         return ended
 
     def end_load(self, op: int, ok: bool) -> set[int]:

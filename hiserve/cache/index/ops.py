@@ -89,14 +89,14 @@ class Ops:
         return op
 
     def end(self, number: int) -> Op:
-        """Forgets an op that reads and writes no more; each exactly once. Its orphans are free."""
+        """Forgets an op that reads and writes no more; each exactly once. Its orphans are free, or another op's."""
         assert number in self._ops, f"op {number} is not in flight; {self._last} were begun"
         op = self._ops.pop(number)
         self.num_loads -= op.kind is OpKind.LOAD
         for pages in op.orphans:
             self._tiers.give(pages)
         for pages in op.host_orphans:
-            self._tiers.give_host(pages)
+            self.free_host(pages)
         return op
 
     def free(self, node: Node) -> None:

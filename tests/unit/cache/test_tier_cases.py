@@ -273,3 +273,16 @@ def test_tc_70_a_hit_of_another_tenant_is_no_second_use() -> None:
     cache.release(lock(cache, 1))
     (copy,) = cache.begin_stores(99)
     assert copy.run is not None and copy.run.digests == digests(1)
+
+
+def test_tc_42_a_page_that_a_load_and_an_upload_read_is_free_when_both_have_ended() -> None:
+    cache = new_cache(max_upload_pages=99)
+    demoted(cache, 1, 2)
+    (upload,) = cache.take_uploads()
+    receipt, copy = load(cache, 1, 2)
+    cache.release(receipt)
+    cache.flush()
+    cache.settle(copy.op, ok=True)
+    assert set(upload.run.pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
+    cache.end_upload(upload.op)
+    assert is_whole(cache)
