@@ -27,5 +27,11 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
         """All of them together."""
         return self.device + self.host + self.store
 
+    def __add__(self, other: CacheUse) -> CacheUse:
+        """Returns the use of two prompts, this one and a later one; the miss is that of this one."""
+        return CacheUse(
+            self.device + other.device, self.host + other.host, self.store + other.store, self.miss, self.miss_at
+        )
+
 
 NOTHING = CacheUse()  # of a request that never reached a worker

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.server.gate import Engine
 from hiserve.server.generation import Generation, Piece, Terms
 
@@ -52,9 +53,10 @@ class Choices:
         return sum(len(first.prompt) for first in self._firsts)
 
     @property
-    def num_cached(self) -> int:
-        """Prompt tokens served from the cache when each prompt was first computed."""
-        return sum(first.cached.num_tokens for first in self._firsts)
+    def cached(self) -> CacheUse:
+        """What came from the cache when each prompt was first computed, all together; the miss is the first prompt's."""
+        first, *others = self._firsts
+        return sum((other.cached for other in others), first.cached)
 
     @property
     def num_generated(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from hiserve.core.request import FinishReason
 from hiserve.server.generation import Generation, Piece
 from hiserve.server.logprobs import Scored, Spell, scored_prompt, token_text, unpack
+from hiserve.server.shapes import cache_miss
 
 # Logprob, token id, text of the token or None.
 Entry = tuple[float | None, int, str | None]
@@ -58,12 +59,15 @@ class NativeShape:
     def reply(self) -> dict[str, Any]:
         """Returns everything so far."""
         generation, is_over = self._generation, self._last.finish is not FinishReason.RUNNING
+        cached = generation.cached
         meta: dict[str, Any] = {
             "id": self._name,
             "finish_reason": self._finish_reason() if is_over else None,
             "prompt_tokens": len(generation.prompt),
             "completion_tokens": len(self._tokens),
-            "cached_tokens": generation.cached.num_tokens,
+            "cached_tokens": cached.num_tokens,
+            "cached_tokens_details": {"device": cached.device, "host": cached.host, "storage": cached.store},
+            "cache_miss": cache_miss(cached),
             "weight_version": self._version,
         }
         if is_over:

@@ -22,10 +22,27 @@ class Error(msgspec.Struct):
     error: ErrorFields
 
 
+class CachedTokensDetails(msgspec.Struct):
+    """Cached tokens by the tier that had them."""
+
+    device: int
+    host: int
+    store: int
+
+
+class CacheMiss(msgspec.Struct):
+    """Why no more of a prompt was cached, and where in it that ended, in tokens."""
+
+    reason: str
+    at: int
+
+
 class PromptTokensDetails(msgspec.Struct):
     """How the tokens of the prompt came about."""
 
     cached_tokens: int
+    cached_tokens_details: CachedTokensDetails
+    cache_miss: CacheMiss | None
 
 
 class Usage(msgspec.Struct):
@@ -105,6 +122,14 @@ class ModelList(msgspec.Struct):
     data: list[Card]
 
 
+class StorageTokensDetails(msgspec.Struct):
+    """Cached tokens by the tier that had them; ``storage`` is the store."""
+
+    device: int
+    host: int
+    storage: int
+
+
 class MetaInfo(msgspec.Struct):
     """Everything about a reply of ``/generate`` but the reply."""
 
@@ -113,6 +138,8 @@ class MetaInfo(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    cached_tokens_details: StorageTokensDetails
+    cache_miss: CacheMiss | None
     weight_version: str
 
 

@@ -10,6 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.server.choices import Choices
 from hiserve.server.generation import Generation, Piece
 
@@ -70,13 +71,23 @@ def head_of(model: ServedModel, prefix: str) -> dict[str, Any]:
 
 def usage(choices: Choices) -> dict[str, Any]:
     """Returns the token counts of a reply so far."""
-    num_prompt, num_generated = choices.num_prompt, choices.num_generated
+    num_prompt, num_generated, cached = choices.num_prompt, choices.num_generated, choices.cached
+    details = {
+        "cached_tokens": cached.num_tokens,
+        "cached_tokens_details": {"device": cached.device, "host": cached.host, "store": cached.store},
+        "cache_miss": cache_miss(cached),
+    }
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
-        "prompt_tokens_details": {"cached_tokens": choices.num_cached},
+        "prompt_tokens_details": details,
     }
+
+
+def cache_miss(cached: CacheUse) -> dict[str, Any] | None:
+    """Returns why no more of a prompt was cached, and where in it that ended, in tokens; None when nobody looked."""
+    return {"reason": cached.miss, "at": cached.miss_at} if cached.miss else None
 
 
 def json_response(content: Any) -> Response:

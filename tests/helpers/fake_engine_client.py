@@ -49,7 +49,7 @@ class FakeEngineClient:
     Attributes:
         script: Token lists of the deltas; the last delta carries ``finish``.
         finish: Why requests end.
-        cached: Cached tokens reported by the first delta, all on the device; or what the cache gave.
+        cached: Cached tokens reported by the first delta, all on the device; or what the cache gave, or gives each prompt.
         queue_s: Seconds in the queue reported by the first delta.
         scores: Packed scores of each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
@@ -59,7 +59,7 @@ class FakeEngineClient:
 
     script: Callable[[Int32Array], list[list[int]]]
     finish: FinishReason = FinishReason.STOP
-    cached: int | CacheUse = 0
+    cached: int | CacheUse | Callable[[Int32Array], CacheUse] = 0
     queue_s: float = 0.0
     scores: list[bytes] = field(default_factory=list)
     max_model_len: int = 256
@@ -117,11 +117,15 @@ class FakeEngineClient:
                 is_first = i == 0
                 scores = self.scores[i] if self.scores else b""
                 queue_s = self.queue_s if is_first else -1.0
-                use = self.cached if isinstance(self.cached, CacheUse) else CacheUse(device=self.cached)
-                yield FakeDelta(tokens, finish, use if is_first else None, scores, queue_s)
+                yield FakeDelta(tokens, finish, self._use(seen.prompt) if is_first else None, scores, queue_s)
         finally:
             if not seen.finished and not seen.failed:
                 seen.aborted = True
+
+    def _use(self, prompt: Int32Array) -> CacheUse:
+        if isinstance(self.cached, int):
+            return CacheUse(device=self.cached)
+        return self.cached if isinstance(self.cached, CacheUse) else self.cached(prompt)
 
     async def _wait(self, index: int, seen: Seen) -> None:
         """Waits for the step or for ``abort``."""

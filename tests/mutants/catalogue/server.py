@@ -253,8 +253,8 @@ MUTANTS = [
     Mutant(
         name="usage hides the cached tokens",
         file=SHAPES,
-        old='{"cached_tokens": choices.num_cached}',
-        new='{"cached_tokens": 0}',
+        old='"cached_tokens": cached.num_tokens',
+        new='"cached_tokens": 0',
         test=OF_REPLIES + "test_a_whole_chat_reply",
     ),
     Mutant(

@@ -37,6 +37,12 @@ def reply_script(text: str = REPLY, *, end: bool = True) -> list[list[int]]:
 NUM_STEPS = len(reply_script())
 
 
+def on_device(num_tokens: int) -> dict[str, Any]:
+    """``prompt_tokens_details`` of a prompt that had this many tokens on the device, nobody having asked why no more."""
+    by_tier = {"device": num_tokens, "host": 0, "store": 0}
+    return {"cached_tokens": num_tokens, "cached_tokens_details": by_tier, "cache_miss": None}
+
+
 def resolved(**settings: Any) -> Resolved:
     facts = ModelFacts(
         context_length=256, checkpoint_dtype="float32", num_params=1000, slot_elements=64, vocab_size=500
