@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from hiserve.cache.pools.host_segment import survey
 from hiserve.config import Config, flag_of, settings
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
@@ -14,7 +15,7 @@ from hiserve.models.shapes import read_model
 def run(config: Config) -> int:
     """Prints every setting with its resolved value, then memory item by item."""
     _, model = read_model(config.model)
-    machine = probe()
+    machine = survey(config, probe())
     resolved = resolve(config, model.facts(), machine)
     table = Table(title="settings")
     for name in ("section", "flag", "given", "resolved", "unit"):
@@ -22,16 +23,23 @@ def run(config: Config) -> int:
     for setting in settings().values():
         given, value = (getattr(getattr(each, setting.section), setting.name) for each in (config, resolved.config))
         table.add_row(setting.section, flag_of(setting.name), str(given), str(value), setting.unit or "")
-    memory = Table(title="memory of one worker")
-    memory.add_column("item")
-    memory.add_column("GiB", justify="right")
-    for item, num_bytes in resolved.memory.items():
-        memory.add_row(item, f"{num_bytes / GIB:.3f}")
-    memory.add_row("total", f"{sum(resolved.memory.values()) / GIB:.3f}", style="bold")
     on_cpu = resolved.config.model.device == "cpu"
-    available = machine.memory_bytes if on_cpu else machine.cuda_memory_bytes
-    memory.add_row("available", f"{available / GIB:.3f}", style="dim")
     console = Console()
     console.print(table)
-    console.print(memory)
+    if not on_cpu:
+        console.print(_memory("device memory of one worker", resolved.memory, machine.cuda_memory_bytes))
+    items = resolved.memory if on_cpu else resolved.host_memory
+    console.print(_memory("memory of one worker", items, machine.memory_bytes))
     return 0
+
+
+def _memory(title: str, items: dict[str, int], available: int) -> Table:
+    """Lists bytes item by item, their sum, and what is there for all workers."""
+    table = Table(title=title)
+    table.add_column("item")
+    table.add_column("GiB", justify="right")
+    for item, num_bytes in items.items():
+        table.add_row(item, f"{num_bytes / GIB:.3f}")
+    table.add_row("total", f"{sum(items.values()) / GIB:.3f}", style="bold")
+    table.add_row("available", f"{available / GIB:.3f}", style="dim")
+    return table

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hiserve import __version__
+from hiserve.cache.pools.host_segment import survey
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
@@ -209,9 +210,9 @@ def _port(host: str, port: int) -> Finding:
 def _model(config: Config, machine: Machine) -> Finding:
     name = config.model.shape or config.model.model
     try:
-        resolved = resolve(config, read_model(config.model)[1].facts(), machine)
+        resolved = resolve(config, read_model(config.model)[1].facts(), survey(config, machine))
     except HiserveError as error:
         return Finding("fail", "model", error.message)
-    needed = sum(resolved.memory.values()) / GIB
+    needed = (sum(resolved.memory.values()) + sum(resolved.host_memory.values())) / GIB
     where = f"{resolved.config.model.device} as {resolved.config.model.dtype}"
     return Finding("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")

@@ -20,6 +20,7 @@ import uvloop
 from fastapi import FastAPI
 
 from hiserve import __version__
+from hiserve.cache.pools.host_segment import survey
 from hiserve.config import Config, Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
@@ -73,7 +74,7 @@ def run(config: Config) -> int:
         warn_if_open(listener, config.server)
         begin = time.monotonic()
         folder, model = read_model(config.model)
-        resolved = resolve(config, model.facts(), probe())
+        resolved = resolve(config, model.facts(), survey(config, probe()))
         for line in resolved.decisions:
             logger.info("%s", line)
         gate = Gate(lambda: EngineClient.start(resolved.config))

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 Auto = Literal["auto"]
+CacheVerify = Literal["off", "store", "all"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
@@ -54,11 +55,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "dummy"], about("auto reads the weights; dummy draws random ones of the configured shape.")
     ] = "auto"
-    device: Annotated[
     shape: Annotated[
         Literal["llama-8b", "qwen3-0.6b", "qwen3-8b"] | None,
         about("Built-in shape for dummy weights; the model then gives only the tokenizer and its end tokens."),
     ] = None
+    device: Annotated[
         Literal["auto", "cpu", "cuda"], about("Where the model runs; auto is cuda if a device is there.")
     ] = "auto"
     chat_template: Annotated[
@@ -86,14 +87,29 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         int, about("Tokens per page; prefixes are shared in whole pages.", unit="tokens", least=1, most=MAX_INT32)
     ] = 16
     host_cache_gib: Annotated[
-        float,
+        float | Auto,
         about(
-            "Host memory of each worker for prefixes that left the device; 0 is none. On cpu for now.",
+            "Host memory of each worker for prefixes that left the device, 0 for none; auto takes a share of what is "
+            "free, or keeps the size of the segment that --host-cache-name names.",
             unit="GiB",
             least=0,
             most=65_536,
         ),
-    ] = 0.0
+    ] = "auto"
+    host_cache_name: Annotated[
+        str | None,
+        about(
+            "Keep the host cache in /dev/shm under this name, so that the next server finds it; the default is memory "
+            "that goes with the server."
+        ),
+    ] = None
+    cache_verify: Annotated[
+        CacheVerify,
+        about(
+            "Pages whose checksums are compared before use: store, those of a store or of a former process; all, "
+            "every page that comes from the host; or off."
+        ),
+    ] = "store"
     disable_prefix_cache: Annotated[
         bool,
         about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),

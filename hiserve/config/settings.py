@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from hiserve.config.sections import Auto, Config
 from hiserve.errors import ConfigError
 
 Kind = Literal["int", "float", "str", "bool", "list"]
+Number = TypeVar("Number", int, float)
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +26,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         section: Field name of the section in ``Config``.
         name: Field name; the flag is ``--name`` with dashes.
         kind: ``int``, ``float``, ``str``, ``bool``, or ``list`` of texts.
-        choices: Allowed words; for an ``int`` setting, words allowed beside numbers.
+        choices: Allowed words; for a number, words allowed beside it.
         default: Default value.
         help: One sentence.
         unit: Unit of a number, or None.
@@ -173,7 +174,7 @@ def without_secrets(config: Config) -> Config:
     return msgspec.structs.replace(config, **sections)
 
 
-def known(value: int | Auto) -> int:
+def known(value: Number | Auto) -> Number:
     """Returns a resolved number; ``auto`` here means that ``resolve`` was not called."""
-    assert isinstance(value, int), "an 'auto' setting reached a consumer; call resolve() first"
+    assert not isinstance(value, str), "an 'auto' setting reached a consumer; call resolve() first"
     return value

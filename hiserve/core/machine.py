@@ -16,16 +16,17 @@ _MEMORY_FILES = (
 
 
 def probe(root: Path = Path("/")) -> Machine:
-    """Returns cores and available memory, control-group limits included, and CUDA memory.
+    """Returns cores and available memory, control-group limits included, CUDA memory and room for shared memory.
 
     Args:
-        root: Where ``proc`` and ``sys`` are.
+        root: Where ``proc``, ``sys`` and ``dev`` are.
     """
     groups = root / "sys/fs/cgroup"
     return Machine(
         cores=_cores(groups),
         memory_bytes=_available_memory(root / "proc/meminfo", groups),
         cuda_memory_bytes=_cuda_memory(),
+        shm_bytes=_free_bytes(root / "dev/shm"),
     )
 
 
@@ -46,6 +47,15 @@ def _available_memory(meminfo: Path, groups: Path) -> int:
             used = int((groups / usage).read_text()) - _read_table(groups / stat)[reclaimable]
             available = min(available, int(text) - used)
     return max(0, available)
+
+
+def _free_bytes(place: Path) -> int:
+    """Room in a file system; none where there is no such place."""
+    try:
+        status = os.statvfs(place)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
 
 
 def _read_table(path: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, flag_of, settings
+from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.endpoints import check_kv_events
 from hiserve.errors import ConfigError, ResourceError
 
@@ -38,11 +39,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         cores: CPU cores this process may use.
         memory_bytes: Memory still available to it, control-group limits included.
         cuda_memory_bytes: Memory of the first CUDA device, all of it; 0 when there is none.
+        shm_bytes: Free in /dev/shm.
+        kept_bytes: Pages of a segment that ``--host-cache-name`` names and a former server left, in bytes; 0 when there
+            is none. What such segments take of memory and /dev/shm is counted as available.
     """
 
     cores: int
     memory_bytes: int
     cuda_memory_bytes: int
+    shm_bytes: int = 0
+    kept_bytes: int = 0
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,12 +57,14 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         config: Every ``auto`` replaced.
         decisions: One line for each value that was chosen here.
-        memory: Bytes per worker, item by item.
+        memory: Bytes per worker where the model runs, item by item.
+        host_memory: Bytes per worker beside a device, item by item; nothing on cpu.
     """
 
     config: Config
     decisions: tuple[str, ...]
     memory: dict[str, int]
+    host_memory: dict[str, int]
 
 
 def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
@@ -99,25 +107,32 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     pages, length = _size_pool(config, length, rows, page=page, room=free - weights, on_cpu=on_cpu)
     tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // config.cache.page_size) * PAGE_ENTRY_BYTES)
     memory = {"weights": weights, "KV pool": pages * page, "token and page tables": tables}
-    if config.cache.host_cache_gib:
-        if not on_cpu:
-            raise ConfigError("--host-cache-gib needs --device cpu for now. Leave it at 0.", param="host_cache_gib")
-        memory["host cache"] = int(config.cache.host_cache_gib * GIB)
+    if not on_cpu and config.cache.host_cache_gib != 0:
+        memory["staging of host pages"] = max(STAGING_BYTES, 4 * page)  # two pages at least, each way
     if sum(memory.values()) > free:
+        others = sum(memory.values()) - tables
         raise ResourceError(
-            f"token and page tables of {rows} requests need {_gib(tables)} but {_gib(free - weights - pages * page)} "
+            f"token and page tables of {rows} requests need {_gib(tables)} but {_gib(max(0, free - others))} "
             "are free beside weights and KV pool. Lower --max-running-requests, --max-model-len or --kv-pages.",
             param="max_running_requests",
         )
+    room = free - sum(memory.values()) if on_cpu else machine.memory_bytes // replicas
+    host_gib, why = _size_host(config, machine, page=page, pool=pages * page, room=room, on_cpu=on_cpu)
+    host = {"host cache": int(host_gib * GIB)} if host_gib else {}
     resolved = Config(
         model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
-        cache=msgspec.structs.replace(config.cache, kv_pages=pages),
+        cache=msgspec.structs.replace(config.cache, kv_pages=pages, host_cache_gib=host_gib),
         scheduler=msgspec.structs.replace(config.scheduler, max_running_requests=rows, max_batched_tokens=tokens),
         runner=msgspec.structs.replace(config.runner, overlap=overlap, cpu_threads=threads),
         parallel=config.parallel,
         server=config.server,
     )
-    return Resolved(config=resolved, decisions=_decisions(config, resolved), memory=memory)
+    return Resolved(
+        config=resolved,
+        decisions=_decisions(config, resolved, {"host_cache_gib": why}),
+        memory=memory | host if on_cpu else memory,
+        host_memory={} if on_cpu else host,
+    )
 
 
 def _or(value: int | Auto, otherwise: int) -> int:
@@ -160,11 +175,54 @@ def _size_pool(config: Config, length: int, rows: int, *, page: int, room: int, 
     )
 
 
-def _decisions(given: Config, resolved: Config) -> tuple[str, ...]:
+def _size_host(config: Config, machine: Machine, *, page: int, pool: int, room: int, on_cpu: bool) -> tuple[float, str]:
+    """Returns the GiB of each worker's host cache, and why it has none where that was decided here.
+
+    Args:
+        config: As given.
+        machine: Where it is to fit.
+        page: Bytes of a page.
+        pool: Bytes of the KV pool.
+        room: Bytes of host memory that are left for each worker.
+        on_cpu: Whether the model runs there.
+    """
+    cache, where = config.cache, "memory"
+    if cache.disable_prefix_cache:
+        return 0.0, "the prefix cache is disabled"
+    shares = [room // 4, 2 * pool, GIB] if on_cpu else [room // 2, 4 * pool]
+    if cache.host_cache_name is not None:
+        shm = machine.shm_bytes // config.parallel.replicas
+        shares.append(shm // 2)
+        room, where = min((room, where), (shm, "/dev/shm"))
+    if isinstance(cache.host_cache_gib, str):
+        size = machine.kept_bytes or min(shares)
+        if size < 2 * page:  # one is nobody's
+            return 0.0, f"{size / GIB:.2g} GiB would hold fewer than two pages of {page / GIB:.2g} GiB"
+    else:
+        size = int(cache.host_cache_gib * GIB)
+        if 0 < size < 2 * page:
+            raise ConfigError(
+                f"--host-cache-gib is {cache.host_cache_gib:.3g} but two pages take {2 * page / GIB:.3g}. "
+                "Raise it, or give 0 for none.",
+                param="host_cache_gib",
+            )
+    if size > room:
+        raise ResourceError(
+            f"the host cache of each worker needs {_gib(size)} but {_gib(room)} of {where} are left for it. "
+            "Lower --host-cache-gib or --replicas.",
+            param="host_cache_gib",
+        )
+    return size / GIB if isinstance(cache.host_cache_gib, str) else cache.host_cache_gib, ""
+
+
+def _decisions(given: Config, resolved: Config, reasons: dict[str, str]) -> tuple[str, ...]:
+    """Returns a line for each value that changed, with the reason where one must be told."""
     lines = []
     for setting in settings().values():
         before = getattr(getattr(given, setting.section), setting.name)
         after = getattr(getattr(resolved, setting.section), setting.name)
         if before != after:
-            lines.append(f"{flag_of(setting.name)} {before} -> {after}")
+            shown = f"{after:.3g}" if isinstance(after, float) else after
+            reason = reasons.get(setting.name)
+            lines.append(f"{flag_of(setting.name)} {before} -> {shown}" + (f": {reason}" if reason else ""))
     return tuple(lines)

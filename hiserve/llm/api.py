@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hiserve.cache.pools.host_segment import survey
 from hiserve.config import Config, known, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import MAX_SEED, SamplingParams
@@ -67,7 +68,7 @@ class LLM:
         if in_process and given.parallel.replicas > 1:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
         folder, model_config = read_model(given.model)
-        resolved = resolve(given, model_config.facts(), probe())
+        resolved = resolve(given, model_config.facts(), survey(given, probe()))
         for decision in resolved.decisions:
             logger.info(decision)
         self.config = resolved.config

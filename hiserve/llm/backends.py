@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from hiserve.cache.pools.host_segment import open_segment
 from hiserve.config import Config, known
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.errors import EngineError
 from hiserve.core.reuse import CacheUse
+from hiserve.errors import EngineError
 from hiserve.messages.types import Admit
 from hiserve.scheduler.client import EngineClient
 from hiserve.worker.build import build_engine
@@ -81,7 +82,8 @@ class InProcess:
     """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
 
     def __init__(self, config: Config) -> None:
-        self.engine: Engine = build_engine(config)
+        self._segment = open_segment(config, 0)
+        self.engine: Engine = build_engine(config, self._segment)
         self._room = room_for_jobs(config)
         self._last_uid = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-llm")
@@ -139,6 +141,8 @@ class InProcess:
         """Ends the thread and frees the engine."""
         self._thread.shutdown()
         self.engine.close()
+        if self._segment is not None:
+            self._segment.close()
 
 
 class Processes:

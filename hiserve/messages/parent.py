@@ -28,19 +28,26 @@ class ChildProcess:
         self._gone = gone
 
     @classmethod
-    async def start(cls, command: Sequence[str], on_messages: Callable[[list[Frames]], None]) -> ChildProcess:
+    async def start(
+        cls, command: Sequence[str], on_messages: Callable[[list[Frames]], None], *, pass_fds: Sequence[int] = ()
+    ) -> ChildProcess:
         """Starts ``command ENDPOINT`` in a session of its own, where no Ctrl-C reaches it.
 
         Args:
             command: Its command line; the endpoint is appended.
             on_messages: As in ``AsyncChannel``. A child says nothing before it was sent something.
+            pass_fds: Descriptors that the child gets, under the same numbers; all others stay here.
         """
         gone = asyncio.Event()
         link = Link.bind()
         with contextlib.ExitStack() as undo:
             undo.callback(link.close)
             process = await asyncio.create_subprocess_exec(
-                *command, link.endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                *command,
+                link.endpoint,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=pass_fds,
             )
             undo.pop_all()
         return cls(process, AsyncChannel(link, on_messages=on_messages, on_gone=gone.set), gone)

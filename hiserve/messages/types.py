@@ -172,11 +172,19 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """First message to a worker: the resolved configuration."""
+    """First message to a worker.
+
+    Attributes:
+        config: Resolved.
+        replica: Index from 0.
+        incarnation: Starts at 1; stamped on everything the worker says.
+        host_fd: Number that the descriptor of the host segment has in the worker; -1 without a host cache.
+    """
 
     config: Config
     replica: int
     incarnation: int
+    host_fd: int = -1
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -1,4 +1,4 @@
-"""Starts the worker processes, notices their deaths, starts their successors, stops them."""
+"""Starts the worker processes, notices their deaths, starts their successors, stops them; keeps their host segments."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Protocol
 
 import msgspec
 
+from hiserve.cache.pools.host_segment import open_segment
+from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
 from hiserve.errors import EngineError, HiserveError
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
@@ -87,7 +89,7 @@ class Supervisor:
     """Keeps one process per replica alive from ``run`` to ``stop``.
 
     Args:
-        config: Resolved configuration; the first message to every worker.
+        config: Resolved configuration; part of the first message to every worker.
         command: Command line of a worker, without its endpoint.
         audience: Is told everything.
 
@@ -104,6 +106,7 @@ class Supervisor:
         self._audience = audience
         self._decoder = Decoder[FromWorker](FromWorker)
         self._workers: dict[int, _Worker] = {}
+        self._segments: list[Segment | None] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -112,11 +115,18 @@ class Supervisor:
 
     async def run(self) -> None:
         """Returns when every worker has been stopped or abandoned."""
+        replicas = range(self._config.parallel.replicas)
         try:
+            self._segments += [open_segment(self._config, replica) for replica in replicas]
             async with asyncio.TaskGroup() as group:
-                for replica in range(self._config.parallel.replicas):
+                for replica in replicas:
                     group.create_task(self._keep(replica))
+        except HiserveError as error:
+            self.started.set_exception(error)
         finally:
+            for segment in self._segments:
+                if segment is not None:
+                    segment.close()
             self._ended.set()
 
     async def stop(self) -> None:
@@ -164,11 +174,20 @@ class Supervisor:
             await wait_for_event(self._stopping, RESTART_DELAYS_S[num_failed])
 
     async def _live(self, replica: int, incarnation: int) -> tuple[_Worker, HiserveError]:
-        """Runs one incarnation from birth to death; returns it and why it died."""
-        process = await ChildProcess.start(self._command, partial(self._receive, replica))
+        """Runs one incarnation from birth to death; returns it and why it died.
+
+        The host segment is the replica's: one incarnation after the other has it. Here each is reaped before the next
+        is born, so that no two ever write to it.
+        """
+        segment = self._segments[replica]
+        host_fd = -1 if segment is None else segment.fd
+        process = await ChildProcess.start(
+            self._command, partial(self._receive, replica), pass_fds=() if segment is None else (host_fd,)
+        )
         worker = self._workers[replica] = _Worker(replica, incarnation, process)
         try:
-            process.send(encode(Configure(config=self._config, replica=replica, incarnation=incarnation)))
+            configure = Configure(config=self._config, replica=replica, incarnation=incarnation, host_fd=host_fd)
+            process.send(encode(configure))
             if self._stopping.is_set():
                 process.kill()
             end = await process.wait()

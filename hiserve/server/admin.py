@@ -75,6 +75,7 @@ class AdminRoutes:
             "config": msgspec.to_builtins(without_secrets(self._resolved.config)),
             "decisions": self._resolved.decisions,
             "memory_bytes": self._resolved.memory,
+            "host_memory_bytes": self._resolved.host_memory,
             "startup_s": startup,
             "processes": processes,
             "num_inflight": engine.num_inflight if engine else 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -16,33 +15,31 @@ from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.page_layout import PageLayout
-from hiserve.cache.pools.segment import Segment, SegmentLayout
+from hiserve.cache.pools.host_segment import namespace_of
+from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config, known
-from hiserve.core.digest import namespace_digest
 from hiserve.core.groups import CacheGroupSpec
-from hiserve.core.resolve import GIB
-from hiserve.errors import ResourceError
+from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.decoder import load_decoder
 from hiserve.models.shapes import read_model
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
+from hiserve.worker.adopt import adopt
 from hiserve.worker.executor import Executor
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from hiserve.worker.transfers import make_registrar, make_transfers
 
-FIRST_TOUCH_TIMEOUT_S = 600.0
-LAYOUT_VERSION = "1"  # of a page's bytes; caches of different layouts must not meet
 
-
-def build_engine(config: Config) -> Engine:
+def build_engine(config: Config, segment: Segment | None = None) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
 
     Args:
         config: Resolved.
+        segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
 
     Raises:
+        ConfigError: The segment is of another model: its files have changed.
         ModelError: The model cannot be used.
         ResourceError: The device's memory does not suffice.
     """
@@ -67,20 +64,24 @@ def build_engine(config: Config) -> Engine:
         pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
-    namespace = _namespace(folder, config)
-    with _phase(startup_s, "map host pool"):
-        host = _host_pool(config, model_config.kv_groups(dtype), namespace)
+    namespace = namespace_of(config, folder)
+    cache = CacheManager(
+        num_pages=num_pages,
+        page_size=page_size,
+        namespace=namespace,
+        eviction=LruEviction(),
+        num_host_pages=0 if segment is None else segment.layout.num_pages,
+        num_ready_host_pages=None if segment is None else 1,
+    )
+    host = None if segment is None else _host_pool(config, segment, model_config.kv_groups(dtype), namespace)
+    if host is not None:
+        with _phase(startup_s, "adopt host cache"):
+            adopt(host, cache)
     transfers = None if host is None else make_transfers(device, pool, host)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
     planner = Planner(
-        cache=CacheManager(
-            num_pages=num_pages,
-            page_size=page_size,
-            namespace=namespace,
-            eviction=LruEviction(),
-            num_host_pages=0 if host is None else host.num_pages,
-        ),
+        cache=cache,
         max_rows=max_rows,
         max_len=max_len,
         max_batched_tokens=known(config.scheduler.max_batched_tokens),
@@ -98,39 +99,17 @@ def build_engine(config: Config) -> Engine:
     return Engine(planner, executor, depth, facts, shares_prefixes=not config.cache.disable_prefix_cache)
 
 
-def _host_pool(config: Config, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool | None:
-    """Returns the host pool, all of it touched, or None when there is to be none."""
-    page_size = config.cache.page_size
-    page_bytes = PageLayout(groups, page_size).page_bytes
-    num_pages = int(config.cache.host_cache_gib * GIB) // page_bytes
-    if num_pages < 2:
-        return None
-    segment = Segment.anonymous(SegmentLayout(namespace, page_size, page_bytes, num_pages))
-    pool = HostPool(segment, groups, registrar=make_registrar(config.model.device))
-    pool.clear()
-    pool.touch.wait(num_pages, FIRST_TOUCH_TIMEOUT_S)
-    return pool
+def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
+    if segment.layout.namespace != namespace:
+        raise ConfigError(
+            f"the files of {config.model.model!r} have changed since the server started. Start it again.", param="model"
+        )
+    registrar = make_registrar(config.model.device)
+    return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify)
 
 
 def _attention(device: str, page_size: int, dtype: str) -> Attention:
     return CpuAttention(page_size, getattr(torch, dtype)) if device == "cpu" else ReferenceAttention(page_size)
-
-
-def _namespace(folder: Path, config: Config) -> bytes:
-    """Digest of what keeps caches apart: weights, element type, layout, page size, shard."""
-    files = sorted(folder.glob("*.safetensors"))
-    stamps = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
-    shard = "1/1"
-    return namespace_digest(
-        str(folder.resolve()),
-        config.model.load_format,
-        config.model.shape or "",
-        *stamps,
-        config.model.dtype,
-        LAYOUT_VERSION,
-        str(config.cache.page_size),
-        shard,
-    )
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.logprobs import pack_scores
 from hiserve.sampling.sampler import sample
 
+CHECKSUM_TIMEOUT_S = 1.5  # less than a supervisor waits; only pages with a checksum outlive the server
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Outcome:
@@ -88,13 +90,19 @@ class Executor:
         """
         return [] if self._transfers is None else self._transfers.poll(wait_s)
 
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this may be copied to and from; it grows while their memory is made ready."""
+        return 0 if self._host is None else self._host.num_ready_pages
+
     def close(self) -> None:
-        """Finishes the submitted steps and ends the threads."""
+        """Finishes the submitted steps and ends the threads; host pages get a little time for their checksums."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         if self._transfers is not None:
             self._transfers.close()
         if self._host is not None:
+            self._host.wait_checksums(CHECKSUM_TIMEOUT_S)
             self._host.close()
 
     def _run(self, plan: BatchPlan) -> StepResult:

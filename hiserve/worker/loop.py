@@ -27,6 +27,10 @@ class Executor(Protocol):
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
 
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this may be copied to and from."""
+
     def close(self) -> None:
         """Finishes what was submitted and gives everything back."""
 
@@ -114,6 +118,7 @@ class Engine:
     def step(self) -> Report | None:
         """Plans and submits a step, then commits the oldest one when enough are in flight."""
         self._planner.settle(self._executor.take_acks())
+        self._planner.grow_host(self._executor.num_ready_host_pages)
         plan = self._planner.plan()
         if plan is not None:
             self._in_flight.append(self._executor.submit(plan))

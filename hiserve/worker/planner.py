@@ -112,6 +112,11 @@ class Planner:
         for row in self._loading.settle(acks) if acks else ():
             self._waiting.put_back(self._release(row))
 
+    def grow_host(self, num_pages: int) -> None:
+        """Lets host pages below ``num_pages`` be used, besides those that were."""
+        if num_pages > self._cache.host.pages.num_ready:
+            self._cache.grow_host(num_pages)
+
     def stats(self) -> WorkerStats:
         """Returns gauges and counters as of now."""
         return WorkerStats(

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import sys
 
+from hiserve.cache.pools.segment import Segment
+from hiserve.config import Config
 from hiserve.worker.build import build_engine
+from hiserve.worker.loop import Engine
 from hiserve.worker.service import serve
 
+
+def build(config: Config, host_fd: int) -> Engine:
+    """Builds the engine on the host segment that the supervisor passed, if there is one."""
+    return build_engine(config, Segment.attach(host_fd) if host_fd >= 0 else None)
+
+
 if __name__ == "__main__":
-    sys.exit(serve(sys.argv[1], build_engine))
+    sys.exit(serve(sys.argv[1], build))

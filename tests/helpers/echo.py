@@ -124,6 +124,10 @@ class EchoExecutor:
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         return []
 
+    @property
+    def num_ready_host_pages(self) -> int:
+        return 0
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()

@@ -31,6 +31,7 @@ async def main() -> None:
         kv_pages=10_000,
         max_running_requests=4,
         max_batched_tokens=64,
+        host_cache_gib=0,
         log_level="error",
     )
     client = await EngineClient.start(config, command=FAKE_SCHEDULER)

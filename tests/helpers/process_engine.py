@@ -39,6 +39,7 @@ async def engine(**settings: object) -> AsyncIterator[EngineClient]:
         "kv_pages": 10_000,
         "max_running_requests": 8,
         "max_batched_tokens": 512,
+        "host_cache_gib": 0,
         "log_level": "error",
     }
     client = await EngineClient.start(make_config(**(defaults | settings)), command=FAKE_SCHEDULER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.records import NO_CHECKSUM, Records, page_checksum
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.touch import FirstTouch, Registrar
+from hiserve.config import CacheVerify
 from hiserve.core.copies import PageRun
 from hiserve.core.forward import LayerKV
 from hiserve.core.groups import CacheGroupSpec
@@ -29,6 +31,7 @@ class HostPool:
         registrar: Pins the memory; None without a device.
         num_threads: Threads that touch the memory first.
         max_checksum_bytes_per_s: Bound on what the checksum thread reads.
+        verify: Which pages ``is_intact`` reads: ``store``, those of a former process, once; ``all``, or none.
 
     Attributes:
         layout: Where each piece of a page begins.
@@ -44,6 +47,7 @@ class HostPool:
         registrar: Registrar | None = None,
         num_threads: int = 4,
         max_checksum_bytes_per_s: float = 2e9,
+        verify: CacheVerify = "store",
     ) -> None:
         self.layout = PageLayout(groups, segment.layout.page_size)
         expected, found = self.layout.page_bytes, segment.layout.page_bytes
@@ -54,6 +58,8 @@ class HostPool:
         self.touch = FirstTouch(segment, num_threads=num_threads, registrar=registrar)
         self._checksums = Checksums(self.records, segment.pages, max_bytes_per_s=max_checksum_bytes_per_s)
         self._layers = {group.name: self._views(group) for group in groups}
+        self._verify = verify
+        self._is_foreign = np.zeros(self.num_pages, dtype=np.bool_)  # written by a former process, and not verified yet
 
     @property
     def num_pages(self) -> int:
@@ -88,6 +94,7 @@ class HostPool:
     def begin(self, run: PageRun) -> None:
         """Declares what is about to be copied to pages that are FREE."""
         self.records.begin(run)
+        self._is_foreign[run.pages] = False
 
     def finish(self, pages: Int32Array) -> None:
         """Declares that all bytes of these pages have arrived; their checksums follow in the background."""
@@ -99,12 +106,30 @@ class HostPool:
         self.records.free(pages[self.records.in_use(pages)])
 
     def adopt(self) -> list[PageRun]:
-        """Takes over the pages of a former process; see ``Records.adopt``. Each needs ``verify`` before its first use."""
-        return self.records.adopt()
+        """Takes over the pages of a former process; see ``Records.adopt``. Ask ``is_intact`` before each use."""
+        runs = self.records.adopt()
+        for run in runs:
+            self._is_foreign[run.pages] = True
+        return runs
 
     def clear(self) -> None:
         """Forgets every page."""
         self.records.clear()
+
+    def is_intact(self, pages: Int32Array) -> bool:
+        """Returns whether the bytes of VALID pages are what was written, as far as that is to be verified.
+
+        A page that this process wrote and that has no checksum yet passes.
+        """
+        if self._verify == "off":
+            return True
+        due = pages if self._verify == "all" else pages[self._is_foreign[pages]]
+        for page in due.tolist():
+            is_unsealed = not self._is_foreign[page] and self.records.checksum(page) == NO_CHECKSUM
+            if not is_unsealed and not self.verify(page):
+                return False
+            self._is_foreign[page] = False
+        return True
 
     def verify(self, page: int) -> bool:
         """Returns whether a page has a checksum and its bytes match it. Reads the whole page."""

@@ -128,7 +128,7 @@ class Segment:
                 not private to this user; the file is left as it is.
             ResourceError: Another process holds it, or the file system has no room for it.
         """
-        path = _path(name, directory)
+        path = segment_path(name, directory)
         fd = _open_private(path)
         try:
             _lock(fd, path)
@@ -174,7 +174,7 @@ def stored_layout(name: str, directory: Path = SHARED_MEMORY) -> SegmentLayout |
     Raises:
         ConfigError: The name is malformed, or the file is no segment of this version.
     """
-    path = _path(name, directory)
+    path = segment_path(name, directory)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -187,7 +187,12 @@ def stored_layout(name: str, directory: Path = SHARED_MEMORY) -> SegmentLayout |
         os.close(fd)
 
 
-def _path(name: str, directory: Path) -> Path:
+def segment_path(name: str, directory: Path = SHARED_MEMORY) -> Path:
+    """Returns the file of a named segment.
+
+    Raises:
+        ConfigError: The name is malformed.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"--host-cache-name is {name!r}; give 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import math
 import mmap
 import os
@@ -15,6 +16,8 @@ import numpy as np
 
 from hiserve.cache.pools.segment import GIB, Segment, no_memory
 from hiserve.errors import ResourceError
+
+logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 # Pinning holds up launches on the device: up to 5 ms for this many bytes, half a second for 4 GiB (H200).
@@ -141,6 +144,8 @@ class FirstTouch:
 
     def _fail(self, error: ResourceError) -> None:
         with self._changed:
+            if self.failure is None:
+                logger.warning("the host cache stays at %d pages: %s", self.num_ready_pages, error.message)
             self.failure = self.failure or error
             self._stop.set()
             self._changed.notify_all()

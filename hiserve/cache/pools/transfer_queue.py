@@ -13,6 +13,7 @@ from hiserve.errors import InvariantError
 
 DROPPED = "link_behind"
 NOT_READY = "page_not_ready"
+GARBLED = "checksum"
 
 
 class TransferQueue:
@@ -85,7 +86,18 @@ class TransferQueue:
             self._news.notify_all()
 
     def next(self, timeout_s: float | None = None) -> PageCopy | None:
-        """Waits for an order that may begin; None when the time is over or the queue is closed."""
+        """Waits for an order that may begin; None when the time is over or the queue is closed.
+
+        A load of pages that are not what was stored is answered here and not carried out.
+        """
+        while (copy := self._pop(timeout_s)) is not None:
+            if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.host_pages):
+                return copy
+            self.end(copy, 0.0, GARBLED)
+            self.release(copy)
+        return None
+
+    def _pop(self, timeout_s: float | None) -> PageCopy | None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._news:
             while not self._is_closed:

@@ -28,6 +28,8 @@ LARGE = ModelFacts(
 )
 LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
 SERVER = Machine(cores=64, memory_bytes=256 * GIB, cuda_memory_bytes=80 * GIB)
+IN_DOCKER = msgspec.structs.replace(LAPTOP, shm_bytes=2 * GIB)
+NAMED = {"host_cache_name": "n"}
 
 
 def values(config: Config) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def test_defaults_on_cpu() -> None:
         "max_batched_tokens": 512,
         "overlap": 0,
         "cpu_threads": 3,
+        "host_cache_gib": 1.0,
     }
 
 
@@ -68,6 +71,7 @@ def test_what_was_given_stays() -> None:
         "max_batched_tokens": 7,
         "overlap": 1,
         "cpu_threads": 2,
+        "host_cache_gib": 0.25,
     }
     resolved = resolve(make_config(**chosen), NANO, SERVER)
     assert resolved.config == make_config(**chosen)
@@ -99,6 +103,49 @@ def test_a_pool_is_no_larger_than_its_rows_can_use() -> None:
     assert resolved.config.cache.kv_pages == 1 + 4
 
 
+@pytest.mark.parametrize(
+    ("given", "machine", "host_bytes"),
+    [
+        ({}, LAPTOP, GIB),
+        ({"kv_pages": 11}, LAPTOP, 2 * 11 * 16 * 2048 * 4),
+        ({"replicas": 2, "kv_pages": 1000}, LAPTOP, 2 * 1000 * 16 * 2048 * 4),
+        (NAMED, msgspec.structs.replace(LAPTOP, shm_bytes=64 * MIB), 32 * MIB),
+        ({**NAMED, "replicas": 2}, msgspec.structs.replace(LAPTOP, shm_bytes=64 * MIB), 16 * MIB),
+        (NAMED, msgspec.structs.replace(IN_DOCKER, kept_bytes=1500 * MIB), 1500 * MIB),
+        ({"host_cache_gib": 0}, LAPTOP, 0),
+        ({"host_cache_gib": 3, "disable_prefix_cache": True}, LAPTOP, 0),
+    ],
+)
+def test_the_host_cache_follows_memory_and_pool(given: dict[str, Any], machine: Machine, host_bytes: int) -> None:
+    resolved = resolve(make_config(**given), NANO, machine)
+    assert resolved.config.cache.host_cache_gib == host_bytes / GIB
+    assert resolved.memory.get("host cache", 0) == host_bytes
+    assert resolved.host_memory == {}
+
+
+def test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_through_the_device() -> None:
+    resolved = resolve(make_config(host_cache_gib=40), LARGE, SERVER)
+    assert resolved.config.cache.host_cache_gib == 40
+    assert resolved.host_memory == {"host cache": 40 * GIB}
+    assert "host cache" not in resolved.memory
+    assert resolved.memory["staging of host pages"] == 64 * MIB
+    assert "staging of host pages" not in resolve(make_config(host_cache_gib=0), LARGE, SERVER).memory
+
+
+def test_a_host_cache_takes_no_more_than_a_quarter_of_what_is_left() -> None:
+    resolved = resolve(make_config(), NANO, msgspec.structs.replace(LAPTOP, memory_bytes=GIB))
+    size = resolved.memory.pop("host cache")
+    assert size == (GIB - sum(resolved.memory.values())) // 4
+
+
+def test_a_host_cache_of_less_than_two_pages_is_none_and_says_why() -> None:
+    config = make_config(host_cache_name="n", disable_prefix_cache=False)
+    resolved = resolve(config, NANO, msgspec.structs.replace(LAPTOP, shm_bytes=300_000))
+    assert resolved.config.cache.host_cache_gib == 0
+    (line,) = [line for line in resolved.decisions if line.startswith("--host-cache-gib")]
+    assert line == "--host-cache-gib auto -> 0: 0.00014 GiB would hold fewer than two pages of 0.00012 GiB"
+
+
 def test_the_longest_request_shrinks_to_the_pool_when_nobody_chose_it() -> None:
     assert resolve(make_config(kv_pages=5, page_size=8), NANO, LAPTOP).config.model.max_model_len == 32
 
@@ -121,6 +168,17 @@ REFUSED: list[tuple[str, dict[str, Any], ModelFacts, Machine, type[HiserveError]
     ("tables", {"max_running_requests": 10**6}, NANO, LAPTOP, ResourceError, "--max-running-requests"),
     ("pool below the length", {"kv_pages": 4, "max_model_len": 64}, NANO, LAPTOP, ConfigError, "--kv-pages"),
     ("pool below two tokens", {"kv_pages": 2, "page_size": 1}, NANO, LAPTOP, ConfigError, "--kv-pages"),
+    ("host cache", {"host_cache_gib": 14}, NANO, LAPTOP, ResourceError, r"14.00 GiB but 13.\d\d GiB of memory"),
+    ("host caches", {"host_cache_gib": 7, "replicas": 2}, NANO, LAPTOP, ResourceError, "--host-cache-gib"),
+    ("host cache in /dev/shm", {"host_cache_gib": 3, **NAMED}, NANO, IN_DOCKER, ResourceError, "2.00 GiB of /dev/shm"),
+    (
+        "host cache of one page",
+        {"host_cache_gib": 1e-5},
+        NANO,
+        LAPTOP,
+        ConfigError,
+        "--host-cache-gib is 1e-05 but two",
+    ),
     ("no memory at all", {}, NANO, msgspec.structs.replace(LAPTOP, memory_bytes=0), ResourceError, "dtype"),
 ]
 
@@ -151,6 +209,7 @@ machines = st.builds(
     Machine,
     cores=st.integers(1, 256),
     memory_bytes=magnitudes(2**40, 10 * MIB),
+    shm_bytes=magnitudes(2**40),
     cuda_memory_bytes=st.one_of(st.just(0), magnitudes(2**38, GIB)),
 )
 models = st.builds(
@@ -169,6 +228,8 @@ givens = st.fixed_dictionaries(
         "max_running_requests": magnitudes(10**5),
         "dtype": st.sampled_from(list(DTYPE_BYTES)),
         "device": st.sampled_from(["cpu", "cuda"]),
+        "host_cache_gib": st.sampled_from([0.0, 0.001, 1.0, 30.0]),
+        "host_cache_name": st.just("n"),
     },
 )
 
@@ -196,6 +257,12 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     on_cpu = found["device"] == "cpu"
     memory = machine.memory_bytes if on_cpu else machine.cuda_memory_bytes
     assert sum(resolved.memory.values()) * found["replicas"] <= memory
+    assert sum(resolved.host_memory.values()) * found["replicas"] <= machine.memory_bytes
+    items = resolved.memory if on_cpu else resolved.host_memory
+    host_bytes = items.get("host cache", 0)
+    assert host_bytes == int(found["host_cache_gib"] * GIB)
+    if found["host_cache_name"]:
+        assert host_bytes * found["replicas"] <= machine.shm_bytes
     group = CacheGroupSpec(
         name="kv", num_layers=1, num_kv_heads=1, head_dim=model.slot_elements // 2, dtype=found["dtype"]
     )

@@ -26,7 +26,7 @@ class SlowClient:
     def __init__(self) -> None:
         self._link = Link.bind()
         self._scheduler_link = Link.connect(self._link.endpoint)
-        self.service = Service(make_config(), self._scheduler_link, NO_WORKER)
+        self.service = Service(make_config(host_cache_gib=0), self._scheduler_link, NO_WORKER)
         self._decoder = Decoder[ToClient](ToClient)
         self.news: list[str] = []
         self.num_messages = 0

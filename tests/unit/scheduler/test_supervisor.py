@@ -54,7 +54,7 @@ class Witness:
 @asynccontextmanager
 async def supervised(model: str, command: tuple[str, ...] = ROGUE) -> AsyncIterator[tuple[Supervisor, Witness]]:
     witness = Witness()
-    supervisor = Supervisor(make_config(model=model), command, witness)
+    supervisor = Supervisor(make_config(model=model, host_cache_gib=0), command, witness)
     run = asyncio.create_task(supervisor.run())
     try:
         yield supervisor, witness

@@ -1,0 +1,31 @@
+"""Which model's cache it is: the digest of everything that keeps caches apart but the tenant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hiserve.core.digest import namespace_digest
+
+LAYOUT_VERSION = "1"  # of a page's bytes; caches of different layouts must not meet
+
+
+def cache_namespace(
+    folder: Path, *, load_format: str, shape: str | None, dtype: str, page_size: int, secret: bytes = b""
+) -> bytes:
+    """Returns the 16-byte digest of weights, element type, layout, page size, shard and server.
+
+    Weights are told apart by the names, sizes and times of their files; nobody reads them for this.
+
+    Args:
+        folder: Of the checkpoint.
+        load_format: Drawn weights are not those of the files.
+        shape: Built-in shape in place of the checkpoint's.
+        dtype: Element type name of the KV cache.
+        page_size: Tokens per page.
+        secret: The server's, where a cache outlives it: who does not know it cannot tell what a digest stands for.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    stamps = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
+    shard = "1/1"
+    weights = (str(folder.resolve()), load_format, shape or "", *stamps)
+    return namespace_digest(secret, *weights, dtype, LAYOUT_VERSION, str(page_size), shard)
