@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
+from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from tests.helpers.echo import EchoExecutor
@@ -21,8 +22,11 @@ def echo_engine(
     eos: tuple[int, ...] = (0, 1, 2),
     step_s: float = 0.0,
     seed: int = 0,
+    kv_events: KvEvents | None = None,
 ) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
-    cache = CacheManager(num_pages=num_pages, page_size=page_size, namespace=b"echo", eviction=LruEviction())
+    cache = CacheManager(
+        num_pages=num_pages, page_size=page_size, namespace=b"echo", eviction=LruEviction(), listener=kv_events
+    )
     planner = Planner(
         cache=cache,
         max_rows=max_rows,
@@ -35,4 +39,4 @@ def echo_engine(
         num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_len=max_len, step_s=step_s, seed=seed
     )
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"echo", {})
-    return Engine(planner, executor, depth, facts), planner, executor, cache
+    return Engine(planner, executor, depth, facts, kv_events=kv_events), planner, executor, cache

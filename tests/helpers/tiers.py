@@ -7,6 +7,7 @@ import numpy as np
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.holds import path
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Receipt
+from hiserve.cache.index.tiers import TierListener
 from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
@@ -32,6 +33,7 @@ def new_cache(
     *,
     admission: HostAdmission = HostAdmission.WRITE_THROUGH,
     max_upload_pages: int = 0,
+    listener: TierListener | None = None,
 ) -> CacheManager:
     return CacheManager(
         num_pages=num_pages,
@@ -41,6 +43,7 @@ def new_cache(
         num_host_pages=num_host_pages,
         host_admission=admission,
         max_upload_pages=max_upload_pages,
+        listener=listener,
     )
 
 
