@@ -26,23 +26,35 @@ from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.adopt import adopt
 from hiserve.worker.executor import Executor
+from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from hiserve.worker.transfers import make_registrar, make_transfers
 
 
-def build_engine(config: Config, segment: Segment | None = None) -> Engine:
+def build_engine(config: Config, segment: Segment | None = None, replica: int = 0) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
 
     Args:
         config: Resolved.
         segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
+        replica: Which worker this is.
 
     Raises:
         ConfigError: The segment is of another model: its files have changed.
         ModelError: The model cannot be used.
-        ResourceError: The device's memory does not suffice.
+        ResourceError: The device's memory does not suffice, or an address for KV events is in use.
     """
+    kv_events = open_kv_events(config, replica)  # first: an address in use costs no time
+    try:
+        return _compose(config, segment, kv_events)
+    except BaseException:
+        if kv_events is not None:
+            kv_events.close()
+        raise
+
+
+def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None) -> Engine:
     startup_s: dict[str, float] = {}
     device, dtype = config.model.device, config.model.dtype
     torch.set_num_threads(known(config.runner.cpu_threads))
@@ -72,6 +84,7 @@ def build_engine(config: Config, segment: Segment | None = None) -> Engine:
         eviction=LruEviction(),
         num_host_pages=0 if segment is None else segment.layout.num_pages,
         num_ready_host_pages=None if segment is None else 1,
+        listener=kv_events,
     )
     host = None if segment is None else _host_pool(config, segment, model_config.kv_groups(dtype), namespace)
     if host is not None:
@@ -96,7 +109,8 @@ def build_engine(config: Config, segment: Segment | None = None) -> Engine:
         startup_s=startup_s,
     )
     executor = Executor(runner, rows, threaded=depth > 0, transfers=transfers, host=host)
-    return Engine(planner, executor, depth, facts, shares_prefixes=not config.cache.disable_prefix_cache)
+    shares = not config.cache.disable_prefix_cache
+    return Engine(planner, executor, depth, facts, shares_prefixes=shares, kv_events=kv_events)
 
 
 def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:

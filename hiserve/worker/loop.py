@@ -85,6 +85,7 @@ class Engine:
         self._depth = depth
         self._kv_events = kv_events
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._publish()  # what a former process left
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
         """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""

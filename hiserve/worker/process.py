@@ -11,9 +11,9 @@ from hiserve.worker.loop import Engine
 from hiserve.worker.service import serve
 
 
-def build(config: Config, host_fd: int) -> Engine:
+def build(config: Config, host_fd: int, replica: int) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
-    return build_engine(config, Segment.attach(host_fd) if host_fd >= 0 else None)
+    return build_engine(config, Segment.attach(host_fd) if host_fd >= 0 else None, replica)
 
 
 if __name__ == "__main__":

@@ -128,20 +128,20 @@ class Service:
                 self._is_stopped = True
 
 
-def serve(endpoint: str, build: Callable[[Config, int], Engine]) -> int:
+def serve(endpoint: str, build: Callable[[Config, int, int], Engine]) -> int:
     """Meets the scheduler, builds the engine and serves; returns the exit code.
 
     After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
 
     Args:
         endpoint: Where the scheduler listens.
-        build: Makes the engine, of a configuration and the descriptor of the host segment (-1 without one).
+        build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one) and the replica.
     """
     link, frames = meet_parent(endpoint, signal.SIGKILL)
     configure = Decoder[Configure](Configure).decode(frames).message
     log_to_stderr(configure.config)
     try:
-        engine = build(configure.config, configure.host_fd)
+        engine = build(configure.config, configure.host_fd, configure.replica)
         Service(engine, PollingChannel(link), configure.incarnation).run()
     except PeerGoneError:
         logger.warning("the scheduler is gone; worker %d ends", configure.replica)

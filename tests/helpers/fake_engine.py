@@ -180,7 +180,7 @@ class FakeEngine:
             self._events.publish(new)
 
 
-def build(config: Config, host_fd: int = -1) -> FakeEngine:
+def build(config: Config, host_fd: int = -1, replica: int = 0) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:
         case "tell_keys":
