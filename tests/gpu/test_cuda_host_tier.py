@@ -1,0 +1,241 @@
+"""Prefixes that left a CUDA device come back from the host: the CPU's tokens, whatever the streams do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.messages.types import Admit, WorkerStats
+from hiserve.models.config import NANO, find_model, read_model_config
+from hiserve.worker.loop import Engine
+from tests.helpers.tiers import squeeze
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SEED = 11
+# Lengths on, one after and one before the end of a page.
+LENGTHS = (160, 161, 175, 192, 193, 207, 160, 161)
+NUM_NEW = 20
+SHORT, LONG = 10_000_000, 2_000_000_000  # cycles: 5 ms, 1 s
+# Pages of 256 KiB, which a kernel copies, and of 1 MiB, which pass through staging memory.
+PAGES = {16: 60, 64: 19}
+
+
+def settings(page_size: int) -> dict[str, Any]:
+    return {
+        "in_process": True,
+        "device": DEVICE,
+        "dtype": "float64",
+        "page_size": page_size,
+        "max_model_len": 512,
+        "kv_pages": PAGES[page_size],
+        "max_running_requests": 4,
+        "max_batched_tokens": 64,
+        "cpu_threads": 1,
+        "log_level": "warning",
+    }
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    shared = rng.integers(7, 4096, 64).tolist()
+    prompts = [shared * (i % 2) + rng.integers(7, 4096, size - 64 * (i % 2)).tolist() for i, size in enumerate(LENGTHS)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+    drawn = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=NUM_NEW, ignore_eos=True) for i in range(8)]
+    return prompts, [greedy if i % 2 else drawn[i] for i in range(len(prompts))]
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in llm.generate(prompts, sampling)]
+
+
+def engine_of(llm: LLM) -> Engine:
+    engine: Engine = llm._backend.engine  # type: ignore[attr-defined]
+    return engine
+
+
+def transfers_of(llm: LLM) -> Any:
+    return engine_of(llm)._executor._copier._transfers  # type: ignore[attr-defined]
+
+
+def stats_of(llm: LLM) -> WorkerStats:
+    return engine_of(llm).stats()
+
+
+def check_pages(llm: LLM, page_size: int = 16) -> None:
+    stats = stats_of(llm)
+    assert stats.free_pages + stats.evictable_pages == PAGES[page_size] - 1
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Of the CPU, and of no cache."""
+    prompts, sampling = workload()
+    with LLM(disable_prefix_cache=True, **settings(16) | {"device": "cpu"}) as llm:
+        tokens = tokens_of(llm, prompts, sampling)
+    assert len({token for each in tokens for token in each}) >= 20
+    return tokens
+
+
+@pytest.fixture(params=[0, 1], ids=["depth 0", "depth 1"])
+def depth(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@pytest.fixture
+def llm(depth: int) -> Iterator[LLM]:
+    with LLM(host_cache_gib=0.2, overlap=depth, **settings(16)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_what_left_the_device_comes_back_with_the_cpu_s_tokens(
+    page_size: int, depth: int, expected: list[list[int]]
+) -> None:
+    prompts, sampling = workload()
+    with LLM(host_cache_gib=0.2, overlap=depth, **settings(page_size)) as llm:
+        mechanism = bool(transfers_of(llm)._streams[CopyKind.LOAD]._slots) if DEVICE == "cuda" else page_size > 16
+        assert mechanism == (page_size == 64)
+        assert tokens_of(llm, prompts, sampling) == expected
+        stored = stats_of(llm)
+        assert stored.stored_pages > 0
+        for _ in range(2):
+            results = llm.generate(prompts, sampling)
+            assert [result.outputs[0].token_ids for result in results] == expected
+            for result in results:
+                assert result.num_cached_tokens == (len(result.prompt_token_ids) - 1) // page_size * page_size
+        loaded = stats_of(llm)
+        assert loaded.evicted_pages > stored.evicted_pages
+        assert loaded.loaded_pages > PAGES[page_size] // 2
+        assert loaded.failed_copies == 0
+        check_pages(llm, page_size)
+
+
+def test_loads_that_fail_cost_time_and_nothing_else(llm: LLM, expected: list[list[int]]) -> None:
+    prompts, sampling = workload()
+    assert tokens_of(llm, prompts, sampling) == expected
+    num_loads = 0
+
+    def fail_some(copy: PageCopy) -> str | None:
+        nonlocal num_loads
+        num_loads += copy.kind is CopyKind.LOAD
+        return "broken" if copy.kind is CopyKind.LOAD and num_loads % 3 == 0 else None
+
+    transfers_of(llm)._hold = fail_some
+    for _ in range(3):
+        assert tokens_of(llm, prompts, sampling) == expected
+    stats = stats_of(llm)
+    assert stats.failed_copies > 0
+    assert stats.loaded_pages > 0
+    check_pages(llm)
+
+
+def test_a_host_that_is_small_evicts_and_stays_right(expected: list[list[int]]) -> None:
+    prompts, sampling = workload()
+    page_bytes = PageLayout(read_model_config(find_model(NANO)).kv_groups("float64"), 16).page_bytes
+    with LLM(host_cache_gib=34 * page_bytes / 2**30, **settings(16)) as llm:
+        for _ in range(3):
+            assert tokens_of(llm, prompts, sampling) == expected
+        assert stats_of(llm).stored_pages > 34
+        check_pages(llm)
+
+
+class Delayed:
+    """A runner whose forwards begin and end late on the device, so that whatever does not wait for them is early."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        torch.cuda._sleep(SHORT)
+        outputs = self._runner.run(*arguments, **options)
+        torch.cuda._sleep(SHORT)
+        return outputs
+
+
+def delay(llm: LLM) -> None:
+    executor: Any = engine_of(llm)._executor
+    executor._runner = Delayed(executor._runner)
+
+
+def test_tc_20_a_store_begins_when_the_forward_that_writes_its_pages_is_done(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    prompts, sampling = workload()
+    delay(llm)
+    assert tokens_of(llm, prompts, sampling) == expected
+    squeeze(engine_of(llm)._planner._cache)
+    before = stats_of(llm).loaded_pages
+    assert tokens_of(llm, prompts, sampling) == expected  # reads what was stored
+    assert stats_of(llm).loaded_pages > before
+    check_pages(llm)
+
+
+def test_tc_21_a_load_leaves_reclaimed_pages_to_the_forward_that_still_writes_them(
+    llm: LLM, expected: list[list[int]]
+) -> None:
+    """Rows end at a stop token, which the step launched ahead does not know: it writes to pages given back since."""
+    prompts, sampling = workload()
+    stops = [tokens[NUM_NEW // 2] for tokens in expected]
+    short = [msgspec.structs.replace(each, stop_token_ids=(stop,)) for each, stop in zip(sampling, stops, strict=True)]
+    cut = [tokens[: tokens.index(stop) + 1] for tokens, stop in zip(expected, stops, strict=True)]
+    assert tokens_of(llm, prompts, short) == cut
+    delay(llm)
+    for _ in range(2):
+        assert tokens_of(llm, prompts, short) == cut
+    assert stats_of(llm).loaded_pages > 50
+    check_pages(llm)
+
+
+def step(engine: Engine, tokens: dict[int, list[int]]) -> None:
+    """One step; appends what it brought."""
+    report = engine.step()
+    if report is not None:
+        assert not report.failed
+        parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
+        for uid, part in zip(report.uids, parts, strict=True):
+            tokens[uid] += part.tolist()
+
+
+def test_a_load_stays_open_for_many_steps_while_others_decode(llm: LLM, expected: list[list[int]]) -> None:
+    prompts, sampling = workload()
+    assert tokens_of(llm, prompts, sampling) == expected
+    engine, streams = engine_of(llm), transfers_of(llm)._streams[CopyKind.LOAD]
+
+    def hold(copy: PageCopy) -> None:
+        if copy.kind is CopyKind.LOAD:
+            with torch.cuda.stream(streams._first):
+                torch.cuda._sleep(LONG)
+
+    transfers_of(llm)._hold = hold
+    uids = (1001, 1002)
+    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    lengthy = msgspec.structs.replace(sampling[1], seed=1, max_tokens=400)
+    other = [int(token) for token in np.random.default_rng(1).integers(7, 4096, 40)]
+    engine.add(Admit(uids[1], len(other), lengthy, b"", 0), np.array(other, dtype=np.int32))
+    while len(tokens[uids[1]]) < 3:
+        step(engine, tokens)
+    squeeze(engine._planner._cache)
+    engine.add(Admit(uids[0], len(prompts[0]), sampling[0], b"", 0), np.array(prompts[0], dtype=np.int32))
+    before, loaded = len(tokens[uids[1]]), stats_of(llm).loaded_pages
+    while not tokens[uids[0]]:
+        step(engine, tokens)
+    assert stats_of(llm).loaded_pages == loaded + (LENGTHS[0] - 1) // 16
+    assert len(tokens[uids[1]]) >= before + 20
+    while engine.has_work:
+        step(engine, tokens)
+    assert tokens[uids[0]] == expected[0]
+    again = llm.generate([other], [msgspec.structs.replace(lengthy, max_tokens=len(tokens[uids[1]]))])
+    assert again[0].outputs[0].token_ids == tokens[uids[1]]
+    check_pages(llm)
