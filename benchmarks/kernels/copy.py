@@ -26,7 +26,7 @@ from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.pinning import CudaRegistrar
 from hiserve.cache.pools.segment import Segment, SegmentLayout
 from hiserve.cache.pools.stream_transfers import MAX_DIRECT_PAGE_BYTES, StreamTransfers
-from hiserve.core.copies import CopyKind, PageCopy, PageRun
+from hiserve.core.copies import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 from hiserve.core.digest import chain, namespace_digest
 from hiserve.core.groups import CacheGroupSpec
 
@@ -176,7 +176,7 @@ def slowdown(subject: Bench) -> dict[str, float]:
     run = forwards()
     alone = statistics.median(run())
     result = {"alone_ms": alone}
-    for kind in CopyKind:
+    for kind in DEVICE_KINDS:
         copies = subject.orders(kind, ORDER_BYTES)
         for copy in copies:
             subject.engine.start(copy)
@@ -194,7 +194,7 @@ def slowdown(subject: Bench) -> dict[str, float]:
 def measure_shape(subject: Bench, limits: dict[str, float]) -> dict[str, Any]:
     """Both directions, pages anywhere and adjacent, large and small orders, both at once, and what callers pay."""
     figures: dict[str, Any] = {"page_bytes": subject.page_bytes}
-    for kind in CopyKind:
+    for kind in DEVICE_KINDS:
         name = kind.name.lower()
         for label, order_bytes, adjacent in (
             ("anywhere", ORDER_BYTES, False),
@@ -205,7 +205,7 @@ def measure_shape(subject: Bench, limits: dict[str, float]) -> dict[str, Any]:
             figures[f"{name}_{label}"] = {"bytes_per_s": rate, "of_ceiling": rate / limits[name]}
         figures[f"{name}_start_us"] = statistics.median(subject.start_s) * 1e6
         figures[f"{name}_pages_per_start"] = max(1, SMALL_ORDER_BYTES // subject.page_bytes)
-    both = subject.rate(lambda: [copy for kind in CopyKind for copy in subject.orders(kind, ORDER_BYTES)])
+    both = subject.rate(lambda: [copy for kind in DEVICE_KINDS for copy in subject.orders(kind, ORDER_BYTES)])
     figures["both_at_once"] = {"bytes_per_s": both, "of_ceiling": both / sum(limits.values())}
     figures["step_slowdown"] = slowdown(subject)
     return figures
@@ -219,7 +219,7 @@ def crossover(limits: dict[str, float], num_bytes: int) -> list[dict[str, Any]]:
         for mechanism, max_direct_page_bytes in (("kernel", 1 << 40), ("copy_engine", 0)):
             with bench(spec, num_bytes, max_direct_page_bytes) as subject:
                 row["page_bytes"] = subject.page_bytes
-                for kind in CopyKind:
+                for kind in DEVICE_KINDS:
                     rate = subject.rate(lambda: subject.orders(kind, ORDER_BYTES))  # noqa: B023
                     row[f"{mechanism}_{kind.name.lower()}"] = rate / limits[kind.name.lower()]
         rows.append(row)
@@ -237,7 +237,7 @@ def main() -> int:
         with bench(spec, 4096 * MIB) as subject:
             figures = result["shapes"][name] = measure_shape(subject, limits)
         print(name, json.dumps(figures, indent=1), flush=True)
-        rates = [figures[f"{kind.name.lower()}_anywhere"]["of_ceiling"] for kind in CopyKind]
+        rates = [figures[f"{kind.name.lower()}_anywhere"]["of_ceiling"] for kind in DEVICE_KINDS]
         result["is_within_bars"] &= min(rates) >= BARS[name]
         out.write_text(json.dumps(result, indent=1) + "\n")
     result["crossover_of_ceiling"] = crossover(limits, 512 * MIB)

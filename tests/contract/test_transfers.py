@@ -191,6 +191,19 @@ def test_many_orders_at_once_move_the_right_pages(bench: TransferBench) -> None:
     assert all(torch.equal(bench.page(page), expected[page]) for page in range(NUM_PAGES))
 
 
+def test_a_copy_that_fails_is_answered_with_its_reason_and_nobody_waits_for_it(make_bench: MakeBench) -> None:
+    bench = make_bench(hold=lambda copy: "broken" if copy.op < 3 else None)
+    before = bench.page(4)
+    bench.load(1, [4], [5])
+    bench.engine.wait(1)
+    bench.store(2, [3], [2])
+    assert sorted((ack.op, ack.reason, ack.num_bytes) for ack in bench.acks(2)) == [(1, "broken", 0), (2, "broken", 0)]
+    assert torch.equal(bench.page(4), before)
+    assert bench.host.records.state(2) == PageState.WRITING  # until whoever ordered it gives the page back
+    bench.store(3, [3], [6])
+    assert bench.acks(1)[0].is_ok
+
+
 def test_what_kills_the_thread_is_told_to_whoever_asks(make_bench: MakeBench) -> None:
     def hold(copy: PageCopy) -> None:
         if copy.kind is CopyKind.LOAD:
