@@ -110,6 +110,13 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             "every page that comes from the host; or off."
         ),
     ] = "store"
+    eviction: Annotated[
+        Literal["lru", "priority"],
+        about(
+            "What leaves the cache first: lru, what was used least recently; priority, what only requests of low priority "
+            "used."
+        ),
+    ] = "lru"
     disable_prefix_cache: Annotated[
         bool,
         about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),

@@ -193,6 +193,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     Attributes:
         num_prompt: Leading tokens that are the prompt; the rest was generated before a restart.
         sampling: With a seed; ``max_tokens`` counts from the end of the prompt.
+        priority: What it uses of the cache stays longer when larger, under ``--eviction priority``.
     """
 
     uid: int
@@ -200,6 +201,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sampling: SamplingParams
     namespace: bytes
     choice: int
+    priority: int = 0
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -34,6 +34,7 @@ class Entry:
     Attributes:
         prompt: int32 ``[n]``.
         sampling: With a seed, drawn here when the caller gave none.
+        priority: As asked.
         accepted_at_s: When it was accepted, by a monotonic clock.
         queue_s: Seconds until a worker got it, once; -1 before that and when the client was told.
         generated: Tokens the client was sent, in order.
@@ -45,6 +46,7 @@ class Entry:
     sampling: SamplingParams
     namespace: bytes
     choice: int
+    priority: int
     accepted_at_s: float
     queue_s: float = UNREPORTED
     state: State = State.QUEUED
@@ -64,6 +66,7 @@ class Entry:
             sampling=self.sampling,
             namespace=self.namespace,
             choice=self.choice,
+            priority=self.priority,
         )
         return message, np.concatenate([self.prompt, np.frombuffer(self.generated, dtype=np.int32)])
 
@@ -100,7 +103,7 @@ class Ledger:
         sampling = message.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
-        entry = Entry(message.uid, prompt, sampling, message.namespace, message.choice, now_s)
+        entry = Entry(message.uid, prompt, sampling, message.namespace, message.choice, message.priority, now_s)
         self._entries[entry.uid] = entry
         self.num_accepted += 1
         return entry

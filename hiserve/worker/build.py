@@ -11,7 +11,7 @@ import torch
 from hiserve.attention.base import Attention
 from hiserve.attention.cpu import CpuAttention
 from hiserve.attention.reference import ReferenceAttention
-from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
@@ -30,6 +30,8 @@ from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from hiserve.worker.transfers import make_registrar, make_transfers
+
+EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
 
 
 def build_engine(config: Config, segment: Segment | None = None, replica: int = 0) -> Engine:
@@ -77,11 +79,13 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
     namespace = namespace_of(config, folder)
+    eviction = EVICTIONS[config.cache.eviction]
     cache = CacheManager(
         num_pages=num_pages,
         page_size=page_size,
         namespace=namespace,
-        eviction=LruEviction(),
+        eviction=eviction(ON_DEVICE),
+        host_eviction=eviction(ON_HOST),
         num_host_pages=0 if segment is None else segment.layout.num_pages,
         num_ready_host_pages=None if segment is None else 1,
         listener=kv_events,

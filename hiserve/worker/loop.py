@@ -98,6 +98,7 @@ class Engine:
                 sampling=admit.sampling,
                 tenant=tenant,
                 choice=admit.choice,
+                priority=admit.priority,
             )
         )
 

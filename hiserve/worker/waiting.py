@@ -38,6 +38,7 @@ class Request:
         sampling: With a seed.
         tenant: Namespace of the request within the worker's cache.
         choice: Index among the request's n choices.
+        priority: Larger keeps what it uses in the cache for longer.
         num_faults: Times the device found its page table stale.
         cached: What of the prompt came from the cache at first admission; None before it, and once reported.
         num_scored: Prompt tokens whose score was reported; the first has none. All are, when none is wanted.
@@ -52,6 +53,7 @@ class Request:
     sampling: SamplingParams
     tenant: bytes
     choice: int
+    priority: int = 0
     num_faults: int = 0
     cached: CacheUse | None = None
     num_scored: int = field(init=False)
