@@ -88,7 +88,8 @@ class BatchPlan:
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
         host_release: int32 ``[H]``. Host pages given back, before the copies.
-        copies: Copies between tiers to start. The step does not read what they write.
+        copies: Copies between tiers to start. The step reads nothing that they write but what it waits for.
+        waits: Loads, of this plan or before, whose bytes the step's forward reads: it waits for them on the device.
         relocation_version: Version under which the page tables were planned.
     """
 
@@ -104,6 +105,7 @@ class BatchPlan:
     table: TableWrites = field(default_factory=TableWrites)
     host_release: Int32Array = field(default_factory=_empty)
     copies: tuple[PageCopy, ...] = ()
+    waits: tuple[int, ...] = ()
     relocation_version: int = 0
 
     @property
@@ -164,6 +166,7 @@ class StepResult:
         prompt_scores: Of prompt tokens, N = ``num_scored.sum()`` in plan order; None when there are none.
         faults: int32 ``[F]``. Rows of the plan whose page table or ``last_loc`` failed the
             device check; their writes went to the sink and their tokens mean nothing.
+        deferred: Why the gate did not let the step run, nothing of it was computed then; empty if it ran.
     """
 
     step_id: int
@@ -172,3 +175,4 @@ class StepResult:
     scores: Scores | None = None
     prompt_scores: Scores | None = None
     faults: Int32Array = field(default_factory=_empty)
+    deferred: str = ""

@@ -70,6 +70,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     preemptions: int = 0
     evicted_pages: int = 0
     stale_rows: int = 0
+    deferred_steps: int = 0
     loaded_pages: int = 0
     stored_pages: int = 0
     failed_copies: int = 0

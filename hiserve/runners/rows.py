@@ -29,6 +29,7 @@ class DeviceRows:
         page_table: int32 ``[R, max_pages]``.
         entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
+        version: int64 ``[R]``, on the host. Relocation version under which each row's page table was last written.
         sampling: Sampling parameters.
 
     Args:
@@ -61,6 +62,7 @@ class DeviceRows:
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
+        self.version = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
 
     def apply(self, plan: BatchPlan) -> None:
@@ -71,6 +73,7 @@ class DeviceRows:
             self._admit(plan.admit)
         if plan.table.rows.size:
             self._write_table(plan.table)
+            self.version[plan.table.rows] = plan.relocation_version
 
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
         """Forgets the previous tenant, so that none of its entries can pass for the next one's."""

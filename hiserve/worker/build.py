@@ -25,6 +25,7 @@ from hiserve.models.shapes import read_model
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.adopt import adopt
+from hiserve.worker.copier import Copier
 from hiserve.worker.executor import Executor
 from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
@@ -94,7 +95,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     if host is not None:
         with _phase(startup_s, "adopt host cache"):
             adopt(host, cache)
-    transfers = None if host is None else make_transfers(device, pool, host)
+    copier = None if host is None else Copier(make_transfers(device, pool, host), host)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
     planner = Planner(
@@ -103,6 +104,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         max_len=max_len,
         max_batched_tokens=known(config.scheduler.max_batched_tokens),
         eos_token_ids=model_config.eos_token_ids,
+        overlaps_loads=device == "cuda",
     )
     facts = EngineFacts(
         max_running=max_rows,
@@ -112,7 +114,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         namespace=namespace,
         startup_s=startup_s,
     )
-    executor = Executor(runner, rows, threaded=depth > 0, transfers=transfers, host=host)
+    executor = Executor(runner, rows, threaded=depth > 0, copier=copier)
     shares = not config.cache.disable_prefix_cache
     return Engine(planner, executor, depth, facts, shares_prefixes=shares, kv_events=kv_events)
 

@@ -9,17 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.transfer import TransferEngine
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.runners.eager import EagerRunner
+from hiserve.runners.gate import Action, admit
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.logprobs import pack_scores
 from hiserve.sampling.sampler import sample
-
-CHECKSUM_TIMEOUT_S = 1.5  # less than a supervisor waits; only pages with a checksum outlive the server
+from hiserve.worker.copier import Copier
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +29,13 @@ class _Outcome:
             prompt, if any.
         num_top: Likeliest tokens in each of the tokens' scores; None without scores.
         num_prompt_top: Likewise for the prompt's.
+        deferred: Why the step did not run; empty if it did.
     """
 
     words: Tensor
     num_top: int | None
     num_prompt_top: int | None
+    deferred: str = ""
 
 
 class Executor:
@@ -48,8 +48,7 @@ class Executor:
         runner: Computes logits.
         rows: The permanent rows.
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
-        transfers: Copies pages between tiers; None with one tier.
-        host: Where pages lie on the host; None with one tier. Closed at the end.
+        copier: Copies pages between tiers; None with one tier. Closed at the end.
     """
 
     def __init__(
@@ -58,13 +57,11 @@ class Executor:
         rows: DeviceRows,
         *,
         threaded: bool = False,
-        transfers: TransferEngine | None = None,
-        host: HostPool | None = None,
+        copier: Copier | None = None,
     ) -> None:
         self._runner = runner
         self._rows = rows
-        self._transfers = transfers
-        self._host = host
+        self._copier = copier
         self._on_cuda = rows.device.type == "cuda"
         needs_thread = threaded or self._on_cuda
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
@@ -88,22 +85,19 @@ class Executor:
         Args:
             wait_s: How long to wait for one if none has.
         """
-        return [] if self._transfers is None else self._transfers.poll(wait_s)
+        return [] if self._copier is None else self._copier.take_acks(wait_s)
 
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from; it grows while their memory is made ready."""
-        return 0 if self._host is None else self._host.num_ready_pages
+        return 0 if self._copier is None else self._copier.num_ready_host_pages
 
     def close(self) -> None:
-        """Finishes the submitted steps and ends the threads; host pages get a little time for their checksums."""
+        """Finishes the submitted steps and ends the threads."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
-        if self._transfers is not None:
-            self._transfers.close()
-        if self._host is not None:
-            self._host.wait_checksums(CHECKSUM_TIMEOUT_S)
-            self._host.close()
+        if self._copier is not None:
+            self._copier.close()
 
     def _run(self, plan: BatchPlan) -> StepResult:
         outcome = self._step(plan)
@@ -121,17 +115,27 @@ class Executor:
     def _step(self, plan: BatchPlan) -> _Outcome:
         with torch.inference_mode():
             self._rows.apply(plan)
-            if plan.host_release.size:
-                assert self._host is not None, f"{plan.host_release.size} host pages given back with one tier"
-                self._host.free(plan.host_release)
-            for copy in plan.copies:
-                assert self._transfers is not None, f"copy {copy.op} with one tier"
-                self._transfers.start(copy)
-            empty = _Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), None, None)
-            outcome = self._forward(plan) if plan.rows.size else empty
-        if self._transfers is not None:
-            self._transfers.forward_done(plan.step_id)
+            deferred = self._pass_gate(plan)
+            if deferred or not plan.rows.size:
+                nothing = torch.empty(0, dtype=torch.int32, device=self._rows.device)
+                outcome = _Outcome(nothing, None, None, deferred)
+            else:
+                outcome = self._forward(plan)
+        if self._copier is not None:
+            self._copier.forward_done(plan.step_id)
         return outcome
+
+    def _pass_gate(self, plan: BatchPlan) -> str:
+        """Starts a plan's copies and does what the gate says; returns why its step may not run, if it may not."""
+        copier = self._copier
+        if copier is None:
+            assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
+            return admit(plan, self._rows.version, (), ()).reason
+        copier.start(plan)
+        verdict = admit(plan, self._rows.version, copier.open_loads, copier.failed_loads)
+        if verdict.action is Action.WAIT:
+            copier.wait(verdict.loads)
+        return verdict.reason
 
     def _forward(self, plan: BatchPlan) -> _Outcome:
         rows = self._rows
@@ -167,6 +171,9 @@ def _collect(plan: BatchPlan, outcome: _Outcome, host: Tensor, copied: torch.cud
 
 def _result(plan: BatchPlan, outcome: _Outcome, words: Int32Array) -> StepResult:
     """Takes the words apart, in the order in which ``_Outcome`` lists them."""
+    if outcome.deferred:
+        nothing = np.empty(0, dtype=np.int32)
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred=outcome.deferred)
     num_rows, num_sampling = plan.rows.size, int(plan.samples.sum())
     legal, tokens, rest = words[:num_rows] != 0, words[num_rows:][:num_sampling], words[num_rows + num_sampling :]
     scores = prompt_scores = None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager, Receipt
-from hiserve.core.copies import CopyAck, PageCopy
+from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import Int32Array
 from hiserve.worker.columns import Columns
+from hiserve.worker.costs import Costs
 
+MAX_LOADS = 64  # under way at once; requests with more to load wait for their turn
 MAX_STORED_PAGES = 64  # begun with one plan: a bound on what publishing costs a step
 
 
@@ -21,17 +23,22 @@ class Loading:
     Args:
         cache: Decides what is copied.
         rows: The planner's rows.
+        costs: Is told how long loads took.
 
     Attributes:
+        num_pages_to_load: Of all loads under way.
         counters: Pages that came from the host and that reached it, and copies that did not arrive, by the
             names of ``WorkerStats``.
     """
 
-    def __init__(self, cache: CacheManager, rows: Columns) -> None:
+    def __init__(self, cache: CacheManager, rows: Columns, costs: Costs) -> None:
         self._cache = cache
         self._rows = rows
+        self._costs = costs
         self._waiting: set[int] = set()
         self._loads: list[PageCopy] = []
+        self._num_loads = 0
+        self.num_pages_to_load = 0
         self._open: dict[int, PageCopy] = {}
         self.counters = dict.fromkeys(("loaded_pages", "stored_pages", "failed_copies"), 0)
 
@@ -50,6 +57,8 @@ class Loading:
         """Keeps a new row from running while its receipt waits for loads; returns whether it does."""
         is_waiting = bool(self._rows.receipt(row).ops)
         if is_waiting:
+        self._num_loads += 1
+        self.num_pages_to_load += pages.size
             self._waiting.add(row)
         return is_waiting
 
@@ -62,6 +71,20 @@ class Loading:
         return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows
 
     def take(self) -> tuple[PageCopy, ...]:
+    def waiting_rows(self) -> NDArray[np.int64]:
+        """Returns the rows that wait for loads, longest tenancy first."""
+        rows = self._rows.active
+        return rows[np.isin(rows, list(self._waiting))]
+
+    def start(self, rows: NDArray[np.int64]) -> tuple[int, ...]:
+        """Lets rows run before their loads have ended; returns the ops that their forward must wait for."""
+        self._waiting.difference_update(rows.tolist())
+        return tuple(sorted(set[int]().union(*(self._rows.receipt(row).ops for row in rows.tolist()))))
+
+    def is_open(self, ops: Iterable[int]) -> bool:
+        """Whether one of these orders has not been answered."""
+        return any(op in self._open for op in ops)
+
         """Returns what is to be started with the next plan: loads, then stores."""
         copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES))
         self._loads = []
@@ -78,6 +101,11 @@ class Loading:
             else:
                 self.counters["failed_copies"] += 1
             lost += self._cache.settle(ack.op, ok=ack.is_ok)
+            if copy.kind is CopyKind.LOAD:
+                self._num_loads -= 1
+                self.num_pages_to_load -= copy.device_pages.size
+                if ack.is_ok:
+                    self._costs.end_load(copy.device_pages.size * self._cache.page_size, ack.seconds)
         arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
         self._waiting.difference_update(arrived)
         return [row for row in self._rows.active.tolist() if any(self._rows.receipt(row) is each for each in lost)]

@@ -127,7 +127,10 @@ class Engine:
         elif not self._in_flight and self._planner.has_work:
             self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))  # only a copy can change anything
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            self._planner.commit(self._in_flight.popleft().result())
+            result = self._in_flight.popleft().result()
+            while self._planner.awaits_acks:
+                self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))
+            self._planner.commit(result)
         self._publish()
         return self._planner.take_report()
 

@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.core.copies import CopyAck
-from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult
+from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
-from hiserve.worker.budget import Share, share_budget, share_of_chunks
+from hiserve.worker.admitter import Admitter
+from hiserve.worker.budget import Share, share_budget
 from hiserve.worker.columns import Columns
-from hiserve.worker.forerunner import find_forerunner, must_wait_for
-from hiserve.worker.journal import TableJournal
+from hiserve.worker.costs import Costs
 from hiserve.worker.loading import Loading
 from hiserve.worker.report import Report
 from hiserve.worker.scores import pick_scores
 from hiserve.worker.stops import Stops
+from hiserve.worker.tables import PageTables
 from hiserve.worker.waiting import Request, WaitingQueue
 
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
@@ -50,6 +50,9 @@ class Planner:
         max_batched_tokens: Budget of a step, in tokens.
         eos_token_ids: Tokens that end a reply.
         max_draft: Drafts verified per row and step; 0 is plain decoding.
+        overlaps_loads: A row whose load is unfinished may start when nobody else runs: its forward waits for the
+            load on the device.
+        costs: Says whether a load is worth it; measures it unless given.
     """
 
     def __init__(
@@ -61,23 +64,35 @@ class Planner:
         max_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
         max_draft: int = 0,
+        overlaps_loads: bool = False,
+        costs: Costs | None = None,
     ) -> None:
         self._cache = cache
         self._rows = Columns(max_rows, max_len, cache.page_size)
-        self._loading = Loading(cache, self._rows)
+        self._tables = PageTables(cache, self._rows)
+        self._costs = costs or Costs(max_batched_tokens)
+        self._loading = Loading(cache, self._rows, self._costs)
+        self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
         self._max_len = max_len
         self._budget = max_batched_tokens
         self._stops = Stops(max_rows, eos_token_ids)
+        self._admitter = Admitter(
+            waiting=self._waiting,
+            cache=cache,
+            rows=self._rows,
+            tables=self._tables,
+            loading=self._loading,
+            stops=self._stops,
+            costs=self._costs,
+            max_len=max_len,
+        )
         self._max_draft = max_draft
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._released: list[int] = []
-        self._journal = TableJournal()
         self._report = Report()
-        self._counters = dict.fromkeys(
-            ("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "stale_rows"), 0
-        )
+        self._counters = dict.fromkeys(("generated_tokens", "preemptions", "stale_rows", "deferred_steps"), 0)
 
     # --- requests -------------------------------------------------------------------------
 
@@ -127,6 +142,7 @@ class Planner:
             steps=self._step_id,
             evicted_pages=self._cache.num_evicted,
             **self._loading.counters,
+            **self._admitter.counters,
             **self._counters,
         )
 
@@ -142,11 +158,14 @@ class Planner:
         """Returns the next step, or None when no row can do anything now."""
         step_id = self._step_id + 1
         running, share = self._plan_running()
-        admit, starting, chunks = self._plan_waiting(self._budget - int(share.num_new.sum()))
+        admit, starting, chunks = self._admitter.plan(self._budget - int(share.num_new.sum()))
         busy = share.num_new > 0
         rows, share = running[busy].astype(np.int32), share.pick(busy)
         if starting.size:
             rows, share = np.concatenate((rows, starting)), share.join(chunks)
+        waits: tuple[int, ...] = ()
+        if not rows.size and self._overlaps_loads:
+            rows, share, waits = self._plan_loading()
         copies = self._loading.take()
         if not (rows.size or copies):
             return None
@@ -168,12 +187,14 @@ class Planner:
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             copies=copies,
+            waits=waits,
             host_release=self._cache.take_freed_host_pages(),
-            table=self._journal.take(columns.admission, self._cache.pages.owner),
+            table=self._tables.take(),
             relocation_version=self._cache.versions.relocation_version,
         )
         self._released = []
         self._cache.begin_after(step_id)
+        self._costs.begin_step(rows.size, plan.num_tokens)
         self._in_flight.append(_InFlight(plan, columns.admission[rows]))
         return plan
 
@@ -190,100 +211,49 @@ class Planner:
                 max_draft=self._max_draft,
                 budget=self._budget,
             )
-            if self._grow(rows, share.num_new):
+            if self._tables.grow(rows, share.num_new):
                 return rows, share
             self._preempt(int(rows[-1]))
 
-    def _grow(self, rows: NDArray[np.int64], num_new: Int32Array) -> bool:
-        """Gives each row the pages its new tokens need; False, and nothing, when there are too few."""
-        columns, page_size = self._rows, self._cache.page_size
-        held = columns.num_pages[rows]
-        extra = np.maximum((columns.computed[rows] + num_new + page_size - 1) // page_size - held, 0)
-        total = int(extra.sum())
-        if not total:
-            return True
-        growing = extra > 0
-        rows, held, extra = rows[growing], held[growing], extra[growing]
-        owner = np.repeat(np.arange(rows.size), extra)
-        within = np.arange(total) - np.repeat(np.cumsum(extra) - extra, extra)
-        last = np.where(held > 0, columns.page_table[rows, np.maximum(held - 1, 0)], 0)
-        wanted = np.where(last[owner] > 0, last[owner] + 1 + within, 0)
-        pages = self._cache.take(wanted.astype(np.int32))
-        if pages is None:
-            return False
-        columns.num_pages[rows] += extra
-        self._write_table(rows[owner], held[owner] + within, pages)
-        return True
-
-    def _plan_waiting(self, budget: int) -> tuple[list[RowAdmit], Int32Array, Share]:
-        """Admits waiting requests in order while rows, pages and budget last.
-
-        Returns:
-            Who was admitted; those of them that start now, and their chunks. The others wait for loads.
-        """
-        admit: list[RowAdmit] = []
-        chunks: list[tuple[int, int, bool]] = []
-        for request in self._waiting:
-            if budget <= 0 or not self._rows.has_free_row:
-                break
-            if must_wait_for(request.forerunner, self._rows):
-                continue
-            row = self._admit(request)
-            if row is None:
-                if request.forerunner is not None:
-                    continue
-                break
-            self._waiting.remove(request)
-            num_computed = int(self._rows.computed[row])
-            admit.append(request.to_row(row, num_computed))
-            if self._loading.watch(row):
-                continue
-            chunk = min(request.tokens.size - num_computed, budget)
-            fits = self._grow(np.array([row]), np.array([chunk], dtype=np.int32))
-            assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
-            budget -= chunk
-            chunks.append((row, chunk, num_computed + chunk == request.tokens.size))
-        return admit, *share_of_chunks(chunks)
-
-    def _admit(self, request: Request) -> int | None:
-        """Gives a request a row, if its whole prompt will fit beside what was promised to others.
-
-        Returns:
-            The row, or None: it waits for pages, or (``forerunner`` is set) for another row.
-        """
-        cache, page_size = self._cache, self._cache.page_size
-        match = cache.match(request.tenant, request.prefix_key)
-        num_cached = match.num_tokens + match.num_host_tokens
-        request.forerunner = find_forerunner(request, num_cached, self._rows, page_size)
-        if request.forerunner is not None:
-            return None
-        with cache.lock(match, match.num_host_tokens) as receipt:
-            need = -(-(request.tokens.size + 1) // page_size) - receipt.pages.size
-            if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
-                return None
-            if receipt.host_pages.size:
-                self._loading.load(receipt)
-            if not request.was_admitted:
-                request.was_admitted = True
-                request.cached = CacheUse(device=match.num_tokens, host=match.num_host_tokens)
-                self._counters["prompt_tokens"] += request.num_prompt
-                self._counters["cached_tokens"] += num_cached
-            output = request.sampling.max_tokens or self._max_len
-            row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
-            self._stops.set(row, request.sampling)
-        prefix = receipt.pages
-        self._write_table(np.full(prefix.size, row), np.arange(prefix.size), prefix)
-        return row
+    def _plan_loading(self) -> tuple[Int32Array, Share, tuple[int, ...]]:
+        """Lets rows start whose loads are under way, nobody else having anything to do: their forward waits for them."""
+        columns = self._rows
+        rows = self._loading.waiting_rows()
+        share = share_budget(
+            known=columns.known[rows],
+            pending=columns.pending[rows],
+            computed=columns.computed[rows],
+            limit=columns.limit[rows],
+            max_draft=0,
+            budget=self._budget,
+        )
+        fits = self._tables.grow(rows, share.num_new)
+        assert fits, f"rows {rows} wait for loads without pages for {share.num_new} tokens"
+        busy = share.num_new > 0
+        rows, share = rows[busy], share.pick(busy)
+        return rows.astype(np.int32), share, self._loading.start(rows)
 
     # --- commit ---------------------------------------------------------------------------
 
+    @property
+    def awaits_acks(self) -> bool:
+        """Whether the oldest step in flight read what a load wrote that has not been settled: it may have failed."""
+        return self._loading.is_open(self._in_flight[0].plan.waits)
+
     def commit(self, result: StepResult) -> None:
-        """Takes in the result of the oldest step in flight."""
+        """Takes in the result of the oldest step in flight; what it waited for must be settled (``awaits_acks``)."""
+        assert not self.awaits_acks, f"step {result.step_id} read loads that are not settled"
         step = self._in_flight.popleft()
         plan = step.plan
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
+        self._costs.end_step()
         columns = self._rows
         ok = columns.admission[plan.rows] == step.admissions
+        if result.deferred:
+            self._counters["deferred_steps"] += 1
+            for row in plan.rows[ok].tolist():
+                self._waiting.put_back(self._release(row))
+            return
         if result.faults.size:
             faulty = np.isin(plan.rows, result.faults)
             for row in plan.rows[faulty & ok].tolist():
@@ -365,7 +335,7 @@ class Planner:
             canonical = self._cache.publish(columns.receipt(row), key, pages, step_id)
             if canonical is not pages:
                 moved = np.flatnonzero(canonical != pages[: canonical.size])
-                self._write_table(np.full_like(moved, row), start + moved, canonical[moved])
+                self._tables.write(np.full_like(moved, row), start + moved, canonical[moved])
             columns.num_published[row] = start + canonical.size
 
     def _handle_fault(self, row: int) -> None:
@@ -380,8 +350,9 @@ class Planner:
         self._report.failed.append((request.uid, EngineError.code, message))
 
     def _preempt(self, row: int) -> None:
-        """Takes the row away; the request will go on where its published pages end."""
+        """Takes the row away; the request will go on where its published pages end, which the host is to have too."""
         self._counters["preemptions"] += 1
+        self._cache.keep(self._rows.receipt(row))
         self._waiting.put_back(self._release(row))
 
     def _release(self, row: int) -> Request:
@@ -396,9 +367,3 @@ class Planner:
         self._cache.release(receipt)
         self._released.append(row)
         return request
-
-    def _write_table(self, rows: NDArray[np.int64], indices: NDArray[np.int64], pages: Int32Array) -> None:
-        """Changes page-table entries, here and with the next plan on the device; one row per entry."""
-        columns = self._rows
-        columns.page_table[rows, indices] = pages
-        self._journal.write(rows, columns.admission[rows], indices, pages)

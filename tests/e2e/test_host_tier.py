@@ -94,7 +94,7 @@ def test_loads_that_fail_cost_time_and_nothing_else(llm: LLM, expected: list[lis
         num_loads += copy.kind is CopyKind.LOAD
         return "broken" if copy.kind is CopyKind.LOAD and num_loads % 3 == 0 else None
 
-    llm._backend.engine._executor._transfers._hold = fail_some  # type: ignore[attr-defined]
+    llm._backend.engine._executor._copier._transfers._hold = fail_some  # type: ignore[attr-defined]
     for _ in range(3):
         assert tokens_of(llm, prompts, sampling) == expected
     stats = stats_of(llm)

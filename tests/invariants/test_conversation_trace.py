@@ -92,7 +92,7 @@ def test_cached_tokens_of_a_trace_equal_an_endless_prefix_set(depth: int) -> Non
         while engine.has_work:
             report = engine.step()
             if report is not None:
-                told += [cached for cached in report.cached if cached >= 0]
+                told += [cached.num_tokens for cached in report.cached if cached is not None]
         assert len(told) == 1, f"request {uid} was told its cached tokens {len(told)} times"
         got += told
         wanted.append(oracle.num_cached(prompt))

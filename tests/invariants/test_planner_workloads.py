@@ -119,9 +119,9 @@ class Run:
             at += count
             self.scores[uid] = self.scores.get(uid, b"") + report.scores[score_at : score_at + 4 * words]
             score_at += 4 * words
-            if cached >= 0:
+            if cached is not None:
                 assert uid not in self.cached
-                self.cached[uid] = cached
+                self.cached[uid] = cached.num_tokens
             if finish:
                 self.ends.setdefault(uid, []).append(FinishReason(finish))
         assert (at, score_at) == (report.tokens.size, len(report.scores))

@@ -94,6 +94,7 @@ class CacheManager:
         self.transfers = Transfers(self.tiers, self.holds, self.ops, self._removal, self.exchange)
         self.pages = self.device.pages
         self.versions = self.tiers.versions
+        self._has_host = num_host_pages > 0
         self._writes_through = num_host_pages > 0 and host_admission is HostAdmission.WRITE_THROUGH
         self._stores_hits = num_host_pages > 0 and host_admission is HostAdmission.SELECTIVE
 
@@ -155,6 +156,11 @@ class CacheManager:
         assert receipt.is_open, "this receipt was released before"
         receipt.is_open = False
         self.holds.drop(receipt.hold)
+
+    def keep(self, receipt: Receipt) -> None:
+        """Wishes what a receipt holds on the host, whatever the host admission: its row is about to lose it."""
+        if self._has_host:
+            self.transfers.enqueue(receipt.node)
 
     def take(self, wanted: Int32Array) -> Int32Array | None:
         """Takes one page per entry of ``wanted`` (see ``PageAllocator.take``), evicting if need be.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hiserve.core.reuse import CacheUse
 from hiserve.messages.codec import Decoder, Frames, Received
 from hiserve.messages.types import CacheFlushed, FromWorker, StepReport, WorkerStats
 from hiserve.worker.outbox import Outbox
@@ -30,7 +31,7 @@ def report(
     uid: int, *tokens: int, finish: int = 0, scores: bytes = b"", published: bytes = b"", removed: bytes = b""
 ) -> Report:
     made = Report(published=published, removed=removed)
-    made.add_tokens([uid], [len(tokens)], [finish], [0], np.array(tokens, dtype=np.int32))
+    made.add_tokens([uid], [len(tokens)], [finish], [CacheUse()], np.array(tokens, dtype=np.int32))
     made.add_scores([scores])
     return made
 

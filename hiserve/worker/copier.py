@@ -1,0 +1,71 @@
+"""Carries out the copies between tiers that plans order."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.transfer import TransferEngine
+from hiserve.core.copies import CopyAck, CopyKind
+from hiserve.core.plan import BatchPlan
+
+CHECKSUM_TIMEOUT_S = 1.5  # less than a supervisor waits; only pages with a checksum outlive the server
+MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
+
+
+class Copier:
+    """The lower tiers, as the executor sees them.
+
+    Args:
+        transfers: Copies pages between device and host.
+        host: Where pages lie on the host.
+
+    Attributes:
+        open_loads: Ops that were started and whose end nobody has taken.
+        failed_loads: The last ops that ended without their bytes.
+    """
+
+    def __init__(self, transfers: TransferEngine, host: HostPool) -> None:
+        self._transfers = transfers
+        self._host = host
+        self.open_loads: set[int] = set()
+        self.failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this may be copied to and from; it grows while their memory is made ready."""
+        return self._host.num_ready_pages
+
+    def start(self, plan: BatchPlan) -> None:
+        """Forgets the host pages that a plan gives back, then starts its copies."""
+        if plan.host_release.size:
+            self._host.free(plan.host_release)
+        for copy in plan.copies:
+            if copy.kind is CopyKind.LOAD:
+                self.open_loads.add(copy.op)
+            self._transfers.start(copy)
+
+    def wait(self, loads: tuple[int, ...]) -> None:
+        """Lets the next forward wait for loads that were started."""
+        for op in loads:
+            self._transfers.wait(op)
+
+    def forward_done(self, step_id: int) -> None:
+        """Tells that the step's forward is done, or, on a stream device, was launched."""
+        self._transfers.forward_done(step_id)
+
+    def take_acks(self, wait_s: float) -> list[CopyAck]:
+        """Returns the copies that have ended since the last call; waits up to ``wait_s`` seconds for one."""
+        acks = self._transfers.poll(wait_s)
+        for ack in acks:
+            if ack.op in self.open_loads:
+                if not ack.is_ok:
+                    self.failed_loads.append(ack.op)
+                self.open_loads.discard(ack.op)
+        return acks
+
+    def close(self) -> None:
+        """Gives both back; host pages get a little time for their checksums first."""
+        self._transfers.close()
+        self._host.wait_checksums(CHECKSUM_TIMEOUT_S)
+        self._host.close()

@@ -1,0 +1,95 @@
+"""What loading a prefix costs and what computing it costs, as measured while serving."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+DECAY = 0.9  # weight of what was known before, at each measurement
+MIN_MEASUREMENTS = 4  # of each kind before they are believed
+
+
+class Line:
+    """Fits seconds = fixed + slope * amount to measurements, the latest weighing most.
+
+    Attributes:
+        num_measurements: So far.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self.num_measurements = 0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Takes in a measurement."""
+        self.num_measurements += 1
+        self._weight = DECAY * self._weight + 1.0
+        self._x = DECAY * self._x + amount
+        self._y = DECAY * self._y + seconds
+        self._xx = DECAY * self._xx + amount * amount
+        self._xy = DECAY * self._xy + amount * seconds
+
+    def fit(self) -> tuple[float, float]:
+        """Returns (fixed, slope), neither below 0. Amounts that were all alike are taken as proportional."""
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        proportional = mean_y / mean_x
+        if variance < 0.01 * mean_x * mean_x:
+            return 0.0, proportional
+        slope = (self._xy / self._weight - mean_x * mean_y) / variance
+        if slope <= 0.0:
+            return mean_y, 0.0
+        fixed = mean_y - slope * mean_x
+        return (fixed, slope) if fixed > 0.0 else (0.0, proportional)
+
+
+class Costs:
+    """Tells whether loading is faster than computing again. Until both were measured, it is.
+
+    A step's time is counted from its submission, or from the end of the step before it if that is later: what it
+    took of the device. Steps of one token a row tell nothing of prefill and are left out.
+
+    Args:
+        step_tokens: Most tokens that one step computes.
+        clock: Seconds.
+    """
+
+    def __init__(self, step_tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._step_tokens = step_tokens
+        self._clock = clock
+        self._submitted: deque[tuple[float, int]] = deque()
+        self._ended = 0.0
+        self._loads = Line()
+        self._prefills = Line()
+
+    def begin_step(self, num_rows: int, num_tokens: int) -> None:
+        """A step was planned; steps end in this order."""
+        self._submitted.append((self._clock(), num_tokens if num_tokens > num_rows else 0))
+
+    def end_step(self) -> None:
+        """The oldest step has ended."""
+        began, num_tokens = self._submitted.popleft()
+        now = self._clock()
+        if num_tokens:
+            self._prefills.add(num_tokens, now - max(began, self._ended))
+        self._ended = now
+
+    def end_load(self, num_tokens: int, seconds: float) -> None:
+        """A load of so many tokens took so long, its waits not counted."""
+        self._loads.add(num_tokens, seconds)
+
+    def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
+        """Whether these tokens are sooner there by a load than by computing them.
+
+        Args:
+            num_tokens: Tokens that the host has.
+            num_before: Tokens of loads that are under way and come first.
+        """
+        if min(self._loads.num_measurements, self._prefills.num_measurements) < MIN_MEASUREMENTS:
+            return True
+        fixed, per_token = self._loads.fit()
+        step_fixed, per_new_token = self._prefills.fit()
+        load_s = fixed + (num_before + num_tokens) * per_token
+        prefill_s = -(-num_tokens // self._step_tokens) * step_fixed + num_tokens * per_new_token
+        return load_s < prefill_s
