@@ -44,21 +44,26 @@ class Loading:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a copy was ordered that has not been answered."""
-        return bool(self._open or self._loads)
+        """Whether a copy was ordered that has not been answered, or can be."""
+        return bool(self._open or self._loads or self._cache.has_stores)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another load may be ordered."""
+        return self._num_loads < MAX_LOADS
 
     def load(self, receipt: Receipt) -> None:
         """Orders what a receipt has on the host alone; its device pages were promised by the caller."""
         pages = self._cache.take(_after(receipt.pages, receipt.host_pages.size))
         assert pages is not None, f"no room for {receipt.host_pages.size} pages that were promised"
         self._loads.append(self._cache.begin_load(receipt, pages))
+        self._num_loads += 1
+        self.num_pages_to_load += pages.size
 
     def watch(self, row: int) -> bool:
         """Keeps a new row from running while its receipt waits for loads; returns whether it does."""
         is_waiting = bool(self._rows.receipt(row).ops)
         if is_waiting:
-        self._num_loads += 1
-        self.num_pages_to_load += pages.size
             self._waiting.add(row)
         return is_waiting
 
@@ -66,11 +71,6 @@ class Loading:
         """A row is given back; its copies go on without it."""
         self._waiting.discard(row)
 
-    def runnable(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rows that wait for nothing."""
-        return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows
-
-    def take(self) -> tuple[PageCopy, ...]:
     def waiting_rows(self) -> NDArray[np.int64]:
         """Returns the rows that wait for loads, longest tenancy first."""
         rows = self._rows.active
@@ -85,6 +85,11 @@ class Loading:
         """Whether one of these orders has not been answered."""
         return any(op in self._open for op in ops)
 
+    def runnable(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the rows that wait for nothing."""
+        return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows
+
+    def take(self) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan: loads, then stores."""
         copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES))
         self._loads = []
@@ -96,16 +101,16 @@ class Loading:
         lost: list[Receipt] = []
         for ack in acks:
             copy = self._open.pop(ack.op)
-            if ack.is_ok:
-                self.counters["loaded_pages" if copy.run is None else "stored_pages"] += copy.device_pages.size
-            else:
-                self.counters["failed_copies"] += 1
-            lost += self._cache.settle(ack.op, ok=ack.is_ok)
             if copy.kind is CopyKind.LOAD:
                 self._num_loads -= 1
                 self.num_pages_to_load -= copy.device_pages.size
                 if ack.is_ok:
                     self._costs.end_load(copy.device_pages.size * self._cache.page_size, ack.seconds)
+            if ack.is_ok:
+                self.counters["loaded_pages" if copy.run is None else "stored_pages"] += copy.device_pages.size
+            else:
+                self.counters["failed_copies"] += 1
+            lost += self._cache.settle(ack.op, ok=ack.is_ok)
         arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
         self._waiting.difference_update(arrived)
         return [row for row in self._rows.active.tolist() if any(self._rows.receipt(row) is each for each in lost)]

@@ -246,6 +246,11 @@ class CacheManager:
         """Loads the host part of a receipt to device pages that were taken for it; see ``Transfers.begin_load``."""
         return self.transfers.begin_load(receipt, pages)
 
+    @property
+    def has_stores(self) -> bool:
+        """Whether ``begin_stores`` has anything to do."""
+        return self.transfers.has_stores
+
     def begin_stores(self, max_pages: int) -> list[PageCopy]:
         """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_stores``."""
         return self.transfers.begin_stores(max_pages)

@@ -56,6 +56,11 @@ class Ops:
 
     Args:
         tiers: Where orphans go back to.
+
+    Attributes:
+        num_loads: Loads in flight.
+        num_begun: Pages of all ops so far, by kind.
+        num_in_flight: Pages of those in flight, by kind.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -63,6 +68,8 @@ class Ops:
         self._ops: dict[int, Op] = {}
         self._last = 0
         self.num_loads = 0
+        self.num_begun = dict.fromkeys(OpKind, 0)
+        self.num_in_flight = dict.fromkeys(OpKind, 0)
 
     def __getitem__(self, number: int) -> Op:
         """Returns an op in flight."""
@@ -86,6 +93,8 @@ class Ops:
         op = Op(self._last, kind, hold, host_pages)
         self._ops[op.number] = op
         self.num_loads += kind is OpKind.LOAD
+        self.num_begun[kind] += host_pages.size
+        self.num_in_flight[kind] += host_pages.size
         return op
 
     def end(self, number: int) -> Op:
@@ -93,6 +102,7 @@ class Ops:
         assert number in self._ops, f"op {number} is not in flight; {self._last} were begun"
         op = self._ops.pop(number)
         self.num_loads -= op.kind is OpKind.LOAD
+        self.num_in_flight[op.kind] -= op.host_pages.size
         for pages in op.orphans:
             self._tiers.give(pages)
         for pages in op.host_orphans:

@@ -52,6 +52,12 @@ class Transfers:
         self.num_not_stored = 0
         self.num_without_room = 0
 
+    @property
+    def has_stores(self) -> bool:
+        """Whether ``begin_stores`` has anything to do; what finds no place on a host that still grows waits on."""
+        host = self._tiers.host
+        return bool(self._queue) and (host.num_available > 0 or host.pages.num_ready == host.pages.num_pages)
+
     def enqueue(self, node: Node) -> None:
         """Wishes a node, and what is above it, on the host; where it is already, nothing happens."""
         node = _surviving(node)
@@ -98,7 +104,7 @@ class Transfers:
     def begin_stores(self, max_pages: int) -> list[PageCopy]:
         """Begins to store what waits for it, oldest wish first and parents before children, up to ``max_pages``."""
         copies: list[PageCopy] = []
-        while self._queue and max_pages > 0:
+        while self.has_stores and max_pages > 0:
             node = self._queue.popleft()
             node.is_queued = False
             chain = _unbacked(_surviving(node))
