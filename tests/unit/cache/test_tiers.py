@@ -633,3 +633,22 @@ def test_host_pages_can_be_used_when_they_are_ready() -> None:
     assert cache.host.pages.num_free == 12
     with pytest.raises(AssertionError):
         cache.grow_host(15)
+
+
+def test_what_is_published_before_a_host_page_is_ready_waits_for_one() -> None:
+    cache = CacheManager(
+        num_pages=8,
+        page_size=PAGE_SIZE,
+        namespace=NAMESPACE,
+        eviction=LruEviction(),
+        num_host_pages=8,
+        num_ready_host_pages=1,
+    )
+    cache.release(serve(cache, 1, 2))
+    assert not cache.has_stores
+    assert cache.begin_stores(10) == []
+    cache.grow_host(8)
+    assert cache.has_stores
+    assert [copy.device_pages.size for copy in store(cache)] == [2]
+    assert not cache.has_stores
+    assert is_whole(cache)
