@@ -117,8 +117,7 @@ def begin_prefetch(world: World, random: Random) -> None:
     wanted = world.usable(prompt)[len(anywhere) :][:max_pages]
     begun = world.cache.begin_prefetch(tenant, prompt, max_pages)
     end = (tenant, anywhere)
-    arriving = {each for run, _, _ in world.fetches.values() for each in run.digests}
-    if not wanted or not model.is_host_ready(end) or digest((tenant, (*anywhere, wanted[0]))) in arriving:
+    if not wanted or not model.is_host_ready(end) or world.is_arriving((tenant, (*anywhere, wanted[0]))):
         assert begun is None
         return
     staged = OpModel("prefetch", end, [], [])

@@ -240,8 +240,7 @@ def reasons_are_true(world: World, tenant: bytes, prompt: bytes, device: Prefix,
     assert (miss.reason is MissReason.PAGE_REMAINDER) == (anywhere == usable)
     if anywhere == usable:
         return
-    following = digest((tenant, usable[: len(anywhere) + 1]))
-    arriving = any(following in run.digests for run, _, _ in world.fetches.values())
+    arriving = world.is_arriving((tenant, usable[: len(anywhere) + 1]))
     assert (miss.reason is MissReason.IN_FLIGHT) == arriving
     others = {place for place in model.places if above(place) == (tenant, anywhere)}
     if miss.reason is MissReason.NAMESPACE:

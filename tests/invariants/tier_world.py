@@ -182,6 +182,11 @@ class World:
         self.ran["host hits"] += bool(num_host)
         return match, device, anywhere
 
+    def is_arriving(self, place: Place) -> bool:
+        """Whether a prefetch brings a page, and has a place for it."""
+        alive = (run for op, (run, _, _) in self.fetches.items() if not self.model.ops[op].is_lost)
+        return any(tier_checks.digest(place) in run.digests for run in alive)
+
     # --- pages and copies
 
     def take(self, count: int) -> list[int] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hiserve.cache.index.holds import Holds, path, raise_priority
@@ -58,10 +58,10 @@ class Exchange:
         self.num_prefetched = 0
         self.unfulfilled: Counter[str] = Counter()
 
-    @property
-    def arriving(self) -> KeysView[bytes]:
-        """Digests of the pages that are on their way."""
-        return self._arriving.keys()
+    def is_arriving(self, digest: bytes) -> bool:
+        """Whether a page is on its way, and there will be a place for it."""
+        number = self._arriving.get(digest)
+        return number is not None and not self._ops[number].hold.is_lost
 
     def begin_prefetch(self, end: Node, key: bytes) -> RunOp | None:
         """Makes room for pages that a store has.
@@ -209,7 +209,7 @@ class Exchange:
         """Returns why a prefetch cannot begin, or nothing."""
         if not is_ready_on_host(end):
             return "not_backed"
-        if digest in self._arriving:
+        if self.is_arriving(digest):
             return "in_flight"
         return "" if room else "host_full"
 

@@ -233,7 +233,7 @@ class CacheManager:
             self._usable(key),
             num_used=num_used,
             lost=self.tiers.lost,
-            arriving=self.exchange.arriving,
+            is_arriving=self.exchange.is_arriving,
         )
 
     # --- tiers ----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -76,7 +76,7 @@ def explain(
     *,
     num_used: int,
     lost: RecentDigests,
-    arriving: Collection[bytes],
+    is_arriving: Callable[[bytes], bool],
 ) -> Miss:
     """Returns why a prompt was not found any further.
 
@@ -86,7 +86,7 @@ def explain(
         key: The whole pages of the prompt that a match may use.
         num_used: Tokens of them that were taken from the cache.
         lost: Pages that were cached.
-        arriving: Pages on their way from the store.
+        is_arriving: Whether a page is on its way from the store.
     """
     page_bytes = tree.page_bytes
     node, used, num_pages = tree.find(root, key)
@@ -97,7 +97,7 @@ def explain(
     if not rest:
         return Miss(MissReason.PAGE_REMAINDER, num_tokens)
     digest = chain(node.digests[used - 1 if used else 0], rest[:page_bytes], tree.page_size)[0]
-    if digest in arriving:
+    if is_arriving(digest):
         return Miss(MissReason.IN_FLIGHT, num_tokens)
     if digest in lost:
         return Miss(MissReason.EVICTED, num_tokens)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.cache.index.misses import MissReason
 from tests.helpers.tiers import (
     PAGE_SIZE,
     TENANT,
@@ -187,6 +188,19 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
         cache.settle(op, ok=True)
     for upload in cache.take_uploads():
         cache.end_upload(upload.op)
+    assert is_whole(cache)
+
+
+def test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another(cache: CacheManager) -> None:
+    hung = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert hung is not None and cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None
+    cache.abort_prefetch(hung.op)
+    assert cache.explain(TENANT, prompt(1, 2), 0).reason is MissReason.COLD
+    again = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert again is not None and set(again.run.pages.tolist()).isdisjoint(hung.run.pages.tolist())
+    assert cache.end_prefetch(again.op, 2) == 2
+    assert cache.end_prefetch(hung.op, 2) == 0, "what came too late was found"
+    assert cached(cache, 1, 2) == (0, 2)
     assert is_whole(cache)
 
 
