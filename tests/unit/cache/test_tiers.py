@@ -13,6 +13,7 @@ from hiserve.core.copies import CopyKind
 from hiserve.core.digest import namespace_digest
 from tests.helpers.tiers import (
     NAMESPACE,
+    PAGE_SIZE,
     TENANT,
     backed,
     cached,
