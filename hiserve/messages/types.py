@@ -13,6 +13,7 @@ import msgspec
 from hiserve.config import Config
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
+from hiserve.messages.cache import CacheStats
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -71,9 +72,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     evicted_pages: int = 0
     stale_rows: int = 0
     deferred_steps: int = 0
-    loaded_pages: int = 0
-    stored_pages: int = 0
-    failed_copies: int = 0
+    cache: CacheStats = CacheStats()
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from hiserve.cache.index.manager import CacheManager, Match
 from hiserve.core.plan import Int32Array, RowAdmit
 from hiserve.core.reuse import CacheUse
 from hiserve.worker.budget import Share, share_of_chunks
+from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 from hiserve.worker.forerunner import find_forerunner, must_wait_for
@@ -28,6 +29,7 @@ class Admitter:
         loading: Orders loads from the host.
         stops: Is told what ends the reply of a new row.
         costs: Says whether a load is worth it.
+        counts: Is told what requests found.
         max_len: Longest prompt plus output, in tokens.
 
     Attributes:
@@ -44,6 +46,7 @@ class Admitter:
         loading: Loading,
         stops: Stops,
         costs: Costs,
+        counts: CacheCounts,
         max_len: int,
     ) -> None:
         self._cache = cache
@@ -52,6 +55,7 @@ class Admitter:
         self._loading = loading
         self._stops = stops
         self._costs = costs
+        self._counts = counts
         self._max_len = max_len
         self._waiting = waiting
         self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
@@ -105,6 +109,7 @@ class Admitter:
                 return None
             if receipt.host_pages.size:
                 self._loading.load(receipt)
+            self._counts.left((match.num_host_tokens - num_host) // cache.page_size)
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
             output = request.sampling.max_tokens or self._max_len
@@ -127,3 +132,4 @@ class Admitter:
         request.cached = CacheUse(device=num_device, host=num_host, miss=miss.reason, miss_at=miss.num_tokens)
         self.counters["prompt_tokens"] += request.num_prompt
         self.counters["cached_tokens"] += num_device + num_host
+        self._counts.admitted(request.cached)

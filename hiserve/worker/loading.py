@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from hiserve.cache.index.manager import CacheManager, Receipt
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import Int32Array
+from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 
@@ -24,23 +25,22 @@ class Loading:
         cache: Decides what is copied.
         rows: The planner's rows.
         costs: Is told how long loads took.
+        counts: Is told how copies ended.
 
     Attributes:
         num_pages_to_load: Of all loads under way.
-        counters: Pages that came from the host and that reached it, and copies that did not arrive, by the
-            names of ``WorkerStats``.
     """
 
-    def __init__(self, cache: CacheManager, rows: Columns, costs: Costs) -> None:
+    def __init__(self, cache: CacheManager, rows: Columns, costs: Costs, counts: CacheCounts) -> None:
         self._cache = cache
         self._rows = rows
         self._costs = costs
+        self._counts = counts
         self._waiting: set[int] = set()
         self._loads: list[PageCopy] = []
         self._num_loads = 0
         self.num_pages_to_load = 0
         self._open: dict[int, PageCopy] = {}
-        self.counters = dict.fromkeys(("loaded_pages", "stored_pages", "failed_copies"), 0)
 
     @property
     def has_copies(self) -> bool:
@@ -106,11 +106,8 @@ class Loading:
                 self.num_pages_to_load -= copy.device_pages.size
                 if ack.is_ok:
                     self._costs.end_load(copy.device_pages.size * self._cache.page_size, ack.seconds)
-            if ack.is_ok:
-                self.counters["loaded_pages" if copy.run is None else "stored_pages"] += copy.device_pages.size
-            else:
-                self.counters["failed_copies"] += 1
             lost += self._cache.settle(ack.op, ok=ack.is_ok)
+            self._counts.ended(copy, ack)
         arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
         self._waiting.difference_update(arrived)
         return [row for row in self._rows.active.tolist() if any(self._rows.receipt(row) is each for each in lost)]

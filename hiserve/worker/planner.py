@@ -17,6 +17,7 @@ from hiserve.errors import EngineError
 from hiserve.messages.types import WorkerStats
 from hiserve.worker.admitter import Admitter
 from hiserve.worker.budget import Share, share_budget
+from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 from hiserve.worker.loading import Loading
@@ -71,7 +72,8 @@ class Planner:
         self._rows = Columns(max_rows, max_len, cache.page_size)
         self._tables = PageTables(cache, self._rows)
         self._costs = costs or Costs(max_batched_tokens)
-        self._loading = Loading(cache, self._rows, self._costs)
+        self._counts = CacheCounts(cache)
+        self._loading = Loading(cache, self._rows, self._costs, self._counts)
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
         self._max_len = max_len
@@ -85,6 +87,7 @@ class Planner:
             loading=self._loading,
             stops=self._stops,
             costs=self._costs,
+            counts=self._counts,
             max_len=max_len,
         )
         self._max_draft = max_draft
@@ -141,7 +144,7 @@ class Planner:
             evictable_pages=self._cache.num_evictable,
             steps=self._step_id,
             evicted_pages=self._cache.num_evicted,
-            **self._loading.counters,
+            cache=self._counts.stats(),
             **self._admitter.counters,
             **self._counters,
         )

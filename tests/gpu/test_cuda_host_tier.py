@@ -109,7 +109,7 @@ def test_what_left_the_device_comes_back_with_the_cpu_s_tokens(
         assert mechanism == (page_size == 64)
         assert tokens_of(llm, prompts, sampling) == expected
         stored = stats_of(llm)
-        assert stored.stored_pages > 0
+        assert stored.cache.stores.num_fulfilled > 0
         for _ in range(2):
             results = llm.generate(prompts, sampling)
             assert [result.outputs[0].token_ids for result in results] == expected
@@ -117,8 +117,8 @@ def test_what_left_the_device_comes_back_with_the_cpu_s_tokens(
                 assert result.num_cached_tokens == (len(result.prompt_token_ids) - 1) // page_size * page_size
         loaded = stats_of(llm)
         assert loaded.evicted_pages > stored.evicted_pages
-        assert loaded.loaded_pages > PAGES[page_size] // 2
-        assert loaded.failed_copies == 0
+        assert loaded.cache.loads.num_fulfilled > PAGES[page_size] // 2
+        assert loaded.cache.loads.unfulfilled.keys() <= {"not_worth_loading"}
         check_pages(llm, page_size)
 
 
@@ -136,8 +136,8 @@ def test_loads_that_fail_cost_time_and_nothing_else(llm: LLM, expected: list[lis
     for _ in range(3):
         assert tokens_of(llm, prompts, sampling) == expected
     stats = stats_of(llm)
-    assert stats.failed_copies > 0
-    assert stats.loaded_pages > 0
+    assert stats.cache.loads.unfulfilled["broken"] > 0
+    assert stats.cache.loads.num_fulfilled > 0
     check_pages(llm)
 
 
@@ -147,7 +147,7 @@ def test_a_host_that_is_small_evicts_and_stays_right(expected: list[list[int]]) 
     with LLM(host_cache_gib=34 * page_bytes / 2**30, **settings(16)) as llm:
         for _ in range(3):
             assert tokens_of(llm, prompts, sampling) == expected
-        assert stats_of(llm).stored_pages > 34
+        assert stats_of(llm).cache.stores.num_fulfilled > 34
         check_pages(llm)
 
 
@@ -176,9 +176,9 @@ def test_tc_20_a_store_begins_when_the_forward_that_writes_its_pages_is_done(
     delay(llm)
     assert tokens_of(llm, prompts, sampling) == expected
     squeeze(engine_of(llm)._planner._cache)
-    before = stats_of(llm).loaded_pages
+    before = stats_of(llm).cache.loads.num_fulfilled
     assert tokens_of(llm, prompts, sampling) == expected  # reads what was stored
-    assert stats_of(llm).loaded_pages > before
+    assert stats_of(llm).cache.loads.num_fulfilled > before
     check_pages(llm)
 
 
@@ -194,7 +194,7 @@ def test_tc_21_a_load_leaves_reclaimed_pages_to_the_forward_that_still_writes_th
     delay(llm)
     for _ in range(2):
         assert tokens_of(llm, prompts, short) == cut
-    assert stats_of(llm).loaded_pages > 50
+    assert stats_of(llm).cache.loads.num_fulfilled > 50
     check_pages(llm)
 
 
@@ -228,10 +228,10 @@ def test_a_load_stays_open_for_many_steps_while_others_decode(llm: LLM, expected
         step(engine, tokens)
     squeeze(engine._planner._cache)
     engine.add(Admit(uids[0], len(prompts[0]), sampling[0], b"", 0), np.array(prompts[0], dtype=np.int32))
-    before, loaded = len(tokens[uids[1]]), stats_of(llm).loaded_pages
+    before, loaded = len(tokens[uids[1]]), stats_of(llm).cache.loads.num_fulfilled
     while not tokens[uids[0]]:
         step(engine, tokens)
-    assert stats_of(llm).loaded_pages == loaded + (LENGTHS[0] - 1) // 16
+    assert stats_of(llm).cache.loads.num_fulfilled == loaded + (LENGTHS[0] - 1) // 16
     assert len(tokens[uids[1]]) >= before + 20
     while engine.has_work:
         step(engine, tokens)
