@@ -38,6 +38,8 @@ def test_a_prefix_ends_where_the_tokens_differ() -> None:
     assert held(visit(tokens(16), at=0, end=1), visit(other, at=2, end=3)) == [(0, 0), (4, 4)]
     same_page_elsewhere = [*tokens(4, 50), *tokens(4, 4), 1]
     assert held(visit(tokens(16), at=0, end=1), visit(same_page_elsewhere, at=2, end=3)) == [(0, 0), (0, 0)]
+    same_page_again = [*tokens(4), *tokens(4), 1]
+    assert held(visit(tokens(16), at=0, end=1), visit(same_page_again, at=2, end=3)) == [(0, 0), (4, 4)]
 
 
 def test_what_is_still_being_computed_counts_as_the_most_and_not_as_the_least() -> None:
