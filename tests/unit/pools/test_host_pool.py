@@ -12,6 +12,7 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.segment import Segment, SegmentLayout
+from hiserve.config import CacheVerify
 from hiserve.core.groups import CacheGroupSpec
 from tests.helpers.host import NAMESPACE, content, make_run, told
 
@@ -122,6 +123,47 @@ def test_the_next_worker_adopts_finished_pages_and_verifies_them(pool: HostPool,
     after.buffer(5)[100] ^= 1
     assert not after.verify(5)
     assert after.verify(3)
+    after.close()
+
+
+@pytest.mark.parametrize(("verify", "is_read", "is_read_again"), [("store", 1, 0), ("all", 1, 1), ("off", 0, 0)])
+def test_pages_of_a_former_process_are_read_before_their_first_use(
+    pool: HostPool, segment: Segment, verify: CacheVerify, is_read: int, is_read_again: int
+) -> None:
+    pages = write(pool, [3, 5], [1, 2])
+    assert pool.wait_checksums(10)
+    pool.close()
+    after = HostPool(Segment.attach(segment.fd), GROUPS, verify=verify)
+    after.adopt()
+    after.buffer(5)[100] ^= 1
+    assert after.is_intact(pages) == (not is_read)
+    after.buffer(5)[100] ^= 1
+    assert after.is_intact(pages)
+    after.buffer(3)[100] ^= 1
+    assert after.is_intact(pages) == (not is_read_again)
+    after.close()
+
+
+def test_pages_that_this_process_wrote_are_trusted_unless_all_are_to_be_read(segment: Segment) -> None:
+    for verify, is_trusted in (("store", True), ("all", False)):
+        pool = HostPool(segment, GROUPS, verify=verify)  # type: ignore[arg-type]
+        pool.clear()
+        pages = write(pool, [3], [1])
+        assert pool.wait_checksums(10)
+        pool.buffer(3)[0] ^= 1
+        assert pool.is_intact(pages) == is_trusted
+        pool.close()
+
+
+def test_an_adopted_page_that_is_written_anew_is_foreign_no_more(pool: HostPool, segment: Segment) -> None:
+    write(pool, [3], [1])
+    assert pool.wait_checksums(10)
+    pool.close()
+    after = HostPool(Segment.attach(segment.fd), GROUPS, max_checksum_bytes_per_s=1e-3)
+    after.adopt()
+    after.free(np.array([3], dtype=np.int32))
+    write(after, [4], [3])  # keeps the thread busy for a long time
+    assert after.is_intact(write(after, [3], [2]))
     after.close()
 
 

@@ -1,0 +1,256 @@
+"""What the host holds outlives the worker, and under a name the server: the same tokens, found and not computed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve import LLM
+from hiserve.cache.pools.host_segment import open_segment, survey
+from hiserve.cache.pools.records import NO_CHECKSUM
+from hiserve.cache.pools.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
+from hiserve.config import Config, make_config
+from hiserve.core.machine import probe
+from hiserve.core.request import SamplingParams
+from hiserve.core.resolve import resolve
+from hiserve.core.reuse import CacheUse
+from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
+from hiserve.messages.cache import CopyStats
+from hiserve.models.shapes import read_model
+from hiserve.scheduler.client import EngineClient
+
+PAGE = 16
+SETTINGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float64",
+    "page_size": PAGE,
+    "max_model_len": 256,
+    "kv_pages": 60,
+    "max_running_requests": 4,
+    "max_batched_tokens": 64,
+    "cpu_threads": 1,
+    "host_cache_gib": 0.05,
+    "log_level": "error",
+}
+SEED = 23
+NUM_NEW = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=NUM_NEW, ignore_eos=True)
+FULL = [size // PAGE * PAGE for size in (96, 111, 145)]  # whole pages of the prompts
+PROMPTS = [np.random.default_rng(SEED + i).integers(7, 4096, size).tolist() for i, size in enumerate((97, 112, 146))]
+SAMPLING = [GREEDY, DRAWN, DRAWN]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name that nobody else has; nothing of it stays."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    gc.collect()
+    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    print(f"seed {SEED}")
+    with LLM(in_process=True, disable_prefix_cache=True, **SETTINGS) as llm:
+        tokens = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, SAMPLING)]
+    assert len({token for each in tokens for token in each}) >= 20
+    return tokens
+
+
+class Life:
+    """One engine in this process, from its start to its end.
+
+    Attributes:
+        tokens: Of each prompt's reply.
+        cached: What of each prompt came from where.
+        loads: From the host, after the last reply.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        with LLM(in_process=True, **(SETTINGS | settings)) as llm:
+            results = llm.generate(PROMPTS, SAMPLING)
+            engine = llm._backend.engine  # type: ignore[attr-defined]
+            self.loads: CopyStats = engine.stats().cache.loads
+        self.tokens = [result.outputs[0].token_ids for result in results]
+        self.cached = [result.cached for result in results]
+        del llm, engine, results
+        gc.collect()  # the mapping, and with it the lock of the name, goes with the last view of it
+
+
+def resolved(**settings: Any) -> Config:
+    given = make_config(**(SETTINGS | settings))
+    _, model = read_model(given.model)
+    return resolve(given, model.facts(), survey(given, probe())).config
+
+
+def make_segment(name: str) -> None:
+    """Makes the segment of a name, as a server would."""
+    segment = open_segment(resolved(host_cache_name=name), 0)
+    assert segment is not None
+    segment.close()
+
+
+def garble(name: str) -> int:
+    """Turns every number of the pages that could be adopted into its negative; returns how many pages there are."""
+    layout = stored_layout(name)
+    assert layout is not None
+    segment = Segment.named(name, layout)
+    sealed = np.flatnonzero(segment.records["checksum"] != NO_CHECKSUM)
+    segment.pages[sealed, 7::8] ^= 0x80
+    segment.close()
+    return sealed.size
+
+
+def test_a_named_cache_survives_the_engine(name: str, expected: list[list[int]]) -> None:
+    first = Life(host_cache_name=name)
+    assert first.tokens == expected
+    assert [each.host for each in first.cached] == [0, 0, 0]
+    second = Life(host_cache_name=name)
+    assert second.tokens == expected
+    assert [each.host for each in second.cached] == FULL
+    assert second.loads.unfulfilled == {}
+    assert segment_path(name).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("verify", ["store", "all"])
+def test_garbled_pages_are_counted_and_computed_again(name: str, expected: list[list[int]], verify: str) -> None:
+    Life(host_cache_name=name)
+    assert garble(name) >= sum(FULL) // PAGE
+    second = Life(host_cache_name=name, cache_verify=verify)
+    assert second.tokens == expected
+    assert second.loads.unfulfilled == {"checksum": second.loads.num_wanted}
+    assert second.loads.num_wanted >= sum(FULL) // PAGE
+    third = Life(host_cache_name=name)  # what was computed again took the place of what was garbled
+    assert third.tokens == expected
+    assert [each.host for each in third.cached] == FULL
+    assert third.loads.unfulfilled == {}
+
+
+def test_nobody_looks_when_told_not_to(name: str, expected: list[list[int]]) -> None:
+    Life(host_cache_name=name)
+    garble(name)
+    second = Life(host_cache_name=name, cache_verify="off")
+    assert second.loads.num_fulfilled == sum(FULL) // PAGE
+    assert second.tokens != expected
+
+
+def test_auto_keeps_the_size_that_a_name_has(name: str, expected: list[list[int]]) -> None:
+    Life(host_cache_name=name, host_cache_gib=0.03)
+    before = stored_layout(name)
+    second = Life(host_cache_name=name, host_cache_gib="auto")
+    assert stored_layout(name) == before
+    assert [each.host for each in second.cached] == FULL
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"page_size": 8}, r"pages of 16 tokens, not 8 \(--page-size\)"),
+        ({"dtype": "float32"}, "another dtype"),
+        ({"host_cache_gib": 0.04}, r"GiB, not .*--host-cache-gib"),
+    ],
+)
+def test_a_cache_of_another_layout_is_refused_and_left_alone(name: str, settings: dict[str, Any], words: str) -> None:
+    make_segment(name)
+    before = segment_path(name).read_bytes()
+    with pytest.raises(ConfigError, match=words) as refused:
+        LLM(in_process=True, **(SETTINGS | {"host_cache_name": name} | settings))
+    assert refused.value.param == "host_cache_name"
+    assert str(segment_path(name)) in refused.value.message
+    assert segment_path(name).read_bytes() == before
+
+
+def test_a_cache_of_another_version_is_refused_and_left_alone(name: str) -> None:
+    make_segment(name)
+    path = segment_path(name)
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"\x63")
+    with pytest.raises(ConfigError, match="layout version 99, this server writes"):
+        LLM(in_process=True, host_cache_name=name, **SETTINGS)
+    assert path.read_bytes()[8] == 99
+
+
+# --- with processes -----------------------------------------------------------------------------------
+
+
+async def ask(client: EngineClient) -> tuple[list[list[int]], list[CacheUse]]:
+    """Sends every prompt, one after the other; returns the tokens of each, and what came from where."""
+    tokens, cached = [], []
+    for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True):
+        deltas = [delta async for delta in client.generate(np.array(prompt, dtype=np.int32), sampling)]
+        tokens.append([token for delta in deltas for token in delta.tokens])
+        assert deltas[0].cached is not None
+        cached.append(deltas[0].cached)
+    return tokens, cached
+
+
+async def until_sealed(client: EngineClient) -> None:
+    """Waits until what the prompts left is on the host, and gives the checksums, which nobody counts, a moment."""
+    async with asyncio.timeout(20):
+        while (await client.status()).workers[0].stats.cache.stores.num_fulfilled < sum(FULL) // PAGE:
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+
+
+async def ask_again(client: EngineClient) -> tuple[list[list[int]], list[CacheUse]]:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await ask(client)
+            except EngineError:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: list[list[int]]) -> None:
+    client = await EngineClient.start(resolved())
+    try:
+        assert (await ask(client))[0] == expected
+        await until_sealed(client)
+        os.kill(client.started.workers[0].pid, signal.SIGKILL)
+        tokens, cached = await ask_again(client)
+        assert tokens == expected
+        assert [each.host for each in cached] == FULL
+        [worker] = (await client.status()).workers
+        assert worker.incarnation == 2
+        assert worker.stats.cache.loads.num_fulfilled == sum(FULL) // PAGE
+        assert "adopt host cache" in worker.startup_s
+    finally:
+        await client.stop()
+
+
+async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: str, expected: list[list[int]]) -> None:
+    config = resolved(host_cache_name=name)
+    client = await EngineClient.start(config)
+    try:
+        assert (await ask(client))[0] == expected
+        with pytest.raises(HiserveError, match="another server uses") as refused:
+            await EngineClient.start(config)
+        assert refused.value.code == ResourceError.code
+    finally:
+        await client.stop()
+    client = await EngineClient.start(config)
+    try:
+        tokens, cached = await ask(client)
+        assert tokens == expected
+        assert [each.host for each in cached] == FULL
+    finally:
+        await client.stop()
+
+
+def test_nothing_of_an_unnamed_cache_is_a_file() -> None:
+    before = set(Path(SHARED_MEMORY).iterdir())
+    Life()
+    assert set(Path(SHARED_MEMORY).iterdir()) <= before

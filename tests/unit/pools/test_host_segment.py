@@ -1,0 +1,98 @@
+"""Which segment a configuration gets, and what is known of it before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hiserve.cache.pools.host_segment import layout_of, namespace_of, open_segment, server_secret, survey
+from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.config import Config, make_config
+from hiserve.core.resolve import GIB, Machine
+from hiserve.errors import ConfigError, ResourceError
+from hiserve.models.shapes import read_model
+
+MIB = 2**20
+MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=0, shm_bytes=GIB)
+FOLDER, MODEL = read_model(make_config().model)
+
+
+def config(**settings: Any) -> Config:
+    return make_config(**({"dtype": "float32", "host_cache_gib": 4 / 1024} | settings))
+
+
+def test_the_layout_is_that_of_the_pages_of_the_model() -> None:
+    layout = layout_of(config(page_size=8))
+    assert layout is not None
+    assert layout.page_size == 8
+    assert layout.page_bytes == PageLayout(MODEL.kv_groups("float32"), 8).page_bytes
+    assert layout.num_pages == 4 * MIB // layout.page_bytes
+    assert layout.namespace == namespace_of(config(page_size=8), FOLDER)
+
+
+@pytest.mark.parametrize("gib", [0.0, 1e-5])
+def test_no_room_for_two_pages_is_no_segment(gib: float) -> None:
+    assert layout_of(config(host_cache_gib=gib)) is None
+    assert open_segment(config(host_cache_gib=gib), 0) is None
+
+
+def test_each_replica_has_a_file_of_its_own(tmp_path: Path) -> None:
+    both = config(host_cache_name="n", replicas=2)
+    for replica in range(2):
+        segment = open_segment(both, replica, tmp_path)
+        assert segment is not None
+        segment.close()
+    alone = open_segment(config(host_cache_name="n"), 0, tmp_path)
+    assert alone is not None
+    alone.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"hiserve-n-0", "hiserve-n-1", "hiserve-n", ".hiserve-n.secret"}
+
+
+def test_digests_know_the_secret_of_a_name_and_nothing_else_has_one(tmp_path: Path) -> None:
+    assert server_secret(config(), tmp_path) == b""
+    named = config(host_cache_name="n")
+    digest = namespace_of(named, FOLDER, tmp_path)
+    assert namespace_of(named, FOLDER, tmp_path) == digest
+    assert (tmp_path / ".hiserve-n.secret").stat().st_mode & 0o777 == 0o600
+    assert len({digest, namespace_of(config(), FOLDER, tmp_path)}) == 2
+    (tmp_path / ".hiserve-n.secret").unlink()
+    assert namespace_of(named, FOLDER, tmp_path) != digest
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float64"}, {"load_format": "dummy"}, {"page_size": 4}])
+def test_what_changes_the_bytes_of_a_page_changes_its_namespace(change: dict[str, Any]) -> None:
+    assert namespace_of(config(**change), FOLDER) != namespace_of(config(), FOLDER)
+
+
+def test_a_segment_that_is_there_keeps_its_size_and_counts_as_room(tmp_path: Path) -> None:
+    named = config(host_cache_name="n")
+    assert survey(named, MACHINE, tmp_path) == MACHINE
+    segment = open_segment(named, 0, tmp_path)
+    assert segment is not None
+    pages = segment.layout.num_pages * segment.layout.page_bytes
+    segment.pages[:] = 1
+    found = survey(config(host_cache_name="n", host_cache_gib="auto"), MACHINE, tmp_path)
+    taken = found.shm_bytes - MACHINE.shm_bytes
+    assert taken >= pages
+    assert found == msgspec.structs.replace(
+        MACHINE, kept_bytes=pages, shm_bytes=GIB + taken, memory_bytes=8 * GIB + taken
+    )
+    segment.close()
+
+
+def test_nothing_is_looked_for_without_a_name(tmp_path: Path) -> None:
+    assert survey(config(), MACHINE, tmp_path) == MACHINE
+    with pytest.raises(ConfigError, match="--host-cache-name is 'a/b'"):
+        survey(config(host_cache_name="a/b"), MACHINE, tmp_path)
+
+
+def test_a_name_has_one_owner(tmp_path: Path) -> None:
+    segment = open_segment(config(host_cache_name="n"), 0, tmp_path)
+    assert segment is not None
+    with pytest.raises(ResourceError, match="another server uses"):
+        open_segment(config(host_cache_name="n"), 0, tmp_path)
+    segment.close()
