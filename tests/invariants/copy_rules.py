@@ -228,9 +228,8 @@ def restart(world: World, random: Random) -> None:
 
 def take_events(world: World, random: Random) -> None:
     world.ran["events"] += tier_checks.inv_36_events_replay_to_what_each_tier_can_give(
-        world.cache, world.model, world.replicas, world.early
+        world.cache, world.model, world.replicas
     )
     kv_checks.inv_36_routers_know_what_each_tier_can_give(
         world.routers, world.model.device.keys() - world.model.loading, world.model.host.keys() - world.model.storing
     )
-    world.early = {digest(place) for place in world.model.device if above(place) in world.model.loading}

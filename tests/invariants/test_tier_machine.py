@@ -86,7 +86,7 @@ RULES = [
     Rule(request_rules.load_late, 8, lambda world: any(r.receipt.host_pages.size for r in world.rows.values())),
     Rule(request_rules.launch, 16, lambda world: world.rows and len(world.in_flight) < request_rules.MAX_DEPTH),
     Rule(request_rules.commit, 12, lambda world: world.in_flight),
-    Rule(request_rules.publish, 16, lambda world: any(row.steps for row in world.rows.values())),
+    Rule(request_rules.publish, 16, request_rules.publishable),
     Rule(request_rules.serve, 20, has_room),
     Rule(request_rules.release, 12, lambda world: world.rows),
     Rule(request_rules.squeeze, 4),

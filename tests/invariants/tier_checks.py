@@ -143,9 +143,8 @@ def inv_27_who_reads_what_is_being_loaded_knows(model: TierModel, receipts: dict
 
 
 def inv_36_events_replay_to_what_each_tier_can_give(
-    cache: CacheManager, model: TierModel, replicas: dict[Tier, set[bytes]], early: set[bytes]
+    cache: CacheManager, model: TierModel, replicas: dict[Tier, set[bytes]]
 ) -> int:
-    """Pages that were published below a load in flight, ``early``, are told before those that it brings."""
     ready = {
         Tier.DEVICE: {digest(place) for place in model.device if place not in model.loading},
         Tier.HOST: {digest(place) for place in model.host if place not in model.storing},
@@ -157,7 +156,7 @@ def inv_36_events_replay_to_what_each_tier_can_give(
         assert replica.isdisjoint(published) and replica >= set(removed) and set(published).isdisjoint(removed)
         known = replica | {IndexModel.root_digest(NAMESPACE, tenant) for tenant in TENANTS}
         for each in published:
-            assert each in early or parents[each] in known, f"a page was reported on the {tier} before its parent"
+            assert parents[each] in known, f"a page was reported on the {tier} before its parent"
             known.add(each)
         replica |= set(published)
         replica -= set(removed)

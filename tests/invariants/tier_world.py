@@ -112,7 +112,6 @@ class World:
         self.step = 0
         self.content: dict[Page, Place | None] = {}
         self.replicas: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-        self.early: set[bytes] = set()
         self.states = tier_checks.states(self.cache)
         self.is_cut = False
         self.num_sent = 0
