@@ -304,7 +304,7 @@ MUTANTS = [
     Mutant(
         name="evicted pages are not reported",
         file=TIERS,
-        old="trim(leaf, count)\n        self.device.events.remove(digests)\n",
+        old="trim(leaf, count)\n        self.device.remove(digests)\n",
         new="trim(leaf, count)\n",
         test=OF_MANAGER + "test_events_name_pages_that_came_and_went_since_last_asked",
     ),
