@@ -121,6 +121,17 @@ def test_more_pages_than_memory(tmp_path: Path, model: Path) -> None:
     assert "Lower --kv-pages" in line
 
 
+def test_a_host_cache_larger_than_memory(tmp_path: Path, model: Path) -> None:
+    line = serve(tmp_path, str(model), "--device", "cpu", "--host-cache-gib", "60000").refusal()
+    assert "needs 60000.00 GiB but" in line
+    assert "Lower --host-cache-gib" in line
+
+
+def test_a_name_of_a_host_cache_that_is_a_path(tmp_path: Path, model: Path) -> None:
+    line = serve(tmp_path, str(model), "--host-cache-name", "../x").refusal()
+    assert "--host-cache-name is '../x'" in line
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_a_device_that_is_not_there(tmp_path: Path, model: Path) -> None:
     line = serve(tmp_path, str(model), "--device", "cuda").refusal()

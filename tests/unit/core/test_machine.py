@@ -73,3 +73,11 @@ def test_this_machine_has_cores_and_memory() -> None:
     found = probe()
     assert found.cores >= 1
     assert found.memory_bytes > 64 * MIB
+
+
+def test_room_for_shared_memory_is_that_of_its_file_system(tmp_path: Path) -> None:
+    root = machine(tmp_path, 700, {})
+    assert probe(root).shm_bytes == 0
+    (root / "dev/shm").mkdir(parents=True)
+    status = os.statvfs(tmp_path)
+    assert probe(root).shm_bytes == pytest.approx(status.f_bavail * status.f_frsize, rel=0.1)

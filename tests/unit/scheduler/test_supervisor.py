@@ -14,13 +14,22 @@ from pathlib import Path
 import pytest
 
 from hiserve.config import make_config
-from hiserve.errors import HiserveError
+from hiserve.errors import ConfigError, HiserveError
 from hiserve.messages.codec import Received
 from hiserve.messages.types import FromWorker, Ready, StepReport
 from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.supervisor import Supervisor
+from tests.helpers.fake_scheduler import FAKE_WORKER
 from tests.helpers.processes import wait_dead
 
+HOST = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "kv_pages": 60,
+    "max_running_requests": 4,
+    "host_cache_gib": 0.01,
+}
+NANO = "hiserve-nano"  # a model whose pages are known
 ROGUE = (sys.executable, "-m", "tests.helpers.rogue_worker")
 
 
@@ -52,9 +61,12 @@ class Witness:
 
 
 @asynccontextmanager
-async def supervised(model: str, command: tuple[str, ...] = ROGUE) -> AsyncIterator[tuple[Supervisor, Witness]]:
+async def supervised(
+    model: str, command: tuple[str, ...] = ROGUE, **settings: object
+) -> AsyncIterator[tuple[Supervisor, Witness]]:
     witness = Witness()
-    supervisor = Supervisor(make_config(model=model, host_cache_gib=0), command, witness)
+    config = make_config(**({"model": model, "host_cache_gib": 0} | settings))
+    supervisor = Supervisor(config, command, witness)
     run = asyncio.create_task(supervisor.run())
     try:
         yield supervisor, witness
@@ -119,3 +131,63 @@ async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(
         await witness.until("abandoned")
     assert [event.split(":")[0] for event in witness.events] == ["ready 1", "lost", "lost", "lost", "abandoned"]
     assert "exit code 3" in witness.events[-1]
+
+
+# --- the host segment of each replica --------------------------------------------------------------
+
+
+def inode(pid: int, fd: int) -> int:
+    return os.stat(f"/proc/{pid}/fd/{fd}").st_ino
+
+
+def memfds(pid: int) -> dict[int, int]:
+    """Inodes of the host segments that a process has open, by descriptor."""
+    found = {}
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        if "hiserve-host-cache" in os.readlink(entry.path):
+            found[int(entry.name)] = inode(pid, int(entry.name))
+    return found
+
+
+async def test_each_replica_has_a_segment_that_its_incarnations_share() -> None:
+    async with supervised(NANO, FAKE_WORKER, **HOST, replicas=2) as (supervisor, witness):
+        await supervisor.started
+        first = [memfds(facts.pid) for facts in supervisor.facts()]
+        assert [len(each) for each in first] == [1, 1]
+        assert first[0] != first[1]
+        os.kill(supervisor.facts()[0].pid, signal.SIGKILL)
+        await witness.until("ready 2")
+        assert [memfds(facts.pid) for facts in supervisor.facts()] == first
+
+
+async def test_without_a_host_cache_workers_get_no_descriptor() -> None:
+    async with supervised("stale") as (supervisor, _):
+        await supervisor.started
+        assert [memfds(facts.pid) for facts in supervisor.facts()] == [{}]
+
+
+async def test_the_next_worker_is_born_when_the_last_one_is_reaped() -> None:
+    """Or both would write to the segment."""
+    async with supervised(NANO, FAKE_WORKER, **HOST) as (supervisor, witness):
+        await supervisor.started
+        pid = supervisor.facts()[0].pid
+        os.kill(pid, signal.SIGKILL)
+        while supervisor.facts() and supervisor.facts()[0].pid == pid:
+            await asyncio.sleep(0)
+        assert not os.path.exists(f"/proc/{pid}")
+        await witness.until("ready 2")
+
+
+async def test_a_segment_that_cannot_be_had_fails_the_start_with_its_error() -> None:
+    async with supervised(NANO, FAKE_WORKER, **HOST | {"host_cache_name": "not/a/name"}) as (supervisor, witness):
+        with pytest.raises(ConfigError, match="--host-cache-name is 'not/a/name'"):
+            await asyncio.wait_for(supervisor.started, 10)
+        assert supervisor.facts() == []
+        assert witness.events == []
+
+
+async def test_nothing_is_left_of_a_segment_when_the_supervisor_has_ended() -> None:
+    async with supervised(NANO, FAKE_WORKER, **HOST) as (supervisor, _):
+        await supervisor.started
+        assert len(set(memfds(os.getpid()).values())) == 1
+    assert memfds(os.getpid()) == {}

@@ -1,0 +1,43 @@
+"""``hiserve config`` itemises memory where it is: on the device and beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiserve.commands import config as command
+from hiserve.config import make_config
+from hiserve.core.resolve import GIB, Machine
+
+HOST = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
+DEVICE = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=80 * GIB)
+
+
+def sums(text: str) -> list[dict[str, float]]:
+    """Reads the tables of memory: item to GiB."""
+    tables: list[dict[str, float]] = []
+    for line in text.splitlines():
+        if "memory of one worker" in line:
+            tables.append({})
+        cells = [cell.strip() for cell in line.split("│")[1:-1]]
+        if tables and len(cells) == 2:
+            tables[-1][cells[0]] = float(cells[1])
+    return tables
+
+
+@pytest.mark.parametrize(("machine", "num_tables"), [(HOST, 1), (DEVICE, 2)])
+def test_every_sum_is_that_of_its_items(
+    machine: Machine, num_tables: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "probe", lambda: machine)
+    assert command.run(make_config()) == 0
+    tables = sums(capsys.readouterr().out)
+    assert len(tables) == num_tables
+    assert tables[-1]["host cache"] == (1.0 if num_tables == 1 else 8.0)
+    assert tables[-1]["available"] == 16
+    if num_tables == 2:
+        assert "host cache" not in tables[0]
+        assert tables[0]["available"] == 80
+    for table in tables:
+        total = table.pop("total")
+        del table["available"]
+        assert total == pytest.approx(sum(table.values()), abs=0.003)
