@@ -16,6 +16,7 @@ import numpy as np
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Scores, StepResult
 from hiserve.core.request import SamplingParams
+from tests.helpers.echo_host import EchoHost
 
 VOCAB = 211
 POISON = -7
@@ -87,14 +88,24 @@ class EchoExecutor:
 
     Args:
         step_s: Time a step takes; 0 runs it inside ``submit``, more runs it in a thread.
-        stale_at: Steps in which a row's page table is corrupted, as a fault test wants it.
+        defer_rate: Share of the steps that are refused, as the gate may.
 
     Attributes:
+        host: Another tier, if there is one.
+        num_deferred: Steps that were refused.
         num_resumed: Admissions that go on in the middle of a prompt whose scores are wanted.
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, max_rows: int, max_len: int, step_s: float = 0.0, seed: int = 0
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        max_len: int,
+        step_s: float = 0.0,
+        defer_rate: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.page_size = page_size
         self.pool = np.full(num_pages * page_size, POISON, dtype=np.int64)
@@ -111,6 +122,9 @@ class EchoExecutor:
         self.num_accepted = 0
         self.num_drafted = 0
         self.stale_rows: set[int] = set()
+        self.host: EchoHost | None = None
+        self.num_deferred = 0
+        self._defer_rate = defer_rate
         self._step_s = step_s
         self._thread = ThreadPoolExecutor(1) if step_s else None
 
@@ -122,11 +136,11 @@ class EchoExecutor:
         return done
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
-        return []
+        return [] if self.host is None else self.host.poll(must_end=wait_s > 0)
 
     @property
     def num_ready_host_pages(self) -> int:
-        return 0
+        return 0 if self.host is None else self.host.num_pages
 
     def close(self) -> None:
         if self._thread is not None:
@@ -146,6 +160,11 @@ class EchoExecutor:
         self.table[writes.rows, writes.indices] = writes.pages
         self.entry_owner[writes.rows, writes.indices] = writes.owners
         self.page_owner[writes.pages] = writes.owners
+        if self.host is not None:
+            self.host.start(plan)
+            self.host.wait(plan.waits)
+        if plan.rows.size and self.rng.random() < self._defer_rate:
+            return self._defer(plan)
         admitted = {each.row: each.num_computed for each in plan.admit}
         width = 1 + max([0, *plan.num_draft.tolist()])
         sampling = [self.sampling[row] for row in plan.rows.tolist()]
@@ -181,6 +200,14 @@ class EchoExecutor:
             prompt_scores=prompt_scores.done(),
             faults=np.array(faults, dtype=np.int32),
         )
+
+    def _defer(self, plan: BatchPlan) -> StepResult:
+        """Refuses a step; what is planned on top of it fails too."""
+        self.num_deferred += 1
+        self.known[plan.rows] = self.computed[plan.rows] = 0
+        self.entry_owner[plan.rows] = -1
+        nothing = np.empty(0, dtype=np.int32)
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred="chance")
 
     def _score_prompt(self, row: int, start: int, num_scored: int, sheet: _ScoreSheet) -> None:
         """Scores what follows the first new tokens; the pages tell what stands before them."""

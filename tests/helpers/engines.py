@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.worker.costs import Costs
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from tests.helpers.echo import EchoExecutor
+from tests.helpers.echo_host import EchoHost
 
 
 def echo_engine(
@@ -23,9 +25,21 @@ def echo_engine(
     step_s: float = 0.0,
     seed: int = 0,
     kv_events: KvEvents | None = None,
+    num_host_pages: int = 0,
+    host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
+    overlaps_loads: bool = False,
+    fail_rate: float = 0.0,
+    defer_rate: float = 0.0,
+    costs: Costs | None = None,
 ) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
     cache = CacheManager(
-        num_pages=num_pages, page_size=page_size, namespace=b"echo", eviction=LruEviction(), listener=kv_events
+        num_pages=num_pages,
+        page_size=page_size,
+        namespace=b"echo",
+        eviction=LruEviction(),
+        listener=kv_events,
+        num_host_pages=num_host_pages,
+        host_admission=host_admission,
     )
     planner = Planner(
         cache=cache,
@@ -34,9 +48,19 @@ def echo_engine(
         max_batched_tokens=budget,
         eos_token_ids=eos,
         max_draft=max_draft,
+        overlaps_loads=overlaps_loads,
+        costs=costs,
     )
     executor = EchoExecutor(
-        num_pages=num_pages, page_size=page_size, max_rows=max_rows, max_len=max_len, step_s=step_s, seed=seed
+        num_pages=num_pages,
+        page_size=page_size,
+        max_rows=max_rows,
+        max_len=max_len,
+        step_s=step_s,
+        defer_rate=defer_rate,
+        seed=seed,
     )
+    if num_host_pages:
+        executor.host = EchoHost(executor.pool, page_size, num_host_pages, fail_rate=fail_rate, seed=seed)
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"echo", {})
     return Engine(planner, executor, depth, facts, kv_events=kv_events), planner, executor, cache

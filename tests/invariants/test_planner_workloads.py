@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -63,6 +65,7 @@ class Run:
         page_size: int,
         faults: bool,
         wants_scores: float = 0.2,
+        **tiers: Any,
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.page_size = page_size
@@ -75,6 +78,7 @@ class Run:
             max_draft=max_draft,
             budget=int(self.rng.choice([3, 7, 16, 64])),
             seed=seed,
+            **tiers,
         )
         self.faults = faults
         self.wants_scores = wants_scores

@@ -1,0 +1,120 @@
+"""What the planner does with two tiers, case by case."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hiserve.cache.index.manager import HostAdmission
+from hiserve.core.copies import CopyKind
+from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
+from hiserve.messages.types import Admit
+from hiserve.worker.costs import Costs
+from hiserve.worker.loop import Engine
+from tests.helpers.echo import oracle
+from tests.helpers.engines import echo_engine
+
+PAGE = 4
+
+
+class NeverWorth(Costs):
+    """Finds no load worth it."""
+
+    def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
+        return not num_tokens
+
+
+def prompt(length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 200, length).astype(np.int32)
+
+
+def add(engine: Engine, uid: int, tokens: np.ndarray, max_tokens: int) -> None:
+    sampling = SamplingParams(seed=1, max_tokens=max_tokens, ignore_eos=True)
+    engine.add(Admit(uid, tokens.size, sampling, b"", 0), tokens)
+
+
+def run(engine: Engine) -> tuple[dict[int, list[int]], dict[int, CacheUse]]:
+    """Steps until nothing is left; returns what each request was told: its tokens, and what the cache gave it."""
+    said: dict[int, list[int]] = {}
+    used: dict[int, CacheUse] = {}
+    while engine.has_work:
+        report = engine.step()
+        if report is None:
+            continue
+        at = 0
+        for uid, count, cached in zip(report.uids, report.counts, report.cached, strict=True):
+            said.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
+            at += count
+            if cached is not None:
+                used[uid] = cached
+    return said, used
+
+
+def test_what_a_preempted_row_computed_is_kept_on_the_host_though_nobody_used_it_twice() -> None:
+    """Retract and restore: it comes back by a load, and goes on with the same tokens."""
+    engine, *_ = echo_engine(
+        num_pages=9,
+        page_size=PAGE,
+        max_rows=2,
+        max_len=32,
+        eos=(),
+        num_host_pages=60,
+        host_admission=HostAdmission.SELECTIVE,
+    )
+    prompts = {uid: prompt(9, seed=uid) for uid in (1, 2)}
+    for uid, tokens in prompts.items():
+        add(engine, uid, tokens, 18)
+    said, _ = run(engine)
+    stats = engine.stats()
+    assert said == {uid: oracle(tokens, 18) for uid, tokens in prompts.items()}
+    assert stats.preemptions > 0
+    assert stats.cache.loads.num_fulfilled > 0
+
+
+def test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left() -> None:
+    engine, *_ = echo_engine(num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, costs=NeverWorth(16))
+    first, others = prompt(21, seed=1), [prompt(21, seed=seed) for seed in (2, 3)]
+    for uid, tokens in enumerate([first, *others]):
+        add(engine, uid, tokens, 1)
+        run(engine)
+    add(engine, 9, first, 1)
+    said, used = run(engine)
+    assert said == {9: oracle(first, 1)}
+    assert used == {9: CacheUse(miss="not_worth_loading", miss_at=0)}
+    assert engine.stats().cache.loads.unfulfilled == {"not_worth_loading": 5}
+
+
+def test_a_row_that_waits_for_its_load_starts_when_nobody_else_runs_and_only_where_that_is_wanted() -> None:
+    for overlaps in (False, True):
+        engine, planner, executor, _ = echo_engine(
+            num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, overlaps_loads=overlaps
+        )
+        for uid, seed in enumerate((1, 2, 3)):
+            add(engine, uid, prompt(21, seed), 1)
+            run(engine)
+        assert executor.host is not None
+        add(engine, 9, prompt(21, seed=1), 1)
+        plan = planner.plan()
+        assert plan is not None
+        (load,) = [copy for copy in plan.copies if copy.kind is CopyKind.LOAD]
+        assert (plan.rows.size, plan.waits) == ((1, (load.op,)) if overlaps else (0, ()))
+        engine._in_flight.append(executor.submit(plan))
+        said, used = run(engine)
+        assert said == {9: oracle(prompt(21, seed=1), 1)}
+        assert (used[9].host, executor.host.num_waits) == (20, int(overlaps))
+
+
+def test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others() -> None:
+    engine, planner, _, _ = echo_engine(
+        num_pages=15, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, overlaps_loads=True
+    )
+    for uid, seed in enumerate((1, 2, 3)):
+        add(engine, uid, prompt(21, seed), 1)
+        run(engine)
+    add(engine, 8, prompt(5, seed=8), 8)
+    engine.step()
+    add(engine, 9, prompt(21, seed=1), 1)
+    plan = planner.plan()
+    assert plan is not None
+    assert len([copy for copy in plan.copies if copy.kind is CopyKind.LOAD]) == 1
+    assert (plan.rows.size, plan.waits) == (1, ())
