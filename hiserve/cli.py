@@ -23,6 +23,7 @@ COMMANDS = {
     "chat": ("hiserve.commands.chat", "Talk to a model in the terminal.", True),
     "generate": ("hiserve.commands.generate", "Generate for a batch of prompts, JSON lines out.", True),
     "bench": ("hiserve.commands.bench", "Measure a server under load, or the offline API.", True),
+    "top": ("hiserve.commands.top", "Watch a running server: its cache tier by tier, copies, requests.", True),
     "doctor": ("hiserve.commands.doctor", "Check this machine, one line for each thing that hiserve needs.", False),
     "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan.", False),
 }

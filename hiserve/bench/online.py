@@ -167,7 +167,7 @@ async def connected(
     Raises:
         HiserveError: The server or the options do not do.
     """
-    pool = Pool(connection.url, _read_key(connection.api_key_file))
+    pool = Pool(connection.url, read_key(connection.api_key_file))
     try:
         target = await look_at(pool, model=connection.model_name, vocab_size=connection.vocab_size)
         asking = Asking(
@@ -226,7 +226,12 @@ def _path(data: Data) -> Path:
     return data.path
 
 
-def _read_key(file: Path | None) -> str | None:
+def read_key(file: Path | None) -> str | None:
+    """Returns the API key in a file; None without one.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
     try:
         return None if file is None else file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

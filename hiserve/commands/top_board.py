@@ -1,0 +1,183 @@
+"""How ``hiserve top`` looks: tiers, hit rates, copies, requests and workers of one server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from hiserve.commands.top_frames import TIERS, Frame, History, Worker, number
+
+BAR_WIDTH = 36
+# What a part of a bar looks like, and its colour.
+USED, EVICTABLE, FREE = ("█", "blue"), ("▒", "cyan"), ("·", "bright_black")
+COPIES = {"loads": "host → device", "stores": "device → host", "prefetches": "store → host", "uploads": "host → store"}
+MAX_MISSES = 8
+
+
+def draw(history: History, url: str) -> RenderableType:
+    """Returns the board.
+
+    Args:
+        history: The last frames; rates need two.
+        url: Of the server.
+    """
+    frame = history.newest
+    parts = [_head(frame, url), Text(), _requests(history), Text(), _tiers(history), Text(), _copies(history)]
+    if frame.workers:
+        parts += [Text(), _workers(history)]
+    return Group(*parts)
+
+
+def _head(frame: Frame, url: str) -> RenderableType:
+    info = frame.info
+    named = f"hiserve {info.version}, {info.served_model_name}" if info else "hiserve"
+    text = f"[bold]{escape(named)}[/bold] at {escape(url)}"
+    if info and info.not_ready_because:
+        text += f"  [yellow]not ready: {escape(info.not_ready_because)}[/yellow]"
+    for path, status in frame.hidden.items():
+        why = "needs the admin key" if status in (401, 403) else f"answers {status}"
+        text += f"\n[yellow]{path} {why}[/yellow]"
+    return Text.from_markup(text)
+
+
+def _requests(history: History) -> RenderableType:
+    frame = history.newest
+    waiting = sum(load.num_waiting_reqs for load in frame.load)
+    running = sum(load.num_reqs for load in frame.load) - waiting
+    table = _table("requests", "", "prompt", "cached", "generated", "steps")
+    table.add_row(
+        "[bold]per second[/bold]",
+        _plain(history.rate(lambda each: each.counter("prompt_tokens_total")), " tokens"),
+        _plain(history.rate(lambda each: each.counter("prefix_cache_hits_total")), " tokens"),
+        f"[bold]{_plain(history.rate(lambda each: each.counter('generation_tokens_total')), ' tokens')}[/bold]",
+        _plain(history.rate(lambda each: each.counter("engine_steps_total"))),
+    )
+    table.add_row(
+        "in all",
+        *(
+            f"{frame.counter(f'{name}_total'):,.0f}"
+            for name in ("prompt_tokens", "prefix_cache_hits", "generation_tokens", "engine_steps")
+        ),
+    )
+    state = f"[bold]{running:,}[/bold] running, [bold]{waiting:,}[/bold] waiting"
+    if frame.counter("num_preemptions_total"):
+        state += f", {frame.counter('num_preemptions_total'):,.0f} preempted so far"
+    return Group(Text.from_markup(state), table)
+
+
+def _tiers(history: History) -> RenderableType:
+    frame = history.newest
+    legend = " ".join(f"[{colour}]{sign}[/{colour}] {name}" for (sign, colour), name in _PARTS)
+    table = _table(f"cache: {legend}", "", "", "used", "evictable", "free", "evicted", "hits 10 s", "hits in all")
+    for tier in TIERS:
+        pages = frame.tier(tier)
+        if not pages.get("num_pages"):
+            continue
+        free, evictable = pages.get("num_free", 0), pages.get("num_evictable", 0)
+        known = "num_free" in pages  # a store tells only what it holds
+        used = pages.get("num_ready", pages["num_pages"]) - free - evictable
+        cells = [f"{used:,.0f}", f"{evictable:,.0f}", f"{free:,.0f}"] if known else [f"{used:,.0f}", "", ""]
+        bar = _bar(used, evictable, free) if known else Text()
+        hits = [_share(_hits(history.growth, tier)), _share(_hits(lambda value: value(frame), tier))]
+        table.add_row(tier, bar, *cells, f"{pages.get('num_evicted', 0):,.0f}", *hits)
+    table.add_row("", "", "", "", "", "[bold]together[/bold]", *_together(history))
+    missed = frame.misses().most_common(MAX_MISSES)
+    if not missed:
+        return table
+    words = ", ".join(f"{escape(reason)} {count:,}" for reason, count in missed)
+    return Group(table, Text.from_markup(f"requests that missed: {words}"))
+
+
+def _together(history: History) -> list[str]:
+    frame = history.newest
+    return [_share(_hits(history.growth, None)), _share(_hits(lambda value: value(frame), None))]
+
+
+def _hits(measure: Callable[[Callable[[Frame], float]], float | None], tier: str | None) -> float | None:
+    """Returns the share of prompt tokens that came from a tier, or from any; None when none were looked up.
+
+    Args:
+        measure: Turns what a frame says into one number.
+        tier: Which one; None for all of them.
+    """
+    labels = {} if tier is None else {"cache_source": tier}
+    num_asked = measure(lambda frame: frame.counter("prefix_cache_queries_total"))
+    num_found = measure(lambda frame: frame.counter("cached_tokens_total", **labels))
+    return num_found / num_asked if num_asked and num_found is not None else None
+
+
+def _copies(history: History) -> RenderableType:
+    frame = history.newest
+    table = _table("copies", "", "MB/s", "pages/s", "pages", "on the way", "GB/s while copying", "not done")
+    for kind, name in COPIES.items():
+        copies = frame.copies(kind)
+        if not copies.num_wanted:
+            continue
+        num_bytes = history.rate(lambda each, kind=kind: each.copies(kind).num_bytes / 1e6)  # type: ignore[misc]
+        num_pages = history.rate(lambda each, kind=kind: each.copies(kind).num_fulfilled)  # type: ignore[misc]
+        reasons = ", ".join(f"{escape(reason)} {count:,}" for reason, count in copies.unfulfilled.items() if count)
+        speed = f"{copies.num_bytes / copies.seconds / 1e9:,.2f}" if copies.seconds else "–"
+        counts = (f"{copies.num_fulfilled:,}", f"{copies.num_in_flight:,}")
+        table.add_row(name, _plain(num_bytes), _plain(num_pages), *counts, speed, reasons or "–")
+    return table if table.row_count else Text("no copies between tiers yet", style="bright_black")
+
+
+def _workers(history: History) -> RenderableType:
+    names = ("worker", "process", "life", "running", "waiting", "steps/s", "tokens/s", "pages free", "evictable")
+    table = _table("workers", *names)
+    for worker in history.newest.workers:
+        stats = worker.stats
+        table.add_row(
+            str(worker.replica),
+            str(worker.pid),
+            str(worker.incarnation) if worker.incarnation < 2 else f"[yellow]{worker.incarnation}[/yellow]",
+            f"{number(stats, 'running'):,.0f}",
+            f"{number(stats, 'waiting'):,.0f}",
+            _plain(_worker_rate(history, worker, "steps")),
+            _plain(_worker_rate(history, worker, "generated_tokens")),
+            f"{number(stats, 'free_pages'):,.0f} of {worker.num_pages:,}",
+            f"{number(stats, 'evictable_pages'):,.0f}",
+        )
+    return table
+
+
+def _worker_rate(history: History, worker: Worker, name: str) -> float | None:
+    """Returns how fast one worker's counter grows."""
+
+    def value(frame: Frame) -> float:
+        return sum(number(each.stats, name) for each in frame.workers if each.replica == worker.replica)
+
+    return history.rate(value)
+
+
+_PARTS = ((USED, "used"), (EVICTABLE, "evictable"), (FREE, "free"))
+
+
+def _bar(used: float, evictable: float, free: float) -> Text:
+    """Returns the parts of a tier in proportion; what is there at all is at least one cell wide."""
+    whole = max(1.0, used + evictable + free)
+    bar = Text()
+    edge = 0.0
+    for (sign, colour), count in ((USED, used), (EVICTABLE, evictable)):
+        edge += max(count / whole * BAR_WIDTH, 1.0 if count else 0.0)
+        bar.append(sign * (min(round(edge), BAR_WIDTH) - len(bar)), style=colour)
+    return bar.append(FREE[0] * (BAR_WIDTH - len(bar)), style=FREE[1])
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True, header_style="bright_black")
+    return table
+
+
+def _plain(value: float | None, unit: str = "") -> str:
+    return "–" if value is None else f"{value:,.0f}{unit}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
