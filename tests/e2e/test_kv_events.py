@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -157,6 +159,26 @@ def test_the_reader_of_the_guide_runs(served: tuple[Live, str, str], tmp_path: P
             assert reader.stdout.readline() == "{}\n"
         finally:
             reader.kill()
+
+
+def test_the_successor_of_a_killed_worker_listens_at_its_address_and_begins_with_nothing(
+    served: tuple[Live, str, str],
+) -> None:
+    live, *endpoints = served
+    complete(live, list(range(7, 7 + 3 * PAGE)))
+    (worker,) = live.info()["processes"]["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while [each["incarnation"] for each in live.info()["processes"]["workers"]] != [worker["incarnation"] + 1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    complete(live, list(range(200, 200 + 2 * PAGE)))
+    with closing(Router(*endpoints)) as router:
+        (number, payload), *rest = router.reader.replay(0)
+        assert (number, router.mirror.apply(payload)) == (0, [{"type": "AllBlocksCleared"}])
+        for _, batch in rest:
+            router.mirror.apply(batch)
+        assert len(router.mirror.cached["GPU"]) == 2
 
 
 # --- an engine of this process ------------------------------------------------------------
