@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         name="merging forgets how much was cached",
         file=COALESCE,
-        old="if row.cached == UNREPORTED:",
+        old="if row.cached is None:",
         new="if True:",
         test=OF_COALESCE + "test_tokens_are_appended_per_request_in_order_of_first_arrival",
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PLANNER = "hiserve/worker/planner.py"
+ADMITTER = "hiserve/worker/admitter.py"
+TABLES = "hiserve/worker/tables.py"
 BUDGET = "hiserve/worker/budget.py"
 JOURNAL = "hiserve/worker/journal.py"
 FORERUNNER = "hiserve/worker/forerunner.py"
@@ -57,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         name="admission ignores promised pages",
-        file=PLANNER,
+        file=ADMITTER,
         old="cache.num_evictable - self._rows.num_promised_pages()",
         new="cache.num_evictable",
         test=OF_PAGES + "test_admission_leaves_the_pages_that_running_rows_will_need",
@@ -171,7 +173,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a later admission counts as the first",
-        file=PLANNER,
+        file=ADMITTER,
         old="if not request.was_admitted:",
         new="if True:",
         test=OF_PAGES + "test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens",
@@ -228,7 +230,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a row does not ask for the page after its last one",
-        file=PLANNER,
+        file=TABLES,
         old="last[owner] + 1 + within",
         new="last[owner] + 2 + within",
         test=OF_PAGES + "test_a_row_grows_into_the_pages_after_its_last_one",

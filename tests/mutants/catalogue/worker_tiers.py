@@ -1,0 +1,124 @@
+"""Guards of what the planner does with the host tier: loads, waits, costs, verdicts."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PLANNER = "hiserve/worker/planner.py"
+ADMITTER = "hiserve/worker/admitter.py"
+LOADING = "hiserve/worker/loading.py"
+LOOP = "hiserve/worker/loop.py"
+COSTS = "hiserve/worker/costs.py"
+GATE = "hiserve/runners/gate.py"
+OF_TIERS = "tests/unit/worker/test_planner_tiers.py::"
+OF_WORKLOADS = "tests/invariants/test_planner_tiers.py::"
+OF_COSTS = "tests/unit/worker/test_costs.py::"
+OF_GATE = "tests/unit/runners/test_gate.py::test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way"
+
+MUTANTS = [
+    Mutant(
+        name="a row that waits for its load joins the steps of others",
+        file=LOADING,
+        old="return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows",
+        new="return rows",
+        test=OF_WORKLOADS + "test_random_workloads_over_both_tiers_match_the_oracle",
+    ),
+    Mutant(
+        name="a row starts beside others before its load has ended",
+        file=PLANNER,
+        old="if not rows.size and self._overlaps_loads:",
+        new="if self._overlaps_loads and self._loading.waiting_rows().size:",
+        test=OF_TIERS + "test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others",
+    ),
+    Mutant(
+        name="a row starts before its load on a device that cannot wait",
+        file=PLANNER,
+        old="if not rows.size and self._overlaps_loads:",
+        new="if not rows.size:",
+        test=OF_TIERS + "test_a_row_that_waits_for_its_load_starts_when_nobody_else_runs_and_only_where_that_is_wanted",
+    ),
+    Mutant(
+        name="a forward does not wait for the loads it reads",
+        file=LOADING,
+        old="return tuple(sorted(set[int]().union(*(self._rows.receipt(row).ops for row in rows.tolist()))))",
+        new="return ()",
+        test=OF_WORKLOADS + "test_random_workloads_over_both_tiers_match_the_oracle",
+    ),
+    Mutant(
+        name="a result that read a load is taken before the load is known to have arrived",
+        file=PLANNER,
+        old="return self._loading.is_open(self._in_flight[0].plan.waits)",
+        new="return False",
+        test=OF_WORKLOADS + "test_random_workloads_over_both_tiers_match_the_oracle",
+    ),
+    Mutant(
+        name="what a preempted row computed is not kept",
+        file=PLANNER,
+        old="        self._cache.keep(self._rows.receipt(row))\n",
+        new="",
+        test=OF_TIERS + "test_what_a_preempted_row_computed_is_kept_on_the_host_though_nobody_used_it_twice",
+    ),
+    Mutant(
+        name="a step that was refused counts as run",
+        file=PLANNER,
+        old="        if result.deferred:\n",
+        new="        if result.deferred and not plan.rows.size:\n",
+        test=OF_WORKLOADS + "test_steps_that_the_gate_refuses_are_planned_again",
+    ),
+    Mutant(
+        name="every load is worth it",
+        file=ADMITTER,
+        old="return match.num_host_tokens if is_worth else 0",
+        new="return match.num_host_tokens",
+        test=OF_TIERS + "test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left",
+    ),
+    Mutant(
+        name="loads are judged before anything was measured",
+        file=COSTS,
+        old="min(self._loads.num_measurements, self._prefills.num_measurements) < MIN_MEASUREMENTS",
+        new="min(self._loads.num_measurements, self._prefills.num_measurements) < 0",
+        test=OF_COSTS + "test_until_both_are_measured_what_the_host_has_is_loaded",
+    ),
+    Mutant(
+        name="loads that come first cost nothing",
+        file=COSTS,
+        old="fixed + (num_before + num_tokens) * per_token",
+        new="fixed + num_tokens * per_token",
+        test=OF_COSTS + "test_loads_that_come_first_are_waited_for_too",
+    ),
+    Mutant(
+        name="a recomputation is one step",
+        file=COSTS,
+        old="-(-num_tokens // self._step_tokens) * step_fixed",
+        new="step_fixed",
+        test=OF_COSTS + "test_each_step_of_a_recomputation_costs_its_fixed_part",
+    ),
+    Mutant(
+        name="a step is timed from its submission",
+        file=COSTS,
+        old="now - max(began, self._ended)",
+        new="now - began",
+        test=OF_COSTS + "test_a_step_counts_from_the_end_of_the_one_before_it_and_decoding_does_not_count",
+    ),
+    Mutant(
+        name="a step runs on a load that failed",
+        file=GATE,
+        old="any(op in failed_loads for op in plan.waits)",
+        new="False",
+        test=OF_GATE,
+    ),
+    Mutant(
+        name="a step runs on page tables that are newer than its plan",
+        file=GATE,
+        old="row_versions[plan.rows].max() > plan.relocation_version",
+        new="False",
+        test=OF_GATE,
+    ),
+    Mutant(
+        name="a step waits for a load that has ended",
+        file=GATE,
+        old="tuple(op for op in plan.waits if op in open_loads)",
+        new="plan.waits",
+        test=OF_GATE,
+    ),
+]
