@@ -34,6 +34,8 @@ from hiserve.worker.transfers import make_registrar, make_transfers
 
 EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
 
+LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less than a supervisor waits
+
 
 def build_engine(config: Config, segment: Segment | None = None, replica: int = 0) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
@@ -80,22 +82,13 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
     namespace = namespace_of(config, folder)
-    eviction = EVICTIONS[config.cache.eviction]
-    cache = CacheManager(
-        num_pages=num_pages,
-        page_size=page_size,
-        namespace=namespace,
-        eviction=eviction(ON_DEVICE),
-        host_eviction=eviction(ON_HOST),
-        num_host_pages=0 if segment is None else segment.layout.num_pages,
-        num_ready_host_pages=None if segment is None else 1,
-        listener=kv_events,
-    )
+    cache = _cache(config, namespace, segment, kv_events)
     host = None if segment is None else _host_pool(config, segment, model_config.kv_groups(dtype), namespace)
     if host is not None:
         with _phase(startup_s, "adopt host cache"):
             adopt(host, cache)
-    copier = None if host is None else Copier(make_transfers(device, pool, host), host)
+    linger_s = 0.0 if config.cache.host_cache_name is None else LINGER_S
+    copier = None if host is None else Copier(make_transfers(device, pool, host), host, linger_s=linger_s)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
     planner = Planner(
@@ -117,6 +110,20 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     executor = Executor(runner, rows, threaded=depth > 0, copier=copier)
     shares = not config.cache.disable_prefix_cache
     return Engine(planner, executor, depth, facts, shares_prefixes=shares, kv_events=kv_events)
+
+
+def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEvents | None) -> CacheManager:
+    eviction = EVICTIONS[config.cache.eviction]
+    return CacheManager(
+        num_pages=known(config.cache.kv_pages),
+        page_size=config.cache.page_size,
+        namespace=namespace,
+        eviction=eviction(ON_DEVICE),
+        host_eviction=eviction(ON_HOST),
+        num_host_pages=0 if segment is None else segment.layout.num_pages,
+        num_ready_host_pages=None if segment is None else 1,
+        listener=kv_events,
+    )
 
 
 def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:

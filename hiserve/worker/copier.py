@@ -9,7 +9,6 @@ from hiserve.cache.pools.transfer import TransferEngine
 from hiserve.core.copies import CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan
 
-CHECKSUM_TIMEOUT_S = 1.5  # less than a supervisor waits; only pages with a checksum outlive the server
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
 
 
@@ -19,15 +18,17 @@ class Copier:
     Args:
         transfers: Copies pages between device and host.
         host: Where pages lie on the host.
+        linger_s: How long ``close`` may wait until the host pages have their checksums: none is adopted without.
 
     Attributes:
         open_loads: Ops that were started and whose end nobody has taken.
         failed_loads: The last ops that ended without their bytes.
     """
 
-    def __init__(self, transfers: TransferEngine, host: HostPool) -> None:
+    def __init__(self, transfers: TransferEngine, host: HostPool, *, linger_s: float = 0.0) -> None:
         self._transfers = transfers
         self._host = host
+        self._linger_s = linger_s
         self.open_loads: set[int] = set()
         self.failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
 
@@ -65,7 +66,7 @@ class Copier:
         return acks
 
     def close(self) -> None:
-        """Gives both back; host pages get a little time for their checksums first."""
+        """Ends the copies and gives both back."""
         self._transfers.close()
-        self._host.wait_checksums(CHECKSUM_TIMEOUT_S)
+        self._host.wait_checksums(self._linger_s)
         self._host.close()
