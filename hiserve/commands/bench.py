@@ -150,8 +150,9 @@ def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
     cache = summarize_cache(run, found.held)
     show_cache(console, found, cache)
     figures = {"summary": summary, "cache": cache, "page_size": found.page_size, "held": found.held}
-    told = {"server_counters": found.counters, "prompts_of_another_length": found.num_differing}
-    _write(arguments, found.outcome, {"options": [load, limits], **figures, **told})
+    told = {"copies": found.copies, "server_counters": found.counters, "server_notes": found.notes}
+    extra = {"prompts_of_another_length": found.num_differing}
+    _write(arguments, found.outcome, {"options": [load, limits], **figures, **told, **extra})
     if plotter is not None:
         draw_cache(plotter, title, run, found.held)
     return int(not summary.num_ok)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from hiserve.bench.cache.copies import Caches, ReplicaCache, sum_copies
 from hiserve.bench.cache.scrape import Series, increases, total
 from hiserve.errors import UnavailableError
 from hiserve.messages.cache import CopyStats
@@ -56,36 +57,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_reqs: int = 0
     num_waiting_reqs: int = 0
     num_tokens: int = 0
-
-
-class ReplicaCache(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica in ``/cache/stats``.
-
-    Attributes:
-        replica: Index from 0.
-        incarnation: Of its worker.
-        tiers: Pages by tier.
-        loads: From host to device.
-        stores: From device to host.
-        prefetches: From a store to the host.
-        uploads: From the host to a store.
-        misses: Requests by the reason why no more of their prompts was cached.
-    """
-
-    replica: int = 0
-    incarnation: int = 0
-    tiers: dict[str, dict[str, Any] | None] = {}
-    loads: CopyStats = CopyStats()
-    stores: CopyStats = CopyStats()
-    prefetches: CopyStats = CopyStats()
-    uploads: CopyStats = CopyStats()
-    misses: dict[str, int] = {}
-
-
-class Caches(msgspec.Struct, frozen=True, kw_only=True):
-    """``/cache/stats``."""
-
-    replicas: list[ReplicaCache] = []
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,19 +108,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def copies(self, kind: str) -> CopyStats:
-        """Sums the copies of one kind (``loads``, ``stores``, ``prefetches`` or ``uploads``) over all replicas."""
-        told: list[CopyStats] = [getattr(replica, kind) for replica in self.caches]
-        unfulfilled: Counter[str] = Counter()
-        for copies in told:
-            unfulfilled.update(copies.unfulfilled)
-        return CopyStats(
-            num_wanted=sum(copies.num_wanted for copies in told),
-            num_fulfilled=sum(copies.num_fulfilled for copies in told),
-            num_in_flight=sum(copies.num_in_flight for copies in told),
-            unfulfilled=unfulfilled,
-            num_bytes=sum(copies.num_bytes for copies in told),
-            seconds=sum(copies.seconds for copies in told),
-        )
+        """Sums the copies of one kind over all replicas."""
+        return sum_copies(self.caches, kind)
 
     def misses(self) -> Counter[str]:
         """Sums the requests that missed over all replicas, by reason."""

@@ -44,6 +44,16 @@ def _hits(found: CacheOutcome, summary: CacheSummary) -> Table:
     table.add_row("input throughput", f"{summary.input_tokens_per_s:,.1f} tokens/s")
     if summary.later_input_tokens_per_s is not None:
         table.add_row("  from second requests on", f"{summary.later_input_tokens_per_s:,.1f} tokens/s")
+    if any(copied.num_pages for copied in found.copies.values()):
+        table.add_section()
+    for kind, copied in found.copies.items():
+        if copied.num_pages:
+            speed = "" if copied.bytes_per_s is None else f" at {copied.bytes_per_s / 1e9:,.2f} GB/s"
+            table.add_row(kind, f"{copied.num_pages:,} pages, {copied.num_bytes / 1e6:,.1f} MB{speed}")
+        for reason, count in copied.unfulfilled.items():
+            table.add_row(f"  not done: {escape(reason)}", f"{count:,} pages")
+    for note in found.notes:
+        table.add_row("[yellow]not told[/yellow]", escape(note))
     return table
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
+from hiserve.bench.cache.copies import Caches, Copied, copied, read_caches
 from hiserve.bench.cache.loads import Requests, build
 from hiserve.bench.cache.oracle import Held, Visit, endless_cache
 from hiserve.bench.cache.scrape import Series, increases, page_size_of, scrape
@@ -28,6 +29,8 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
         page_size: Tokens per page of the endless cache.
         held: What that one held of each sample's prompt.
         counters: By how much each of the server's counters grew; empty when it has no ``/metrics``.
+        copies: What it copied between tiers, by kind; empty when it does not tell.
+        notes: What the server did not tell, in words.
         num_differing: Prompts that are of another length to the server than to the endless cache.
     """
 
@@ -35,6 +38,8 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     held: list[Held]
     counters: Series
+    copies: dict[str, Copied]
+    notes: list[str]
     num_differing: int
 
 
@@ -56,10 +61,11 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
         encoder = partial(make_encoder, server.pool, server.target, server.tokenizer)
         requests = await build(load, server.target, encoder, limits.seed)
         await warm_up(server, requests.workload, limits)
-        before = await scrape(server.pool)
+        before, caches_before = await scrape(server.pool), await read_caches(server.pool)
         sender = _Sender(server, requests, load.num_tenants)
         run = await _drive(requests, sender.send, load, limits, progress)
-        after = await scrape(server.pool)
+        after, caches_after = await scrape(server.pool), await read_caches(server.pool)
+    notes = [] if after else ["/metrics gave nothing"]
     outcome = Outcome(
         target=server.target,
         asking=server.client.asking,
@@ -72,8 +78,18 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
         page_size=page_size,
         held=endless_cache([sender.visit(sample) for sample in run.samples], page_size),
         counters=increases(before, after),
+        copies=_copied(caches_before, caches_after, notes),
+        notes=notes,
         num_differing=sum(sample.num_prompt not in (-1, sender.sent(sample).size) for sample in run.samples),
     )
+
+
+def _copied(before: Caches | str, after: Caches | str, notes: list[str]) -> dict[str, Copied]:
+    """Returns what was copied, or notes why that is not known."""
+    if isinstance(before, Caches) and isinstance(after, Caches):
+        return copied(before, after)
+    notes.append(after if isinstance(after, str) else str(before))
+    return {}
 
 
 class _Sender:

@@ -61,6 +61,11 @@ class Cache:
         ]
         await out.json(200, "\n".join([*lines, ""]).encode())
 
+    async def stats(self, asked: Asked, out: Out) -> None:
+        num_pages = self.num_host // PAGE
+        loads = {"num_wanted": num_pages, "num_fulfilled": num_pages, "num_bytes": num_pages * 10**6, "seconds": 0.5}
+        await out.json(200, {"replicas": [{"replica": 0, "incarnation": 1, "loads": loads}]})
+
 
 def common(prompt: list[int], known: list[int]) -> int:
     end = 0
@@ -72,7 +77,12 @@ def common(prompt: list[int], known: list[int]) -> int:
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[FakeServer, Cache]]:
     cache = Cache()
-    routes = {COMPLETIONS: cache.complete, "/flush_cache": cache.flush, "/metrics": cache.metrics}
+    routes = {
+        COMPLETIONS: cache.complete,
+        "/flush_cache": cache.flush,
+        "/metrics": cache.metrics,
+        "/cache/stats": cache.stats,
+    }
     async with FakeServer(routes, CARD) as server:
         yield server, cache
 
@@ -104,10 +114,18 @@ async def test_a_perfect_cache_is_as_good_as_the_endless_one(tmp_path: Path, cap
     assert found["held"] == [{"most": 0, "least": 0}, {"most": 12, "least": 12}] * 4
     assert found["page_size"] == PAGE
     assert found["server_counters"] == {'hiserve:cached_tokens_total{cache_source="host"}': 16.0}
+    loads = {"num_pages": 4, "num_bytes": 4 * 10**6, "seconds": 0.0, "bytes_per_s": None, "unfulfilled": {}}
+    assert (found["copies"]["loads"], found["server_notes"]) == (loads, [])
     assert [each["cached_by_tier"]["host"] for each in found["samples"]] == [0, 4] * 4
     assert plot.stat().st_size > 20_000
     out = " ".join(capsys.readouterr().out.split())
-    for words in ("hit rate │ 42.86%", "endless cache │ 42.86% to 42.86%", "missed: cold", "TTFT by kind of hit"):
+    for words in (
+        "hit rate │ 42.86%",
+        "endless cache │ 42.86% to 42.86%",
+        "missed: cold",
+        "loads │ 4 pages, 4.0 MB",
+        "TTFT by kind of hit",
+    ):
         assert words in out, words
 
 
@@ -136,11 +154,12 @@ async def test_a_server_without_tiers_and_metrics_is_measured_too(tmp_path: Path
     output = tmp_path / "run.json"
     async with serving() as (server, cache):
         cache.tells = False
-        del server.routes["/metrics"]
+        del server.routes["/metrics"], server.routes["/cache/stats"]
         assert await bench_cache(server, *CONVERSATIONS, "--tokens-per-page", "4", "--output", str(output)) == 0
     found = json.loads(output.read_bytes())
     assert found["cache"]["num_cached"] == {"device": 48, "host": 0, "store": 0}
-    assert (found["cache"]["tells_tiers"], found["server_counters"]) == (False, {})
+    assert (found["cache"]["tells_tiers"], found["server_counters"], found["copies"]) == (False, {}, {})
+    assert found["server_notes"] == ["/metrics gave nothing", "/cache/stats answered 404"]
 
 
 async def test_recorded_sessions_are_sent_as_text_and_compared_by_their_tokens(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 
 from hiserve import cli
+from hiserve.bench.cache.copies import ReplicaCache
 from hiserve.commands import serve
 from hiserve.commands.top_board import draw
-from hiserve.commands.top_frames import WINDOW_S, Frame, History, Load, ReplicaCache
+from hiserve.commands.top_frames import WINDOW_S, Frame, History, Load
 from hiserve.messages.cache import CopyStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out

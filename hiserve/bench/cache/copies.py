@@ -1,0 +1,121 @@
+"""What a server copied between its tiers, by ``/cache/stats`` before and after a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hiserve.bench.http import Pool
+from hiserve.messages.cache import CopyStats
+
+KINDS = ("loads", "stores", "prefetches", "uploads")
+PATH = "/cache/stats"
+
+
+class ReplicaCache(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica in ``/cache/stats``; what a server does not tell is empty.
+
+    Attributes:
+        replica: Index from 0.
+        incarnation: Of its worker.
+        tiers: Pages by tier.
+        loads: From host to device.
+        stores: From device to host.
+        prefetches: From a store to the host.
+        uploads: From the host to a store.
+        misses: Requests by the reason why no more of their prompts was cached.
+    """
+
+    replica: int = 0
+    incarnation: int = 0
+    tiers: dict[str, dict[str, Any] | None] = {}
+    loads: CopyStats = CopyStats()
+    stores: CopyStats = CopyStats()
+    prefetches: CopyStats = CopyStats()
+    uploads: CopyStats = CopyStats()
+    misses: dict[str, int] = {}
+
+
+class Caches(msgspec.Struct, frozen=True, kw_only=True):
+    """``/cache/stats``."""
+
+    replicas: list[ReplicaCache] = []
+
+
+class Copied(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of one kind during a run.
+
+    Attributes:
+        num_pages: That arrived.
+        num_bytes: Copied.
+        seconds: Spent on it, waits not included.
+        bytes_per_s: While copying; None when nothing was copied.
+        unfulfilled: Pages that did not arrive, by reason.
+    """
+
+    num_pages: int
+    num_bytes: int
+    seconds: float
+    bytes_per_s: float | None
+    unfulfilled: dict[str, int]
+
+
+def sum_copies(replicas: Sequence[ReplicaCache], kind: str) -> CopyStats:
+    """Sums the copies of one kind over all replicas.
+
+    Args:
+        replicas: Of one server.
+        kind: One of ``KINDS``.
+    """
+    told: list[CopyStats] = [getattr(replica, kind) for replica in replicas]
+    unfulfilled: Counter[str] = Counter()
+    for copies in told:
+        unfulfilled.update(copies.unfulfilled)
+    return CopyStats(
+        num_wanted=sum(copies.num_wanted for copies in told),
+        num_fulfilled=sum(copies.num_fulfilled for copies in told),
+        num_in_flight=sum(copies.num_in_flight for copies in told),
+        unfulfilled=dict(unfulfilled),
+        num_bytes=sum(copies.num_bytes for copies in told),
+        seconds=sum(copies.seconds for copies in told),
+    )
+
+
+async def read_caches(pool: Pool) -> Caches | str:
+    """Returns what the server tells of its caches, or in words why it is not known.
+
+    Raises:
+        UnavailableError: The server cannot be reached.
+    """
+    status, body = await pool.read("GET", PATH)
+    if status != 200:
+        return f"{PATH} answered {status}"
+    try:
+        return msgspec.json.decode(body, type=Caches, strict=False)
+    except msgspec.DecodeError as error:
+        return f"{PATH} is not as hiserve words it: {error}"
+
+
+def copied(before: Caches, after: Caches) -> dict[str, Copied]:
+    """Returns what was copied between two readings; of a worker that began again, since it did."""
+    begun = {(each.replica, each.incarnation): each for each in before.replicas}
+    found = {}
+    for kind in KINDS:
+        old = [begun.get((each.replica, each.incarnation), ReplicaCache()) for each in after.replicas]
+        found[kind] = _difference(sum_copies(old, kind), sum_copies(after.replicas, kind))
+    return found
+
+
+def _difference(old: CopyStats, new: CopyStats) -> Copied:
+    num_bytes, seconds = new.num_bytes - old.num_bytes, new.seconds - old.seconds
+    unfulfilled = {reason: count - old.unfulfilled.get(reason, 0) for reason, count in new.unfulfilled.items()}
+    return Copied(
+        num_pages=new.num_fulfilled - old.num_fulfilled,
+        num_bytes=num_bytes,
+        seconds=seconds,
+        bytes_per_s=num_bytes / seconds if seconds > 0 else None,
+        unfulfilled={reason: count for reason, count in unfulfilled.items() if count},
+    )
