@@ -23,11 +23,10 @@ def adopt(host: HostPool, cache: CacheManager) -> int:
         Pages adopted; none, where their memory cannot be had any more.
     """
     runs = host.adopt()
-    num_touched = 1 + max((int(run.pages.max()) for run in runs), default=0)
-    if not host.touch.wait(num_touched, TOUCH_TIMEOUT_S):
+    if runs and not host.touch.wait(1 + max(int(run.pages.max()) for run in runs), TOUCH_TIMEOUT_S):
         host.clear()
         runs = []
-    cache.grow_host(host.num_ready_pages)
+    cache.grow_host(max(1, host.num_ready_pages))
     num_pages = cache.adopt(runs)
     logger.info("adopted %d of %d pages of the host cache", num_pages, host.num_pages - 1)
     return num_pages

@@ -1,0 +1,167 @@
+"""The host cache from its segment to the planner: what is adopted, what is refused, what waits."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiserve import LLM, SamplingParams
+from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.host_segment import open_segment
+from hiserve.cache.pools.segment import Segment
+from hiserve.cache.pools.touch import Populate
+from hiserve.config import make_config
+from hiserve.core.copies import CopyAck, PageCopy
+from hiserve.errors import ConfigError
+from hiserve.worker.adopt import adopt
+from hiserve.worker.build import build_engine
+from hiserve.worker.copier import Copier
+from tests.helpers.host import NAMESPACE, PAGE_SIZE, fill, make_layout, make_run, told
+from tests.helpers.transfers import GROUPS, PAGE_BYTES
+
+NUM_PAGES = 12
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_model_len": 128,
+    "kv_pages": 40,
+    "max_running_requests": 2,
+    "max_batched_tokens": 64,
+    "overlap": 0,
+    "cpu_threads": 1,
+    "host_cache_gib": 0.01,
+}
+
+
+@pytest.fixture
+def segment() -> Iterator[Segment]:
+    made = Segment.anonymous(make_layout(NUM_PAGES, PAGE_BYTES))
+    yield made
+    made.close()
+
+
+def write(pool: HostPool, segment: Segment, pages: Sequence[int]) -> None:
+    """Writes one prefix to some pages."""
+    run = make_run(list(pages), [10 + page for page in pages])
+    pool.begin(run)
+    fill(segment.pages, run)
+    pool.finish(run.pages)
+
+
+def leave(segment: Segment, pages: Sequence[int]) -> None:
+    """What a process does that dies with some pages VALID and sealed."""
+    pool = HostPool(segment, GROUPS)
+    pool.clear()
+    write(pool, segment, pages)
+    assert pool.wait_checksums(10)
+    pool.close()
+
+
+def new_cache() -> CacheManager:
+    return CacheManager(
+        num_pages=8,
+        page_size=PAGE_SIZE,
+        namespace=NAMESPACE,
+        eviction=LruEviction(),
+        num_host_pages=NUM_PAGES,
+        num_ready_host_pages=1,
+    )
+
+
+def test_what_a_process_left_is_findable(segment: Segment) -> None:
+    leave(segment, [3, 5])
+    host, cache = HostPool(segment, GROUPS), new_cache()
+    assert adopt(host, cache) == 2
+    assert cache.host.pages.num_ready == NUM_PAGES
+    assert cache.host.pages.num_free == NUM_PAGES - 3
+    host.close()
+
+
+def test_nothing_is_adopted_whose_memory_cannot_be_had(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(segment, [3, 5])
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(Populate, "__call__", refuse)
+    with caplog.at_level(logging.WARNING):
+        host, cache = HostPool(segment, GROUPS), new_cache()
+        assert adopt(host, cache) == 0
+    assert cache.host.pages.num_ready == 1
+    assert told(host.adopt()) == {}
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("the host cache stays at 0 pages: ")
+    assert "Lower --host-cache-gib" in warning
+    host.close()
+
+
+class NoTransfers:
+    """Copies nothing."""
+
+    def start(self, copy: PageCopy) -> None:
+        raise AssertionError(copy)
+
+    def forward_done(self, step_id: int) -> None:
+        pass
+
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        return []
+
+    def wait(self, op: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_pages_that_outlive_the_server_get_their_checksums_at_the_end(segment: Segment) -> None:
+    host = HostPool(segment, GROUPS, max_checksum_bytes_per_s=PAGE_BYTES / 0.1)
+    host.clear()
+    write(host, segment, [1, 2, 3])
+    Copier(NoTransfers(), host, linger_s=10.0).close()
+    after = HostPool(segment, GROUPS)
+    assert sum(run.pages.size for run in after.adopt()) == 3
+    after.close()
+
+
+def test_a_segment_of_other_weights_is_refused() -> None:
+    config = make_config(**SMALL)
+    segment = open_segment(make_config(**SMALL | {"load_format": "dummy"}), 0)
+    assert segment is not None
+    with pytest.raises(ConfigError, match="the files of 'hiserve-nano' have changed"):
+        build_engine(config, segment)
+    segment.close()
+
+
+def test_a_host_that_is_made_ready_late_takes_what_was_published_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_touch = threading.Event()
+    populate = Populate.__call__
+
+    def late(self: Populate, *args: int) -> None:
+        may_touch.wait()
+        populate(self, *args)
+
+    monkeypatch.setattr(Populate, "__call__", late)
+    greedy = SamplingParams(temperature=0.0, max_tokens=1)
+    prompts = [np.random.default_rng(seed).integers(7, 4096, 65).tolist() for seed in range(2)]
+    with LLM(in_process=True, **SMALL) as llm:
+        engine = llm._backend.engine  # type: ignore[attr-defined]
+        host = engine._executor._copier._host
+        llm.generate(prompts[:1], greedy)
+        assert engine.stats().cache.stores.num_wanted == 0
+        may_touch.set()
+        assert host.touch.wait(host.num_pages, 10)
+        llm.generate(prompts[1:], greedy)
+        while engine.has_work:
+            engine.step()
+        assert engine.stats().cache.stores.num_fulfilled == 8
