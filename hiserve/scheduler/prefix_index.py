@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hiserve.core.digest import chain, namespace_digest, pack_tokens
+from hiserve.core.digest import Chain, chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.messages.codec import split_digests
 
@@ -36,10 +36,12 @@ class PrefixIndex:
 
     Args:
         page_size: Tokens per page.
+        link: Makes the digests of pages, as the workers do (``core.digest.chain_of``).
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, link: Chain = chain) -> None:
         self._page_size = page_size
+        self._link = link
         self._namespace = b""
         self._pages: dict[int, set[bytes]] = {}
 
@@ -94,5 +96,5 @@ class PrefixIndex:
         while page >= len(digests):
             start = 4 * self._page_size * len(digests)
             stop = start + 4 * self._page_size * HASHED_PAGES
-            digests += chain(digests[-1] if digests else prefix.root, prefix.key[start:stop], self._page_size)
+            digests += self._link(digests[-1] if digests else prefix.root, prefix.key[start:stop], self._page_size)
         return digests[page]

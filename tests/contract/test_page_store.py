@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.pools.file_store import FileStore
-from hiserve.cache.pools.keys import page_keys, root_key
 from hiserve.cache.pools.sim_store import SimStore
 from hiserve.cache.pools.store import PageStore
+from tests.helpers.host import make_keys
 
 PAGE_BYTES = 1000
 MAKERS: dict[str, Callable[[Path], PageStore]] = {
     "file": lambda directory: FileStore(directory / "store", 10**9),
     "sim": lambda directory: SimStore(),
 }
-KEYS = page_keys(root_key(b"x" * 16), bytes(4 * 12), 1)
-STRANGE = page_keys(root_key(b"y" * 16), bytes(4 * 12), 1)
+KEYS = make_keys("x", 12)
+STRANGE = make_keys("y", 12)
 
 
 @pytest.fixture(params=MAKERS)

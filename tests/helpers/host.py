@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hiserve.cache.pools.keys import store_key
 from hiserve.cache.pools.records import Records, page_checksum
 from hiserve.cache.pools.segment import SegmentLayout
 from hiserve.core.copies import PageRun
@@ -36,6 +37,11 @@ def make_run(
     parent = namespace if parent is None else parent
     digests = chain(parent, key, page_size)
     return PageRun(np.array(pages, dtype=np.int32), namespace, parent, digests, key, draft_revision)
+
+
+def make_keys(name: str, count: int) -> list[bytes]:
+    """Store keys of pages that nobody has anything to do with."""
+    return [store_key(namespace_digest(name, str(index))) for index in range(count)]
 
 
 def content(digest: bytes, num_bytes: int = PAGE_BYTES) -> np.ndarray:

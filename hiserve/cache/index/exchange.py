@@ -11,7 +11,6 @@ from hiserve.cache.index.node import NO_PAGES, Node
 from hiserve.cache.index.ops import OpKind, Ops
 from hiserve.cache.index.tiers import Tiers
 from hiserve.core.copies import PageRun
-from hiserve.core.digest import chain
 from hiserve.core.plan import Int32Array
 
 
@@ -74,7 +73,7 @@ class Exchange:
             What to read, or None: the host has no room, the end is not on the host, or the first page is on its
             way already. ``unfulfilled`` counts pages that were left out.
         """
-        digests = chain(end.digests[-1], key, self._tiers.tree.page_size)
+        digests = self._tiers.tree.chain(end.digests[-1], key)
         self.num_wanted += len(digests)
         hold = self._holds.lock_host(end)
         count = min(len(digests), self._tiers.host.num_available)

@@ -19,7 +19,7 @@ from hiserve.cache.index.removal import Removal
 from hiserve.cache.index.tiers import Tier, TierListener, TierPages, Tiers
 from hiserve.cache.index.transfers import Transfers
 from hiserve.core.copies import PageCopy, PageRun
-from hiserve.core.digest import namespace_digest
+from hiserve.core.digest import Chain, chain, namespace_digest
 from hiserve.core.plan import Int32Array
 
 __all__ = ["CacheManager", "HostAdmission", "Match", "Receipt"]
@@ -63,6 +63,7 @@ class CacheManager:
         host_eviction: Decides which goes first there (``LruEviction(ON_HOST)`` unless given).
         max_upload_pages: Host pages that uploads to a store may keep from eviction; 0 without a store.
         listener: Hears which pages each tier has.
+        link: Makes the digests of pages (``core.digest.chain_of``).
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class CacheManager:
         host_eviction: Eviction | None = None,
         max_upload_pages: int = 0,
         listener: TierListener | None = None,
+        link: Chain = chain,
     ) -> None:
         self.page_size = page_size
         self.namespace = namespace
-        self.tree = RadixTree(page_size)
+        self.tree = RadixTree(page_size, link)
         self._listener = listener
         self.device = TierPages(Tier.DEVICE, num_pages, eviction, listener=listener)
         ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: nothing to hand out

@@ -9,7 +9,6 @@ from itertools import islice
 
 from hiserve.cache.index.node import Node
 from hiserve.cache.index.radix import RadixTree
-from hiserve.core.digest import chain
 
 MAX_LOST = 65_536  # digests remembered: about 10 MiB
 MAX_SIBLINGS = 32  # compared with a prompt that continues none of them
@@ -96,7 +95,7 @@ def explain(
     rest = key[num_pages * page_bytes :]
     if not rest:
         return Miss(MissReason.PAGE_REMAINDER, num_tokens)
-    digest = chain(node.digests[used - 1 if used else 0], rest[:page_bytes], tree.page_size)[0]
+    digest = tree.chain(node.digests[used - 1 if used else 0], rest[:page_bytes])[0]
     if is_arriving(digest):
         return Miss(MissReason.IN_FLIGHT, num_tokens)
     if digest in lost:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hiserve.cache.index.node import NO_PAGES, Node, make_root
-from hiserve.core.digest import chain
+from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
 
 MAX_NODE_PAGES = 128  # a leaf grows in place up to here: bounds what each publish of a growing row copies
@@ -22,12 +22,18 @@ class RadixTree:
 
     Args:
         page_size: Tokens per page.
+        link: Makes the digests of pages (``core.digest.chain_of``).
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, link: Chain = chain) -> None:
         self.page_size = page_size
+        self._link = link
         self.page_bytes = 4 * page_size
         self.roots: dict[bytes, Node] = {}
+
+    def chain(self, parent: bytes, key: bytes) -> list[bytes]:
+        """Returns the digests of the whole pages of ``key``, which follow the page or root of digest ``parent``."""
+        return self._link(parent, key, self.page_size)
 
     def root(self, namespace: bytes) -> Node:
         """Returns the namespace's root, or an empty one that the tree does not keep yet."""
@@ -137,7 +143,7 @@ class RadixTree:
         Returns:
             The node that ends with the new pages, and the new pages' digests.
         """
-        digests = chain(node.digests[-1], key, self.page_size)
+        digests = self.chain(node.digests[-1], key)
         assert len(digests) == pages.size > 0, f"{pages.size} pages for a key of {len(key)} bytes"
         grows = in_place and not node.children and node.num_locks == 1 and not node.is_root
         is_plain = not node.host_pages.size and not node.device_ready_op

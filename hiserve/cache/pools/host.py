@@ -15,6 +15,7 @@ from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.touch import FirstTouch, Registrar
 from hiserve.config import CacheVerify
 from hiserve.core.copies import PageRun
+from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array
@@ -32,6 +33,7 @@ class HostPool:
         num_threads: Threads that touch the memory first.
         max_checksum_bytes_per_s: Bound on what the checksum thread reads.
         verify: Which pages ``is_intact`` reads: ``store``, those of a former process, once; ``all``, or none.
+        link: Makes the digests of pages (``core.digest.chain_of``).
 
     Attributes:
         layout: Where each piece of a page begins.
@@ -48,13 +50,14 @@ class HostPool:
         num_threads: int = 4,
         max_checksum_bytes_per_s: float = 2e9,
         verify: CacheVerify = "store",
+        link: Chain = chain,
     ) -> None:
         self.layout = PageLayout(groups, segment.layout.page_size)
         expected, found = self.layout.page_bytes, segment.layout.page_bytes
         assert expected == found, f"pages of {expected} bytes, the segment's have {found}"
         self._pages = segment.pages
         self._bytes = torch.from_numpy(segment.pages)
-        self.records = Records(segment.records, segment.layout.page_size)
+        self.records = Records(segment.records, segment.layout.page_size, link)
         self.touch = FirstTouch(segment, num_threads=num_threads, registrar=registrar)
         self._checksums = Checksums(self.records, segment.pages, max_bytes_per_s=max_checksum_bytes_per_s)
         self._layers = {group.name: self._views(group) for group in groups}

@@ -13,33 +13,18 @@ KEY_BYTES = 32
 SECRET_BYTES = 32
 
 
-def root_key(namespace: bytes) -> bytes:
-    """Returns the key that the chain of a namespace starts from.
+def store_key(digest: bytes, draft_revision: int = 0) -> bytes:
+    """Returns the key of a page in a store.
+
+    A store finds a page by its key alone, where the radix tree compares tokens. So the digest must be of
+    ``core.digest.strong_chain``, which covers everything before the page; and since the secret is in the namespace that
+    the chain starts from, who does not know it cannot tell what a key stands for.
 
     Args:
-        namespace: Digest of the server's secret and everything else that keeps caches apart.
+        digest: 16 bytes. The page's.
+        draft_revision: Of the draft head that wrote the draft part, 0 to 2**64 - 1; 0 where it is not valid.
     """
-    return hashlib.sha256(b"hiserve page keys\0" + namespace).digest()
-
-
-def page_keys(parent: bytes, key: bytes, page_size: int) -> list[bytes]:
-    """Returns one store key per full page of ``key``, each covering everything before it.
-
-    A store finds a page by its key alone, where the radix tree compares tokens. So the key is a chain of
-    sha256: who chooses prompts cannot make two prefixes share one, as might be done to the fast chain of
-    ``core.digest``, and who does not know the secret in the namespace cannot tell what a key stands for.
-
-    Args:
-        parent: Key of the page before ``key``; ``root_key`` at the start.
-        key: Packed int32 token ids; a trailing partial page is ignored.
-        page_size: Tokens per page.
-    """
-    stride = 4 * page_size
-    keys = []
-    for start in range(0, len(key) - stride + 1, stride):
-        parent = hashlib.sha256(parent + key[start : start + stride]).digest()
-        keys.append(parent)
-    return keys
+    return hashlib.sha256(b"hiserve page\0" + draft_revision.to_bytes(8, "little") + digest).digest()
 
 
 def read_secret(path: Path) -> bytes:

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hiserve.core.copies import PageRun
-from hiserve.core.digest import DIGEST_BYTES, chain, pack_tokens
+from hiserve.core.digest import DIGEST_BYTES, Chain, chain, pack_tokens
 from hiserve.core.plan import Int32Array
 
 NO_CHECKSUM = 0
@@ -63,14 +63,16 @@ class Records:
     Args:
         table: ``[num_pages]`` of ``record_type(page_size)``; usually a view of a segment.
         page_size: Tokens per page.
+        link: Makes the digests of pages (``core.digest.chain_of``).
     """
 
-    def __init__(self, table: RecordArray, page_size: int) -> None:
+    def __init__(self, table: RecordArray, page_size: int, link: Chain = chain) -> None:
         assert table.dtype == record_type(page_size), f"records of {table.itemsize} bytes, page size {page_size}"
         self._table = table
         self._fields: dict[str, NDArray[Any]] = {name: table[name] for name in table.dtype.names or ()}
         self._fields["tokens"] = table["tokens"][:, :page_size]
         self._page_size = page_size
+        self._link = link
         self._lives = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
         self._lock = threading.Lock()
 
@@ -154,7 +156,7 @@ class Records:
         Returns:
             Unbranched runs; the parent of each is a namespace or stands in a run before it.
         """
-        runs = list(_runs(_true_records(self._table, self._page_size)))
+        runs = list(_runs(_true_records(self._table, self._page_size, self._link)))
         kept = np.zeros(self._table.size, dtype=np.bool_)
         for run in runs:
             kept[run.pages] = True
@@ -183,7 +185,7 @@ class _Record:
     draft_revision: int
 
 
-def _true_records(table: RecordArray, page_size: int) -> Iterator[_Record]:
+def _true_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[_Record]:
     """Yields the VALID records with a checksum whose digest follows from their parent and tokens."""
     found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
     rows = table[found]
@@ -193,7 +195,7 @@ def _true_records(table: RecordArray, page_size: int) -> Iterator[_Record]:
     for index, (page, revision) in enumerate(zip(found.tolist(), rows["draft_revision"].tolist(), strict=True)):
         namespace, parent, digest = (column[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)] for column in columns)
         key = keys[stride * index : stride * (index + 1)]
-        if page and chain(parent, key, page_size) == [digest]:
+        if page and link(parent, key, page_size) == [digest]:
             yield _Record(page, namespace, parent, digest, key, revision)
 
 

@@ -54,7 +54,7 @@ class PageStore(Protocol):
     anything but the caller's own mistakes. Methods block, up to for ever, so they are called from threads that
     may; several threads may call at once. After ``close`` everything misses.
 
-    Keys have ``KEY_BYTES`` bytes and are collision-free even against whoever chooses prompts (see ``page_keys``).
+    Keys have ``KEY_BYTES`` bytes and are collision-free even against whoever chooses prompts (see ``store_key``).
     A page's bytes never change, so a key that is there need not be written again. Pages are handed over in
     the order of their prefix; where a store must choose, the end of a prefix goes before its start.
 

@@ -262,8 +262,8 @@ MUTANTS = [
     Mutant(
         name="digests of a grown run start anew",
         file=RADIX,
-        old="chain(node.digests[-1], key, self.page_size)",
-        new="chain(node.digests[0], key, self.page_size)",
+        old="self.chain(node.digests[-1], key)",
+        new="self.chain(node.digests[0], key)",
         test=OF_RADIX + "test_digests_go_on_from_the_parent",
     ),
     Mutant(

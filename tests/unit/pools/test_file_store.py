@@ -16,15 +16,15 @@ import pytest
 
 from hiserve.cache.pools import file_store
 from hiserve.cache.pools.file_store import MARKER, MARKER_TEXT, PAUSE_S, FileStore
-from hiserve.cache.pools.keys import page_keys, root_key
 from hiserve.cache.pools.store import HEADER_BYTES
 from hiserve.errors import ConfigError
 from tests.contract.test_page_store import PAGE_BYTES, blanks, pages
+from tests.helpers.host import make_keys
 
 ROOT = Path(__file__).parents[3]
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
-KEYS = page_keys(root_key(b"x" * 16), bytes(4 * 20), 1)
-OTHERS = page_keys(root_key(b"y" * 16), bytes(4 * 20), 1)
+KEYS = make_keys("x", 20)
+OTHERS = make_keys("y", 20)
 PLENTY = 10**9
 
 
@@ -268,7 +268,7 @@ def test_processes_that_share_a_directory_find_each_others_pages(tmp_path: Path)
 def test_processes_that_share_a_directory_keep_the_cap_together(tmp_path: Path) -> None:
     cap = 16
     one, two = FileStore(tmp_path, cap * FILE_BYTES), FileStore(tmp_path, cap * FILE_BYTES)
-    for mine, yours in zip(page_keys(KEYS[0], bytes(400), 1), page_keys(OTHERS[0], bytes(400), 1), strict=True):
+    for mine, yours in zip(make_keys("one", 100), make_keys("two", 100), strict=True):
         one.put([mine], pages([mine]))
         two.put([yours], pages([yours]))
         assert len(files(tmp_path)) <= cap + 2 * cap // 8 + 2

@@ -11,31 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.cache.pools.keys import KEY_BYTES, SECRET_BYTES, page_keys, read_secret, root_key
-from hiserve.core.digest import pack_tokens
+from hiserve.cache.pools.keys import KEY_BYTES, SECRET_BYTES, read_secret, store_key
+from hiserve.core.digest import namespace_digest, pack_tokens, strong_chain
 from hiserve.errors import ConfigError
 
-ROOT = root_key(b"n" * 16)
-TOKENS = pack_tokens(np.arange(40))
+DIGESTS = strong_chain(namespace_digest("model", b"tenant"), pack_tokens(np.arange(40)), 16)
 
 
-def test_a_key_covers_everything_before_it() -> None:
-    keys = page_keys(ROOT, TOKENS, 16)
-    assert [len(key) for key in keys] == [KEY_BYTES] * 2
-    assert keys[0] == hashlib.sha256(ROOT + TOKENS[:64]).digest()
-    assert keys[1] == hashlib.sha256(keys[0] + TOKENS[64:128]).digest()
-    other = page_keys(ROOT, b"\1" + TOKENS[1:], 16)
-    assert not set(keys) & set(other)
-    assert page_keys(keys[0], TOKENS[64:], 16) == keys[1:]
+def test_every_page_and_draft_revision_has_a_key_of_its_own() -> None:
+    keys = [store_key(digest, revision) for digest in DIGESTS for revision in (0, 1, 2**64 - 1)]
+    assert {len(key) for key in keys} == {KEY_BYTES}
+    assert len(set(keys)) == 6
+    assert keys[0] == store_key(DIGESTS[0])
 
 
-def test_namespaces_and_page_sizes_share_no_key() -> None:
-    assert not set(page_keys(ROOT, TOKENS, 16)) & set(page_keys(root_key(b"m" * 16), TOKENS, 16))
-    assert not set(page_keys(ROOT, TOKENS, 16)) & set(page_keys(ROOT, TOKENS, 8))
-
-
-def test_a_partial_page_has_no_key() -> None:
-    assert page_keys(ROOT, TOKENS[:60], 16) == []
+def test_a_key_stays_the_same_from_server_to_server_and_does_not_show_its_digest() -> None:
+    assert store_key(bytes(16)) == hashlib.sha256(b"hiserve page\0" + bytes(24)).digest()
+    assert DIGESTS[0] not in store_key(DIGESTS[0])
 
 
 def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from hiserve.cache.pools.keys import page_keys, root_key
 from hiserve.cache.pools.sim_store import Fault, SimStore, Step
 from tests.contract.test_page_store import blanks, pages
+from tests.helpers.host import make_keys
 
-KEYS = page_keys(root_key(b"x" * 16), bytes(4 * 6), 1)
+KEYS = make_keys("x", 6)
 FINE = Step()
 
 
