@@ -1,0 +1,485 @@
+"""The cache across device and host, by engines of this process: token ids in, token ids out.
+
+Usage: ``python -m benchmarks.cache OUT.json COMMIT`` on a CUDA device: Llama-8B's shape in bfloat16, random weights, about
+4 minutes; ``python -m benchmarks.cache --tiny OUT.json COMMIT`` runs all parts with hiserve-nano on the CPU, as a test
+of this file. The parts:
+
+- ``hit``: time to first token of a long prompt whose prefix is on the host, against the longer of its two halves (the load,
+  the prefill of the rest) and against computing all of it.
+- ``others``: time per token of rows that decode, while such prompts arrive.
+- ``write_through``: time per token of rows that hit nothing, with a host tier and without, in turns.
+- ``conversations``: input tokens per second of conversations that the device cannot hold, from the second turn on, with a
+  host tier and without.
+- ``same_tokens``: hiserve-nano in float32 over a tiny pool and a host tier keeps the margin of the reference without cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.drive import Drive, Seen
+from benchmarks.record import about
+from hiserve.models.config import NANO, find_model
+from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
+from tests.helpers.models import Engine
+from tests.helpers.plans import HandPlanner
+
+SEED = 20261121
+BARS = {
+    "hit over the longer half": 1.5,
+    "hit over recompute": 0.15,
+    "others' p99 while loading": 1.15,
+    "write-through": 1.03,
+    "conversations": 3.0,
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; lengths in tokens.
+
+    Attributes:
+        settings: Of both engines.
+        host_gib: Host tier of the engine that has one.
+        prefix: On the host before each measured hit.
+        suffix: New behind it.
+        repeats: Of each time to first token.
+        rows: That decode while loads run, and with and without write-through.
+        row_prompt: Of each of them.
+        row_output: Of each of them, with and without write-through.
+        num_loads: While others decode.
+        gap_steps: Steps between two of these, and a tenth of those before the first.
+        conversations: Visited in groups.
+        group: Conversations at once.
+        history: Of a conversation's first turn.
+        turn_input: New in each later turn.
+        turn_output: Generated in each turn.
+        turns: All of them; the first is not counted.
+    """
+
+    settings: dict[str, Any]
+    host_gib: float
+    prefix: int
+    suffix: int
+    repeats: int
+    rows: int
+    row_prompt: int
+    row_output: int
+    num_loads: int
+    gap_steps: int
+    conversations: int
+    group: int
+    history: int
+    turn_input: int
+    turn_output: int
+    turns: int
+
+
+FULL = Sizes(
+    settings={
+        "load_format": "dummy",
+        "shape": "llama-8b",
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "kv_pages": 4096,
+        "page_size": 16,
+        "max_model_len": 17_408,
+        "max_batched_tokens": 2048,
+        "max_running_requests": 32,
+    },
+    host_gib=34.0,
+    prefix=16_384,
+    suffix=256,
+    repeats=5,
+    rows=8,
+    row_prompt=512,
+    row_output=96,
+    num_loads=15,
+    gap_steps=10,
+    conversations=32,
+    group=4,
+    history=6144,
+    turn_input=256,
+    turn_output=16,
+    turns=3,
+)
+TINY = Sizes(
+    settings={
+        "model": NANO,
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_pages": 160,
+        "page_size": 16,
+        "max_model_len": 1400,
+        "max_batched_tokens": 256,
+        "max_running_requests": 8,
+        "cpu_threads": 1,
+    },
+    host_gib=0.1,
+    prefix=1024,
+    suffix=32,
+    repeats=2,
+    rows=4,
+    row_prompt=32,
+    row_output=24,
+    num_loads=3,
+    gap_steps=4,
+    conversations=8,
+    group=2,
+    history=512,
+    turn_input=32,
+    turn_output=4,
+    turns=2,
+)
+
+
+class Bench:
+    """Two engines of one shape, with a host tier and without, and random prompts for both.
+
+    Args:
+        sizes: What is measured.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self.host = Drive(host_cache_gib=sizes.host_gib, **sizes.settings)
+        self.device = Drive(host_cache_gib=0, **sizes.settings)
+        self._rng = np.random.default_rng(SEED)
+
+    def prompt(self, length: int) -> np.ndarray:
+        """Returns a prompt that nobody has seen, int32 ``[length]``."""
+        return self._rng.integers(7, self.host.vocab_size, length, dtype=np.int32)
+
+    def first_token(self, drive: Drive, prompt: np.ndarray) -> Seen:
+        """Runs a request of one token, and what it leaves to be copied."""
+        seen = drive.add(prompt, 1)
+        drive.finish(seen)
+        drive.settle()
+        return seen
+
+    def close(self) -> None:
+        """Gives both back."""
+        self.host.close()
+        self.device.close()
+
+
+def measure_hit(bench: Bench) -> dict[str, Any]:
+    """Times a prompt whose prefix is on the host, and what it could be at best and at worst."""
+    sizes, drive = bench.sizes, bench.host
+    prefix = bench.prompt(sizes.prefix)
+
+    def longer() -> np.ndarray:
+        return np.concatenate((prefix, bench.prompt(sizes.suffix)))
+
+    def from_host() -> dict[str, Any]:
+        drive.leave_device()
+        drive.loads.clear()
+        seen = bench.first_token(drive, longer())
+        return {
+            "ttft_s": seen.ttft_s,
+            "host_tokens": seen.cached.host if seen.cached else 0,
+            "load_s": sum(load.seconds for load in drive.loads),
+            "load_bytes": sum(load.num_bytes for load in drive.loads),
+        }
+
+    def from_device() -> dict[str, Any]:
+        seen = bench.first_token(drive, longer())
+        return {"ttft_s": seen.ttft_s, "device_tokens": seen.cached.device if seen.cached else 0}
+
+    bench.first_token(drive, longer())
+    for warm_up in (from_host, from_device):
+        warm_up()
+    hits = [from_host() for _ in range(sizes.repeats)]
+    rests = [from_device() for _ in range(sizes.repeats)]
+    whole = sizes.prefix + sizes.suffix
+    recomputed = [bench.first_token(bench.device, bench.prompt(whole)).ttft_s for _ in range(sizes.repeats + 1)][1:]
+    ttft_s, load_s = median(hits, "ttft_s"), median(hits, "load_s")
+    longer_half_s = max(load_s, median(rests, "ttft_s"))
+    return {
+        "ttft_s": ttft_s,
+        "load_s": load_s,
+        "load_bytes_per_s": median(hits, "load_bytes") / load_s if load_s else 0.0,
+        "rest_s": median(rests, "ttft_s"),
+        "recompute_s": statistics.median(recomputed),
+        "ratios": {
+            "hit over the longer half": ttft_s / longer_half_s,
+            "hit over recompute": ttft_s / statistics.median(recomputed),
+        },
+        "samples": {"hits": hits, "rests": rests, "recomputed_s": recomputed},
+    }
+
+
+def measure_others(bench: Bench) -> dict[str, Any]:
+    """Times the tokens of rows that decode while long prompts come from the host."""
+    sizes, drive = bench.sizes, bench.host
+    prefix = bench.prompt(sizes.prefix)
+    bench.first_token(drive, prefix)
+    steps = sizes.num_loads * (2 * sizes.gap_steps + 40) + 10 * sizes.gap_steps
+    output = min(steps, known_len(drive) - sizes.row_prompt - 1)
+    rows = [drive.add(bench.prompt(sizes.row_prompt), output) for _ in range(sizes.rows)]
+    while not all(len(row.times) > 3 for row in rows):
+        drive.step()
+    quiet_from = time.perf_counter()
+    steps_of(drive, 10 * sizes.gap_steps)
+    quiet_to = time.perf_counter()
+    drive.loads.clear()
+    arrivals = []
+    for _ in range(sizes.num_loads):
+        drive.leave_device()
+        steps_of(drive, sizes.gap_steps)
+        arrivals.append(drive.add(np.concatenate((prefix, bench.prompt(sizes.suffix))), 1))
+        drive.finish(arrivals[-1])
+        steps_of(drive, sizes.gap_steps)
+    still_decoding = sum(not row.is_done for row in rows)
+    loading = [(load.begin, load.end) for load in drive.loads if load.end]
+    loaded_at = [max((end for _, end in loading if end <= seen.times[0]), default=seen.added) for seen in arrivals]
+    prefilling = [(at, seen.times[0]) for at, seen in zip(loaded_at, arrivals, strict=True)]
+    gaps = [gap for row in rows for gap in pairwise(row.times)]
+    quiet = [end - begin for begin, end in gaps if quiet_from <= begin and end <= quiet_to]
+    during_prefill = [end - begin for begin, end in gaps if overlaps(begin, end, prefilling)]
+    during_load = [
+        end - begin for begin, end in gaps if overlaps(begin, end, loading) and not overlaps(begin, end, prefilling)
+    ]
+    drive.abort(*rows)
+    figures = {"quiet": quiet, "while loading": during_load, "while the rest is prefilled": during_prefill}
+    return {
+        "rows_still_decoding_at_the_end": still_decoding,
+        "host_tokens": [seen.cached.host if seen.cached else 0 for seen in arrivals],
+        "arrivals_ttft_s": [seen.ttft_s for seen in arrivals],
+        "tpot_s": {name: percentiles(values) for name, values in figures.items() if values},
+        "ratios": {"others' p99 while loading": ratio_of_p99(during_load, quiet)},
+        "samples": figures,
+    }
+
+
+def measure_write_through(bench: Bench) -> dict[str, Any]:
+    """Times decoding with a host tier, which stores every full page, and without, in turns; nothing is hit."""
+    sizes = bench.sizes
+    samples: dict[str, list[dict[str, float]]] = {"host": [], "device": []}
+    stored = bench.host.engine.stats().cache.stores.num_fulfilled
+    for _ in range(4):
+        for name, drive in (("host", bench.host), ("device", bench.device)):
+            rows = [drive.add(bench.prompt(sizes.row_prompt), sizes.row_output) for _ in range(2 * sizes.rows)]
+            drive.finish(*rows)
+            drive.settle()
+            started = max(row.times[0] for row in rows)
+            gaps = [end - begin for row in rows for begin, end in pairwise(row.times) if begin >= started]
+            samples[name].append({"median_s": statistics.median(gaps), "mean_s": statistics.fmean(gaps)})
+    host_s, device_s = (median(values[1:], "median_s") for values in samples.values())  # the first warms up
+    mean_host_s, mean_device_s = (median(values[1:], "mean_s") for values in samples.values())
+    return {
+        "tpot_s": {"host": host_s, "device": device_s, "mean_host": mean_host_s, "mean_device": mean_device_s},
+        "stored_pages": bench.host.engine.stats().cache.stores.num_fulfilled - stored,
+        "ratios": {"write-through": host_s / device_s},
+        "samples": samples,
+    }
+
+
+def measure_conversations(bench: Bench) -> dict[str, Any]:
+    """Visits conversations in groups, turn after turn, with a host tier and without."""
+    sizes = bench.sizes
+    first = [bench.prompt(sizes.history) for _ in range(sizes.conversations)]
+    later = [[bench.prompt(sizes.turn_input) for _ in first] for _ in range(sizes.turns - 1)]
+    result: dict[str, Any] = {}
+    for name, drive in (("host", bench.host), ("device", bench.device)):
+        drive.engine.flush()
+        before = drive.engine.stats().cache
+        groups = visit(drive, sizes, first, later)
+        after = drive.engine.stats().cache
+        counted = [group for group in groups if group["turn"] > 0]
+        seconds = sum(group["seconds"] for group in counted)
+        result[name] = {
+            "input_tokens_per_s": sum(group["input_tokens"] for group in counted) / seconds,
+            "seconds_per_group": statistics.median(group["seconds"] for group in counted),
+            "loaded_pages": after.loads.num_fulfilled - before.loads.num_fulfilled,
+            "stored_pages": after.stores.num_fulfilled - before.stores.num_fulfilled,
+            "unfulfilled": {"loads": dict(after.loads.unfulfilled), "stores": dict(after.stores.unfulfilled)},
+            "groups": groups,
+        }
+    ratio = result["host"]["input_tokens_per_s"] / result["device"]["input_tokens_per_s"]
+    return result | {"ratios": {"conversations": ratio}}
+
+
+def visit(
+    drive: Drive, sizes: Sizes, first: Sequence[np.ndarray], later: Sequence[Sequence[np.ndarray]]
+) -> list[dict[str, Any]]:
+    """Returns turn, seconds, input tokens and cached tokens of each group, in order."""
+    histories, groups = list(first), []
+    for turn in range(sizes.turns):
+        for start in range(0, len(histories), sizes.group):
+            members = range(start, min(start + sizes.group, len(histories)))
+            begin = time.perf_counter()
+            requests = [drive.add(histories[i], sizes.turn_output) for i in members]
+            drive.finish(*requests)
+            seconds = time.perf_counter() - begin
+            groups.append(
+                {
+                    "turn": turn,
+                    "seconds": seconds,
+                    "input_tokens": sum(len(histories[i]) for i in members),
+                    "device_tokens": sum(seen.cached.device for seen in requests if seen.cached),
+                    "host_tokens": sum(seen.cached.host for seen in requests if seen.cached),
+                }
+            )
+            if turn + 1 < sizes.turns:
+                for i, seen in zip(members, requests, strict=True):
+                    said = np.array(seen.tokens, dtype=np.int32)
+                    histories[i] = np.concatenate((histories[i], said, later[turn][i]))
+    drive.settle()
+    return groups
+
+
+def measure_same_tokens(bench: Bench) -> dict[str, Any]:
+    """Runs hiserve-nano over a pool that holds a third of the work, twice, and judges the second pass."""
+    device = bench.sizes.settings["device"]
+    drive = Drive(
+        model=NANO,
+        device=device,
+        dtype="float32",
+        page_size=16,
+        kv_pages=60,
+        max_model_len=512,
+        max_running_requests=4,
+        max_batched_tokens=64,
+        host_cache_gib=0.1,
+    )
+    rng = np.random.default_rng(SEED)
+    prompts = {row: rng.integers(7, 4096, 160 + 11 * row, dtype=np.int32) for row in range(1, 9)}
+    for _ in range(2):
+        seen = {row: drive.add(prompt, 40) for row, prompt in prompts.items()}
+        drive.finish(*seen.values())
+        drive.settle()
+    stats = drive.engine.stats()
+    drive.close()
+    forced = {row: teacher_forced(prompt.tolist(), seen[row].tokens) for row, prompt in prompts.items()}
+
+    def logits(where: str, chunk: int) -> dict[int, torch.Tensor]:
+        attention = "cpu" if where == "cpu" else "reference"
+        engine = Engine(find_model(NANO), device=where, attention=attention, num_pages=200, max_len=512, max_rows=9)
+        return engine.logits(HandPlanner(16, 200), forced, chunk)
+
+    reference = logits("cpu", 512)
+    difference = shape_difference(logits(device, 64), logits("cpu", 7))
+    verdict = join(
+        [
+            margin(reference[row][len(prompt) - 1 :], as_tensor(seen[row].tokens), difference)
+            for row, prompt in prompts.items()
+        ]
+    )
+    return {
+        "is_kept": verdict.is_kept,
+        "worst": verdict.worst,
+        "epsilon": verdict.epsilon,
+        "needed": verdict.num_needed,
+        "positions": verdict.num_positions,
+        "distinct_tokens": len({token for each in seen.values() for token in each.tokens}),
+        "host_tokens": sum(each.cached.host for each in seen.values() if each.cached),
+        "loaded_pages": stats.cache.loads.num_fulfilled,
+    }
+
+
+def known_len(drive: Drive) -> int:
+    """Returns the longest request of an engine, in tokens."""
+    return int(drive.settings.model.max_model_len)
+
+
+def steps_of(drive: Drive, count: int) -> None:
+    """Runs steps."""
+    for _ in range(count):
+        drive.step()
+
+
+def overlaps(begin: float, end: float, windows: Sequence[tuple[float, float]]) -> bool:
+    """Whether a stretch of time meets any of the windows."""
+    return any(begin < window_end and window_begin < end for window_begin, window_end in windows)
+
+
+def median(samples: Sequence[dict[str, Any]], name: str) -> float:
+    """Returns the median of one field."""
+    return statistics.median(sample[name] for sample in samples)
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """Returns median and 99th percentile, and of how many."""
+    return {"median": float(np.median(values)), "p99": float(np.percentile(values, 99)), "count": len(values)}
+
+
+def ratio_of_p99(values: Sequence[float], others: Sequence[float]) -> float | None:
+    """Returns how many times longer the 99th percentile is; None where one of them is empty."""
+    return float(np.percentile(values, 99) / np.percentile(others, 99)) if values and others else None
+
+
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "hit": measure_hit,
+    "others": measure_others,
+    "write_through": measure_write_through,
+    "conversations": measure_conversations,
+    "same_tokens": measure_same_tokens,
+}
+
+
+def show(parts: dict[str, Any]) -> None:
+    """Prints the figures, shortest first, then each ratio beside its bar."""
+    for name, part in parts.items():
+        figures = {key: value for key, value in part.items() if not key.startswith("samples") and key != "ratios"}
+        if name == "conversations":
+            figures = {tier: {k: v for k, v in figures[tier].items() if k != "groups"} for tier in ("host", "device")}
+        print(f"{name}: {json.dumps(rounded(figures))}")
+    print(f"{'ratio':<28} {'is':>8} {'bar':>6}")
+    for part in parts.values():
+        for name, ratio in part.get("ratios", {}).items():
+            print(f"{name:<28} {'-' if ratio is None else f'{ratio:.3f}':>8} {BARS[name]:>6}")
+
+
+def rounded(value: Any) -> Any:
+    """Returns figures with four digits."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> int:
+    """Writes the result file, part by part; returns 1 if the tokens are not the same."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("commit")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    given = parser.parse_args()
+    sizes = TINY if given.tiny else FULL
+    flags = " --tiny" * given.tiny
+    result = about(f"python -m benchmarks.cache{flags} OUT.json COMMIT", at_commit=given.commit)
+    result |= {"seed": SEED, "workload": {name: getattr(sizes, name) for name in Sizes.__annotations__}, "bars": BARS}
+    begin = time.perf_counter()
+    bench = Bench(sizes)
+    result |= {"build_s": [bench.host.build_s, bench.device.build_s], "memory_bytes": bench.host.memory, "parts": {}}
+    print(f"engines built after {time.perf_counter() - begin:.1f} s", flush=True)
+    for name in given.parts:
+        started = time.perf_counter()
+        result["parts"][name] = PARTS[name](bench)
+        result["parts"][name]["wall_s"] = time.perf_counter() - started
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"{name} took {result['parts'][name]['wall_s']:.1f} s", flush=True)
+    bench.close()
+    if sizes.settings["device"] == "cuda":
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    show(result["parts"])
+    return int(not result["parts"].get("same_tokens", {"is_kept": True})["is_kept"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

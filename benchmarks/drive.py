@@ -1,0 +1,170 @@
+"""An engine of this process, driven step by step: when each token of each request came, and what was loaded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hiserve.cache.pools.host_segment import open_segment
+from hiserve.config import make_config
+from hiserve.core.copies import CopyKind
+from hiserve.core.machine import probe
+from hiserve.core.request import SamplingParams
+from hiserve.core.resolve import resolve
+from hiserve.core.reuse import CacheUse
+from hiserve.messages.types import Admit
+from hiserve.models.shapes import read_model
+from hiserve.worker.build import build_engine
+
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Seen:
+    """One request, as its caller sees it; times by ``time.perf_counter``.
+
+    Attributes:
+        uid: Its number.
+        added: When it was added.
+        times: When each token came.
+        tokens: They themselves.
+        cached: What of its prompt came from the cache.
+        is_done: Its last token has come.
+    """
+
+    uid: int
+    added: float
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    cached: CacheUse | None = None
+    is_done: bool = False
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the request to its first token."""
+        return self.times[0] - self.added
+
+
+@dataclass(slots=True)
+class LoadSeen:
+    """One order to load pages.
+
+    Attributes:
+        begin: When it was given, by ``time.perf_counter``.
+        end: When it was known to have ended.
+        seconds: What it took of the link.
+        num_bytes: That arrived.
+    """
+
+    begin: float
+    end: float = 0.0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class Drive:
+    """An engine and everything that was seen of it.
+
+    Attributes:
+        settings: As resolved.
+        memory: The plan of ``resolve``, bytes by item.
+        build_s: Seconds until it was ready, its host pages included.
+        loads: All that were ordered since the caller last cleared the list.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        begin = time.perf_counter()
+        given = make_config(log_level="warning", **settings)
+        _, model = read_model(given.model)
+        resolved = resolve(given, model.facts(), probe())
+        self.settings, self.memory = resolved.config, resolved.memory | resolved.host_memory
+        self.vocab_size = model.vocab_size
+        self._segment = open_segment(resolved.config, 0)
+        self.engine = build_engine(resolved.config, self._segment)
+        self._seen: dict[int, Seen] = {}
+        self._open: dict[int, LoadSeen] = {}
+        self.loads: list[LoadSeen] = []
+        self._watch()
+        if self._segment is not None:
+            while self._executor.num_ready_host_pages < self._segment.layout.num_pages:
+                assert time.perf_counter() < begin + READY_TIMEOUT_S, "the host pages are not ready"
+                time.sleep(0.01)
+        self.build_s = time.perf_counter() - begin
+
+    @property
+    def _executor(self) -> Any:
+        return self.engine._executor
+
+    def _watch(self) -> None:
+        """Looks at what passes between engine and executor."""
+        executor, submit, take_acks = self._executor, self._executor.submit, self._executor.take_acks
+
+        def watched_submit(plan: Any) -> Any:
+            for copy in plan.copies:
+                if copy.kind is CopyKind.LOAD:
+                    self._open[copy.op] = LoadSeen(time.perf_counter())
+                    self.loads.append(self._open[copy.op])
+            return submit(plan)
+
+        def watched_acks(*arguments: Any) -> Any:
+            acks = take_acks(*arguments)
+            for ack in acks:
+                if (load := self._open.pop(ack.op, None)) is not None:
+                    load.end, load.seconds, load.num_bytes = time.perf_counter(), ack.seconds, ack.num_bytes
+            return acks
+
+        executor.submit, executor.take_acks = watched_submit, watched_acks
+
+    def add(self, prompt: np.ndarray, num_new: int) -> Seen:
+        """Adds a greedy request that generates ``num_new`` tokens whatever they are; prompt int32 ``[n]``."""
+        sampling = SamplingParams(temperature=0.0, seed=0, max_tokens=num_new, ignore_eos=True)
+        uid = len(self._seen) + 1
+        self._seen[uid] = Seen(uid, time.perf_counter())
+        self.engine.add(Admit(uid, len(prompt), sampling, b"", 0), prompt)
+        return self._seen[uid]
+
+    def step(self) -> None:
+        """One step; notes what it brought."""
+        report = self.engine.step()
+        if report is None:
+            return
+        assert not report.failed, report.failed
+        now, start = time.perf_counter(), 0
+        for uid, count, finish, cached in zip(report.uids, report.counts, report.finishes, report.cached, strict=True):
+            seen = self._seen[uid]
+            seen.tokens += report.tokens[start : start + count].tolist()
+            seen.times += [now] * count
+            seen.cached = cached or seen.cached
+            seen.is_done |= bool(finish)
+            start += count
+
+    def finish(self, *requests: Seen) -> None:
+        """Steps until these have ended."""
+        while not all(request.is_done for request in requests):
+            self.step()
+
+    def abort(self, *requests: Seen) -> None:
+        """Ends these, and what they leave to be copied."""
+        self.engine.abort([request.uid for request in requests])
+        self.settle()
+
+    def settle(self) -> None:
+        """Steps until there is nothing to do, copies included."""
+        while self.engine.has_work:
+            self.step()
+
+    def leave_device(self) -> None:
+        """Evicts from the device what nobody uses; the host keeps what it has."""
+        cache: Any = self.engine._planner._cache
+        pages = cache.take(np.zeros(cache.pages.num_free + cache.num_evictable, dtype=np.int32))
+        assert pages is not None
+        cache.give(pages)
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self.engine.close()
+        if self._segment is not None:
+            self._segment.close()
