@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
+from hiserve.core.digest import namespace_digest
+
 Prefix = tuple[bytes, ...]  # the packed tokens of each page, first to last
 Place = tuple[bytes, Prefix]  # tenant and prefix: what a page holds, in context
 
@@ -119,8 +121,7 @@ class IndexModel:
     @staticmethod
     def root_digest(namespace: bytes, tenant: bytes) -> bytes:
         """Returns the digest that a tenant's chain starts with."""
-        framed = b"".join(len(part).to_bytes(8, "little") + part for part in (namespace, tenant))
-        return xxhash.xxh3_128(framed).digest()
+        return namespace_digest(namespace, tenant)
 
     def _use(self, tenant: bytes, prefix: Prefix) -> None:
         self._clock += 1

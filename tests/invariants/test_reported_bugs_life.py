@@ -14,12 +14,12 @@ import pytest
 
 from hiserve.cache.index.tiers import Tier
 from hiserve.cache.pools.file_store import FileStore
-from hiserve.cache.pools.keys import page_keys, root_key
+from hiserve.cache.pools.keys import KEY_BYTES
 from hiserve.cache.pools.segment import Segment
 from hiserve.core.copies import CopyKind
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.host import PAGE_BYTES, make_layout
-from tests.helpers.tiers import TENANT, is_whole, key, new_cache, prompt, squeeze_host
+from tests.helpers.tiers import TENANT, is_whole, new_cache, prompt, squeeze_host
 
 PAGE = 4
 
@@ -86,7 +86,7 @@ def test_tc_42_a_request_aborted_at_any_step_leaves_nothing_held(turn: int, fail
 def test_tc_43_prefetches_without_end_keep_no_memory(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store", 1 << 20)
     segment = Segment.anonymous(make_layout(8))
-    keys = page_keys(root_key(b"tenant"), key(1, 2, 3), 2)
+    keys = [bytes([number]) * KEY_BYTES for number in range(3)]
     store.put(keys, [memoryview(bytes(PAGE_BYTES))] * 3)
     cache = new_cache(num_host_pages=8)
 

@@ -60,7 +60,7 @@ MUTANTS = [
         file="hiserve/cache/index/node.py",
         old="return self.is_on_host_only and not self.children and",
         new="return self.is_on_host_only and",
-        test=CASES + "test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more",
+        test=MACHINE,
     ),
     Mutant(
         name="TC-25: what a prefetch continues is not held",
@@ -144,7 +144,7 @@ MUTANTS = [
         file=REMOVAL,
         old="                self._holds.shorten(op.hold)\n",
         new="",
-        test=OF_TIERS + "test_a_host_page_that_is_being_uploaded_outlives_a_flush_and_its_request",
+        test=MACHINE,
     ),
     Mutant(
         name="TC-45: chunks are not stored",
