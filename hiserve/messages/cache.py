@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+TierName = Literal["device", "host", "store"]
+LOCAL_TIERS: tuple[TierName, ...] = ("device", "host")  # those of one worker alone
 
 
 class TierStats(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """What processes say to each other: typed structs, and raw int32 frames for token ids.
 
-Directions: client -> scheduler ``Generate Abort Flush Query Stop``; scheduler -> client
-``Started StartFailed Tokens Failed Flushed Status``; scheduler -> worker ``Configure Admit
-Drop FlushCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed``.
+Directions: client -> scheduler ``Generate Abort Flush Inspect Query Stop``; scheduler -> client
+``Started StartFailed Tokens Failed Flushed Inspected Status``; scheduler -> worker ``Configure Admit
+Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected``.
 Token ids travel in frames beside the struct: see each struct's ``Frames``.
 """
 
@@ -13,7 +13,7 @@ import msgspec
 from hiserve.config import Config
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.cache import CacheStats
+from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -43,9 +43,17 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty every prefix cache. Answered by ``Flushed``."""
+    """Empty these tiers of every prefix cache. Answered by ``Flushed``."""
 
     ticket: int
+    tiers: tuple[TierName, ...]
+
+
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Show the upper levels of every radix tree, ``depth`` below the roots. Answered by ``Inspected``."""
+
+    ticket: int
+    depth: int
 
 
 class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -149,6 +157,13 @@ class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: int
 
 
+class Inspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``Inspect``: the trees of the ready workers, by replica."""
+
+    ticket: int
+    trees: list[TreeFacts]
+
+
 class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answer to ``Query``.
 
@@ -211,9 +226,17 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty the prefix cache of this worker."""
+    """Empty these tiers of this worker's prefix cache."""
 
     ticket: int
+    tiers: tuple[TierName, ...]
+
+
+class InspectCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Show the upper levels of this worker's radix tree, ``depth`` below the roots."""
+
+    ticket: int
+    depth: int
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -284,7 +307,15 @@ class CacheFlushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pages: int
 
 
-ToScheduler = Generate | Abort | Flush | Query | Stop
-ToClient = Started | StartFailed | Tokens | Failed | Flushed | Status
-ToWorker = Configure | Admit | Drop | FlushCache | Stop
-FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed
+class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Answer to ``InspectCache``: nodes as ``TreeFacts`` has them."""
+
+    incarnation: int
+    ticket: int
+    nodes: list[NodeFacts]
+
+
+ToScheduler = Generate | Abort | Flush | Inspect | Query | Stop
+ToClient = Started | StartFailed | Tokens | Failed | Flushed | Inspected | Status
+ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | Stop
+FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import NOTHING, CacheUse
 from hiserve.errors import EngineError, HiserveError, UnavailableError
+from hiserve.messages.cache import LOCAL_TIERS, TierName, TreeFacts
 from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
@@ -26,6 +27,8 @@ from hiserve.messages.types import (
     Flush,
     Flushed,
     Generate,
+    Inspect,
+    Inspected,
     Query,
     Started,
     StartFailed,
@@ -218,14 +221,23 @@ class EngineClient:
             self._process.send(encode(Abort(uids)))
         return len(uids)
 
-    async def flush(self) -> int:
-        """Empties the prefix caches of all workers; returns the pages emptied.
+    async def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        """Empties tiers of the prefix caches of all workers; returns the pages emptied.
 
         Raises:
             UnavailableError: The engine is stopped or dead.
         """
-        answer: Flushed = await self._ask(Flush)
+        answer: Flushed = await self._ask(lambda ticket: Flush(ticket, tiers))
         return answer.pages
+
+    async def inspect(self, depth: int) -> list[TreeFacts]:
+        """Returns the radix trees of all workers, from the roots to ``depth`` levels below them.
+
+        Raises:
+            UnavailableError: The engine is stopped or dead.
+        """
+        answer: Inspected = await self._ask(lambda ticket: Inspect(ticket, depth))
+        return answer.trees
 
     async def status(self) -> Status:
         """Returns the state of scheduler and workers.
@@ -253,7 +265,8 @@ class EngineClient:
             self._process.kill()
             await self._watch
 
-    async def _ask(self, question: type[Flush] | type[Query]) -> Any:
+    async def _ask(self, question: Callable[[int], Flush | Inspect | Query]) -> Any:
+        """Sends a question made of its ticket, and waits for the answer."""
         self._require_open()
         ticket = next(self._tickets)
         answer = self._answers[ticket] = asyncio.get_running_loop().create_future()
@@ -302,7 +315,7 @@ class EngineClient:
                 self._spread(news, received.tokens.tolist(), received.scores)
             case Failed() as failed:
                 self._end(failed.uid).fail(to_error(failed.code, failed.message))
-            case Flushed() | Status() as answer:
+            case Flushed() | Inspected() | Status() as answer:
                 if answer.ticket in self._answers and not self._answers[answer.ticket].done():
                     self._answers[answer.ticket].set_result(answer)
             case Started() as started:

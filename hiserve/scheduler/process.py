@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import uvloop
@@ -25,13 +24,15 @@ from hiserve.messages.types import (
     Abort,
     Admit,
     CacheFlushed,
+    CacheInspected,
     Drop,
     Failed,
     Flush,
     FlushCache,
-    Flushed,
     FromWorker,
     Generate,
+    Inspect,
+    InspectCache,
     Query,
     Ready,
     Started,
@@ -44,20 +45,13 @@ from hiserve.messages.types import (
 )
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import POLICIES
+from hiserve.scheduler.rounds import Rounds
 from hiserve.scheduler.supervisor import WORKER_COMMAND, Supervisor
 
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 1000
 PARENT_DIED = signal.SIGHUP
-
-
-@dataclass(slots=True)
-class _Flushing:
-    """A flush some workers have not answered yet."""
-
-    waiting: set[int]
-    pages: int = 0
 
 
 class Service:
@@ -79,7 +73,6 @@ class Service:
         self._page_size = config.cache.page_size
         self._decoder = Decoder[ToScheduler](ToScheduler)
         self._late = Coalescer()
-        self._flushing: dict[int, _Flushing] = {}
         self._num_malformed = 0
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -89,6 +82,7 @@ class Service:
         self._client = AsyncChannel(
             link, on_messages=self._receive, on_writable=self._send_late, on_gone=lambda: self._end(0)
         )
+        self._rounds = Rounds(self._supervisor.send, self._client.send)
 
     async def run(self) -> int:
         """Serves until the client ends it or is gone; returns the exit code."""
@@ -121,8 +115,10 @@ class Service:
                 self._dispatcher.submit(message, received.tokens)
             case Abort(uids):
                 self._dispatcher.abort(uids)
-            case Flush(ticket):
-                self._flush(ticket)
+            case Flush(ticket, tiers):
+                self._rounds.ask(FlushCache(ticket, tiers), self._supervisor.ready_replicas())
+            case Inspect(ticket, depth):
+                self._rounds.ask(InspectCache(ticket, depth), self._supervisor.ready_replicas())
             case Query(ticket):
                 self._client.send(encode(self._status(ticket)))
             case Stop():
@@ -138,16 +134,6 @@ class Service:
     def _expire(self) -> None:
         self._dispatcher.expire()
         self._set_timer()
-
-    def _flush(self, ticket: int) -> None:
-        self._flushing[ticket] = _Flushing(set(self._supervisor.ready_replicas()))
-        for replica in self._flushing[ticket].waiting:
-            self._supervisor.send(replica, encode(FlushCache(ticket)))
-        self._answer_flushes()
-
-    def _answer_flushes(self) -> None:
-        for ticket in [ticket for ticket, flushing in self._flushing.items() if not flushing.waiting]:
-            self._client.send(encode(Flushed(ticket, self._flushing.pop(ticket).pages)))
 
     def _status(self, ticket: int) -> Status:
         return Status(
@@ -199,10 +185,8 @@ class Service:
         message = received.message
         if isinstance(message, StepReport):
             self._dispatcher.report(replica, message, *received[1:])
-        elif isinstance(message, CacheFlushed) and message.ticket in self._flushing:
-            self._flushing[message.ticket].pages += message.pages
-            self._flushing[message.ticket].waiting.discard(replica)
-            self._answer_flushes()
+        elif isinstance(message, CacheFlushed | CacheInspected):
+            self._rounds.answered(replica, message)
 
     def worker_idle(self) -> None:
         """Uses the credits that came back."""
@@ -211,9 +195,7 @@ class Service:
     def worker_lost(self, replica: int, error: HiserveError) -> None:
         """Ends what it held."""
         self._dispatcher.worker_lost(replica, error)
-        for flushing in self._flushing.values():
-            flushing.waiting.discard(replica)
-        self._answer_flushes()
+        self._rounds.lost(replica)
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """Refuses everything once no worker is left."""

@@ -1,4 +1,4 @@
-"""Endpoints for whoever runs the server: information, load, flushing, ending requests."""
+"""Endpoints for whoever runs the server: information, load, ending requests."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ class AdminRoutes:
             router.add_api_route(path, self.model_info, methods=["GET"])
         router.add_api_route("/get_load", self.load, methods=["GET"])
         router.add_api_route("/v1/loads", self.loads, methods=["GET"])
-        router.add_api_route("/flush_cache", self.flush_cache, methods=["GET", "POST"])
-        router.add_api_route("/reset_prefix_cache", self.flush_cache, methods=["POST"])
         router.add_api_route("/abort_request", self.abort_request, methods=["POST"])
         return router
 
@@ -110,11 +108,6 @@ class AdminRoutes:
         load = self._load(await self._gate.status(STATUS_TIMEOUT_S))
         info = {"timestamp": time.time(), "version": __version__, "dp_rank_count": 1, "loads": [{"dp_rank": 0, **load}]}
         return json_response(info)
-
-    async def flush_cache(self, request: Request) -> Response:
-        """Empties the prefix caches; pages in use by running requests stay. Needs the admin key."""
-        self._auth.require_admin(request)
-        return json_response({"flushed_pages": await self._gate.require().flush()})
 
     async def abort_request(self, request: Request) -> Response:
         """Ends requests; each is answered with what it has, and ``finish_reason`` abort.

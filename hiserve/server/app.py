@@ -19,6 +19,7 @@ from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
 from hiserve.server.auth import Auth, AuthGate
+from hiserve.server.cache_routes import CacheRoutes
 from hiserve.server.failures import error_response, failure_response
 from hiserve.server.gate import Gate
 from hiserve.server.health import HealthRoutes
@@ -92,6 +93,7 @@ def create_app(
         tokens.router(),
         HealthRoutes(gate, metrics).router(),
         AdminRoutes(gate, auth, model, resolved, startup_s).router(),
+        CacheRoutes(gate, auth, resolved.config.cache).router(),
     ]
     document = Document(routers, vocab_size=model.vocab_size, is_strict=is_strict, has_keys=bool(server.api_key))
     routers.append(document.router())

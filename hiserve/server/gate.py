@@ -11,6 +11,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import UnavailableError
+from hiserve.messages.cache import TierName, TreeFacts
 from hiserve.messages.types import Started, Status
 
 
@@ -77,8 +78,11 @@ class Engine(Protocol):
     def abort(self, tag: str | None = None) -> int:
         """Ends the requests of this tag, or all; returns how many. Each still yields a last delta."""
 
-    async def flush(self) -> int:
-        """Empties the prefix caches; returns the pages emptied."""
+    async def flush(self, tiers: tuple[TierName, ...]) -> int:
+        """Empties tiers of the prefix caches; returns the pages emptied."""
+
+    async def inspect(self, depth: int) -> list[TreeFacts]:
+        """Returns the radix trees of the workers, from the roots to ``depth`` levels below them."""
 
     async def status(self) -> Status:
         """Asks the scheduler for its state and that of the workers."""

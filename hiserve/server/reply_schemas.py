@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from hiserve.messages.cache import CopyStats, TierStats, TreeFacts
+
 
 class ErrorFields(msgspec.Struct):
     """What went wrong."""
@@ -176,6 +178,35 @@ class Flushed(msgspec.Struct):
     """Reply of ``/flush_cache``."""
 
     flushed_pages: int
+
+
+class ReplicaCache(msgspec.Struct):
+    """The cache of one worker in ``/cache/stats``; counts of pages, but for ``cached_tokens`` and ``misses``."""
+
+    replica: int
+    incarnation: int
+    tiers: dict[str, TierStats]
+    loads: CopyStats
+    stores: CopyStats
+    prefetches: CopyStats
+    uploads: CopyStats
+    cached_tokens: dict[str, int]
+    misses: dict[str, int]
+    num_unbacked: int
+
+
+class Caches(msgspec.Struct):
+    """Reply of ``/cache/stats``."""
+
+    page_size: int
+    replicas: list[ReplicaCache]
+
+
+class Trees(msgspec.Struct):
+    """Reply of ``/cache/tree``."""
+
+    page_size: int
+    replicas: list[TreeFacts]
 
 
 class Health(msgspec.Struct):

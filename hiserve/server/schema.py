@@ -14,6 +14,7 @@ from starlette.routing import Route
 from hiserve import __version__
 from hiserve.server import reply_schemas as replies
 from hiserve.server.auth import PUBLIC_PATHS
+from hiserve.server.cache_routes import DEFAULT_DEPTH, FLUSHED, MAX_DEPTH
 from hiserve.server.request_schemas import request_bodies
 from hiserve.server.shapes import json_response
 
@@ -30,6 +31,13 @@ BODIES = {
     "/v1/detokenize": "DetokenizeRequest",
     "/abort_request": "AbortRequest",
 }
+# Path -> its query parameters: name, schema.
+_TIER = {"type": "string", "enum": list(FLUSHED)}
+QUERIES: dict[str, dict[str, Any]] = {
+    "/cache/tree": {"depth": {"type": "integer", "minimum": 1, "maximum": MAX_DEPTH, "default": DEFAULT_DEPTH}},
+    "/flush_cache": {"tier": _TIER},
+    "/reset_prefix_cache": {"tier": _TIER},
+}
 # Path -> form of its reply.
 REPLIES: dict[str, Any] = {
     "/v1/chat/completions": replies.ChatCompletion,
@@ -43,6 +51,8 @@ REPLIES: dict[str, Any] = {
     "/v1/detokenize": replies.Detokenized,
     "/tokenizer_info": dict[str, Any],
     "/abort_request": replies.Aborted,
+    "/cache/stats": replies.Caches,
+    "/cache/tree": replies.Trees,
     "/flush_cache": replies.Flushed,
     "/reset_prefix_cache": replies.Flushed,
     "/health": replies.Health,
@@ -127,6 +137,11 @@ class Document:
             operation["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": schema} for name, _ in names
             ]
+        if path in QUERIES:
+            operation["parameters"] = [
+                {"name": name, "in": "query", "required": False, "schema": schema}
+                for name, schema in QUERIES[path].items()
+            ]
         if path in BODIES:
             reference = {"$ref": REF.format(name=BODIES[path])}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference}}}
@@ -151,6 +166,8 @@ class Document:
             failures[503] = WITH_ENGINE[503]
         if path in BODIES or PATH_PARAMETER.search(path):
             failures |= WITH_BODY
+        if path in QUERIES:
+            failures[400] = WITH_BODY[400]
         error = {"application/json": {"schema": {"$ref": REF.format(name="Error")}}}
         if method == "HEAD":
             content, error = {}, {}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.planner import Planner
@@ -106,11 +107,15 @@ class Engine:
         """Ends requests; each that has not ended yet is reported once."""
         self._planner.abort(uids)
 
-    def flush(self) -> int:
-        """Empties the prefix cache but for prefixes in use; returns the pages emptied."""
-        num_pages = self._planner.flush()
+    def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        """Empties tiers of the prefix cache but for prefixes in use; returns the pages emptied."""
+        num_pages = self._planner.flush(tiers)
         self._publish()
         return num_pages
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """Returns the radix tree from its roots to ``depth`` levels below them."""
+        return self._planner.inspect(depth)
 
     @property
     def has_work(self) -> bool:

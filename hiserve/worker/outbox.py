@@ -9,7 +9,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.messages.channels import PollingChannel
 from hiserve.messages.coalesce import UNREPORTED, Coalescer
 from hiserve.messages.codec import Frames, encode, split_digests
-from hiserve.messages.types import CacheFlushed, Ready, StepReport, Tokens, WorkerStats
+from hiserve.messages.types import CacheFlushed, CacheInspected, Ready, StepReport, Tokens, WorkerStats
 from hiserve.worker.report import Report
 
 
@@ -38,7 +38,7 @@ class Outbox:
         """Whether something waits for the scheduler."""
         return bool(self._answers) or self._late_stats is not None
 
-    def answer(self, message: Ready | CacheFlushed) -> None:
+    def answer(self, message: Ready | CacheFlushed | CacheInspected) -> None:
         """Sends a message of which there are few."""
         self._answers.append(encode(message))
         self.flush()

@@ -10,14 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.tiers import Tier
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
 from hiserve.messages.types import WorkerStats
 from hiserve.worker.admitter import Admitter
 from hiserve.worker.budget import Share, share_budget
 from hiserve.worker.cache_stats import CacheCounts
+from hiserve.worker.cache_tree import outline
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 from hiserve.worker.loading import Loading
@@ -115,9 +118,14 @@ class Planner:
         for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
             self._report.add_end(self._release(row).uid, FinishReason.ABORT)
 
-    def flush(self) -> int:
-        """Evicts every prefix that no running request uses; returns how many pages."""
-        return self._cache.flush()
+    def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        """Evicts every prefix that no running request uses from tiers of the worker's own; returns how many pages."""
+        local = [tier for tier in Tier if tier in tiers]
+        return self._cache.flush(None if len(local) == len(Tier) else local[0]) if local else 0
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """Returns the radix tree from its roots to ``depth`` levels below them."""
+        return outline(self._cache.tree, depth)
 
     @property
     def has_work(self) -> bool:

@@ -12,15 +12,18 @@ from typing import NoReturn, Protocol
 from hiserve.config import Config
 from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError
+from hiserve.messages.cache import NodeFacts, TierName
 from hiserve.messages.channels import Link, PeerGoneError, PollingChannel
 from hiserve.messages.child import log_to_stderr, meet_parent
 from hiserve.messages.codec import Decoder, Received, encode
 from hiserve.messages.types import (
     Admit,
     CacheFlushed,
+    CacheInspected,
     Configure,
     Drop,
     FlushCache,
+    InspectCache,
     Ready,
     Stop,
     ToWorker,
@@ -49,8 +52,11 @@ class Engine(Protocol):
     def abort(self, uids: list[int]) -> None:
         """Ends requests; each is reported once, unless its end has been reported."""
 
-    def flush(self) -> int:
-        """Empties the prefix cache; returns the pages emptied."""
+    def flush(self, tiers: tuple[TierName, ...]) -> int:
+        """Empties tiers of the prefix cache; returns the pages emptied."""
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """Returns the radix tree from its roots to ``depth`` levels below them."""
 
     def step(self) -> Report | None:
         """Does what can be done now; None when there is nothing to report."""
@@ -82,6 +88,7 @@ class Service:
         self._outbox = Outbox(channel, incarnation)
         self._decoder = Decoder[ToWorker](ToWorker)
         self._is_stopped = False
+        self._told: WorkerStats | None = None
 
     def run(self) -> None:
         """Serves until the scheduler says stop.
@@ -102,6 +109,7 @@ class Service:
             startup_s=facts.startup_s,
         )
         self._outbox.answer(ready)
+        self._tell(None)
         while not self._is_stopped:
             self._turn()
 
@@ -110,10 +118,17 @@ class Service:
         is_idle = not self._engine.has_work
         for frames in self._channel.receive(is_idle=is_idle, until_writable=self._outbox.is_pending):
             self._obey(self._decoder.decode(frames))
-        report = self._engine.step()
-        if report is not None:
-            self._outbox.report(report, self._engine.stats())
+        self._tell(self._engine.step())
         self._outbox.flush()
+
+    def _tell(self, report: Report | None) -> None:
+        """Reports a step; of one without news of any request, the stats, if they changed and nothing will follow."""
+        if report is None and self._engine.has_work:
+            return
+        stats = self._engine.stats()
+        if report is not None or stats != self._told:
+            self._outbox.report(report or Report(), stats)
+            self._told = stats
 
     def _obey(self, received: Received[ToWorker]) -> None:
         match received.message:
@@ -121,9 +136,12 @@ class Service:
                 self._engine.add(admit, received.tokens)
             case Drop(uids):
                 self._engine.abort(uids)
-            case FlushCache(ticket):
-                pages = self._engine.flush()
+            case FlushCache(ticket, tiers):
+                pages = self._engine.flush(tiers)
                 self._outbox.answer(CacheFlushed(incarnation=self._incarnation, ticket=ticket, pages=pages))
+            case InspectCache(ticket, depth):
+                nodes = self._engine.inspect(depth)
+                self._outbox.answer(CacheInspected(incarnation=self._incarnation, ticket=ticket, nodes=nodes))
             case Stop() | Configure():
                 self._is_stopped = True
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import ModelError
 from hiserve.scheduler.client import Delta, EngineClient
 from tests.helpers.fake_engine import score_words
@@ -38,7 +39,7 @@ async def test_every_request_gets_its_own_scores_in_order() -> None:
         prompt, output = score_words(1, 20, sampling.prompt_logprobs), score_words(20, 50, sampling.logprobs)
         assert b"".join(delta.scores for delta in deltas) == prompt + output
         assert len([token for delta in deltas for token in delta.tokens]) == 30
-        assert deltas[0].cached == 0
+        assert deltas[0].cached == CacheUse()
 
 
 async def test_a_reader_that_was_away_finds_every_score() -> None:

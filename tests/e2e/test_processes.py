@@ -14,6 +14,7 @@ import pytest
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import FAIL, reply
@@ -118,7 +119,8 @@ async def test_a_conversation_returns_to_the_worker_that_holds_its_prefix() -> N
             deltas = await collect(client, history[number], 16)
             answer = np.array([token for delta in deltas for token in delta.tokens], dtype=np.int32)
             history[number] = np.concatenate([history[number], answer, tokens(question, 20)])
-            return deltas[0].cached
+            assert deltas[0].cached is not None
+            return deltas[0].cached.num_tokens
 
         await asyncio.gather(*(turn(number, 77_000) for number in history))  # at once: spread over both
         before = [worker.stats.steps for worker in (await client.status()).workers]
@@ -141,9 +143,20 @@ async def test_both_workers_are_used_when_no_prefix_is_shared() -> None:
 async def test_a_flush_empties_every_worker_and_the_index() -> None:
     async with engine(replicas=2) as client:
         await asyncio.gather(*(finish(client, tokens(1000 * number, 33), 2) for number in range(4)))
-        assert (await collect(client, tokens(0, 33)))[0].cached == 32
+        assert (await collect(client, tokens(0, 33)))[0].cached == CacheUse(device=32)
+        assert await client.flush(("host",)) == 0
+        assert (await collect(client, tokens(0, 33)))[0].cached == CacheUse(device=32)
         assert await client.flush() >= 8
-        assert (await collect(client, tokens(0, 33)))[0].cached == 0
+        assert (await collect(client, tokens(0, 33)))[0].cached == CacheUse()
+
+
+async def test_every_worker_shows_its_tree() -> None:
+    async with engine(replicas=2) as client:
+        trees = await client.inspect(5)
+        assert [(tree.replica, tree.incarnation, [node.depth for node in tree.nodes]) for tree in trees] == [
+            (0, 1, [5]),
+            (1, 1, [5]),
+        ]
 
 
 async def test_a_reader_that_never_reads_slows_nobody_and_loses_nothing() -> None:

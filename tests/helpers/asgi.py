@@ -18,6 +18,7 @@ class Call:
         self._is_body_sent = False
         self._gone = asyncio.Event()
         self._news = asyncio.Event()
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -27,7 +28,7 @@ class Call:
             "raw_path": path.encode(),
             "root_path": "",
             "scheme": "http",
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),

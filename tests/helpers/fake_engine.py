@@ -19,6 +19,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import ModelError
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.worker.loop import EngineFacts
 from hiserve.worker.report import Report
@@ -101,10 +102,16 @@ class FakeEngine:
             if self._requests.pop(uid, None):
                 self._aborted.append(uid)
 
-    def flush(self) -> int:
+    def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        if "device" not in tiers:
+            return 0
         pages, self._pages = self._pages, set()
         self._events.remove(list(pages))
         return len(pages)
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """A root that tells the depth asked for."""
+        return [NodeFacts(self._namespace.hex(), "", depth, 0, "", 0, 0, self._num_steps, len(self._pages))]
 
     @property
     def has_work(self) -> bool:

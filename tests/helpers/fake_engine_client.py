@@ -13,6 +13,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
+from hiserve.messages.cache import NodeFacts, TierName, TreeFacts
 from hiserve.messages.types import Started, Status, WorkerFacts, WorkerStats
 
 
@@ -70,7 +71,9 @@ class FakeEngineClient:
     incarnation: int = 1
     queued: int = 0
     hangs: bool = False
-    flushed: int = 0
+    flushed: list[tuple[TierName, ...]] = field(default_factory=list)
+    inspected: list[int] = field(default_factory=list)
+    nodes: list[NodeFacts] = field(default_factory=list)
     stopped: int = 0
     seen: list[Seen] = field(default_factory=list)
     step: Callable[[int], object] | None = None
@@ -148,9 +151,15 @@ class FakeEngineClient:
             seen.cut.set()
         return len(found)
 
-    async def flush(self) -> int:
-        self.flushed += 1
+    async def flush(self, tiers: tuple[TierName, ...]) -> int:
+        self.flushed.append(tiers)
         return 7
+
+    async def inspect(self, depth: int) -> list[TreeFacts]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        self.inspected.append(depth)
+        return [TreeFacts(replica=0, incarnation=self.incarnation, nodes=self.nodes)]
 
     async def status(self) -> Status:
         if self.hangs:

@@ -1,4 +1,4 @@
-"""Information, load, flushing and ending requests."""
+"""Information, load, and the log."""
 
 from __future__ import annotations
 
@@ -44,12 +44,6 @@ async def test_server_info_before_the_engine_has_started() -> None:
     assert info["processes"] == {"api": os.getpid(), "scheduler": None, "workers": []}
     assert (await server.get("/v1/models")).status == 200
     assert (await server.get("/metrics")).status == 200
-
-
-@pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_flushing_says_how_many_pages(server: Server, method: str) -> None:
-    assert (await server.call(method, "/flush_cache").end()).json == {"flushed_pages": 7}
-    assert server.engine.flushed == 1
 
 
 async def test_each_request_is_one_log_line_without_its_text(server: Server, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import pytest
 
 from hiserve.config import make_config
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.messages.cache import LOCAL_TIERS
 from hiserve.messages.channels import Link, PeerGoneError, PollingChannel
 from hiserve.messages.codec import Decoder, MalformedError, Received, encode
 from hiserve.messages.types import (
     Admit,
     CacheFlushed,
+    CacheInspected,
     Drop,
     FlushCache,
     FromWorker,
+    InspectCache,
     Ready,
     StepReport,
     Stop,
+    WorkerStats,
 )
 from hiserve.worker.report import Report
 from hiserve.worker.service import Service
@@ -34,6 +40,10 @@ PROMPT = np.arange(40, dtype=np.int32)
 
 class CountingEngine(FakeEngine):
     num_step_calls = 0
+    extra_stats: Mapping[str, int] = MappingProxyType({})
+
+    def stats(self) -> WorkerStats:
+        return msgspec.structs.replace(super().stats(), **self.extra_stats)
 
     def step(self) -> Report | None:
         self.num_step_calls += 1
@@ -56,6 +66,8 @@ class Harness:
         self._thread.start()
         self._decoder = Decoder[FromWorker](FromWorker)
         assert isinstance(self.receive().message, Ready)
+        first = self.receive().message
+        assert isinstance(first, StepReport) and not first.uids
 
     def _run(self) -> None:
         try:
@@ -125,16 +137,41 @@ def test_an_abort_is_reported_once(harness: Harness) -> None:
     harness.send(*encode(Drop([5, 77])))
     reports, _ = harness.until(is_over)
     assert reports[-1].finishes[-1] == FinishReason.ABORT
-    harness.send(*encode(FlushCache(9)))
+    harness.send(*encode(FlushCache(9, LOCAL_TIERS)))
     assert isinstance(harness.receive().message, CacheFlushed), "the aborted request was reported again"
 
 
 def test_a_flush_of_an_idle_worker_also_reports_the_removed_pages(harness: Harness) -> None:
     harness.admit(5)
     harness.until(is_over)
-    harness.send(*encode(FlushCache(1)))
+    harness.send(*encode(FlushCache(1, LOCAL_TIERS)))
     assert isinstance(harness.receive().message, CacheFlushed)
     assert len(harness.receive().removed) == 2 * 16
+
+
+def test_stats_that_changed_without_news_of_a_request_are_told_once_the_worker_rests(harness: Harness) -> None:
+    harness.engine.extra_stats = {"preemptions": 1}
+    harness.send(*encode(Drop([77])))
+    report = harness.receive().message
+    assert isinstance(report, StepReport)
+    assert (report.uids, report.stats.preemptions) == ([], 1)
+    harness.send(*encode(Drop([77])))
+    harness.send(*encode(InspectCache(3, 5)))
+    answer = harness.receive().message
+    assert isinstance(answer, CacheInspected), "stats that had not changed were told again"
+    assert (answer.incarnation, answer.ticket, [node.depth for node in answer.nodes]) == (2, 3, [5])
+
+
+def test_a_flush_empties_the_tiers_it_names(harness: Harness) -> None:
+    harness.admit(5)
+    harness.until(is_over)
+    pages = []
+    for ticket, tiers in enumerate((("host",), ("device",))):
+        harness.send(*encode(FlushCache(ticket, tiers)))  # type: ignore[arg-type]
+        answer = harness.receive().message
+        assert isinstance(answer, CacheFlushed)
+        pages.append(answer.pages)
+    assert pages == [0, 2]
 
 
 def test_an_idle_worker_sleeps(harness: Harness) -> None:

@@ -1,0 +1,114 @@
+"""Endpoints that show the prefix cache, tier by tier, and empty it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from hiserve.config import Cache, known
+from hiserve.errors import RequestError, UnavailableError
+from hiserve.messages.cache import LOCAL_TIERS, TierName
+from hiserve.messages.types import WorkerFacts
+from hiserve.server.auth import Auth
+from hiserve.server.gate import Gate
+from hiserve.server.shapes import json_response
+
+ANSWER_TIMEOUT_S = 10.0
+DEFAULT_DEPTH, MAX_DEPTH = 3, 32
+# What ``tier`` may name -> the tiers it is. Without it a store keeps its pages: other servers may share them.
+FLUSHED: dict[str, tuple[TierName, ...]] = {
+    "device": ("device",),
+    "host": ("host",),
+    "store": ("store",),
+    "all": (*LOCAL_TIERS, "store"),
+}
+_WHOLE_NUMBER = re.compile("[0-9]{1,9}")
+
+
+class CacheRoutes:
+    """Handlers of the cache. The names of the flushes are SGLang's and vLLM's.
+
+    Args:
+        gate: Where the engine is.
+        auth: Says who may do what.
+        cache: The configuration in force.
+    """
+
+    def __init__(self, gate: Gate, auth: Auth, cache: Cache) -> None:
+        self._gate = gate
+        self._auth = auth
+        self._page_size = cache.page_size
+        self._tiers: tuple[TierName, ...] = LOCAL_TIERS if known(cache.host_cache_gib) else ("device",)
+
+    def router(self) -> APIRouter:
+        """Returns the routes."""
+        router = APIRouter()
+        router.add_api_route("/cache/stats", self.stats, methods=["GET"])
+        router.add_api_route("/cache/tree", self.tree, methods=["GET"])
+        router.add_api_route("/flush_cache", self.flush, methods=["GET", "POST"])
+        router.add_api_route("/reset_prefix_cache", self.flush, methods=["POST"])
+        return router
+
+    async def stats(self, request: Request) -> Response:
+        """Counts pages by tier, copies between tiers and misses by reason, of each worker. Needs the admin key."""
+        self._auth.require_admin(request)
+        status = await self._gate.status(ANSWER_TIMEOUT_S)
+        replicas = [self._replica(worker) for worker in status.workers]
+        return json_response({"page_size": self._page_size, "replicas": replicas})
+
+    async def tree(self, request: Request) -> Response:
+        """Shows the radix tree of each worker down to ``depth``, without anybody's tokens. Needs the admin key."""
+        self._auth.require_admin(request)
+        depth = _depth(request)
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                trees = await self._gate.require().inspect(depth)
+        except TimeoutError:
+            raise UnavailableError(f"a worker did not answer within {ANSWER_TIMEOUT_S:g} s.") from None
+        return json_response({"page_size": self._page_size, "replicas": trees})
+
+    async def flush(self, request: Request) -> Response:
+        """Empties the prefix caches, or one ``tier``; pages in use by running requests stay. Needs the admin key.
+
+        Without ``tier`` device and host are emptied; ``all`` adds the store.
+        """
+        self._auth.require_admin(request)
+        return json_response({"flushed_pages": await self._gate.require().flush(self._to_flush(request))})
+
+    def _to_flush(self, request: Request) -> tuple[TierName, ...]:
+        name = request.query_params.get("tier")
+        if name is None:
+            return LOCAL_TIERS
+        if name not in FLUSHED:
+            raise RequestError(f"tier must be one of {', '.join(FLUSHED)}.", param="tier")
+        tiers = tuple(tier for tier in FLUSHED[name] if tier in self._tiers)
+        if not tiers:
+            raise RequestError(f"this server has no {name}; its tiers are {', '.join(self._tiers)}.", param="tier")
+        return tiers
+
+    def _replica(self, worker: WorkerFacts) -> dict[str, Any]:
+        cache = worker.stats.cache
+        pages = {"device": cache.device, "host": cache.host}
+        return {
+            "replica": worker.replica,
+            "incarnation": worker.incarnation,
+            "tiers": {tier: pages[tier] for tier in self._tiers if tier in pages},
+            "loads": cache.loads,
+            "stores": cache.stores,
+            "prefetches": cache.prefetches,
+            "uploads": cache.uploads,
+            "cached_tokens": cache.cached_tokens,
+            "misses": cache.misses,
+            "num_unbacked": cache.num_unbacked,
+        }
+
+
+def _depth(request: Request) -> int:
+    text = request.query_params.get("depth", str(DEFAULT_DEPTH))
+    depth = int(text) if _WHOLE_NUMBER.fullmatch(text) else 0
+    if not 1 <= depth <= MAX_DEPTH:
+        raise RequestError(f"depth must be a whole number between 1 and {MAX_DEPTH}.", param="depth")
+    return depth
