@@ -107,6 +107,13 @@ MUTANTS = [
         test=OF_EVENTS + "test_a_flush_is_told_at_once_and_clears_all",
     ),
     Mutant(
+        name="what a former process left is told with the first step",
+        file=LOOP,
+        old="        self._publish()  # what a former process left\n",
+        new="",
+        test=OF_EVENTS + "test_what_a_former_process_left_is_told_before_the_first_step",
+    ),
+    Mutant(
         name="closing the engine leaves the sockets of KV events",
         file=LOOP,
         old="            self._kv_events.close()",

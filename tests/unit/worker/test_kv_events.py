@@ -99,6 +99,13 @@ def test_a_flush_is_told_at_once_and_clears_all() -> None:
     assert published.batches[before:] == [[Cleared()]]
 
 
+def test_what_a_former_process_left_is_told_before_the_first_step() -> None:
+    events, published = listener()
+    events.stored(Tier.HOST, None, [bytes(16)], bytes(16))
+    echo_engine(num_pages=30, kv_events=events)
+    assert published.batches[1:] == [[Stored("CPU_PINNED", None, bytes(16), bytes(16))]]
+
+
 def test_closing_the_engine_closes_the_sockets() -> None:
     events, published = listener()
     engine, *_ = echo_engine(num_pages=30, kv_events=events)
