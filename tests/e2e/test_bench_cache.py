@@ -26,4 +26,7 @@ def test_a_working_set_that_fits_the_host_is_as_good_as_endless(tmp_path: Path) 
     assert cache["share_of_most"] >= 0.98
     assert cache["num_above_most"] == 0
     assert found["server_counters"]['hiserve:cached_tokens_total{cache_source="host"}'] > 1000
+    assert cache["num_cached"]["host"] > cache["num_cached"]["device"]
+    assert cache["ttft_ms"]["host"]["count"] == 12
+    assert found["copies"]["loads"]["num_pages"] * 16 >= cache["num_cached"]["host"]
     assert plot.stat().st_size > 20_000

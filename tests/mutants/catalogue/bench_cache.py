@@ -14,6 +14,11 @@ OF_ORACLE = "tests/unit/bench/cache/test_oracle.py::"
 OF_LOADS = "tests/unit/bench/cache/test_loads.py::"
 OF_FIGURES = "tests/unit/bench/cache/test_figures.py::"
 OF_SCRAPE = "tests/unit/bench/cache/test_scrape.py::"
+COPIES = "hiserve/bench/cache/copies.py"
+FRAMES = "hiserve/commands/top_frames.py"
+BOARD = "hiserve/commands/top_board.py"
+OF_COPIES = "tests/unit/bench/cache/test_copies.py::"
+OF_TOP = "tests/unit/commands/test_top.py::"
 OF_COMMAND = "tests/unit/commands/test_bench_cache.py::"
 
 MUTANTS = [
@@ -166,5 +171,69 @@ MUTANTS = [
         old="if isinstance(count, int)}",
         new="}",
         test="tests/unit/bench/test_backends.py::test_the_native_reply_tells_the_store_as_storage",
+    ),
+    Mutant(
+        name="copies of a worker's former life count",
+        file=COPIES,
+        old="begun.get((each.replica, each.incarnation), ReplicaCache())",
+        new="before.replicas[each.replica]",
+        test=OF_COPIES + "test_a_worker_that_began_again_counts_from_there",
+    ),
+    Mutant(
+        name="a refused /cache/stats is read as one",
+        file=COPIES,
+        old="    if status != 200:\n        return",
+        new="    if False:\n        return",
+        test=OF_COPIES + "test_what_cannot_be_read_is_said",
+    ),
+    # --- the board ---
+    Mutant(
+        name="rates are of the whole time",
+        file=FRAMES,
+        old="self._frames[1].at_s <= frame.at_s - WINDOW_S",
+        new="False",
+        test=OF_TOP + "test_only_the_last_seconds_count_and_one_frame_before_them",
+    ),
+    Mutant(
+        name="a counter that fell grows backwards",
+        file=FRAMES,
+        old="return max(0.0, value(self.newest) - value(self._frames[0]))",
+        new="return value(self.newest) - value(self._frames[0])",
+        test=OF_TOP + "test_a_counter_that_fell_did_not_grow",
+    ),
+    Mutant(
+        name="without /cache/stats there is no device",
+        file=FRAMES,
+        old='if not found and name == "device" and self.workers:',
+        new="if False:",
+        test=OF_TOP + "test_without_cache_stats_the_device_is_what_the_workers_tell",
+    ),
+    Mutant(
+        name="a server that shows nothing is shown",
+        file=FRAMES,
+        old="        if info is None and load is None:\n",
+        new="        if False:\n",
+        test=OF_TOP + "test_a_server_of_another_kind_is_told_in_one_line",
+    ),
+    Mutant(
+        name="pages that are not ready are used",
+        file=BOARD,
+        old='pages.get("num_ready", pages["num_pages"])',
+        new='pages["num_pages"]',
+        test=OF_TOP + "test_one_frame_shows_tiers_hits_copies_requests_and_workers",
+    ),
+    Mutant(
+        name="few pages are no part of a bar",
+        file=BOARD,
+        old="max(count / whole * BAR_WIDTH, 1.0 if count else 0.0)",
+        new="count / whole * BAR_WIDTH",
+        test=OF_TOP + "test_a_bar_shows_what_is_there_however_little",
+    ),
+    Mutant(
+        name="a server that has gone away is not told",
+        file="hiserve/commands/top.py",
+        old="history.add(_next(reader))",
+        new="history.add(reader.read())",
+        test=OF_TOP + "test_the_board_ends_when_the_server_has_gone_and_says_so",
     ),
 ]
