@@ -82,8 +82,13 @@ class InProcess:
     """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
 
     def __init__(self, config: Config) -> None:
-        self._segment = open_segment(config, 0)
-        self.engine: Engine = build_engine(config, self._segment)
+        with ExitStack() as undo:
+            segment = open_segment(config, 0)
+            if segment is not None:
+                undo.callback(segment.close)
+            self.engine: Engine = build_engine(config, segment)
+            undo.callback(self.engine.close)
+            self._undo = undo.pop_all()
         self._room = room_for_jobs(config)
         self._last_uid = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-llm")
@@ -140,9 +145,7 @@ class InProcess:
     def close(self) -> None:
         """Ends the thread and frees the engine."""
         self._thread.shutdown()
-        self.engine.close()
-        if self._segment is not None:
-            self._segment.close()
+        self._undo.close()
 
 
 class Processes:
