@@ -86,7 +86,7 @@ def _ttft(panel: Any, run: Run) -> None:
 
 def _legend(panel: Any) -> None:
     """Puts the legend under the panel, where it hides nothing."""
-    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
+    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
 
 
 def _sorted_ttft_ms(samples: Sequence[Sample]) -> Floats:
