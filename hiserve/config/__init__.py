@@ -10,6 +10,7 @@ from hiserve.config.sections import (
     Model,
     Scheduler,
     Server,
+    StorePrefetch,
 )
 from hiserve.config.settings import (
     Setting,
@@ -33,6 +34,7 @@ __all__ = [
     "Scheduler",
     "Server",
     "Setting",
+    "StorePrefetch",
     "flag_of",
     "flat",
     "known",

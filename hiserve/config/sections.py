@@ -13,6 +13,7 @@ from msgspec import Meta
 
 Auto = Literal["auto"]
 CacheVerify = Literal["off", "store", "all"]
+StorePrefetch = Literal["best_effort", "timeout", "wait"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32

@@ -65,6 +65,19 @@ class PageCopy:
     run: PageRun | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreLookup:
+    """A question to a store: how many of these pages, from the first on, does it have? Answered once.
+
+    Attributes:
+        uid: Who asks.
+        digests: Of the pages, at least one, in the order of their prefix.
+    """
+
+    uid: int
+    digests: list[bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class CopyAck:
     """How an order ended. Nothing of it reads or writes any page from now on.

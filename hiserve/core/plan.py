@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.copies import PageCopy
+from hiserve.core.copies import PageCopy, StoreLookup
 from hiserve.core.request import SamplingParams
 
 Int32Array = NDArray[np.int32]
@@ -90,6 +90,7 @@ class BatchPlan:
         host_release: int32 ``[H]``. Host pages given back, before the copies.
         copies: Copies between tiers to start. The step reads nothing that they write but what it waits for.
         waits: Loads, of this plan or before, whose bytes the step's forward reads: it waits for them on the device.
+        lookups: Questions to the store beyond the host.
         relocation_version: Version under which the page tables were planned.
     """
 
@@ -106,6 +107,7 @@ class BatchPlan:
     host_release: Int32Array = field(default_factory=_empty)
     copies: tuple[PageCopy, ...] = ()
     waits: tuple[int, ...] = ()
+    lookups: tuple[StoreLookup, ...] = ()
     relocation_version: int = 0
 
     @property

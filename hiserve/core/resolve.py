@@ -118,6 +118,12 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         )
     room = free - sum(memory.values()) if on_cpu else machine.memory_bytes // replicas
     host_gib, why = _size_host(config, machine, page=page, pool=pages * page, room=room, on_cpu=on_cpu)
+    if config.cache.store is not None and not host_gib:
+        raise ConfigError(
+            f"--store is {config.cache.store!r} but --host-cache-gib is 0{why and f', as {why}'}: pages come from a store "
+            "through the host cache. Raise --host-cache-gib, or leave out --store.",
+            param="store",
+        )
     host = {"host cache": int(host_gib * GIB)} if host_gib else {}
     resolved = Config(
         model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),

@@ -57,7 +57,7 @@ class Dispatcher:
     Args:
         outlet: Receives every message.
         policy: Who is next.
-        page_size: Tokens per page.
+        index: Learns what the workers have cached; empty.
         limits: How much may wait, and how long.
         clock: Monotonic seconds.
     """
@@ -66,7 +66,7 @@ class Dispatcher:
         self,
         outlet: Outlet,
         policy: Policy,
-        page_size: int,
+        index: PrefixIndex,
         limits: Scheduler,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +77,7 @@ class Dispatcher:
         self.ledger = Ledger()
         self.queue = Queue(limits.max_queued_requests, limits.max_queued_tokens)
         self.admission = Admission()
-        self.index = PrefixIndex(page_size)
+        self.index = index
         self._max_len = 0
         self._closed: HiserveError | None = None
 

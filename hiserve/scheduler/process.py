@@ -13,6 +13,7 @@ from typing import Any
 import uvloop
 
 from hiserve.config import Config
+from hiserve.core.digest import chain_of
 from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
 from hiserve.messages.channels import AsyncChannel, Link
@@ -45,6 +46,7 @@ from hiserve.messages.types import (
 )
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import POLICIES
+from hiserve.scheduler.prefix_index import PrefixIndex
 from hiserve.scheduler.rounds import Rounds
 from hiserve.scheduler.supervisor import WORKER_COMMAND, Supervisor
 
@@ -77,7 +79,8 @@ class Service:
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._replicas = config.parallel.replicas
-        self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), self._page_size, config.scheduler)
+        index = PrefixIndex(self._page_size, chain_of(is_strong=config.cache.store is not None))
+        self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), index, config.scheduler)
         self._supervisor = Supervisor(config, worker_command, self)
         self._client = AsyncChannel(
             link, on_messages=self._receive, on_writable=self._send_late, on_gone=lambda: self._end(0)

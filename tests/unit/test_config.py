@@ -21,6 +21,7 @@ FLAGS = """
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --cache-verify --eviction
+    --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """
 MAX_FLAGS = 60
 

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from hiserve.cache.pools.keys import read_secret
 from hiserve.cache.pools.store import HEADER_BYTES, StoreStats, is_intact, seal
 from hiserve.errors import ConfigError
 
@@ -270,8 +271,22 @@ def _write_file(path: str, header: bytes, page: memoryview) -> None:
         os.close(fd)
 
 
+def store_secret(directory: Path) -> bytes:
+    """Returns the secret of the servers that share a store.
+
+    Raises:
+        ConfigError: The directory or the file in it cannot be used.
+    """
+    _claim(directory)
+    return read_secret(directory / f"{MARKER}.secret")
+
+
 def _claim(directory: Path) -> None:
-    """Makes a directory a store, or makes sure that it is one."""
+    """Makes a directory a store, or makes sure that it is one.
+
+    Raises:
+        ConfigError: As ``FileStore``.
+    """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         marker = directory / MARKER

@@ -9,6 +9,7 @@ import msgspec
 from hiserve.cache.pools.keys import read_secret
 from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.segment import SHARED_MEMORY, Segment, SegmentLayout, segment_path, stored_layout
+from hiserve.cache.pools.stores import secret_of
 from hiserve.config import Config, known
 from hiserve.core.resolve import GIB, Machine
 from hiserve.models.identity import cache_namespace
@@ -41,11 +42,15 @@ def survey(config: Config, machine: Machine, directory: Path = SHARED_MEMORY) ->
 
 
 def server_secret(config: Config, directory: Path = SHARED_MEMORY) -> bytes:
-    """Returns the secret that goes into every digest: kept beside what outlives the server, empty if nothing does.
+    """Returns the secret that goes into every digest: kept with what outlives the server, empty if nothing does.
+
+    A store may outlive a named segment, which goes when the machine starts again: where there are both, it is the store's.
 
     Raises:
         ConfigError: The file that holds it cannot be used.
     """
+    if config.cache.store is not None:
+        return secret_of(config.cache)
     name = config.cache.host_cache_name
     if name is None:
         return b""

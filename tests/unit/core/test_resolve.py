@@ -123,6 +123,14 @@ def test_the_host_cache_follows_memory_and_pool(given: dict[str, Any], machine: 
     assert resolved.host_memory == {}
 
 
+@pytest.mark.parametrize("given", [{"host_cache_gib": 0}, {"disable_prefix_cache": True}])
+def test_a_store_without_a_host_cache_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--store is 'file:d' but --host-cache-gib is 0") as caught:
+        resolve(make_config(store="file:d", **given), NANO, LAPTOP)
+    assert caught.value.param == "store"
+    assert ("disabled" in caught.value.message) == ("disable_prefix_cache" in given)
+
+
 def test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_through_the_device() -> None:
     resolved = resolve(make_config(host_cache_gib=40), LARGE, SERVER)
     assert resolved.config.cache.host_cache_gib == 40

@@ -14,6 +14,7 @@ from hiserve.errors import EngineError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import State
 from hiserve.scheduler.policy import POLICIES
+from hiserve.scheduler.prefix_index import PrefixIndex
 from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_report
 
 ROWS = 2
@@ -36,7 +37,9 @@ class Conservation(RuleBasedStateMachine):
         self.limits = Scheduler(
             max_queued_requests=max_queued, queue_timeout_s=queue_timeout_s, request_timeout_s=request_timeout_s
         )
-        self.dispatcher = Dispatcher(self.outlet, POLICIES[policy](), PAGE_SIZE, self.limits, lambda: self.now_s)
+        self.dispatcher = Dispatcher(
+            self.outlet, POLICIES[policy](), PrefixIndex(PAGE_SIZE), self.limits, lambda: self.now_s
+        )
         self.uid = 0
         self.accepted: set[int] = set()
         self.alive: set[int] = set()

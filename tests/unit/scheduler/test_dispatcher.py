@@ -13,6 +13,7 @@ from hiserve.messages.codec import MalformedError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
 from hiserve.scheduler.policy import MAX_OVERTAKEN, Fcfs, LongestPrefix, Policy, Priority
+from hiserve.scheduler.prefix_index import PrefixIndex
 from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
 
 ABORT = str(int(FinishReason.ABORT))
@@ -28,7 +29,7 @@ class Desk:
     ) -> None:
         self.outlet = FakeOutlet()
         self.now_s = 100.0
-        self.dispatcher = Dispatcher(self.outlet, policy or Fcfs(), PAGE_SIZE, limits, lambda: self.now_s)
+        self.dispatcher = Dispatcher(self.outlet, policy or Fcfs(), PrefixIndex(PAGE_SIZE), limits, lambda: self.now_s)
         for replica in range(replicas):
             self.dispatcher.worker_ready(replica, ready(replica, rows=rows))
 

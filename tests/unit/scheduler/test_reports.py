@@ -7,6 +7,7 @@ import msgspec
 from hiserve.config import Scheduler
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import Fcfs
+from hiserve.scheduler.prefix_index import PrefixIndex
 from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
 
 
@@ -16,7 +17,7 @@ class Desk:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.outlet = FakeOutlet()
-        self.dispatcher = Dispatcher(self.outlet, Fcfs(), PAGE_SIZE, Scheduler(), clock=lambda: self.now_s)
+        self.dispatcher = Dispatcher(self.outlet, Fcfs(), PrefixIndex(PAGE_SIZE), Scheduler(), clock=lambda: self.now_s)
         self.dispatcher.worker_ready(0, ready(rows=1))  # holds two: one runs, one waits
 
     def submit(self, uid: int) -> None:
