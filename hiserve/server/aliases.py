@@ -19,6 +19,7 @@ class Alias(msgspec.Struct, frozen=True):
         where: Values of labels that count; these labels are not shown.
         drops: Labels that are summed over.
         renames: Label names there by label names here.
+        values: Label values there by those here; others are the same.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Alias(msgspec.Struct, frozen=True):
     where: dict[str, str] = {}
     drops: tuple[str, ...] = ()
     renames: dict[str, str] = {}
+    values: dict[str, str] = {}
 
 
 def _same(prefix: str, *names: str) -> list[Alias]:
@@ -39,6 +41,9 @@ SHARED = (
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",
 )
+# vLLM's offloading connector knows two directions.
+TRANSFER = {"copy": "transfer_type"}
+DIRECTIONS = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}
 ALIASES: dict[str, list[Alias]] = {
     "none": [],
     "vllm": [
@@ -51,9 +56,22 @@ ALIASES: dict[str, list[Alias]] = {
             "cache_config_info",
             renames={"page_size": "block_size", "num_pages": "num_gpu_blocks"},
         ),
+        Alias("vllm:kv_offload_total_bytes", "kv_offload_total_bytes", renames=TRANSFER, values=DIRECTIONS),
+        Alias("vllm:kv_offload_total_time", "kv_offload_total_time", renames=TRANSFER, values=DIRECTIONS),
     ],
     "sglang": [
-        *_same("sglang", *SHARED, "cached_tokens", "evicted_tokens", "cache_config_info"),
+        *_same("sglang", *SHARED, "cached_tokens", "cache_config_info"),
+        *_same("sglang", "hicache_host_used_tokens", "hicache_host_total_tokens"),
+        Alias("sglang:evicted_tokens", "evicted_tokens", where={"tier": "device"}),
+        Alias("sglang:load_back_tokens", "cache_fulfilled_tokens", where={"copy": "load"}),
+        Alias("sglang:load_back_bytes", "kv_offload_total_bytes", where={"copy": "load"}),
+        Alias("sglang:hicache_backup_tokens", "cache_fulfilled_tokens", where={"copy": "store"}),
+        Alias("sglang:hicache_backup_bytes", "kv_offload_total_bytes", where={"copy": "store"}),
+        Alias("sglang:hicache_dropped_tokens", "cache_unfulfilled_tokens", where={"copy": "store"}),
+        Alias("sglang:prefetched_tokens", "cache_fulfilled_tokens", where={"copy": "prefetch"}),
+        Alias("sglang:backuped_tokens", "cache_fulfilled_tokens", where={"copy": "upload"}),
+        Alias("sglang:storage_prefetch_hit_tokens", "cache_wanted_tokens", where={"copy": "prefetch"}),
+        Alias("sglang:storage_prefetch_unfulfilled_tokens", "cache_unfulfilled_tokens", where={"copy": "prefetch"}),
         Alias("sglang:num_running_reqs", "num_requests_running"),
         Alias("sglang:num_queue_reqs", "num_requests_waiting"),
         Alias("sglang:token_usage", "kv_cache_usage_perc"),
@@ -97,7 +115,9 @@ def _renamed(metric: Metric, alias: Alias) -> Metric:
         name = alias.name + sample.name.removeprefix(metric.name)
         hidden = (*alias.where, *alias.drops)
         labels = [
-            (alias.renames.get(label, label), text) for label, text in sample.labels.items() if label not in hidden
+            (alias.renames.get(label, label), alias.values.get(text, text))
+            for label, text in sample.labels.items()
+            if label not in hidden
         ]
         key = name, tuple(labels)
         values[key] = sample.value if name.endswith("_created") else values.get(key, 0.0) + sample.value

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
+from hiserve.server.cache_metrics import CacheMetrics
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
@@ -86,7 +87,7 @@ class Metrics:
         self._restarts = self._counter("worker_restarts", "Workers started again after one died.")
         self._steps = self._counter("engine_steps", "Steps that the workers ended.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
-        self._evicted = self._counter("evicted_tokens", "Tokens evicted from the prefix cache.")
+        self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
 
     def finished(self, reason: str) -> Counter:
         """Returns the counter of requests that ended for this reason."""
@@ -119,6 +120,7 @@ class Metrics:
         self._usage.set((num_pages - num_idle) / num_pages if num_pages else 0.0)
         self._cache.clear()
         self._cache.labels(self._model_name, self._page_size, num_pages).set(1)
+        self._tiers.show([stat.cache for stat in stats])
         self._step_age.set(max((self._observe_worker(worker) for worker in status.workers), default=0.0))
 
     def render(self) -> bytes:
@@ -134,7 +136,7 @@ class Metrics:
         self._restarts.inc(max(0, worker.incarnation - last.incarnation))
         self._steps.inc(max(0, stats.steps - before.steps))
         self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
-        self._evicted.inc(max(0, stats.evicted_pages - before.evicted_pages) * self._page_size)
+        self._tiers.count(before.cache, stats.cache)
         has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting
         self._workers[worker.replica] = _LastSeen(worker.incarnation, stats, now if has_moved else last.moved)
         return 0.0 if has_moved else now - last.moved

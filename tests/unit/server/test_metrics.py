@@ -9,6 +9,7 @@ import pytest
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
+from hiserve.messages.cache import CacheStats, TierStats
 from hiserve.messages.types import WorkerStats
 from hiserve.server.aliases import ALIASES
 from hiserve.server.metrics import Meter, Metrics
@@ -130,7 +131,7 @@ def test_queue_time_of_a_request_that_no_worker_had_is_not_counted() -> None:
 
 async def test_worker_counters_and_the_pool_are_shown(server: Server) -> None:
     server.engine.queued = 3
-    server.engine.stats = WorkerStats(steps=7, evicted_pages=2)
+    server.engine.stats = WorkerStats(steps=7, cache=CacheStats(device=TierStats(num_evicted=2)))
     assert await server.metric("hiserve:engine_steps_total") == 7
     assert await server.metric("hiserve:evicted_tokens_total") == 32
     assert await server.metric("hiserve:num_queued_tokens") == 30

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hiserve.messages.cache import CacheStats, CopyStats
+from hiserve.messages.types import WorkerStats
 from tests.unit.server.conftest import Server
 
 FOLDER = Path(__file__).parents[3] / "examples" / "monitoring"
@@ -28,7 +30,9 @@ def board() -> dict[str, Any]:
 
 
 async def shown(server: Server) -> set[str]:
-    """All series names that ``/metrics`` shows after one good and one bad request."""
+    """All series names that ``/metrics`` shows after one good and one bad request, and copies that failed."""
+    failed = CopyStats(num_wanted=1, unfulfilled={"broken": 1})
+    server.engine.stats = WorkerStats(cache=CacheStats(loads=failed, misses={"cold": 1}))
     await server.chat("Hi")
     await server.chat("Hi", temperature=-1)
     lines = (await server.get("/metrics")).text.splitlines()
@@ -55,13 +59,18 @@ async def test_the_labels_that_the_board_asks_for_exist(server: Server, board: d
         for target in panel["targets"]:
             for name, labels in re.findall(r"(hiserve:\w+)\{([^}]*)\}", target["expr"]):
                 series = next(line for line in text.splitlines() if line.startswith(name + "{"))
-                wanted = re.findall(r"(\w+)=~?\"", labels) + re.findall(r"sum by \((\w+)\)", target["expr"])
+                grouped = [
+                    label for by in re.findall(r"sum by \(([\w, ]+)\)", target["expr"]) for label in by.split(", ")
+                ]
+                wanted = re.findall(r"(\w+)=~?\"", labels) + grouped
                 assert all(f'{label}="' in series for label in wanted), (series, wanted)
 
 
 def test_the_panels_answer_the_questions_and_do_not_overlap(board: dict[str, Any]) -> None:
     text = json.dumps(board["panels"])
     for wanted in ("time_to_first_token", "inter_token", "e2e_request", "request_success", "kv_cache_usage"):
+        assert wanted in text
+    for wanted in ("cache_pages", "cache_fulfilled", "cache_unfulfilled", "kv_offload", "cache_misses"):
         assert wanted in text
     for wanted in ("prefix_cache_hits", "queue_time", "generation_tokens", "http_responses"):
         assert wanted in text
