@@ -122,6 +122,32 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),
     ] = False
+    store: Annotated[
+        str | None,
+        about(
+            "Keep pages beyond the host too, where they outlive the server: file:DIR is a directory of this user's, "
+            "which replicas and servers may share."
+        ),
+    ] = None
+    store_gib: Annotated[
+        float,
+        about(
+            "Most that the store may hold; the pages used longest ago go first.",
+            unit="GiB",
+            least=0.001,
+            most=1_048_576,
+        ),
+    ] = 64.0
+    store_prefetch: Annotated[
+        StorePrefetch,
+        about(
+            "How long a request waits for its prefix from the store: timeout, up to --store-prefetch-timeout-s; wait, "
+            "until it has come; best_effort, not at all: it takes what has come when its turn does."
+        ),
+    ] = "timeout"
+    store_prefetch_timeout_s: Annotated[
+        float, about("Longest a request waits for the store, from its arrival.", unit="s", least=0, most=3600)
+    ] = 1.0
     kv_events: Annotated[
         str | None,
         about(
