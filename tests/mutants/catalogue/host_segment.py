@@ -131,6 +131,7 @@ MUTANTS = [
         old="num_pages = cache.adopt(runs)",
         new="num_pages = 0",
         test=OF_RESTART + "test_a_named_cache_survives_the_engine",
+        timeout_s=60,
     ),
     Mutant(
         name="pages are adopted whose memory is not there",
@@ -166,6 +167,7 @@ MUTANTS = [
         old="if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.host_pages):",
         new="if True:",
         test=OF_RESTART + "test_garbled_pages_are_counted_and_computed_again",
+        timeout_s=60,
     ),
     Mutant(
         name="what finds no place on a host that grows is forgotten",
