@@ -41,8 +41,8 @@ class Received(NamedTuple, Generic[MessageT]):
         message: The struct.
         tokens: int32 ``[n]``, a read-only view of the frame.
         scores: Words of four bytes, as ``core.plan.Scores.pack`` writes them.
-        published: Page digests, 16 bytes each.
-        removed: Page digests, 16 bytes each.
+        published: Page digests, 16 bytes each; one that several tiers gained occurs as often.
+        removed: Likewise.
     """
 
     message: MessageT

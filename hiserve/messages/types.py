@@ -280,8 +280,8 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What one or more steps changed.
 
-    Frames: tokens int32 ``[sum(counts)]``; scores, ``4 * sum(score_words)`` bytes; published page digests, 16 bytes
-    each; removed page digests, 16 bytes each.
+    Frames: tokens int32 ``[sum(counts)]``; scores, ``4 * sum(score_words)`` bytes; digests of pages that a tier
+    gained, 16 bytes each, and of those that one lost.
 
     Attributes:
         uids, counts, finishes, cached, score_words: As in ``Tokens``.

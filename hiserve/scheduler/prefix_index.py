@@ -29,7 +29,7 @@ class Prefix:
 
 
 class PrefixIndex:
-    """A set of page digests per worker, fed by step reports.
+    """The page digests that each worker has on its device or host, fed by step reports.
 
     A hint: a worker may have evicted a page by the time a request arrives. Workers evict
     leaves first, so the pages of a prefix that are present are its first ones.
@@ -43,7 +43,7 @@ class PrefixIndex:
         self._page_size = page_size
         self._link = link
         self._namespace = b""
-        self._pages: dict[int, set[bytes]] = {}
+        self._pages: dict[int, dict[bytes, int]] = {}  # by worker and digest: on how many tiers
 
     def attach(self, replica: int, namespace: bytes) -> None:
         """Adds a worker with an empty cache.
@@ -55,7 +55,7 @@ class PrefixIndex:
         """
         assert self._namespace in (b"", namespace), f"replica {replica} has base {namespace.hex()}, not as the others"
         self._namespace = namespace
-        self._pages[replica] = set()
+        self._pages[replica] = {}
 
     def detach(self, replica: int) -> None:
         """Forgets a worker and its cache."""
@@ -66,10 +66,20 @@ class PrefixIndex:
         return len(self._pages[replica])
 
     def update(self, replica: int, published: bytes, removed: bytes) -> None:
-        """Applies what a worker reported: published, then removed pages, as joined digests."""
+        """Applies what a worker reported.
+
+        Args:
+            replica: The worker.
+            published: Joined digests of pages that a tier gained, once for each tier that did.
+            removed: Likewise of those that one lost.
+        """
         pages = self._pages[replica]
-        pages.update(split_digests(published))
-        pages.difference_update(split_digests(removed))
+        for digest in split_digests(published):
+            pages[digest] = pages.get(digest, 0) + 1
+        for digest in split_digests(removed):
+            num_tiers = pages.pop(digest, 0) - 1
+            if num_tiers > 0:
+                pages[digest] = num_tiers
 
     def prefix(self, prompt: Int32Array, namespace: bytes) -> Prefix:
         """Prepares a prompt for matching. Costs nothing until somebody matches it."""

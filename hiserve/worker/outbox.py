@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
-from hiserve.cache.index.events import PrefixEvents
 from hiserve.core.plan import Int32Array
 from hiserve.messages.channels import PollingChannel
 from hiserve.messages.coalesce import UNREPORTED, Coalescer
@@ -30,7 +29,7 @@ class Outbox:
         self._answers: deque[Frames] = deque()
         self._late = Coalescer()
         self._late_failed: list[tuple[int, str, str]] = []
-        self._late_events = PrefixEvents()
+        self._late_pages: Counter[bytes] = Counter()  # by digest: tiers that gained the page less those that lost it
         self._late_stats: WorkerStats | None = None
 
     @property
@@ -58,8 +57,8 @@ class Outbox:
         )
         self._late.add(news, report.tokens, report.scores)
         self._late_failed += report.failed
-        self._late_events.publish(split_digests(report.published))
-        self._late_events.remove(split_digests(report.removed))
+        self._late_pages.update(split_digests(report.published))
+        self._late_pages.subtract(split_digests(report.removed))
         self._late_stats = stats
 
     def flush(self) -> None:
@@ -68,7 +67,9 @@ class Outbox:
             self._answers.popleft()
         if self._late_stats is not None and not self._answers and self._channel.is_writable:
             news, tokens, scores = self._late.take()
-            self._send(news, tokens, scores, self._late_failed, self._late_stats, *self._late_events.take())
+            pages, self._late_pages = self._late_pages, Counter()
+            published, removed = b"".join(pages.elements()), b"".join((-pages).elements())
+            self._send(news, tokens, scores, self._late_failed, self._late_stats, published, removed)
             self._late_failed, self._late_stats = [], None
 
     def _send(

@@ -160,7 +160,10 @@ class Planner:
     def take_report(self) -> Report | None:
         """Returns what changed since the last call; None when nothing did."""
         report, self._report = self._report, Report()
-        report.published, report.removed = self._cache.take_events()
+        for tier in Tier:
+            published, removed = self._cache.take_events(tier)
+            report.published += published
+            report.removed += removed
         return None if report.is_empty else report
 
     # --- plan -----------------------------------------------------------------------------

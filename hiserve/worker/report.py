@@ -24,8 +24,8 @@ class Report:
         tokens: int32 ``[sum(counts)]``.
         scores: Of prompt tokens, then of generated ones, as ``core.plan.Scores.pack`` writes them.
         failed: (uid, code, message) of requests that ended with an error.
-        published: Digests of pages that became findable, 16 bytes each.
-        removed: Digests of pages that were lost.
+        published: Digests of pages that became readable on a tier, 16 bytes each; once for each tier.
+        removed: Digests of pages that cannot be read on a tier any more, likewise.
     """
 
     uids: list[int] = field(default_factory=list)

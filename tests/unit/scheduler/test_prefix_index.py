@@ -48,6 +48,17 @@ def test_removed_pages_end_the_match() -> None:
     assert ask(index, list(range(13))) == 8
 
 
+def test_a_page_is_there_until_the_last_tier_has_lost_it() -> None:
+    index = index_with(list(range(12)))
+    pages = digests(list(range(12)))
+    index.update(0, b"".join(pages), b"")  # on the host too
+    index.update(0, b"", b"".join(pages[1:]))  # evicted from the device
+    assert ask(index, list(range(13))) == 12
+    index.update(0, b"", pages[2])
+    assert ask(index, list(range(13))) == 8
+    assert index.num_pages(0) == 2
+
+
 def test_a_prefix_asked_again_follows_growth_eviction_and_a_new_worker() -> None:
     index = PrefixIndex(PAGE)
     index.attach(0, BASE)
@@ -91,7 +102,7 @@ def test_match_equals_brute_force(data: st.DataObject) -> None:
         else:
             held[replica].append(data.draw(sequences))
         pages = {digest for tokens in held[replica] for digest in digests(tokens)}
-        have = index._pages[replica]
+        have = index._pages[replica].keys()
         index.update(replica, b"".join(pages - have), b"".join(have - pages))
         for tokens, prefix in asked:
             for worker, cached in held.items():

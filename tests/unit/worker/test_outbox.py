@@ -110,3 +110,15 @@ def test_answers_wait_and_are_not_merged() -> None:
     outbox.flush()
     kinds = [type(received.message).__name__ for received in channel.received()]
     assert kinds == ["CacheFlushed", "CacheFlushed", "StepReport"]
+
+
+def test_a_page_that_two_tiers_gained_while_it_waited_is_told_twice_and_one_that_moved_not_at_all() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 1)
+    channel.is_writable = False
+    a, b = b"a" * 16, b"b" * 16
+    outbox.report(Report(published=a), WorkerStats())  # on the device
+    outbox.report(Report(published=a + b, removed=b), WorkerStats())  # on the host too; another moved there
+    channel.is_writable = True
+    outbox.flush()
+    assert (channel.received()[0].published, channel.received()[0].removed) == (a + a, b"")

@@ -9,6 +9,7 @@ from hiserve.core.copies import CopyKind
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Admit
+from hiserve.scheduler.prefix_index import PrefixIndex
 from hiserve.worker.costs import Costs
 from hiserve.worker.loop import Engine
 from tests.helpers.echo import oracle
@@ -118,3 +119,22 @@ def test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others() -> None
     assert plan is not None
     assert len([copy for copy in plan.copies if copy.kind is CopyKind.LOAD]) == 1
     assert (plan.rows.size, plan.waits) == (1, ())
+
+
+def test_the_scheduler_hears_of_a_page_until_no_tier_has_it() -> None:
+    engine, _, _, cache = echo_engine(num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60)
+    index = PrefixIndex(PAGE)
+    index.attach(0, cache.namespace)
+    for uid, seed in enumerate((1, 2, 3)):
+        add(engine, uid, prompt(21, seed), 1)
+        while engine.has_work:
+            if (report := engine.step()) is not None:
+                index.update(0, report.published, report.removed)
+    asked = index.prefix(prompt(21, seed=1), b"")
+    assert cache.match(b"", prompt(21, seed=1).tobytes()).num_tokens == 0
+    assert index.match(asked, 0) == 20
+    engine.flush()
+    report = engine.step()
+    assert report is not None
+    index.update(0, report.published, report.removed)
+    assert (index.match(asked, 0), index.num_pages(0)) == (0, 0)
