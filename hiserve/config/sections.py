@@ -148,6 +148,10 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     store_prefetch_timeout_s: Annotated[
         float, about("Longest a request waits for the store, from its arrival.", unit="s", least=0, most=3600)
     ] = 1.0
+    kv_canary: Annotated[
+        bool,
+        about("Debug: keep token and position in each slot of a page, and stop when a request finds others there."),
+    ] = False
     kv_events: Annotated[
         str | None,
         about(

@@ -6,7 +6,9 @@ import math
 
 import msgspec
 
-from hiserve.config import DTYPE_BYTES
+from hiserve.config import DTYPE_BYTES, Config
+
+ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4}
 
 
 class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,11 +19,12 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: Unique within the model.
-        codec: What a row is. ``kv``: one key and one value vector per KV head.
+        codec: What a row is. ``kv``: one key and one value vector per KV head. ``token_position``: the token id in
+            the place of the key, its position in that of the value.
         num_layers: Layers in the group; a layer's index within the group is its slice.
         num_kv_heads: KV heads per layer.
         head_dim: Elements per head.
-        dtype: Element type name, a key of ``DTYPE_BYTES``.
+        dtype: Element type name, a key of ``ELEMENT_BYTES``.
     """
 
     name: str
@@ -32,7 +35,20 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "kv"
 
     @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes one token occupies in this group, all layers together."""
         elements = math.prod((2, self.num_layers, self.num_kv_heads, self.head_dim))
-        return elements * DTYPE_BYTES[self.dtype]
+        return elements * self.element_bytes
+
+
+CANARY = CacheGroupSpec(name="canary", num_layers=1, num_kv_heads=1, head_dim=1, dtype="int32", codec="token_position")
+
+
+def debug_groups(config: Config) -> tuple[CacheGroupSpec, ...]:
+    """Returns the groups that a configuration adds to those of the model."""
+    return (CANARY,) if config.cache.kv_canary else ()

@@ -7,6 +7,7 @@ import msgspec
 from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, flag_of, settings
 from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.endpoints import check_kv_events
+from hiserve.core.groups import debug_groups
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
@@ -96,7 +97,7 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
             param="max_model_len",
         )
     weights = model.num_params * DTYPE_BYTES[dtype]
-    page = config.cache.page_size * model.slot_elements * DTYPE_BYTES[dtype]
+    page = _page_bytes(config, model, dtype)
     free = (machine.memory_bytes if on_cpu else machine.cuda_memory_bytes) // replicas
     if weights >= free:
         raise ResourceError(
@@ -143,6 +144,11 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
 
 def _or(value: int | Auto, otherwise: int) -> int:
     return value if isinstance(value, int) else otherwise
+
+
+def _page_bytes(config: Config, model: ModelFacts, dtype: str) -> int:
+    slot_bytes = model.slot_elements * DTYPE_BYTES[dtype] + sum(group.slot_bytes for group in debug_groups(config))
+    return config.cache.page_size * slot_bytes
 
 
 def _gib(num_bytes: int) -> str:

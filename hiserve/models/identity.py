@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from hiserve.core.digest import namespace_digest
@@ -10,7 +11,14 @@ LAYOUT_VERSION = "1"  # of a page's bytes; caches of different layouts must not 
 
 
 def cache_namespace(
-    folder: Path, *, load_format: str, shape: str | None, dtype: str, page_size: int, secret: bytes = b""
+    folder: Path,
+    *,
+    load_format: str,
+    shape: str | None,
+    dtype: str,
+    page_size: int,
+    debug_groups: Sequence[str] = (),
+    secret: bytes = b"",
 ) -> bytes:
     """Returns the 16-byte digest of weights, element type, layout, page size, shard and server.
 
@@ -22,10 +30,11 @@ def cache_namespace(
         shape: Built-in shape in place of the checkpoint's.
         dtype: Element type name of the KV cache.
         page_size: Tokens per page.
+        debug_groups: Names of the groups of a page that are not the model's.
         secret: The server's, where a cache outlives it: who does not know it cannot tell what a digest stands for.
     """
     files = sorted(folder.glob("*.safetensors"))
     stamps = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
-    shard = "1/1"
+    shard, layout = "1/1", "+".join((LAYOUT_VERSION, *debug_groups))
     weights = (str(folder.resolve()), load_format, shape or "", *stamps)
-    return namespace_digest(secret, *weights, dtype, LAYOUT_VERSION, str(page_size), shard)
+    return namespace_digest(secret, *weights, dtype, layout, str(page_size), shard)

@@ -18,10 +18,11 @@ from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.host_segment import namespace_of
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config, known
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.groups import CANARY, CacheGroupSpec, debug_groups
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.decoder import load_decoder
 from hiserve.models.shapes import read_model
+from hiserve.runners.canary import Canary
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.adopt import adopt
@@ -77,13 +78,14 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
             load_format=config.model.load_format,
             max_len=max_len,
         )
+    groups = (*model_config.kv_groups(dtype), *debug_groups(config))
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, device)
+        pool = DevicePool(groups, num_pages, page_size, device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
     namespace = namespace_of(config, folder)
     cache = _cache(config, namespace, segment, kv_events)
-    host = None if segment is None else _host_pool(config, segment, model_config.kv_groups(dtype), namespace)
+    host = None if segment is None else _host_pool(config, segment, groups, namespace)
     if host is not None:
         with _phase(startup_s, "adopt host cache"):
             adopt(host, cache)
@@ -97,7 +99,8 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         max_len=max_len,
         max_batched_tokens=known(config.scheduler.max_batched_tokens),
         eos_token_ids=model_config.eos_token_ids,
-        overlaps_loads=device == "cuda",
+        # A canary is read when a row starts: its load must have arrived, and not failed, by then.
+        overlaps_loads=device == "cuda" and not config.cache.kv_canary,
     )
     facts = EngineFacts(
         max_running=max_rows,
@@ -107,7 +110,8 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         namespace=namespace,
         startup_s=startup_s,
     )
-    executor = Executor(runner, rows, threaded=depth > 0, copier=copier)
+    canary = Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None
+    executor = Executor(runner, rows, threaded=depth > 0, copier=copier, canary=canary)
     shares = not config.cache.disable_prefix_cache
     return Engine(planner, executor, depth, facts, shares_prefixes=shares, kv_events=kv_events)
 

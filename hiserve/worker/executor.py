@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hiserve.core.copies import CopyAck
+from hiserve.core.forward import ForwardInputs
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
+from hiserve.runners.canary import Canary
 from hiserve.runners.eager import EagerRunner
-from hiserve.runners.gate import Action, admit
+from hiserve.runners.gate import Verdict, admit
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.logprobs import pack_scores
@@ -49,6 +52,7 @@ class Executor:
         rows: The permanent rows.
         threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
         copier: Copies pages between tiers; None with one tier. Closed at the end.
+        canary: Checks what rows find in pages; None unless debugging.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class Executor:
         *,
         threaded: bool = False,
         copier: Copier | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self._runner = runner
         self._rows = rows
         self._copier = copier
+        self._canary = canary
         self._on_cuda = rows.device.type == "cuda"
         needs_thread = threaded or self._on_cuda
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
@@ -115,32 +121,34 @@ class Executor:
     def _step(self, plan: BatchPlan) -> _Outcome:
         with torch.inference_mode():
             self._rows.apply(plan)
-            deferred = self._pass_gate(plan)
-            if deferred or not plan.rows.size:
+            if self._canary is not None:
+                self._canary.note(plan)
+            verdict = self._pass_gate(plan)
+            if verdict.reason or not plan.rows.size:
                 nothing = torch.empty(0, dtype=torch.int32, device=self._rows.device)
-                outcome = _Outcome(nothing, None, None, deferred)
+                outcome = _Outcome(nothing, None, None, verdict.reason)
             else:
-                outcome = self._forward(plan)
+                outcome = self._forward(plan, verdict.loads)
         if self._copier is not None:
             self._copier.forward_done(plan.step_id)
         return outcome
 
-    def _pass_gate(self, plan: BatchPlan) -> str:
-        """Starts a plan's copies and does what the gate says; returns why its step may not run, if it may not."""
+    def _pass_gate(self, plan: BatchPlan) -> Verdict:
+        """Starts a plan's copies; returns what the gate says to its step."""
         copier = self._copier
         if copier is None:
             assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
-            return admit(plan, self._rows.version, (), ()).reason
+            return admit(plan, self._rows.version, (), ())
         copier.start(plan)
-        verdict = admit(plan, self._rows.version, copier.open_loads, copier.failed_loads)
-        if verdict.action is Action.WAIT:
-            copier.wait(verdict.loads)
-        return verdict.reason
+        return admit(plan, self._rows.version, copier.open_loads, copier.failed_loads)
 
-    def _forward(self, plan: BatchPlan) -> _Outcome:
+    def _forward(self, plan: BatchPlan, loads: tuple[int, ...]) -> _Outcome:
         rows = self._rows
         inputs = build_inputs(plan, rows)
-        forward = inputs.forward
+        forward = self._behind(loads, inputs.forward)
+        if self._canary is not None:
+            self._canary.verify(plan, inputs)
+            self._canary.write(forward)
         logits = self._runner.run(forward).logits
         num_sampling = inputs.sampling.shape[0]
         sampled_logits, scored_logits = logits[:num_sampling], logits[num_sampling:]
@@ -162,6 +170,16 @@ class Executor:
             assert num_prompt_top is not None, f"step {plan.step_id} scores prompts of rows that want no scores"
             words.append(pack_scores(scored_logits, inputs.scored_tokens, num_prompt_top).view(-1))
         return _Outcome(torch.cat(words), num_top, num_prompt_top)
+
+    def _behind(self, loads: tuple[int, ...], inputs: ForwardInputs) -> ForwardInputs:
+        """Lets each layer wait for its part of the loads; a canary reads pages before the first, so it waits for all of them."""
+        if not loads:
+            return inputs
+        assert self._copier is not None, f"loads {loads} with one tier"
+        if self._canary is not None:
+            self._copier.wait(loads)
+            return inputs
+        return replace(inputs, before_layer=partial(self._copier.wait, loads))
 
 
 def _collect(plan: BatchPlan, outcome: _Outcome, host: Tensor, copied: torch.cuda.Event) -> StepResult:

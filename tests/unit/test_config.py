@@ -19,7 +19,7 @@ FLAGS = """
     --revision --chat-template --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
     --request-timeout-s --api-key --admin-api-key --share-prefixes --max-request-bytes --strict-fields
     --kv-events --kv-events-replay
-    --drain-timeout-s --metrics-compat --disable-prefix-cache --host-cache-gib --shape
+    --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --cache-verify --eviction
     --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """

@@ -11,6 +11,7 @@ from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.segment import SHARED_MEMORY, Segment, SegmentLayout, segment_path, stored_layout
 from hiserve.cache.pools.stores import secret_of
 from hiserve.config import Config, known
+from hiserve.core.groups import debug_groups
 from hiserve.core.resolve import GIB, Machine
 from hiserve.models.identity import cache_namespace
 from hiserve.models.shapes import read_model
@@ -75,6 +76,7 @@ def namespace_of(config: Config, folder: Path, directory: Path = SHARED_MEMORY) 
         shape=config.model.shape,
         dtype=config.model.dtype,
         page_size=config.cache.page_size,
+        debug_groups=[group.name for group in debug_groups(config)],
         secret=server_secret(config, directory),
     )
 
@@ -95,7 +97,8 @@ def layout_of(config: Config, directory: Path = SHARED_MEMORY) -> SegmentLayout 
         return None
     folder, model_config = read_model(config.model)
     page_size = config.cache.page_size
-    page_bytes = PageLayout(model_config.kv_groups(config.model.dtype), page_size).page_bytes
+    groups = (*model_config.kv_groups(config.model.dtype), *debug_groups(config))
+    page_bytes = PageLayout(groups, page_size).page_bytes
     num_pages = host_bytes // page_bytes
     if num_pages < 2:
         return None

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.config import DTYPE_BYTES
 from hiserve.core.groups import CacheGroupSpec
 
 ALIGNMENT = 64  # bytes: of every group within a page, so that kernels may read whole vectors
@@ -44,4 +43,4 @@ class PageLayout:
 
     def piece_bytes(self, group: CacheGroupSpec) -> int:
         """Returns the bytes of one piece of a group."""
-        return math.prod((self.page_size, group.num_kv_heads, group.head_dim)) * DTYPE_BYTES[group.dtype]
+        return math.prod((self.page_size, group.num_kv_heads, group.head_dim)) * group.element_bytes
