@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,6 +42,8 @@ class ForwardInputs:
             each row that samples, then the tokens whose next token is scored, both in the order of rows.
         max_q_len: Upper bound of the tokens of one row.
         max_kv_len: Upper bound of ``kv_lens``.
+        before_layer: Called with the index of each layer before it reads keys and values that may still be on their way;
+            None when all are there.
     """
 
     input_ids: Tensor
@@ -53,6 +56,7 @@ class ForwardInputs:
     logits_rows: Tensor
     max_q_len: int
     max_kv_len: int
+    before_layer: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

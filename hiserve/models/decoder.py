@@ -60,7 +60,9 @@ class Decoder:
         """
         rotation = self._rotary(inputs.positions)
         x = self._embedding(inputs.input_ids)
-        for layer, kv in zip(self._layers, layers, strict=True):
+        for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
+            if inputs.before_layer is not None:
+                inputs.before_layer(index)
             x = x + layer.attention(layer.input_norm(x), inputs, rotation, kv, attention)
             x = x + layer.mlp(layer.mlp_norm(x))
         last = x.index_select(0, inputs.logits_rows)

@@ -46,10 +46,10 @@ class Copier:
                 self.open_loads.add(copy.op)
             self._transfers.start(copy)
 
-    def wait(self, loads: tuple[int, ...]) -> None:
-        """Lets the next forward wait for loads that were started."""
+    def wait(self, loads: tuple[int, ...], layer: int | None = None) -> None:
+        """Lets what is launched next wait for loads that were started, or for their part of one layer."""
         for op in loads:
-            self._transfers.wait(op)
+            self._transfers.wait(op, layer)
 
     def forward_done(self, step_id: int) -> None:
         """Tells that the step's forward is done, or, on a stream device, was launched."""

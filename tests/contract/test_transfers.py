@@ -16,12 +16,13 @@ from hiserve.cache.pools.records import PageState
 from hiserve.cache.pools.transfer_queue import DROPPED, NOT_READY
 from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.errors import InvariantError
-from tests.helpers.transfers import DIRECT, NUM_PAGES, PAGE_BYTES, STAGED, THREAD, TransferBench, ints
+from tests.helpers.host import PAGE_SIZE
+from tests.helpers.transfers import DIRECT, LAYERED, NUM_PAGES, PAGE_BYTES, STAGED, THREAD, TransferBench, ints
 
 MakeBench = Callable[..., TransferBench]
 
 
-@pytest.fixture(params=[THREAD, *(pytest.param(make, marks=pytest.mark.gpu) for make in (DIRECT, STAGED))])
+@pytest.fixture(params=[THREAD, *(pytest.param(make, marks=pytest.mark.gpu) for make in (DIRECT, LAYERED, STAGED))])
 def make_bench(request: pytest.FixtureRequest) -> Iterator[MakeBench]:
     made: list[TransferBench] = []
 
@@ -148,6 +149,21 @@ def test_a_forward_waits_for_a_load_that_it_reads(bench: TransferBench) -> None:
     bench.may_copy.set()
     waiter.join(5)
     assert waited.is_set()
+
+
+def test_a_layer_may_be_read_behind_its_part_of_a_load(bench: TransferBench) -> None:
+    bench.store(1, [4], [5])
+    bench.acks(1)
+    bench.fill(7, 0.0)
+    bench.engine.forward_done(1)
+    bench.load(2, [7], [5], after_step=1)
+    for index, layer in enumerate(bench.device.layers("kv")):
+        bench.engine.wait(2, index)
+        for plane in (layer.k, layer.v):
+            loaded, original = (plane[page * PAGE_SIZE : (page + 1) * PAGE_SIZE] for page in (7, 4))
+            assert torch.equal(loaded, original)
+    assert bench.acks(1)[0].is_ok
+    assert torch.equal(bench.page(7), bench.page(4))
 
 
 def test_a_forward_does_not_wait_for_a_load_that_waits_for_it(bench: TransferBench) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.kernels.page_copy import copy_pages
-from tests.helpers.transfers import DIRECT, PAGE_BYTES, STAGED, TransferBench
+from tests.helpers.transfers import DIRECT, LAYERED, PAGE_BYTES, STAGED, TransferBench, ints
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +35,7 @@ def no_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture(params=[DIRECT, STAGED])
+@pytest.fixture(params=[DIRECT, LAYERED, STAGED])
 def make_bench(request: pytest.FixtureRequest) -> Iterator[MakeBench]:
     made: list[TransferBench] = []
 
@@ -103,6 +104,18 @@ def test_the_forward_stream_waits_for_a_load_and_the_host_does_not(bench: Transf
     for plane, seen in zip(bench.planes(), read, strict=True):
         plane.copy_(seen)
     assert torch.equal(bench.page(5), original)
+
+
+def test_only_loads_of_much_go_layer_by_layer_each_with_an_event() -> None:
+    for make, groups, num_events in ((LAYERED, None, 3), (DIRECT, None, 0), (STAGED, LARGE, 0)):
+        bench = TransferBench(make, **({} if groups is None else {"groups": groups}))
+        streams = bench.engine._streams[CopyKind.LOAD]
+        flight = streams.begin(PageCopy(1, CopyKind.LOAD, ints([3, 4]), ints([1, 2]), 0), None)
+        assert len(flight.layers) == num_events
+        assert {flight.end_of(layer) for layer in (None, 0)} == {flight.end, *flight.layers[:1]}
+        streams.drain()
+        assert all(event.query() for event in flight.layers)
+        bench.close()
 
 
 def test_neither_the_planning_thread_nor_the_engine_waits_for_the_device(bench: TransferBench) -> None:

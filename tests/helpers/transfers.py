@@ -25,7 +25,7 @@ GROUPS = (
     CacheGroupSpec(name="draft", num_layers=1, num_kv_heads=1, head_dim=6, dtype="bfloat16"),
 )
 PAGE_BYTES = PageLayout(GROUPS, PAGE_SIZE).page_bytes
-THREAD, DIRECT, STAGED = "thread", "direct", "staged"  # the CPU's; the CUDA one's two mechanisms
+THREAD, DIRECT, LAYERED, STAGED = "thread", "direct", "layered", "staged"  # the CPU's; the CUDA one's mechanisms
 
 
 class TransferBench:
@@ -67,8 +67,10 @@ class TransferBench:
         self.host = HostPool(self.segment, self.groups, num_threads=1, registrar=CudaRegistrar(0))
         self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda")
         self.ready()
-        direct = self.page_bytes if make == DIRECT else 0
-        return StreamTransfers(self.device, self.host, **{"max_direct_page_bytes": direct} | options)
+        direct = 0 if make == STAGED else self.page_bytes
+        least = 0 if make == LAYERED else 1 << 20
+        options = {"max_direct_page_bytes": direct, "min_layer_bytes": least} | options
+        return StreamTransfers(self.device, self.host, **options)
 
     def ready(self) -> None:
         self.host.clear()

@@ -20,6 +20,7 @@ from hiserve.cache.pools.copy_engine import CopyEngine
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array
 from hiserve.kernels.page_copy import copy_pages, word_type
 
@@ -38,11 +39,17 @@ class Flight:
         copy: The order.
         begin: Recorded when its waits are over.
         end: Recorded when it has arrived.
+        layers: Recorded when all up to a layer has; one for each, or none where the whole came at once.
     """
 
     copy: PageCopy
     begin: torch.cuda.Event
     end: torch.cuda.Event
+    layers: tuple[torch.cuda.Event, ...] = ()
+
+    def end_of(self, layer: int | None) -> torch.cuda.Event:
+        """Returns the event of a layer; that of the whole for None, or where layers have none."""
+        return self.end if layer is None or not self.layers else self.layers[layer]
 
     @property
     def has_arrived(self) -> bool:
@@ -82,16 +89,25 @@ class PageStreams:
         kind: The direction.
         staging_bytes: Staging memory on the device; at least two pages are taken.
         max_direct_page_bytes: Pages up to this size are copied by a kernel.
+        min_layer_bytes: Loads by a kernel go layer by layer where each layer has at least this much.
     """
 
     def __init__(
-        self, device: DevicePool, host: HostPool, kind: CopyKind, *, staging_bytes: int, max_direct_page_bytes: int
+        self,
+        device: DevicePool,
+        host: HostPool,
+        kind: CopyKind,
+        *,
+        staging_bytes: int,
+        max_direct_page_bytes: int,
+        min_layer_bytes: int,
     ) -> None:
         self._device = device
         self._host = host
         self._kind = kind
         page_bytes = host.layout.page_bytes
         self._pages_per_slot = max(1, staging_bytes // _NUM_SLOTS // page_bytes)
+        self._min_layer_bytes = min_layer_bytes
         self._copy_engine = CopyEngine()
         self._first = self._last = _stream()
         self._slots: deque[_Slot] = deque()
@@ -106,23 +122,28 @@ class PageStreams:
         """Compiles what ``begin`` launches, so that the first copy need not wait for it."""
         nothing = np.empty(0, dtype=np.int32)
         self._move(self._slots[0].memory if self._slots else self._all_pages(), nothing, nothing, self._first)
+        if not self._slots and self._kind is CopyKind.LOAD:
+            self._move_by_layer(nothing, nothing)
 
     def begin(self, copy: PageCopy, fence: torch.cuda.Event | None) -> Flight:
         """Enqueues a copy behind an event and everything enqueued before. Waits for nothing."""
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
-        flight = Flight(copy, _event(timed=True), _event(timed=True))
+        begin, end = _event(timed=True), _event(timed=True)
+        layers: tuple[torch.cuda.Event, ...] = ()
         if fence is not None:
             self._first.wait_event(fence)
-        flight.begin.record(self._first)
+        begin.record(self._first)
         if self._slots:
             for start in range(0, ours.size, self._pages_per_slot):
                 chunk = slice(start, start + self._pages_per_slot)
                 self._enqueue(ours[chunk], theirs[chunk])
+        elif self._kind is CopyKind.LOAD and ours.size * self._layer_bytes() >= self._min_layer_bytes:
+            layers = self._move_by_layer(ours, theirs)
         else:
             self._move(self._all_pages(), ours, theirs, self._first)
-        flight.end.record(self._last)
-        return flight
+        end.record(self._last)
+        return Flight(copy, begin, end, layers)
 
     def drain(self) -> None:
         """Blocks until everything enqueued is done."""
@@ -165,23 +186,41 @@ class PageStreams:
         max_programs = _STAGING_PROGRAMS if self._slots else _DIRECT_PROGRAMS[self._kind]
         with torch.cuda.stream(stream):
             indices = _upload(ours, rows)
-            self._launch(pages, indices, max_programs)
+            for group in self._host.layout.groups:
+                self._launch(pages, indices, group, range(group.num_layers), max_programs)
 
-    def _launch(self, pages: Tensor, indices: Tensor, max_programs: int) -> None:
+    def _layer_bytes(self) -> int:
+        """Returns the bytes of a page that belong to one layer of the first group, the model's own."""
+        return 2 * self._host.layout.piece_bytes(self._host.layout.groups[0])
+
+    def _move_by_layer(self, ours: Int32Array, theirs: Int32Array) -> tuple[torch.cuda.Event, ...]:
+        """Scatters pages of the host: other groups first, then the first one layer after layer, with an event each."""
+        own, *others = self._host.layout.groups
+        pages, max_programs, events = self._all_pages(), _DIRECT_PROGRAMS[self._kind], []
+        with torch.cuda.stream(self._first):
+            indices = _upload(ours, theirs)
+            for group in others:
+                self._launch(pages, indices, group, range(group.num_layers), max_programs)
+            for layer in range(own.num_layers):
+                self._launch(pages, indices, own, range(layer, layer + 1), max_programs)
+                events.append(_event())
+                events[-1].record(self._first)
+        return tuple(events)
+
+    def _launch(self, pages: Tensor, indices: Tensor, group: CacheGroupSpec, layers: range, max_programs: int) -> None:
+        """One kernel for adjacent layers of a group."""
         layout = self._host.layout
-        for group in layout.groups:
-            piece_bytes = layout.piece_bytes(group)
-            words = word_type(piece_bytes)
-            start = int(layout.offsets[group.name][0, 0])
-            num_planes = 2 * group.num_layers
-            planes = self._device.storage(group.name).view(num_planes, -1).view(words)
-            copy_pages(
-                planes.view(num_planes, -1, piece_bytes // words.itemsize),
-                pages[:, start : start + num_planes * piece_bytes].view(words),
-                indices,
-                to_planes=self._kind is CopyKind.LOAD,
-                max_programs=max_programs,
-            )
+        piece_bytes = layout.piece_bytes(group)
+        words = word_type(piece_bytes)
+        start = int(layout.offsets[group.name][layers.start, 0])
+        planes = self._device.storage(group.name).view(2 * group.num_layers, -1).view(words)
+        copy_pages(
+            planes.view(2 * group.num_layers, -1, piece_bytes // words.itemsize)[2 * layers.start : 2 * layers.stop],
+            pages[:, start : start + 2 * len(layers) * piece_bytes].view(words),
+            indices,
+            to_planes=self._kind is CopyKind.LOAD,
+            max_programs=max_programs,
+        )
 
 
 def _stream() -> torch.cuda.Stream:

@@ -14,6 +14,7 @@ from hiserve.cache.pools.transfer_queue import TransferQueue
 from hiserve.core.copies import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
+MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
 
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
 _POLL_S = 0.0002  # between two looks at what is on its way
@@ -33,6 +34,7 @@ class StreamTransfers:
         max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
             an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
         staging_bytes: Memory on the device that large pages pass through, both directions together.
+        min_layer_bytes: Loads that a kernel copies go layer by layer where each layer has at least this much.
         hold: Called in the thread before each order is enqueued; a test holds the streams with it, or lets the
             copy fail by returning why.
     """
@@ -46,6 +48,7 @@ class StreamTransfers:
         max_store_bytes_per_s: float,
         max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES,
         staging_bytes: int = STAGING_BYTES,
+        min_layer_bytes: int = MIN_LAYER_BYTES,
         hold: Callable[[PageCopy], str | None] | None = None,
     ) -> None:
         self._hold = hold
@@ -57,6 +60,7 @@ class StreamTransfers:
                 kind,
                 staging_bytes=staging_bytes // len(DEVICE_KINDS),
                 max_direct_page_bytes=max_direct_page_bytes,
+                min_layer_bytes=min_layer_bytes,
             )
             for kind in DEVICE_KINDS
         }
@@ -85,12 +89,12 @@ class StreamTransfers:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
         return self._queue.poll(wait_s)
 
-    def wait(self, op: int) -> None:
-        """Makes the current stream wait for a load; blocks only until the load is enqueued."""
+    def wait(self, op: int, layer: int | None = None) -> None:
+        """Makes the current stream wait for a load, or its part of one layer; blocks only until the load is enqueued."""
         self._queue.wait(op)
         flight = self._loads.get(op)
         if flight is not None:
-            torch.cuda.current_stream().wait_event(flight.end)
+            torch.cuda.current_stream().wait_event(flight.end_of(layer))
 
     def close(self) -> None:
         """Ends after the copies that were enqueued."""

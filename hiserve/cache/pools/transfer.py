@@ -26,8 +26,8 @@ class TransferEngine(Protocol):
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
 
-    def wait(self, op: int) -> None:
-        """Makes the next forward wait for an order."""
+    def wait(self, op: int, layer: int | None = None) -> None:
+        """Makes what is launched next wait for a load, or at least for its part of one layer, counted from 0."""
 
     def close(self) -> None:
         """Ends; orders that have not begun are dropped, unanswered."""
@@ -74,8 +74,8 @@ class ThreadTransfers:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
         return self._queue.poll(wait_s)
 
-    def wait(self, op: int) -> None:
-        """Blocks until a load has ended."""
+    def wait(self, op: int, layer: int | None = None) -> None:
+        """Blocks until a load has ended, all of it whatever the layer."""
         self._queue.wait(op)
 
     def close(self) -> None:

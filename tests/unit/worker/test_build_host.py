@@ -117,7 +117,7 @@ class NoTransfers:
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
         return []
 
-    def wait(self, op: int) -> None:
+    def wait(self, op: int, layer: int | None = None) -> None:
         pass
 
     def close(self) -> None:
