@@ -1,10 +1,10 @@
-"""LRU over leaves: order, lazy deletion, and a heap that stays small."""
+"""Which leaf goes first: order, lazy deletion, and a heap that stays small."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.eviction import LruEviction, PriorityEviction
 from hiserve.cache.index.node import NO_PAGES, Node, make_root
 
 ROOT = make_root(b"namespace")
@@ -78,3 +78,36 @@ def test_the_heap_stays_within_twice_the_leaves_when_they_are_many() -> None:
         assert len(eviction._leaves) <= 6000
     popped = [eviction.pop() for _ in range(3001)]
     assert popped == [*nodes, None]
+
+
+# ---- by priority
+
+
+def important(priority: int, last_used: int) -> Node:
+    node = leaf(last_used)
+    node.priority = priority
+    return node
+
+
+def test_the_lowest_priority_goes_first_and_of_equals_the_least_recently_used() -> None:
+    eviction = PriorityEviction()
+    nodes = [important(*rank) for rank in ((0, 9), (5, 1), (0, 3), (-2, 8), (5, 0))]
+    for node in nodes:
+        eviction.add(node)
+    assert [eviction.pop() for _ in range(6)] == [nodes[3], nodes[2], nodes[0], nodes[4], nodes[1], None]
+
+
+def test_a_node_that_a_request_of_higher_priority_used_goes_later() -> None:
+    eviction, risen, other = PriorityEviction(), important(0, 1), important(1, 0)
+    eviction.add(risen)
+    eviction.add(other)
+    risen.priority, risen.last_used = 2, 3
+    eviction.add(risen)
+    assert [eviction.pop() for _ in range(3)] == [other, risen, None]
+
+
+def test_lru_does_not_look_at_priorities() -> None:
+    eviction, nodes = LruEviction(), [important(9, 1), important(0, 2)]
+    for node in nodes:
+        eviction.add(node)
+    assert [eviction.pop(), eviction.pop()] == nodes
