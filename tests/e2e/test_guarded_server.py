@@ -70,6 +70,8 @@ def test_nothing_but_health_and_metrics_is_open(live: Live) -> None:
         assert [nobody.get(path).status_code for path in ("/v1/models", "/server_info", "/openapi.json")] == [401] * 3
         assert (alpha.get("/server_info").status_code, root.get("/server_info").status_code) == (403, 200)
         assert "alpha" not in root.get("/server_info").text
+        for path in ("/cache/stats", "/cache/tree"):
+            assert [caller.get(path).status_code for caller in (nobody, alpha, root)] == [401, 403, 200]
         assert (alpha.post("/flush_cache").status_code, root.post("/flush_cache").status_code) == (403, 200)
         assert alpha.get("/health_generate").json() == {"status": "ok"}
 
