@@ -1,0 +1,86 @@
+"""Guards of built-in shapes, of what copies pages on a device, and of forwards that wait layer by layer."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SHAPES = "hiserve/models/shapes.py"
+EXECUTOR = "hiserve/worker/executor.py"
+OF_SHAPES = "tests/unit/models/test_shapes.py::"
+OF_EAGER = "tests/unit/runners/test_eager.py::"
+
+MUTANTS = [
+    Mutant(
+        name="a shape without weights is read from a checkpoint",
+        file=SHAPES,
+        old='if settings.shape is not None and settings.load_format != "dummy":',
+        new="if False:",
+        test=OF_SHAPES + "test_a_shape_is_refused_where_weights_are_to_be_read",
+    ),
+    Mutant(
+        name="a tokenizer may have tokens that the shape does not",
+        file=SHAPES,
+        old="if model.vocab_size > shape.vocab_size:",
+        new="if False:",
+        test=OF_SHAPES + "test_a_tokenizer_with_more_tokens_than_the_shape_is_refused",
+    ),
+    Mutant(
+        name="a shape has no end tokens",
+        file=SHAPES,
+        old='        "eos_token_ids": model.eos_token_ids,\n',
+        new="",
+        test=OF_SHAPES + "test_the_folder_gives_end_tokens_and_sampling_and_nothing_else",
+    ),
+    Mutant(
+        name="parameters are made on the host",
+        file="hiserve/models/weights.py",
+        old="torch.empty(shape, dtype=dtype, device=device)",
+        new="torch.empty(0, dtype=dtype).expand(0)",
+        test=OF_SHAPES + "test_the_parameters_of_a_shape_are_made_on_the_device_that_is_named",
+    ),
+    Mutant(
+        name="caches of two shapes meet",
+        file="hiserve/models/identity.py",
+        old='shape or "", *stamps',
+        new="*stamps",
+        test=OF_SHAPES + "test_caches_of_two_shapes_never_meet",
+    ),
+    Mutant(
+        name="staging memory is not planned for",
+        file="hiserve/core/resolve.py",
+        old='memory["staging of host pages"] = max(STAGING_BYTES, 4 * page)',
+        new="pass",
+        test="tests/unit/core/test_resolve.py::"
+        "test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_through_the_device",
+    ),
+    Mutant(
+        name="a layer reads before its part of a load is there",
+        file="hiserve/models/decoder.py",
+        old="                inputs.before_layer(index)\n",
+        new="                pass\n",
+        test=OF_EAGER + "test_what_is_on_its_way_to_a_layer_may_arrive_right_before_it",
+    ),
+    Mutant(
+        name="a forward does not wait for its loads",
+        file=EXECUTOR,
+        old="return replace(inputs, before_layer=partial(self._copier.wait, loads))",
+        new="return inputs",
+        test=OF_EAGER + "test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others",
+    ),
+    Mutant(
+        name="every layer waits for the whole of a load",
+        file="hiserve/worker/copier.py",
+        old="self._transfers.wait(op, layer)",
+        new="self._transfers.wait(op)",
+        test=OF_EAGER + "test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others",
+    ),
+    Mutant(
+        name="a load that failed is waited for",
+        file="hiserve/cache/pools/transfer.py",
+        old="            if copy.kind is CopyKind.LOAD:\n                self._queue.release(copy)",
+        new="            if copy.kind is CopyKind.LOAD and not reason:\n                self._queue.release(copy)",
+        test="tests/contract/test_transfers.py::"
+        "test_a_copy_that_fails_is_answered_with_its_reason_and_nobody_waits_for_it[thread]",
+        timeout_s=30.0,
+    ),
+]
