@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, flag_of, settings
@@ -76,11 +78,7 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         ResourceError: Weights, KV pool and tables do not fit in memory; the message says what to lower.
     """
     check_kv_events(config)
-    device = config.model.device
-    if device == "auto":
-        device = "cuda" if machine.cuda_memory_bytes else "cpu"
-    if device == "cuda" and not machine.cuda_memory_bytes:
-        raise ConfigError("--device is cuda but no CUDA device was found. Use --device cpu.", param="device")
+    device = _device(config, machine)
     on_cpu = device == "cpu"
     dtype = config.model.dtype
     if dtype == "auto":
@@ -108,8 +106,8 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     pages, length = _size_pool(config, length, rows, page=page, room=free - weights, on_cpu=on_cpu)
     tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // config.cache.page_size) * PAGE_ENTRY_BYTES)
     memory = {"weights": weights, "KV pool": pages * page, "token and page tables": tables}
-    if not on_cpu and config.cache.host_cache_gib != 0:
-        memory["staging of host pages"] = max(STAGING_BYTES, 4 * page)  # two pages at least, each way
+    if staging := _staging_bytes(config, page, on_cpu=on_cpu):
+        memory["staging of host pages"] = staging
     if sum(memory.values()) > free:
         others = sum(memory.values()) - tables
         raise ResourceError(
@@ -140,6 +138,20 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         memory=memory | host if on_cpu else memory,
         host_memory={} if on_cpu else host,
     )
+
+
+def _device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
+    device = config.model.device
+    if device == "auto":
+        return "cuda" if machine.cuda_memory_bytes else "cpu"
+    if device == "cuda" and not machine.cuda_memory_bytes:
+        raise ConfigError("--device is cuda but no CUDA device was found. Use --device cpu.", param="device")
+    return device
+
+
+def _staging_bytes(config: Config, page: int, *, on_cpu: bool) -> int:
+    """Returns the memory of a CUDA device that host pages pass through: that of two pages each way at least."""
+    return 0 if on_cpu or config.cache.host_cache_gib == 0 else max(STAGING_BYTES, 4 * page)
 
 
 def _or(value: int | Auto, otherwise: int) -> int:
