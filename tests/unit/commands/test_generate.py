@@ -17,6 +17,7 @@ from hiserve import cli
 from hiserve.commands import generate
 from hiserve.commands.generate import Batch, Line
 from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import ConfigError, ContextLengthError
 from hiserve.llm import CompletionOutput, RequestOutput, TokenLogprob
 
@@ -45,7 +46,7 @@ class FakeLLM:
                 yield last
             scores = [TokenLogprob(tokens[-1], -1.5, {})] if sampling.logprobs is not None else None
             choices = [CompletionOutput(i, "", tokens[::-1], "stop", None, scores) for i in range(sampling.n)]
-            last = RequestOutput(None, tokens, 1, choices)
+            last = RequestOutput(None, tokens, CacheUse(device=1), choices)
         if last:
             yield last
 
