@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -80,9 +80,7 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     check_kv_events(config)
     device = _device(config, machine)
     on_cpu = device == "cpu"
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else model.checkpoint_dtype  # type: ignore[assignment]
+    dtype = _dtype(config, model, on_cpu=on_cpu)
     replicas = config.parallel.replicas
     rows = _or(config.scheduler.max_running_requests, 32 if on_cpu else 256)
     tokens = _or(config.scheduler.max_batched_tokens, 512 if on_cpu else 2048)
@@ -147,6 +145,12 @@ def _device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
     if device == "cuda" and not machine.cuda_memory_bytes:
         raise ConfigError("--device is cuda but no CUDA device was found. Use --device cpu.", param="device")
     return device
+
+
+def _dtype(config: Config, model: ModelFacts, *, on_cpu: bool) -> Any:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if on_cpu else model.checkpoint_dtype
 
 
 def _staging_bytes(config: Config, page: int, *, on_cpu: bool) -> int:
