@@ -86,6 +86,7 @@ class Engine:
         self._depth = depth
         self._kv_events = kv_events
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._is_sound = True
         self._publish()  # what a former process left
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
@@ -120,10 +121,15 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` should be called again without waiting for a message."""
-        return self._planner.has_work
+        return self._is_sound and self._planner.has_work
 
     def step(self) -> Report | None:
-        """Plans and submits a step, then commits the oldest one when enough are in flight."""
+        """Plans and submits a step, then commits the oldest one when enough are in flight.
+
+        An exception is the engine's end: there is no work for it from then on.
+        """
+        assert self._is_sound, "a step of this engine has failed"
+        self._is_sound = False  # until this one has not
         self._planner.settle(self._executor.take_acks())
         self._planner.grow_host(self._executor.num_ready_host_pages)
         plan = self._planner.plan()
@@ -137,6 +143,7 @@ class Engine:
                 self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))
             self._planner.commit(result)
         self._publish()
+        self._is_sound = True
         return self._planner.take_report()
 
     def stats(self) -> WorkerStats:

@@ -13,6 +13,7 @@ import pytest
 
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.errors import InvariantError
 from hiserve.messages.types import Admit
 from hiserve.worker.loop import Engine
 from tests.helpers.echo import oracle
@@ -23,6 +24,11 @@ PROMPT = np.arange(3, 12, dtype=np.int32)
 
 def add(engine: Engine, uid: int, max_tokens: int) -> None:
     engine.add(Admit(uid, PROMPT.size, SamplingParams(seed=1, max_tokens=max_tokens), b"", 0), PROMPT)
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -54,6 +60,27 @@ def test_a_step_is_planned_while_depth_steps_are_in_flight(depth: int, monkeypat
         assert events.index(f"plan {step_id + depth}") < events.index(f"commit {step_id}")
         assert events.index(f"commit {step_id}") < events.index(f"plan {step_id + depth + 1}")
     assert [event for event in events if event.startswith("commit")] == [f"commit {i}" for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_that_fails_ends_the_engine(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, executor, _ = echo_engine(num_pages=30, depth=depth, eos=())
+
+    def submit(plan: BatchPlan, run: Callable[[BatchPlan], Future[StepResult]] = executor.submit) -> Future[StepResult]:
+        done = run(plan)
+        if plan.step_id == 3:
+            done = Future()
+            done.set_exception(InvariantError("a page holds something else"))
+        return done
+
+    monkeypatch.setattr(executor, "submit", submit)
+    add(engine, 1, max_tokens=6)
+    with pytest.raises(InvariantError, match="something else"):
+        drain(engine)
+    engine.abort([1])
+    assert not engine.has_work
+    with pytest.raises(AssertionError, match="has failed"):
+        engine.step()
 
 
 def test_a_step_without_work_does_nothing() -> None:
