@@ -13,6 +13,7 @@ from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 from hiserve.worker.forerunner import find_forerunner, must_wait_for
 from hiserve.worker.loading import Loading
+from hiserve.worker.prefetch import Prefetches
 from hiserve.worker.stops import Stops
 from hiserve.worker.tables import PageTables
 from hiserve.worker.waiting import Request, WaitingQueue
@@ -27,6 +28,7 @@ class Admitter:
         rows: The planner's rows.
         tables: Gives them pages.
         loading: Orders loads from the host.
+        prefetches: Knows who waits for the store, and what came from it.
         stops: Is told what ends the reply of a new row.
         costs: Says whether a load is worth it.
         counts: Is told what requests found.
@@ -44,6 +46,7 @@ class Admitter:
         rows: Columns,
         tables: PageTables,
         loading: Loading,
+        prefetches: Prefetches,
         stops: Stops,
         costs: Costs,
         counts: CacheCounts,
@@ -53,6 +56,7 @@ class Admitter:
         self._rows = rows
         self._tables = tables
         self._loading = loading
+        self._prefetches = prefetches
         self._stops = stops
         self._costs = costs
         self._counts = counts
@@ -71,7 +75,7 @@ class Admitter:
         for request in self._waiting:
             if budget <= 0 or not self._rows.has_free_row:
                 break
-            if must_wait_for(request.forerunner, self._rows):
+            if must_wait_for(request.forerunner, self._rows) or self._prefetches.is_awaited(request):
                 continue
             row = self._admit(request)
             if row is None:
@@ -79,6 +83,7 @@ class Admitter:
                     continue
                 break
             self._waiting.remove(request)
+            self._prefetches.forget(request.uid)
             num_computed = int(self._rows.computed[row])
             admit.append(request.to_row(row, num_computed))
             if self._loading.watch(row):
@@ -129,7 +134,8 @@ class Admitter:
         """Records what the first admission of a request found, and why no more."""
         miss = self._cache.explain(request.tenant, request.prefix_key, num_device + num_host)
         request.was_admitted = True
-        request.cached = CacheUse(device=num_device, host=num_host, miss=miss.reason, miss_at=miss.num_tokens)
+        num_stored = min(num_host, self._prefetches.num_stored_tokens(request.uid))
+        request.cached = CacheUse(num_device, num_host - num_stored, num_stored, miss.reason, miss.num_tokens)
         self.counters["prompt_tokens"] += request.num_prompt
         self.counters["cached_tokens"] += num_device + num_host
         self._counts.admitted(request.cached)

@@ -17,7 +17,10 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.host_segment import namespace_of
 from hiserve.cache.pools.segment import Segment
+from hiserve.cache.pools.store_transfers import StoreTransfers
+from hiserve.cache.pools.stores import open_store
 from hiserve.config import Config, known
+from hiserve.core.digest import chain_of
 from hiserve.core.groups import CANARY, CacheGroupSpec, debug_groups
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.decoder import load_decoder
@@ -36,6 +39,7 @@ from hiserve.worker.transfers import make_registrar, make_transfers
 EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
 
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less than a supervisor waits
+UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
 def build_engine(config: Config, segment: Segment | None = None, replica: int = 0) -> Engine:
@@ -90,7 +94,11 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         with _phase(startup_s, "adopt host cache"):
             adopt(host, cache)
     linger_s = 0.0 if config.cache.host_cache_name is None else LINGER_S
-    copier = None if host is None else Copier(make_transfers(device, pool, host), host, linger_s=linger_s)
+    copier = None
+    if host is not None:
+        with _phase(startup_s, "open store"):
+            beyond = _beyond(config, host)
+        copier = Copier(make_transfers(device, pool, host), host, beyond, linger_s=linger_s)
     runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
     depth = known(config.runner.overlap)
     planner = Planner(
@@ -101,6 +109,8 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         eos_token_ids=model_config.eos_token_ids,
         # A canary is read when a row starts: its load must have arrived, and not failed, by then.
         overlaps_loads=device == "cuda" and not config.cache.kv_canary,
+        store_prefetch=None if copier is None or config.cache.store is None else config.cache.store_prefetch,
+        store_timeout_s=config.cache.store_prefetch_timeout_s,
     )
     facts = EngineFacts(
         max_running=max_rows,
@@ -118,16 +128,24 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
 
 def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEvents | None) -> CacheManager:
     eviction = EVICTIONS[config.cache.eviction]
+    num_host_pages = 0 if segment is None else segment.layout.num_pages
     return CacheManager(
         num_pages=known(config.cache.kv_pages),
         page_size=config.cache.page_size,
         namespace=namespace,
         eviction=eviction(ON_DEVICE),
         host_eviction=eviction(ON_HOST),
-        num_host_pages=0 if segment is None else segment.layout.num_pages,
+        num_host_pages=num_host_pages,
         num_ready_host_pages=None if segment is None else 1,
+        max_upload_pages=0 if config.cache.store is None else num_host_pages // UPLOAD_SHARE,
         listener=kv_events,
+        link=chain_of(is_strong=config.cache.store is not None),
     )
+
+
+def _beyond(config: Config, host: HostPool) -> StoreTransfers | None:
+    store = open_store(config.cache)
+    return None if store is None else StoreTransfers(store, host)
 
 
 def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
@@ -136,7 +154,8 @@ def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec
             f"the files of {config.model.model!r} have changed since the server started. Start it again.", param="model"
         )
     registrar = make_registrar(config.model.device)
-    return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify)
+    link = chain_of(is_strong=config.cache.store is not None)
+    return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify, link=link)
 
 
 def _attention(device: str, page_size: int, dtype: str) -> Attention:

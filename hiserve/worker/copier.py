@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.transfer import TransferEngine
-from hiserve.core.copies import CopyAck, CopyKind
+from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan
 
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
@@ -18,6 +19,7 @@ class Copier:
     Args:
         transfers: Copies pages between device and host.
         host: Where pages lie on the host.
+        beyond: Copies pages between the host and a store, if there is one.
         linger_s: How long ``close`` may wait until the host pages have their checksums: none is adopted without.
 
     Attributes:
@@ -25,9 +27,12 @@ class Copier:
         failed_loads: The last ops that ended without their bytes.
     """
 
-    def __init__(self, transfers: TransferEngine, host: HostPool, *, linger_s: float = 0.0) -> None:
+    def __init__(
+        self, transfers: TransferEngine, host: HostPool, beyond: StoreTransfers | None = None, *, linger_s: float = 0.0
+    ) -> None:
         self._transfers = transfers
         self._host = host
+        self._beyond = beyond
         self._linger_s = linger_s
         self.open_loads: set[int] = set()
         self.failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
@@ -44,7 +49,14 @@ class Copier:
         for copy in plan.copies:
             if copy.kind is CopyKind.LOAD:
                 self.open_loads.add(copy.op)
-            self._transfers.start(copy)
+            if copy.kind in DEVICE_KINDS:
+                self._transfers.start(copy)
+            else:
+                assert self._beyond is not None, f"copy {copy.op} without a store"
+                self._beyond.start(copy)
+        for lookup in plan.lookups:
+            assert self._beyond is not None, f"request {lookup.uid} asks a store that is not there"
+            self._beyond.look_up(lookup)
 
     def wait(self, loads: tuple[int, ...], layer: int | None = None) -> None:
         """Lets what is launched next wait for loads that were started, or for their part of one layer."""
@@ -57,16 +69,23 @@ class Copier:
 
     def take_acks(self, wait_s: float) -> list[CopyAck]:
         """Returns the copies that have ended since the last call; waits up to ``wait_s`` seconds for one."""
-        acks = self._transfers.poll(wait_s)
+        ended = [] if self._beyond is None else self._beyond.poll()
+        acks = self._transfers.poll(0.0 if ended else wait_s)
         for ack in acks:
             if ack.op in self.open_loads:
                 if not ack.is_ok:
                     self.failed_loads.append(ack.op)
                 self.open_loads.discard(ack.op)
-        return acks
+        return acks + ended
+
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups that were answered since the last call."""
+        return [] if self._beyond is None else self._beyond.take_found()
 
     def close(self) -> None:
-        """Ends the copies and gives both back."""
+        """Ends the copies and gives everything back."""
         self._transfers.close()
+        if self._beyond is not None:
+            self._beyond.close()
         self._host.wait_checksums(self._linger_s)
         self._host.close()

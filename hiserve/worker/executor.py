@@ -93,6 +93,10 @@ class Executor:
         """
         return [] if self._copier is None else self._copier.take_acks(wait_s)
 
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+        return [] if self._copier is None else self._copier.take_found()
+
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from; it grows while their memory is made ready."""

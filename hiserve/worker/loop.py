@@ -28,6 +28,9 @@ class Executor(Protocol):
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
 
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from."""
@@ -130,7 +133,7 @@ class Engine:
         """
         assert self._is_sound, "a step of this engine has failed"
         self._is_sound = False  # until this one has not
-        self._planner.settle(self._executor.take_acks())
+        self._planner.settle(self._executor.take_acks(), self._executor.take_found())
         self._planner.grow_host(self._executor.num_ready_host_pages)
         plan = self._planner.plan()
         if plan is not None:

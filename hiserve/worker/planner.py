@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tiers import Tier
+from hiserve.config import StorePrefetch
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.core.request import FinishReason
@@ -24,6 +25,7 @@ from hiserve.worker.cache_tree import outline
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 from hiserve.worker.loading import Loading
+from hiserve.worker.prefetch import Prefetches
 from hiserve.worker.report import Report
 from hiserve.worker.scores import pick_scores
 from hiserve.worker.stops import Stops
@@ -57,6 +59,8 @@ class Planner:
         overlaps_loads: A row whose load is unfinished may start when nobody else runs: its forward waits for the
             load on the device.
         costs: Says whether a load is worth it; measures it unless given.
+        store_prefetch: How long a request waits for its prefix from the store; None without one.
+        store_timeout_s: Longest, where that is ``timeout``.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class Planner:
         max_draft: int = 0,
         overlaps_loads: bool = False,
         costs: Costs | None = None,
+        store_prefetch: StorePrefetch | None = None,
+        store_timeout_s: float = 0.0,
     ) -> None:
         self._cache = cache
         self._rows = Columns(max_rows, max_len, cache.page_size)
@@ -77,6 +83,7 @@ class Planner:
         self._costs = costs or Costs(max_batched_tokens)
         self._counts = CacheCounts(cache)
         self._loading = Loading(cache, self._rows, self._costs, self._counts)
+        self._prefetches = Prefetches(cache, self._counts, store_prefetch, store_timeout_s)
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
         self._max_len = max_len
@@ -88,6 +95,7 @@ class Planner:
             rows=self._rows,
             tables=self._tables,
             loading=self._loading,
+            prefetches=self._prefetches,
             stops=self._stops,
             costs=self._costs,
             counts=self._counts,
@@ -107,6 +115,7 @@ class Planner:
         assert request.sampling.seed is not None, f"request {request.uid} came without a seed"
         assert request.tokens.size < self._max_len, f"request {request.uid} has {request.tokens.size} tokens"
         self._waiting.append(request)
+        self._prefetches.add(request)
 
     def abort(self, uids: list[int]) -> None:
         """Ends requests; each that is still here is reported once as aborted."""
@@ -114,6 +123,7 @@ class Planner:
         for request in self._waiting:
             if request.uid in wanted:
                 self._waiting.remove(request)
+                self._prefetches.forget(request.uid)
                 self._report.add_end(request.uid, FinishReason.ABORT)
         for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
             self._report.add_end(self._release(row).uid, FinishReason.ABORT)
@@ -131,10 +141,13 @@ class Planner:
     def has_work(self) -> bool:
         """Whether any request is waiting, running or ended without having been reported."""
         has_requests = len(self._waiting) or self._rows.active.size or self._in_flight
-        return bool(has_requests or self._loading.has_copies or not self._report.is_empty)
+        has_copies = self._loading.has_copies or self._prefetches.has_work
+        return bool(has_requests or has_copies or not self._report.is_empty)
 
-    def settle(self, acks: Sequence[CopyAck]) -> None:
-        """Takes in how copies between tiers ended; a row whose load failed starts over with what is left."""
+    def settle(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
+        """Takes in how copies ended, and (uid, pages) that a store has; a row whose load failed starts over."""
+        self._prefetches.found(found)
+        acks = self._prefetches.settle(acks)
         for row in self._loading.settle(acks) if acks else ():
             self._waiting.put_back(self._release(row))
 
@@ -181,7 +194,8 @@ class Planner:
         if not rows.size and self._overlaps_loads:
             rows, share, waits = self._plan_loading()
         copies = self._loading.take()
-        if not (rows.size or copies):
+        lookups, exchanged = self._prefetches.take()
+        if not (rows.size or copies or lookups or exchanged):
             return None
         self._step_id = step_id
         columns = self._rows
@@ -200,8 +214,9 @@ class Planner:
             max_len=computed,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
-            copies=copies,
+            copies=copies + exchanged,
             waits=waits,
+            lookups=lookups,
             host_release=self._cache.take_freed_host_pages(),
             table=self._tables.take(),
             relocation_version=self._cache.versions.relocation_version,

@@ -49,6 +49,9 @@ class CopyingExecutor:
         done.set_result(StepResult(plan.step_id, counts, tokens))
         return done
 
+    def take_found(self) -> list[tuple[int, int]]:
+        return []
+
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         if self.holds:
             return []

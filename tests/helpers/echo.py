@@ -135,6 +135,9 @@ class EchoExecutor:
         done.set_result(self._run(plan))
         return done
 
+    def take_found(self) -> list[tuple[int, int]]:
+        return []
+
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         return [] if self.host is None else self.host.poll(must_end=wait_s > 0)
 

@@ -39,6 +39,9 @@ class FillerExecutor:
         )
         return done
 
+    def take_found(self) -> list[tuple[int, int]]:
+        return []
+
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         return []
 

@@ -59,8 +59,22 @@ class Exchange:
 
     def is_arriving(self, digest: bytes) -> bool:
         """Whether a page is on its way, and there will be a place for it."""
-        number = self._arriving.get(digest)
-        return number is not None and not self._ops[number].hold.is_lost
+        return self.arriving_by(digest) > 0
+
+    def arriving_by(self, digest: bytes) -> int:
+        """Returns the prefetch that a page is on its way with, if there will be a place for it, or 0."""
+        number = self._arriving.get(digest, 0)
+        return 0 if number and self._ops[number].hold.is_lost else number
+
+    @property
+    def has_uploads(self) -> bool:
+        """Whether ``take_uploads`` has something to tell."""
+        return bool(self._uploads)
+
+    def leave_out(self, num_pages: int, reason: str) -> None:
+        """Counts pages that were wanted from a store and that nobody began to prefetch."""
+        self.num_wanted += num_pages
+        self.unfulfilled[reason] += num_pages
 
     def begin_prefetch(self, end: Node, key: bytes) -> RunOp | None:
         """Makes room for pages that a store has.

@@ -261,6 +261,14 @@ class CacheManager:
         """Takes in the end of a load or a store; returns the receipts that lost pages. See ``Transfers.settle``."""
         return self.transfers.settle(op, ok=ok)
 
+    def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
+        """Returns how many pages of a prompt are cached, and the digests of those after them that might be."""
+        match = self.match(tenant, key)
+        node, num_cached = match._node, (match.num_tokens + match.num_host_tokens) // self.page_size
+        used = node.num_pages - match._num_beyond
+        rest = self._usable(key)[num_cached * self.tree.page_bytes :]
+        return num_cached, self.tree.chain(node.digests[used - 1 if used else 0], rest)
+
     def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int) -> RunOp | None:
         """Makes room on the host for up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
 

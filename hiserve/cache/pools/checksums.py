@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.pools.records import Records, page_checksum
+from hiserve.cache.pools.records import NO_CHECKSUM, Records, page_checksum
 from hiserve.core.plan import Int32Array
 
 
@@ -51,6 +51,17 @@ class Checksums:
         """Waits until every queued page has had its turn; returns False when the time is over first."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._is_busy, timeout_s)
+
+    def wait_for(self, pages: Int32Array, timeout_s: float) -> bool:
+        """Waits until these pages, which are VALID, have checksums; returns False when the time is over or it is closed."""
+        records = self._records
+
+        def is_sealed() -> bool:
+            return all(records.checksum(page) != NO_CHECKSUM for page in pages.tolist())
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or is_sealed(), timeout_s)
+            return is_sealed()
 
     def close(self) -> None:
         """Stops the thread; pages that still wait stay without a checksum."""

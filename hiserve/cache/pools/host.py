@@ -143,6 +143,10 @@ class HostPool:
         """Waits until every finished page had its turn at a checksum (when shutting down, so that all can be adopted)."""
         return self._checksums.wait(timeout_s)
 
+    def wait_sealed(self, pages: Int32Array, timeout_s: float) -> bool:
+        """Waits until these VALID pages have checksums; returns whether they do."""
+        return self._checksums.wait_for(pages, timeout_s)
+
     def close(self) -> None:
         """Stops the threads and unpins the memory; no copy may be running. What the pages hold stays."""
         self._checksums.close()
