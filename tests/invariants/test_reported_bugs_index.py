@@ -7,6 +7,7 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.tiers import Tier
 from tests.helpers.tiers import (
     PAGE_SIZE,
     TENANT,
@@ -188,6 +189,16 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
         cache.settle(op, ok=True)
     for upload in cache.take_uploads():
         cache.end_upload(upload.op)
+    assert is_whole(cache)
+
+
+def test_tc_42_a_page_that_a_store_reads_outlives_two_flushes(cache: CacheManager) -> None:
+    cache.release(serve(cache, 1, 2))
+    (copy,) = cache.begin_stores(99)
+    cache.flush(Tier.HOST)
+    cache.flush()
+    assert set(copy.device_pages.tolist()).isdisjoint(cache.pages.free_pages().tolist())
+    cache.settle(copy.op, ok=True)
     assert is_whole(cache)
 
 

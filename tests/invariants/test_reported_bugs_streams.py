@@ -68,9 +68,9 @@ class Watch:
             self._touched[plan.step_id], self._written[plan.step_id] = touched, written
         return self._submit(plan)
 
-    def forward(self, plan: BatchPlan) -> Any:
+    def forward(self, plan: BatchPlan, *rest: Any) -> Any:
         time.sleep(STEP_S)
-        outcome = self._forward(plan)
+        outcome = self._forward(plan, *rest)
         with self._lock:
             del self._touched[plan.step_id], self._written[plan.step_id]
         return outcome

@@ -255,7 +255,9 @@ class TierModel:
         for place in gone:
             op = self.ops.get(self.busy(place) or 0)
             if place in self.device:
-                (op.orphans if op else self.free).add(self.device.pop(place))
+                page = self.device.pop(place)
+                reader = next((each for each in self.ops.values() if each.kind == "store" and page in each.pages), op)
+                (reader.orphans if reader else self.free).add(page)
             if place in self.host:
                 self._free_host(self.host.pop(place), op)
             self.loading.pop(place, None)

@@ -32,6 +32,7 @@ class Op:
         kind: Where its bytes go.
         hold: Keeps its nodes, and ends at the last of them.
         host_pages: int32 ``[n]``. Its pages on the host.
+        read_pages: int32 ``[n]``. Pages on the device that it reads: of a store.
         readers: Receipts that wait for it; of a load.
         blocked: Nodes that can be stored when it is settled.
         orphans: Device pages that left the tree while it read or wrote them.
@@ -42,6 +43,7 @@ class Op:
     kind: OpKind
     hold: Hold
     host_pages: Int32Array
+    read_pages: Int32Array
     readers: list[Receipt] = field(default_factory=list)
     blocked: list[Node] = field(default_factory=list)
     orphans: list[Int32Array] = field(default_factory=list)
@@ -87,10 +89,10 @@ class Ops:
         """Returns the number of ops in flight."""
         return len(self._ops)
 
-    def begin(self, kind: OpKind, hold: Hold, host_pages: Int32Array) -> Op:
+    def begin(self, kind: OpKind, hold: Hold, host_pages: Int32Array, read_pages: Int32Array = NO_PAGES) -> Op:
         """Numbers a new op."""
         self._last += 1
-        op = Op(self._last, kind, hold, host_pages)
+        op = Op(self._last, kind, hold, host_pages, read_pages)
         self._ops[op.number] = op
         self.num_loads += kind is OpKind.LOAD
         self.num_begun[kind] += host_pages.size
@@ -116,7 +118,7 @@ class Ops:
             op.orphans.append(node.pages)
             op.host_orphans.append(node.host_pages)
         else:
-            self._tiers.give(node.pages)
+            self._free_device(node.pages)
             self.free_host(node.host_pages)
 
     def forget_host(self, node: Node) -> None:
@@ -129,6 +131,15 @@ class Ops:
             self.free_host(node.host_pages)
         node.host_pages = NO_PAGES
         node.host_ready_op = 0
+
+    def _free_device(self, pages: Int32Array) -> None:
+        """Frees device pages of no node in flight; a store that a flush of the host made pointless may still read them."""
+        for op in self._ops.values():
+            if op.read_pages.size and pages.size:
+                is_read = np.isin(pages, op.read_pages)
+                op.orphans.append(pages[is_read])
+                pages = pages[~is_read]
+        self._tiers.give(pages)
 
     def free_host(self, pages: Int32Array) -> None:
         """Frees host pages that no copy to or from the device uses; an upload may still read them."""

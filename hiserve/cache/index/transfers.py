@@ -162,7 +162,7 @@ class Transfers:
         chain = self._leading(chain, room)
         pages = np.concatenate([node.pages for node in chain])
         host_pages = tiers.take_host(pages.size)
-        op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages)
+        op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages, pages)
         start = 0
         for node in chain:
             node.host_pages = host_pages[start : start + node.num_pages].copy()

@@ -93,8 +93,8 @@ MUTANTS = [
     Mutant(
         name="TC-29: a store does not hold its nodes",
         file=TRANSFERS,
-        old="self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages)",
-        new="self._ops.begin(OpKind.STORE, self._holds.lock_host(chain[-1]), host_pages)",
+        old="self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages, pages)",
+        new="self._ops.begin(OpKind.STORE, self._holds.lock_host(chain[-1]), host_pages, pages)",
         test=CASES + "test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes",
     ),
     Mutant(
@@ -124,6 +124,13 @@ MUTANTS = [
         old="        for pages in op.host_orphans:\n            self.free_host(pages)\n",
         new="        for pages in op.host_orphans:\n            self._tiers.give_host(pages)\n",
         test=CASES + "test_tc_42_a_page_that_a_load_and_an_upload_read_is_free_when_both_have_ended",
+    ),
+    Mutant(
+        name="TC-42: pages are freed under a store that a flush of the host made pointless",
+        file=OPS,
+        old="                is_read = np.isin(pages, op.read_pages)\n",
+        new="                is_read = np.zeros(pages.size, dtype=np.bool_)\n",
+        test=CASES + "test_tc_42_a_page_that_a_store_reads_outlives_two_flushes",
     ),
     Mutant(
         name="TC-44: a prefetch that was given up still counts as on its way",
