@@ -41,7 +41,11 @@ class CacheRoutes:
         self._gate = gate
         self._auth = auth
         self._page_size = cache.page_size
-        self._tiers: tuple[TierName, ...] = LOCAL_TIERS if known(cache.host_cache_gib) else ("device",)
+        self._tiers: list[TierName] = ["device"]
+        if known(cache.host_cache_gib):
+            self._tiers.append("host")
+        if cache.store is not None:
+            self._tiers.append("store")
 
     def router(self) -> APIRouter:
         """Returns the routes."""
@@ -73,7 +77,7 @@ class CacheRoutes:
     async def flush(self, request: Request) -> Response:
         """Empties the prefix caches, or one ``tier``; pages in use by running requests stay. Needs the admin key.
 
-        Without ``tier`` device and host are emptied; ``all`` adds the store.
+        Without ``tier`` device and host are emptied; ``all`` adds the store, whose pages are not counted.
         """
         self._auth.require_admin(request)
         return json_response({"flushed_pages": await self._gate.require().flush(self._to_flush(request))})

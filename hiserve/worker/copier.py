@@ -82,6 +82,11 @@ class Copier:
         """Returns (uid, pages) of the lookups that were answered since the last call."""
         return [] if self._beyond is None else self._beyond.take_found()
 
+    def clear_store(self) -> None:
+        """Begins to empty the store."""
+        assert self._beyond is not None, "there is no store to empty"
+        self._beyond.clear()
+
     def close(self) -> None:
         """Ends the copies and gives everything back."""
         self._transfers.close()

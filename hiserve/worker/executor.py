@@ -97,6 +97,11 @@ class Executor:
         """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
         return [] if self._copier is None else self._copier.take_found()
 
+    def clear_store(self) -> None:
+        """Begins to empty the store beyond the host; there must be one."""
+        assert self._copier is not None, "there is no store to empty"
+        self._copier.clear_store()
+
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from; it grows while their memory is made ready."""

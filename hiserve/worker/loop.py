@@ -31,6 +31,9 @@ class Executor(Protocol):
     def take_found(self) -> list[tuple[int, int]]:
         """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
 
+    def clear_store(self) -> None:
+        """Begins to empty the store beyond the host; there must be one."""
+
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from."""
@@ -112,8 +115,13 @@ class Engine:
         self._planner.abort(uids)
 
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
-        """Empties tiers of the prefix cache but for prefixes in use; returns the pages emptied."""
+        """Empties tiers of the prefix cache but for prefixes in use; returns the pages emptied.
+
+        A store is emptied in its own time, and its pages, which others may share, are not counted.
+        """
         num_pages = self._planner.flush(tiers)
+        if "store" in tiers:
+            self._executor.clear_store()
         self._publish()
         return num_pages
 

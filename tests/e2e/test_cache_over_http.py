@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,8 +52,9 @@ class Client:
     def get(self, path: str) -> Any:
         return self._http.get(path).raise_for_status().json()
 
-    def flush(self, tier: str) -> int:
-        return int(self._http.post(f"/flush_cache?tier={tier}").raise_for_status().json()["flushed_pages"])
+    def flush(self, tier: str = "") -> int:
+        path = f"/flush_cache?tier={tier}" if tier else "/flush_cache"
+        return int(self._http.post(path).raise_for_status().json()["flushed_pages"])
 
     def rest(self) -> dict[str, Any]:
         """Waits until no copy is under way; returns what ``/cache/stats`` says of the only replica."""
@@ -177,6 +179,26 @@ def test_what_users_were_told_is_what_was_counted(client: Client) -> None:
     for tier, count in client.told.items():
         assert client.live.counter("hiserve:cached_tokens_total", cache_source=tier) == count
     assert sum(replica["misses"].values()) == client.live.counter("hiserve:request_success_total")
+
+
+def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with serve(tmp_path, *FLAGS, "--store", f"file:{store}", "--store-prefetch", "wait") as live:
+        client = Client(live)
+        prompt = client.prompt()
+        assert client.ask(prompt)["cached_tokens"] == 0
+        assert client.rest()["uploads"]["num_fulfilled"] == 10
+        assert client.flush() > 0
+        assert client.ask(prompt)["cached_tokens_details"] == {"device": 0, "host": 0, "store": 160}
+        check_identity(client)
+        num_files = len(list(store.rglob("*")))
+        client.flush("all")
+        deadline = time.monotonic() + 20
+        while len(list(store.rglob("*"))) > num_files - 10:
+            assert time.monotonic() < deadline, list(store.rglob("*"))
+            time.sleep(0.02)
+        assert client.ask(prompt)["cached_tokens"] == 0
+        client.close()
 
 
 @pytest.mark.parametrize("path", ["/cache/tree?depth=0", "/cache/tree?depth=x", "/flush_cache?tier=disk"])

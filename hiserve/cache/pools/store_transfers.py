@@ -74,6 +74,10 @@ class StoreTransfers:
             assert copy.kind is CopyKind.UPLOAD, f"copy {copy.op} has nothing to do with a store"
             self._uploads.put(partial(self._upload, copy.op, copy.run))
 
+    def clear(self) -> None:
+        """Empties the store behind the uploads that were begun; returns at once."""
+        self._uploads.put(self._clear)
+
     def poll(self) -> list[CopyAck]:
         """Returns the orders that have ended since the last call.
 
@@ -146,6 +150,9 @@ class StoreTransfers:
         count = self._store.put(_keys(run)[:num_intact], self._buffers(run)[:num_intact])
         self._end(op, count, begin, REFUSED if count < num_intact else "" if num_intact == run.pages.size else GARBLED)
         self._is_closing.wait(count * self._upload_s_per_page)
+
+    def _clear(self) -> None:
+        self._store.clear()
 
     def _end(self, op: int, count: int, begin: float, reason: str) -> None:
         num_bytes = count * self._host.layout.page_bytes

@@ -170,6 +170,21 @@ MUTANTS = [
         timeout_s=120,
     ),
     Mutant(
+        name="a plain flush empties the store of everybody",
+        file=ROUTES,
+        old="if name is None:\n            return LOCAL_TIERS",
+        new="if name is None:\n            return tuple(self._tiers)",
+        test=OF_ROUTES + "test_a_store_is_emptied_only_by_name",
+    ),
+    Mutant(
+        name="a flush of all leaves the store as it is",
+        file=W + "loop.py",
+        old='if "store" in tiers:',
+        new="if False:",
+        test=OVER_HTTP + "test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied",
+        timeout_s=120,
+    ),
+    Mutant(
         name="a worker that died is waited for",
         file=ROUNDS,
         old="each.waiting.discard(replica)\n        self._conclude()",

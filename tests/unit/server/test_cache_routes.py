@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -110,6 +111,19 @@ async def test_a_flush_of_what_is_not_there_is_refused(server: Server, tier: str
     call = await server.post(f"/flush_cache?tier={tier}", b"")
     assert (call.status, call.json["error"]["param"], call.json["error"]["message"]) == (400, "tier", told)
     assert not server.engine.flushed
+
+
+@pytest.mark.parametrize(
+    ("query", "tiers"),
+    [("", ("device", "host")), ("?tier=store", ("store",)), ("?tier=all", ("device", "host", "store"))],
+)
+async def test_a_store_is_emptied_only_by_name(tmp_path: Path, query: str, tiers: tuple[str, ...]) -> None:
+    made = make_server(FakeEngineClient(script=lambda prompt: []), store=f"file:{tmp_path}")
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        assert (await made.post(f"/flush_cache{query}", b"")).status == 200
+        assert made.engine.flushed == [tiers]
+        assert list((await made.get("/cache/stats")).json["replicas"][0]["tiers"]) == ["device", "host"]
 
 
 async def test_the_parameters_are_described_with_their_limits(server: Server) -> None:
