@@ -17,15 +17,11 @@ class PrefixEvents:
 
     def publish(self, digests: list[bytes]) -> None:
         """Records pages that a match can now find."""
-        for digest in digests:
-            if self._removed.pop(digest, self) is self:
-                self._published[digest] = None
+        _move(digests, self._removed, self._published)
 
     def remove(self, digests: list[bytes]) -> None:
         """Records pages that a match no longer finds."""
-        for digest in digests:
-            if self._published.pop(digest, self) is self:
-                self._removed[digest] = None
+        _move(digests, self._published, self._removed)
 
     def take(self) -> tuple[bytes, bytes]:
         """Returns (published, removed) as joined 16-byte digests, and starts afresh."""
@@ -33,3 +29,13 @@ class PrefixEvents:
         self._published.clear()
         self._removed.clear()
         return taken
+
+
+def _move(digests: list[bytes], undone: dict[bytes, None], done: dict[bytes, None]) -> None:
+    """Adds digests to ``done``, but for those that only undo what was not told yet."""
+    if undone.keys().isdisjoint(digests):
+        done.update(dict.fromkeys(digests))
+        return
+    for digest in digests:
+        if undone.pop(digest, done) is done:
+            done[digest] = None

@@ -65,10 +65,11 @@ class PageAllocator:
         self._is_free[wanted[granted]] = False
         pages = wanted.astype(np.int32)
         pages[~granted] = self._pop(int(wanted.size - granted.sum()))
-        self.owner[pages] = (self._num_taken + np.arange(pages.size)) % MAX_OWNER + 1
-        self._num_taken += pages.size
-        self.num_free -= wanted.size
-        return pages
+        return self._hand_out(pages)
+
+    def take_any(self, count: int) -> Int32Array | None:
+        """Takes ``count`` pages, whichever; None, and nothing taken, when fewer are free."""
+        return self._hand_out(self._pop(count)) if count <= self.num_free else None
 
     def give(self, pages: Int32Array) -> None:
         """Returns pages; each must be in use.
@@ -90,6 +91,14 @@ class PageAllocator:
         self.num_ready = num_ready
         self._push(fresh)
 
+    def _hand_out(self, pages: Int32Array) -> Int32Array:
+        """Numbers an allocation of pages that were free."""
+        end = self._num_taken + pages.size
+        self.owner[pages] = np.arange(self._num_taken, end) % MAX_OWNER + 1
+        self._num_taken = end
+        self.num_free -= pages.size
+        return pages
+
     def _push(self, pages: Int32Array) -> None:
         fresh = pages[~self._stacked[pages]][::-1]
         self._stacked[fresh] = True
@@ -107,6 +116,8 @@ class PageAllocator:
             self._is_free[batch] = False
             popped.append(batch)
             count -= batch.size
+        if len(popped) == 1:
+            return popped[0]
         return np.concatenate(popped) if popped else np.empty(0, dtype=np.int32)
 
     def free_pages(self) -> Int32Array:

@@ -160,7 +160,7 @@ class Transfers:
         tiers = self._tiers
         last = chain[-1]
         chain = self._leading(chain, room)
-        pages = np.concatenate([node.pages for node in chain])
+        pages = chain[0].pages if len(chain) == 1 else np.concatenate([node.pages for node in chain])
         host_pages = tiers.take_host(pages.size)
         op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages, pages)
         start = 0

@@ -71,6 +71,16 @@ def test_each_allocation_of_a_page_has_a_number_of_its_own() -> None:
     assert pages.owner.tolist() == [0, 3, 2, 0]
 
 
+def test_whoever_wishes_for_none_gets_what_comes_first() -> None:
+    pages = PageAllocator(6)
+    taken(pages, 2)
+    assert pages.take_any(5) is None and pages.num_free == 4
+    found = pages.take_any(3)
+    assert found is not None and found.tolist() == [1, 3, 4]
+    assert pages.owner.tolist() == [0, 2, 1, 3, 4, 0] and pages.num_free == 1
+    assert taken(pages, 0) == [5]
+
+
 def test_given_pages_come_back_in_the_order_given() -> None:
     pages = PageAllocator(6)
     taken(pages, *[0] * 5)
