@@ -112,7 +112,7 @@ FULL = Sizes(
     history=6144,
     turn_input=256,
     turn_output=16,
-    turns=3,
+    turns=2,
 )
 TINY = Sizes(
     settings={

@@ -27,13 +27,14 @@ def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: boo
         planes: ``[num_planes, num_pages, piece_words]``, contiguous, on the device.
         pages: ``[n, num_planes * piece_words]`` of the same integer type, rows at any distance; on the device, or
             on the host if all pages named are pinned and mapped.
-        indices: int32 ``[2, m]`` on the device. No page is named twice on the side that is written.
+        indices: int32 ``[2, m]`` on the device, rows at any distance. No page is named twice on the side that is written.
         to_planes: The direction.
         max_programs: Bound on the programs that run at once, and so on the multiprocessors that forwards lose.
     """
     num_planes, num_plane_pages, piece_words = planes.shape
     num_words, count = num_planes * piece_words, indices.shape[1]
     assert planes.is_contiguous() and pages.stride(1) == 1 and pages.shape[1] == num_words, (planes.shape, pages.shape)
+    assert indices.stride(1) == 1, f"page numbers {indices.stride()} apart"
     assert planes.dtype == pages.dtype, f"{planes.dtype} and {pages.dtype}"
     block = min(_BLOCK_BYTES // planes.element_size(), triton.next_power_of_2(num_words))
     num_items = count * triton.cdiv(num_words, block)
@@ -42,6 +43,7 @@ def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: boo
         pages,
         indices,
         count,
+        indices.stride(0),
         num_plane_pages * piece_words,
         pages.stride(0),
         NUM_WORDS=num_words,
@@ -52,12 +54,13 @@ def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: boo
     )
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "index_stride"])  # type: ignore[untyped-decorator]
 def _copy_pages(  # type: ignore[no-untyped-def]
     planes,
     pages,
     indices,
     count,
+    index_stride,
     plane_stride,
     page_stride,
     NUM_WORDS: tl.constexpr,  # noqa: N803
@@ -71,7 +74,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
         number = item // blocks_per_page
         word = (item % blocks_per_page) * BLOCK + tl.arange(0, BLOCK)
         plane_page = tl.load(indices + number).to(tl.int64)
-        page = tl.load(indices + count + number).to(tl.int64)
+        page = tl.load(indices + index_stride + number).to(tl.int64)
         plane = (word // PIECE_WORDS).to(tl.int64)
         ours = planes + plane * plane_stride + plane_page * PIECE_WORDS + word % PIECE_WORDS
         theirs = pages + page * page_stride + word

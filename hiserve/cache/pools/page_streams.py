@@ -119,11 +119,13 @@ class PageStreams:
                     self._slots.append(_Slot(memory, _event(), _event()))
 
     def compile(self) -> None:
-        """Compiles what ``begin`` launches, so that the first copy need not wait for it."""
+        """Compiles what ``begin`` launches, so that the first copy need not wait for it. No host page need be ready yet."""
         nothing = np.empty(0, dtype=np.int32)
-        self._move(self._slots[0].memory if self._slots else self._all_pages(), nothing, nothing, self._first)
+        with torch.cuda.stream(self._kernels):
+            page = torch.empty((1, self._host.layout.page_bytes), dtype=torch.uint8, device="cuda")
+        self._move(page, self._upload(nothing, nothing))
         if not self._slots and self._kind is CopyKind.LOAD:
-            self._move_by_layer(nothing, nothing)
+            self._move_by_layer(page, nothing, nothing)
 
     def begin(self, copy: PageCopy, fence: torch.cuda.Event | None) -> Flight:
         """Enqueues a copy behind an event and everything enqueued before. Waits for nothing."""
@@ -135,13 +137,14 @@ class PageStreams:
             self._first.wait_event(fence)
         begin.record(self._first)
         if self._slots:
+            indices = self._upload(ours, np.arange(ours.size, dtype=np.int32) % self._pages_per_slot)
             for start in range(0, ours.size, self._pages_per_slot):
-                chunk = slice(start, start + self._pages_per_slot)
-                self._enqueue(ours[chunk], theirs[chunk])
+                end_page = start + self._pages_per_slot
+                self._enqueue(indices[:, start:end_page], theirs[start:end_page])
         elif self._kind is CopyKind.LOAD and ours.size * self._layer_bytes() >= self._min_layer_bytes:
-            layers = self._move_by_layer(ours, theirs)
+            layers = self._move_by_layer(self._all_pages(), ours, theirs)
         else:
-            self._move(self._all_pages(), ours, theirs, self._first)
+            self._move(self._all_pages(), self._upload(ours, theirs))
         end.record(self._last)
         return Flight(copy, begin, end, layers)
 
@@ -149,20 +152,19 @@ class PageStreams:
         """Blocks until everything enqueued is done."""
         self._last.synchronize()
 
-    def _enqueue(self, ours: Int32Array, theirs: Int32Array) -> None:
-        """Copies at most as many pages as a slot has room for."""
+    def _enqueue(self, indices: Tensor, theirs: Int32Array) -> None:
+        """Copies at most as many pages as a slot has room for; ``indices`` names them on the device and in the slot."""
         slot = self._slots[0]
         self._slots.rotate()
-        rows = np.arange(ours.size, dtype=np.int32)
         self._first.wait_event(slot.drained)
         if self._kind is CopyKind.LOAD:
             self._cross(slot.memory, theirs, self._first)
         else:
-            self._move(slot.memory, ours, rows, self._first)
+            self._move(slot.memory, indices)
         slot.filled.record(self._first)
         self._last.wait_event(slot.filled)
         if self._kind is CopyKind.LOAD:
-            self._move(slot.memory, ours, rows, self._last)
+            self._move(slot.memory, indices)
         else:
             self._cross(slot.memory, theirs, self._last)
         slot.drained.record(self._last)
@@ -181,11 +183,20 @@ class PageStreams:
     def _all_pages(self) -> Tensor:
         return self._host.span(0, self._host.num_pages)
 
-    def _move(self, pages: Tensor, ours: Int32Array, rows: Int32Array, stream: torch.cuda.Stream) -> None:
+    @property
+    def _kernels(self) -> torch.cuda.Stream:
+        """The stream on which pieces are gathered or scattered."""
+        return self._last if self._kind is CopyKind.LOAD else self._first
+
+    def _upload(self, ours: Int32Array, rows: Int32Array) -> Tensor:
+        """Copies page numbers to the device, int32 ``[2, n]``; torch keeps the pinned memory until they are there."""
+        with torch.cuda.stream(self._kernels):
+            return torch.from_numpy(np.stack((ours, rows))).pin_memory().to("cuda", non_blocking=True)
+
+    def _move(self, pages: Tensor, indices: Tensor) -> None:
         """Gathers or scatters: one kernel a group, between pages of the device and rows of ``[n, page_bytes]``."""
         max_programs = _STAGING_PROGRAMS if self._slots else _DIRECT_PROGRAMS[self._kind]
-        with torch.cuda.stream(stream):
-            indices = _upload(ours, rows)
+        with torch.cuda.stream(self._kernels):
             for group in self._host.layout.groups:
                 self._launch(pages, indices, group, range(group.num_layers), max_programs)
 
@@ -193,18 +204,18 @@ class PageStreams:
         """Returns the bytes of a page that belong to one layer of the first group, the model's own."""
         return 2 * self._host.layout.piece_bytes(self._host.layout.groups[0])
 
-    def _move_by_layer(self, ours: Int32Array, theirs: Int32Array) -> tuple[torch.cuda.Event, ...]:
+    def _move_by_layer(self, pages: Tensor, ours: Int32Array, theirs: Int32Array) -> tuple[torch.cuda.Event, ...]:
         """Scatters pages of the host: other groups first, then the first one layer after layer, with an event each."""
         own, *others = self._host.layout.groups
-        pages, max_programs, events = self._all_pages(), _DIRECT_PROGRAMS[self._kind], []
-        with torch.cuda.stream(self._first):
-            indices = _upload(ours, theirs)
+        max_programs, events = _DIRECT_PROGRAMS[self._kind], []
+        indices = self._upload(ours, theirs)
+        with torch.cuda.stream(self._kernels):
             for group in others:
                 self._launch(pages, indices, group, range(group.num_layers), max_programs)
             for layer in range(own.num_layers):
                 self._launch(pages, indices, own, range(layer, layer + 1), max_programs)
                 events.append(_event())
-                events[-1].record(self._first)
+                events[-1].record(self._kernels)
         return tuple(events)
 
     def _launch(self, pages: Tensor, indices: Tensor, group: CacheGroupSpec, layers: range, max_programs: int) -> None:
@@ -229,8 +240,3 @@ def _stream() -> torch.cuda.Stream:
 
 def _event(*, timed: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-
-
-def _upload(ours: Int32Array, rows: Int32Array) -> Tensor:
-    """Copies page numbers to the device, int32 ``[2, n]``; torch keeps the pinned memory until they are there."""
-    return torch.from_numpy(np.stack((ours, rows))).pin_memory().to("cuda", non_blocking=True)
