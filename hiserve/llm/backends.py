@@ -110,10 +110,12 @@ class InProcess:
                         ended.put(job)
                 self._feed(jobs, live)
         finally:
-            self.engine.abort(list(live))
-            while self.engine.has_work:
-                self.engine.step()
-            ended.put(None)
+            try:
+                self.engine.abort(list(live))
+                while self.engine.has_work:
+                    self.engine.step()
+            finally:
+                ended.put(None)
 
     def _feed(self, jobs: Iterator[Job], live: dict[int, Job]) -> None:
         while len(live) < self._room and (job := next(jobs, None)) is not None:
