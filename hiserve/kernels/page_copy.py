@@ -34,7 +34,7 @@ def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: boo
     num_planes, num_plane_pages, piece_words = planes.shape
     num_words, count = num_planes * piece_words, indices.shape[1]
     assert planes.is_contiguous() and pages.stride(1) == 1 and pages.shape[1] == num_words, (planes.shape, pages.shape)
-    assert indices.stride(1) == 1, f"page numbers {indices.stride()} apart"
+    assert not count or indices.stride(1) == 1, f"page numbers {indices.stride()} apart"
     assert planes.dtype == pages.dtype, f"{planes.dtype} and {pages.dtype}"
     block = min(_BLOCK_BYTES // planes.element_size(), triton.next_power_of_2(num_words))
     num_items = count * triton.cdiv(num_words, block)
