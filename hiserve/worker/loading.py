@@ -15,7 +15,8 @@ from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 
 MAX_LOADS = 64  # under way at once; requests with more to load wait for their turn
-MAX_STORED_PAGES = 64  # begun with one plan: a bound on what publishing costs a step
+# Begun with one plan: bounds on what publishing costs a step. A store takes the planning thread as long as 100 pages.
+MAX_STORED_PAGES, MAX_STORES = 64, 4
 
 
 class Loading:
@@ -91,7 +92,7 @@ class Loading:
 
     def take(self) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan: loads, then stores."""
-        copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES))
+        copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES, MAX_STORES))
         self._loads = []
         self._open |= {copy.op: copy for copy in copies}
         return copies
@@ -110,6 +111,8 @@ class Loading:
             self._counts.ended(copy, ack)
         arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
         self._waiting.difference_update(arrived)
+        if not lost:
+            return []
         return [row for row in self._rows.active.tolist() if any(self._rows.receipt(row) is each for each in lost)]
 
 

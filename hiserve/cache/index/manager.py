@@ -17,7 +17,7 @@ from hiserve.cache.index.ops import Ops
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.removal import Removal
 from hiserve.cache.index.tiers import Tier, TierListener, TierPages, Tiers
-from hiserve.cache.index.transfers import Transfers
+from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import Chain, chain, namespace_digest
 from hiserve.core.plan import Int32Array
@@ -253,9 +253,9 @@ class CacheManager:
         """Whether ``begin_stores`` has anything to do."""
         return self.transfers.has_stores
 
-    def begin_stores(self, max_pages: int) -> list[PageCopy]:
+    def begin_stores(self, max_pages: int, max_copies: int = MANY_COPIES) -> list[PageCopy]:
         """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_stores``."""
-        return self.transfers.begin_stores(max_pages)
+        return self.transfers.begin_stores(max_pages, max_copies)
 
     def settle(self, op: int, *, ok: bool) -> list[Receipt]:
         """Takes in the end of a load or a store; returns the receipts that lost pages. See ``Transfers.settle``."""

@@ -15,6 +15,8 @@ from hiserve.cache.index.tiers import Tiers
 from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from hiserve.core.plan import Int32Array
 
+MANY_COPIES = 1 << 30
+
 
 class Transfers:
     """Begins and ends loads and stores.
@@ -101,10 +103,18 @@ class Transfers:
         receipt.ops.add(op.number)
         op.readers.append(receipt)
 
-    def begin_stores(self, max_pages: int) -> list[PageCopy]:
-        """Begins to store what waits for it, oldest wish first and parents before children, up to ``max_pages``."""
+    def begin_stores(self, max_pages: int, max_copies: int = MANY_COPIES) -> list[PageCopy]:
+        """Begins to store what waits for it, oldest wish first and parents before children.
+
+        What does not have its turn grows meanwhile: a row's pages are stored several at a time then, for the price
+        of one.
+
+        Args:
+            max_pages: To store, all together.
+            max_copies: Orders to make of them.
+        """
         copies: list[PageCopy] = []
-        while self.has_stores and max_pages > 0:
+        while self.has_stores and max_pages > 0 and len(copies) < max_copies:
             node = self._queue.popleft()
             node.is_queued = False
             chain = _unbacked(_surviving(node))
