@@ -157,5 +157,6 @@ def test_tc_64_the_host_cache_fits_the_least_of_memory_control_group_and_dev_shm
     resolved = resolve(make_config(host_cache_name="n", device="cpu"), NANO, machine)
     assert 0 < resolved.memory["host cache"] < min(available_gib, limit_gib, shm_gib) * GIB
     assert sum(resolved.memory.values()) < min(available_gib, limit_gib) * GIB
+    least = min(available_gib, limit_gib, shm_gib)
     with pytest.raises(ResourceError, match="--host-cache-gib"):
-        resolve(make_config(host_cache_name="n", host_cache_gib=65, device="cpu"), NANO, machine)
+        resolve(make_config(host_cache_name="n", host_cache_gib=1.1 * least, device="cpu"), NANO, machine)

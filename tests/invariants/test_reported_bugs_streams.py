@@ -34,6 +34,8 @@ STEP_S = 0.004  # longer than planning takes, so that steps are in flight when c
 class Watch:
     """Follows which pages the forwards in flight touch, by the plans alone, and looks when a copy begins.
 
+    Copies are sent off when a plan is submitted, as to a device with streams; the fences alone keep them back.
+
     Attributes:
         num_early: By kind: copies that were ordered while a forward in flight could touch (load) or write (store) their
             device pages.
@@ -44,7 +46,8 @@ class Watch:
         executor = llm._backend.engine._executor  # type: ignore[attr-defined]
         self._submit, self._forward = executor.submit, executor._forward
         executor.submit, executor._forward = self.submit, self.forward
-        transfers = executor._copier._transfers
+        copier, transfers = executor._copier, executor._copier._transfers
+        self._start, copier.start = copier.start, lambda plan: None
         transfers._hold = self.hold
         self._table = np.zeros((8, 64), dtype=np.int64)
         self._touched: dict[int, set[int]] = {}
@@ -66,6 +69,7 @@ class Watch:
             for copy in plan.copies:
                 self.num_early[copy.kind] += bool(self._conflicts(copy))
             self._touched[plan.step_id], self._written[plan.step_id] = touched, written
+        self._start(plan)
         return self._submit(plan)
 
     def forward(self, plan: BatchPlan, *rest: Any) -> Any:

@@ -135,8 +135,8 @@ MUTANTS = [
     Mutant(
         name="TC-44: a prefetch that was given up still counts as on its way",
         file=EXCHANGE,
-        old="return number is not None and not self._ops[number].hold.is_lost",
-        new="return number is not None",
+        old="return 0 if number and self._ops[number].hold.is_lost else number",
+        new="return number",
         test=CASES + "test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another",
     ),
     Mutant(
