@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.messages.types import WorkerStats
 
 PAGE = 16
@@ -82,34 +81,6 @@ def test_what_left_the_device_comes_back_with_the_same_tokens(llm: LLM, expected
     assert loaded.cache.loads.num_fulfilled > 100
     assert loaded.cache.loads.unfulfilled.keys() <= {"not_worth_loading"}
     check_pages(llm)
-
-
-def test_loads_that_fail_cost_time_and_nothing_else(llm: LLM, expected: list[list[int]]) -> None:
-    prompts, sampling = workload()
-    assert tokens_of(llm, prompts, sampling) == expected
-    num_loads = 0
-
-    def fail_some(copy: PageCopy) -> str | None:
-        nonlocal num_loads
-        num_loads += copy.kind is CopyKind.LOAD
-        return "broken" if copy.kind is CopyKind.LOAD and num_loads % 3 == 0 else None
-
-    llm._backend.engine._executor._copier._transfers._hold = fail_some  # type: ignore[attr-defined]
-    for _ in range(3):
-        assert tokens_of(llm, prompts, sampling) == expected
-    stats = stats_of(llm)
-    assert stats.cache.loads.unfulfilled["broken"] > 0
-    assert stats.cache.loads.num_fulfilled > 0
-    check_pages(llm)
-
-
-def test_a_host_that_is_small_evicts_and_stays_right(expected: list[list[int]]) -> None:
-    prompts, sampling = workload()
-    with LLM(host_cache_gib=0.0085, **SMALL) as llm:  # some 32 pages of 256 KiB
-        for _ in range(3):
-            assert tokens_of(llm, prompts, sampling) == expected
-        assert stats_of(llm).cache.stores.num_fulfilled > 32
-        check_pages(llm)
 
 
 def test_a_flush_empties_both_tiers(llm: LLM, expected: list[list[int]]) -> None:

@@ -1,0 +1,88 @@
+"""Hands on the tiers of an engine in this process: until they are at rest, what leaves them, what garbles them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from hiserve import LLM
+from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.pools.host import HostPool
+from hiserve.messages.cache import CacheStats
+from hiserve.worker.loop import Engine
+from tests.helpers.tiers import squeeze, squeeze_host
+
+MAX_REST_S = 30.0
+
+
+def engine_of(llm: LLM) -> Engine:
+    engine: Engine = llm._backend.engine  # type: ignore[attr-defined]
+    return engine
+
+
+def cache_of(llm: LLM) -> CacheManager:
+    return engine_of(llm)._planner._cache
+
+
+def counts_of(llm: LLM) -> CacheStats:
+    return engine_of(llm).stats().cache
+
+
+def transfers_of(llm: LLM) -> Any:
+    return engine_of(llm)._executor._copier._transfers  # type: ignore[attr-defined]
+
+
+def host_of(llm: LLM) -> HostPool:
+    host: HostPool = transfers_of(llm)._host
+    return host
+
+
+def rest(llm: LLM) -> None:
+    """Steps until the host, whose memory is made ready meanwhile, has all it is to have, and no copy is under way."""
+    engine, cache = engine_of(llm), cache_of(llm)
+    has_host = engine._executor._copier is not None  # type: ignore[attr-defined]
+    end = time.monotonic() + MAX_REST_S
+    while (
+        engine.has_work
+        or len(cache.ops)
+        or (has_host and cache.host.pages.num_ready < host_of(llm).num_pages)
+        or cache.transfers.has_stores
+    ):
+        assert time.monotonic() < end, f"no rest after {MAX_REST_S} s: {engine.stats()}"
+        engine.step()
+
+
+def seal(llm: LLM) -> None:
+    """Waits until every page of the host has its checksum."""
+    rest(llm)
+    assert host_of(llm).wait_checksums(MAX_REST_S)
+
+
+def leave_device(llm: LLM) -> None:
+    """Evicts everything from the device; the host keeps what it has."""
+    rest(llm)
+    squeeze(cache_of(llm))
+
+
+def garble_host(llm: LLM) -> None:
+    """Changes the highest byte of each number of eight bytes that the host holds."""
+    host_of(llm).span(1, host_of(llm).num_pages)[:, 7::8] ^= 0x80
+
+
+def check_whole(llm: LLM) -> None:
+    """At rest nothing is held, each page of each tier can be had, and each wanted page is accounted for.
+
+    Empties both tiers.
+    """
+    rest(llm)
+    cache, counts = cache_of(llm), counts_of(llm)
+    assert not cache.holds.receipts
+    assert counts.device.num_free + counts.device.num_evictable == counts.device.num_pages, counts.device
+    for copies in (counts.loads, counts.stores, counts.prefetches, counts.uploads):
+        assert copies.num_in_flight == 0, copies
+        assert copies.num_wanted == copies.num_fulfilled + sum(copies.unfulfilled.values()), copies
+    squeeze(cache)
+    squeeze_host(cache)
+    assert cache.pages.num_free == cache.pages.num_pages - 1
+    assert cache.host.pages.num_free == cache.host.pages.num_ready - 1
+    assert not cache.tree.roots
