@@ -18,7 +18,7 @@ MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
 MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in pieces, so that what is there can be used
-PATIENCE_S = 5.0  # orders older than this are no work: whoever is idle stops polling for them
+PATIENCE_S = 2.0  # orders older than this are no work: whoever is idle stops polling for them
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,12 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.messages.types import WorkerStats
+from hiserve.cache.pools.sim_store import Fault, SimStore, Step
+from hiserve.config import make_config
+from hiserve.messages.types import Admit, WorkerStats
+from hiserve.models.shapes import read_model
+from hiserve.worker import build, prefetch
+from hiserve.worker.loop import Engine
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -32,7 +40,7 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
     prompts = [rng.integers(7, 4096, size).tolist() for size in LENGTHS]
-    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, seed=0, max_tokens=10, ignore_eos=True)
     drawn = SamplingParams(temperature=0.9, top_p=0.95, seed=5, max_tokens=10, ignore_eos=True)
     return prompts, [greedy, drawn, greedy]
 
@@ -41,8 +49,27 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in llm.generate(*workload())]
 
 
+def engine_of(llm: LLM) -> Engine:
+    return llm._backend.engine  # type: ignore[attr-defined, no-any-return]
+
+
 def stats_of(llm: LLM) -> WorkerStats:
-    return llm._backend.engine.stats()  # type: ignore[attr-defined]
+    return engine_of(llm).stats()
+
+
+def check_pages(llm: LLM) -> None:
+    """Once every order has ended, a flush frees each page of both tiers, and each wanted page is accounted for."""
+    engine = engine_of(llm)
+    end = time.monotonic() + 20
+    while len(engine._planner._cache.ops):
+        engine.step()
+        assert time.monotonic() < end, f"{len(engine._planner._cache.ops)} orders never ended"
+    engine.flush()
+    stats = stats_of(llm).cache
+    for tier in (stats.device, stats.host):
+        assert tier.num_free == tier.num_pages
+    for copies in (stats.prefetches, stats.uploads):
+        assert copies.num_wanted == copies.num_fulfilled + sum(copies.unfulfilled.values())
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +78,7 @@ def expected() -> list[list[int]]:
         return tokens_of(llm)
 
 
-@pytest.mark.parametrize("policy", ["wait", "timeout"])
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("depth", "policy"), [(0, "wait"), (1, "wait"), (0, "timeout"), (1, "best_effort")])
 def test_a_server_finds_what_the_one_before_it_stored(
     tmp_path: Path, expected: list[list[int]], depth: int, policy: str
 ) -> None:
@@ -63,7 +89,162 @@ def test_a_server_finds_what_the_one_before_it_stored(
     with LLM(**options) as llm:
         results = llm.generate(*workload())
         assert [result.outputs[0].token_ids for result in results] == expected
-        for result in results:
+        for result in results if policy != "best_effort" else ():
             assert result.cached.store == (len(result.prompt_token_ids) - 1) // PAGE * PAGE
             assert result.cached.num_tokens == result.cached.store
-        print(stats_of(llm).cache)
+        check_pages(llm)
+
+
+def test_processes_find_what_was_stored_before_them(tmp_path: Path, expected: list[list[int]]) -> None:
+    options = SMALL | {"store": f"file:{tmp_path}", "store_prefetch": "wait"}
+    with LLM(**options) as llm:
+        assert tokens_of(llm) == expected
+    with LLM(**options | {"in_process": False}) as llm:
+        results = llm.generate(*workload())
+    assert [result.outputs[0].token_ids for result in results] == expected
+    assert sum(result.cached.store for result in results) == sum((size - 1) // PAGE * PAGE for size in LENGTHS)
+
+
+class Weather:
+    """How the calls of a store go from now on."""
+
+    def __init__(self) -> None:
+        self.step = Step()
+
+    def __iter__(self) -> Iterator[Step]:
+        while True:
+            yield self.step
+
+
+@pytest.fixture
+def weather() -> Weather:
+    return Weather()
+
+
+@pytest.fixture
+def store(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> SimStore:
+    made = SimStore(weather)
+    monkeypatch.setattr(prefetch, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(build, "open_store", lambda _: made)
+    return made
+
+
+FAULTS = [
+    Step(Fault.FAIL, after=3),
+    Step(Fault.LIE),
+    Step(Fault.LIE, after=3),
+    Step(Fault.FULL, after=2),
+    Step(delay_s=0.02),
+    Step(Fault.HANG),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda step: f"{step.fault.value} after {step.after}")
+def test_a_store_that_misbehaves_costs_hits_alone(
+    tmp_path: Path, store: SimStore, weather: Weather, expected: list[list[int]], fault: Step
+) -> None:
+    options = SMALL | {"store": f"file:{tmp_path}", "store_prefetch_timeout_s": 0.3, "overlap": 1}
+    with LLM(**options) as llm:
+        weather.step = fault
+        for _ in range(2):
+            assert tokens_of(llm) == expected
+            engine_of(llm).flush()
+        weather.step = Step()
+        store.release()
+        check_pages(llm)
+        assert tokens_of(llm) == expected
+        engine_of(llm).flush()
+        assert tokens_of(llm) == expected
+        assert stats_of(llm).cache.cached_tokens["store"] > 0
+        weather.step = fault
+        store._released.clear()
+        engine_of(llm).flush()
+        assert tokens_of(llm) == expected
+        store.release()
+        check_pages(llm)
+
+
+def test_the_end_waits_for_no_store_that_hangs(tmp_path: Path, store: SimStore, weather: Weather) -> None:
+    with LLM(**SMALL, store=f"file:{tmp_path}", store_prefetch_timeout_s=0.1) as llm:
+        weather.step = Step(Fault.HANG)
+        begin = time.monotonic()
+        tokens_of(llm)
+        engine_of(llm).flush()
+        tokens_of(llm)
+    assert time.monotonic() - begin < 30
+
+
+def test_requests_that_are_aborted_while_they_wait_for_a_store_leak_nothing(
+    tmp_path: Path, store: SimStore, weather: Weather, expected: list[list[int]]
+) -> None:
+    prompts, sampling = workload()
+    rng = np.random.default_rng(SEED)
+    with LLM(**SMALL, store=f"file:{tmp_path}", store_prefetch="wait", overlap=1) as llm:
+        assert tokens_of(llm) == expected
+        engine = engine_of(llm)
+        weather.step = Step(delay_s=0.003)
+        for uid in range(1000, 1040):
+            engine.flush()
+            prompt = np.array(prompts[uid % 3], dtype=np.int32)
+            engine.add(Admit(uid, prompt.size, sampling[uid % 3], b"", 0), prompt)
+            for _ in range(rng.integers(0, 12)):
+                engine.step()
+                time.sleep(0.001 * rng.integers(0, 2))
+            engine.abort([uid])
+        while engine.has_work:
+            engine.step()
+        assert stats_of(llm).cache.prefetches.num_wanted > 0
+        check_pages(llm)
+        assert tokens_of(llm) == expected
+
+
+def test_tc_70_tc_71_tc_72_what_is_not_the_same_model_layout_or_tenant_shares_no_page(tmp_path: Path) -> None:
+    prompts, sampling = workload()
+    folder, _ = read_model(make_config().model)
+    shutil.copytree(folder, tmp_path / "model")
+    options = SMALL | {"store": f"file:{tmp_path}/store", "store_prefetch": "wait"}
+    with LLM(**options) as llm:
+        tokens_of(llm)
+        engine = engine_of(llm)
+        engine.flush()
+        prompt = np.array(prompts[0], dtype=np.int32)
+        engine.add(Admit(1000, prompt.size, sampling[0], b"another tenant", 0), prompt)
+        while engine.has_work:
+            engine.step()
+        assert stats_of(llm).cache.prefetches.num_wanted == 0
+    others = (
+        {"dtype": "float32"},
+        {"page_size": 8, "kv_pages": 120},
+        {"load_format": "dummy"},
+        {"model": str(tmp_path / "model")},
+    )
+    for other in others:
+        with LLM(**options | other) as llm:
+            tokens_of(llm)
+            assert stats_of(llm).cache.prefetches.num_wanted == 0, other
+            assert stats_of(llm).cache.cached_tokens["store"] == 0, other
+    with LLM(**options) as llm:
+        tokens_of(llm)
+        assert stats_of(llm).cache.cached_tokens["store"] > 0
+
+
+@pytest.mark.parametrize("accident", ["small", "read-only", "deleted", "replaced"])
+def test_a_directory_that_goes_bad_is_no_error_of_a_client(
+    tmp_path: Path, expected: list[list[int]], accident: str
+) -> None:
+    directory = tmp_path / "store"
+    size_gib = 0.002 if accident == "small" else 1.0  # eight pages
+    with LLM(**SMALL, store=f"file:{directory}", store_prefetch="wait", store_gib=size_gib) as llm:
+        assert tokens_of(llm) == expected
+        if accident == "read-only":
+            directory.chmod(0o500)
+        elif accident != "small":
+            shutil.rmtree(directory)
+        if accident == "replaced":
+            directory.write_text("not a directory")
+        for _ in range(2):
+            engine_of(llm).flush()
+            assert tokens_of(llm) == expected
+        check_pages(llm)
+        if accident == "small":
+            assert stats_of(llm).cache.cached_tokens["store"] < sum(LENGTHS)

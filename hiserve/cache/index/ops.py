@@ -144,10 +144,11 @@ class Ops:
     def free_host(self, pages: Int32Array) -> None:
         """Frees host pages that no copy to or from the device uses; an upload may still read them."""
         for op in self._ops.values():
-            if op.kind is OpKind.UPLOAD:
+            if op.kind is OpKind.UPLOAD and pages.size:
                 is_read = np.isin(pages, op.host_pages)
-                op.host_orphans.append(pages[is_read])
-                pages = pages[~is_read]
+                if is_read.any():  # of runs of nothing, each end would hand ever more on
+                    op.host_orphans.append(pages[is_read])
+                    pages = pages[~is_read]
         self._tiers.give_host(pages)
 
 

@@ -385,6 +385,20 @@ def test_what_reaches_the_host_is_uploaded_and_kept_until_then() -> None:
     desk.check()
 
 
+def test_uploads_that_outlive_a_flush_give_each_page_back_once() -> None:
+    desk = Desk()
+    for page in range(30):
+        desk.cache.release(serve(desk.cache, 100 + page))
+    store(desk.cache)
+    desk.send()
+    assert len(desk.copies) == 30
+    desk.cache.flush()
+    for op in list(desk.copies):
+        desk.end(op)
+        assert sum(len(each.host_orphans) for each in desk.cache.ops) <= 30
+    desk.check()
+
+
 def test_tc_41_orders_are_polled_for_while_idle_but_not_for_ever() -> None:
     desk = Desk("best_effort")
     desk.fetch(1, 5, 6)
