@@ -16,8 +16,11 @@ from hiserve.core.copies import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
 MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
 
+# Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others.
+_STAGING_PERCENT = {CopyKind.LOAD: 75, CopyKind.STORE: 25}
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
-_POLL_S = 0.0002  # between two looks at what is on its way
+# Between two looks at what is on its way: longer and longer, because each takes time from the thread that launches forwards.
+_MIN_POLL_S, _MAX_POLL_S = 0.0001, 0.002
 
 
 class StreamTransfers:
@@ -58,7 +61,7 @@ class StreamTransfers:
                 device,
                 host,
                 kind,
-                staging_bytes=staging_bytes // len(DEVICE_KINDS),
+                staging_bytes=staging_bytes * _STAGING_PERCENT[kind] // 100,
                 max_direct_page_bytes=max_direct_page_bytes,
                 min_layer_bytes=min_layer_bytes,
             )
@@ -103,11 +106,13 @@ class StreamTransfers:
     @torch.inference_mode()
     def _run(self) -> None:
         torch.cuda.set_device(self._device_index)
+        pause_s = _MIN_POLL_S
         while not self._queue.is_closed:
-            copy = self._queue.next(_POLL_S if any(self._flights.values()) else None)
+            copy = self._queue.next(pause_s if any(self._flights.values()) else None)
             if copy is not None:
                 self._begin(copy)
-            self._settle()
+            is_news = self._settle() or copy is not None
+            pause_s = _MIN_POLL_S if is_news else min(2 * pause_s, _MAX_POLL_S)
         for streams in self._streams.values():
             streams.drain()
         self._settle()
@@ -130,10 +135,12 @@ class StreamTransfers:
             return None
         return next(event for step_id, event in tuple(self._launched) if step_id >= after_step)
 
-    def _settle(self) -> None:
-        """Answers the orders that have arrived, each kind in its order."""
+    def _settle(self) -> bool:
+        """Answers the orders that have arrived, each kind in its order; returns whether any has."""
+        has_any = False
         for flights in self._flights.values():
             while flights and flights[0].has_arrived:
-                flight = flights.popleft()
+                flight, has_any = flights.popleft(), True
                 self._queue.end(flight.copy, flight.seconds)
                 self._loads.pop(flight.copy.op, None)
+        return has_any
