@@ -50,7 +50,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
 
 
 def engine_of(llm: LLM) -> Engine:
-    return llm._backend.engine  # type: ignore[attr-defined, no-any-return]
+    return llm._backend.engine  # type: ignore[no-any-return]
 
 
 def stats_of(llm: LLM) -> WorkerStats:

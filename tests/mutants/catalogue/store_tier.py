@@ -1,0 +1,158 @@
+"""Guards of the store beyond the host: who waits, what is fetched, what may be stored, whose keys."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+PREFETCH = "hiserve/worker/prefetch.py"
+TRANSFERS = "hiserve/cache/pools/store_transfers.py"
+STORES = "hiserve/cache/pools/file_store.py"
+SEGMENT = "hiserve/cache/pools/host_segment.py"
+OPS = "hiserve/cache/index/ops.py"
+DIGEST = "hiserve/core/digest.py"
+OF_PREFETCH = "tests/unit/worker/test_prefetch.py::"
+OF_TRANSFERS = "tests/unit/pools/test_store_transfers.py::"
+OF_STORES = "tests/unit/pools/test_stores.py::"
+
+MUTANTS = [
+    Mutant(
+        name="a request waits for the store for ever",
+        file=PREFETCH,
+        old="        if self._clock() - want.since < self._max_wait_s:\n",
+        new="        if self._max_wait_s:\n",
+        test=OF_PREFETCH + "test_tc_44_a_request_is_let_go_by_its_deadline_whatever_the_store_does",
+    ),
+    Mutant(
+        name="a prefetch that one of two gave up is dropped",
+        file=PREFETCH,
+        old="        if op and not any(other.op == op for other in self._wants.values()):\n",
+        new="        if op:\n",
+        test=OF_PREFETCH + "test_requests_of_one_prefix_share_its_prefetch",
+    ),
+    Mutant(
+        name="a prefetch that nobody wants keeps its place",
+        file=PREFETCH,
+        old="            self._cache.abort_prefetch(op)\n",
+        new="            pass\n",
+        test=OF_PREFETCH + "test_tc_42_an_abort_at_any_step_gives_every_page_back_once",
+    ),
+    Mutant(
+        name="a store that owes an answer is asked again",
+        file=PREFETCH,
+        old="            want.is_late = True\n",
+        new="",
+        test=OF_PREFETCH + "test_a_store_that_owes_an_answer_is_asked_nothing_until_it_comes",
+    ),
+    Mutant(
+        name="what the store lost is asked for again and again",
+        file=PREFETCH,
+        old="                want.is_over |= want is order.want and not ack.is_ok\n",
+        new="",
+        test=OF_PREFETCH + "test_what_the_store_has_lost_meanwhile_is_not_asked_for_again",
+    ),
+    Mutant(
+        name="requests that never asked are kept",
+        file=PREFETCH,
+        old="        self._to_ask.pop(want.request.uid, None)\n",
+        new="",
+        test=OF_PREFETCH + "test_requests_that_never_get_to_ask_leave_nothing",
+    ),
+    Mutant(
+        name="a prefix is fetched in one piece",
+        file=PREFETCH,
+        old="min(want.end - num_here, MAX_PAGES, self._cache.host.num_available)",
+        new="min(want.end - num_here, self._cache.host.num_available)",
+        test=OF_PREFETCH + "test_a_long_prefix_comes_in_pieces_that_can_be_used_at_once",
+    ),
+    Mutant(
+        name="prefetches are not bounded",
+        file=PREFETCH,
+        old="            if num_open == MAX_PREFETCHES:\n                break\n",
+        new="",
+        test=OF_PREFETCH + "test_lookups_and_prefetches_are_bounded",
+    ),
+    Mutant(
+        name="an idle engine forgets what it ordered",
+        file=PREFETCH,
+        old="        return oldest is not None and self._clock() - oldest.since < PATIENCE_S\n",
+        new="        return False\n",
+        test=OF_PREFETCH + "test_tc_41_orders_are_polled_for_while_idle_but_not_for_ever",
+    ),
+    Mutant(
+        name="an idle engine polls a store that hangs for ever",
+        file=PREFETCH,
+        old="        return oldest is not None and self._clock() - oldest.since < PATIENCE_S\n",
+        new="        return oldest is not None\n",
+        test=OF_PREFETCH + "test_tc_41_orders_are_polled_for_while_idle_but_not_for_ever",
+    ),
+    Mutant(
+        name="uploads hand on runs of nothing",
+        file=OPS,
+        old="                if is_read.any():  # of runs of nothing, each end would hand ever more on\n",
+        new="                if True:\n",
+        test=OF_PREFETCH + "test_uploads_that_outlive_a_flush_give_each_page_back_once",
+    ),
+    Mutant(
+        name="damage of the host is stored with a checksum of its own",
+        file=TRANSFERS,
+        old="        num_intact = (*is_intact, False).index(False)\n",
+        new="        num_intact = len(is_intact)\n",
+        test=OF_TRANSFERS + "test_a_page_that_is_not_what_was_written_is_not_stored",
+    ),
+    Mutant(
+        name="pages that did not arrive stay taken",
+        file=TRANSFERS,
+        old="        self._host.free(run.pages[count:])\n",
+        new="",
+        test=OF_TRANSFERS + "test_pages_that_do_not_arrive_are_free_again",
+    ),
+    Mutant(
+        name="late bytes become valid after the end",
+        file=TRANSFERS,
+        old="            return  # nobody takes the ack; pages that are not VALID are adopted by nobody\n",
+        new="            pass\n",
+        test=OF_TRANSFERS + "test_what_hangs_keeps_its_own_pages_and_hinders_neither_others_nor_the_end",
+    ),
+    Mutant(
+        name="uploads take all of the medium",
+        file=TRANSFERS,
+        old="        self._is_closing.wait(count * self._upload_s_per_page)\n",
+        new="",
+        test=OF_TRANSFERS + "test_uploads_keep_to_their_rate",
+    ),
+    Mutant(
+        name="the end waits for what hangs",
+        file=TRANSFERS,
+        old="            thread.join(max(0.0, deadline - time.monotonic()))\n",
+        new="            thread.join(2)\n",
+        test=OF_TRANSFERS + "test_the_end_waits_for_no_store_that_never_answers",
+    ),
+    Mutant(
+        name="the draft's revision is not in the key",
+        file=TRANSFERS,
+        old="store_key(digest, run.draft_revision)",
+        new="store_key(digest)",
+        test=OF_TRANSFERS + "test_pages_of_another_draft_revision_are_not_found",
+    ),
+    Mutant(
+        name="a secret is written into a directory of somebody else",
+        file=STORES,
+        old='    _claim(directory)\n    return read_secret(directory / f"{MARKER}.secret")\n',
+        new='    return read_secret(directory / f"{MARKER}.secret")\n',
+        test=OF_STORES + "test_the_secret_of_a_directory_that_is_no_store_is_not_made",
+    ),
+    Mutant(
+        name="a named segment hides the store's secret",
+        file=SEGMENT,
+        old="    if config.cache.store is not None:\n",
+        new="    if config.cache.store is not None and config.cache.host_cache_name is None:\n",
+        test=OF_STORES + "test_the_store_gives_the_secret_of_the_namespace_even_where_the_segment_has_a_name",
+    ),
+    Mutant(
+        name="digests of a store can be made to collide",
+        file=DIGEST,
+        old="    return strong_chain if is_strong else chain\n",
+        new="    return chain\n",
+        test="tests/unit/core/test_digest.py::test_a_store_wants_the_chain_that_nobody_can_make_collide",
+    ),
+]
