@@ -1,0 +1,263 @@
+"""Mixed traffic for as long as you like over pools that are far too small: nothing differs, leaks or grows.
+
+The canary is on. Traffic repeats a few scripts at random, so that every reply is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from hiserve import LLM
+from hiserve.messages.types import Admit
+from tests.e2e.live import Live, serve
+from tests.helpers.tiered import check_whole, counts_of, engine_of
+from tests.helpers.traffic import SETTINGS, TENANTS, TINY, Memory, Script, Turn, census, make_scripts
+
+SEED = 77
+NUM_LIVE = 6
+ABORT_RATE = 0.1
+WARM_UP = 0.4  # of the time
+LONG_S = 1200.0
+MAX_MIB_A_MIN = 1.0  # where there is time to measure it
+MAX_MIB = 6.0  # where there is not: a page of either tier is 0.25
+DURATIONS = [15.0, pytest.param(LONG_S, marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module")
+def scripts() -> list[Script]:
+    return make_scripts(SEED)
+
+
+def check_growth(memory: Memory, seconds: float) -> None:
+    per_minute, in_all = memory.growth()
+    print(f"{memory.pid}: {per_minute:.2f} MiB a minute, {in_all:.2f} MiB in all, of {len(memory.samples)} samples")
+    assert in_all <= MAX_MIB
+    assert seconds < LONG_S or per_minute <= MAX_MIB_A_MIN
+
+
+# --- an engine in this process ----------------------------------------------------------------------------
+
+
+@dataclass
+class Call:
+    """A request on its way.
+
+    Attributes:
+        script: What comes after it.
+        index: Which turn it is.
+        tenant: Whose.
+        num_wanted: Tokens after which it is given up; more than there are, if it is not.
+        tokens: That came.
+    """
+
+    script: Script
+    index: int
+    tenant: bytes
+    num_wanted: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def turn(self) -> Turn:
+        return self.script[self.index]
+
+
+class Users:
+    """Keeps an engine busy with conversations, and compares every reply.
+
+    Attributes:
+        num_replies: Compared.
+        num_aborts: Requests given up.
+    """
+
+    def __init__(self, llm: LLM, scripts: list[Script], rng: np.random.Generator) -> None:
+        self._engine = engine_of(llm)
+        self._scripts = scripts
+        self._rng = rng
+        self._last_uid = 0
+        self._live: dict[int, Call] = {}
+        self.num_replies = self.num_aborts = 0
+
+    def run(self, seconds: float, memory: Memory) -> None:
+        """Serves them for a while, and then those that are left."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            while len(self._live) < NUM_LIVE:
+                script = self._scripts[self._rng.integers(len(self._scripts))]
+                self._send(script, 0, TENANTS[self._rng.integers(len(TENANTS))].encode())
+            self._step()
+            memory.sample()
+        while self._live:
+            self._step()
+
+    def _send(self, script: Script, index: int, tenant: bytes) -> None:
+        turn = script[index]
+        gives_up = self._rng.random() < ABORT_RATE
+        self._last_uid += 1
+        num_wanted = int(self._rng.integers(0, len(turn.reply))) if gives_up else len(turn.reply) + 1
+        self._live[self._last_uid] = Call(script, index, tenant, num_wanted)
+        prompt = np.array(turn.prompt, dtype=np.int32)
+        self._engine.add(Admit(self._last_uid, prompt.size, turn.sampling, tenant, 0), prompt)
+
+    def _step(self) -> None:
+        report = self._engine.step()
+        if report is not None:
+            assert not report.failed
+            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
+            for uid, part, finish in zip(report.uids, parts, report.finishes, strict=True):
+                if uid in self._live:
+                    self._take(uid, part.tolist(), bool(finish))
+
+    def _take(self, uid: int, tokens: list[int], is_over: bool) -> None:
+        call = self._live[uid]
+        call.tokens += tokens
+        assert call.tokens == call.turn.reply[: len(call.tokens)]
+        if is_over:
+            assert call.tokens == call.turn.reply
+            self.num_replies += 1
+            del self._live[uid]
+            if call.index + 1 < len(call.script):
+                self._send(call.script, call.index + 1, call.tenant)
+        elif len(call.tokens) >= call.num_wanted:
+            self._engine.abort([uid])
+            self.num_aborts += 1
+            del self._live[uid]
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(in_process=True, overlap=1, **SETTINGS, **TINY) as made:
+        yield made
+
+
+@pytest.mark.parametrize("seconds", DURATIONS)
+def test_an_engine_of_this_process_neither_errs_nor_leaks(llm: LLM, scripts: list[Script], seconds: float) -> None:
+    users = Users(llm, scripts, np.random.default_rng(SEED))
+    users.run(seconds * WARM_UP, Memory())
+    check_whole(llm)
+    before, memory = census(), Memory()
+    users.run(seconds * (1 - WARM_UP), memory)
+    check_whole(llm)
+    check_paths(llm, users)
+    assert census() - before == {}
+    check_growth(memory, seconds)
+
+
+def check_paths(llm: LLM, users: Users) -> None:
+    """Both tiers evicted, and both directions were copied, all the time."""
+    counts = counts_of(llm)
+    print(f"{users.num_replies} replies, {users.num_aborts} aborts; {counts}")
+    assert counts.device.num_evicted > 200 and counts.host.num_evicted > 50
+    assert counts.loads.num_fulfilled > 100 and counts.stores.num_fulfilled > 100
+    assert users.num_replies > 40 and users.num_aborts > 5
+
+
+# --- processes, over HTTP ---------------------------------------------------------------------------------
+
+
+class Clients:
+    """Conversations over HTTP; every reply is compared.
+
+    Attributes:
+        num_replies: Compared.
+        num_aborts: Streams that were closed before their end.
+    """
+
+    def __init__(self, url: str, scripts: list[Script], rng: np.random.Generator) -> None:
+        self._client = httpx.AsyncClient(base_url=url, timeout=60)
+        self._scripts = scripts
+        self._rng = rng
+        self.num_replies = self.num_aborts = 0
+
+    async def run(self, seconds: float, memories: list[Memory]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_LIVE):
+                group.create_task(self._talk(time.monotonic() + seconds, memories))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _talk(self, end: float, memories: list[Memory]) -> None:
+        while time.monotonic() < end:
+            tenant = TENANTS[self._rng.integers(len(TENANTS))]
+            for turn in self._scripts[self._rng.integers(len(self._scripts))]:
+                body = body_of(turn, tenant)
+                if self._rng.random() < ABORT_RATE:
+                    await self._give_up(body)
+                    break
+                reply = (await self._client.post("/v1/completions", json=body)).raise_for_status().json()
+                assert reply["choices"][0]["token_ids"] == turn.reply
+                self.num_replies += 1
+                for memory in memories:
+                    memory.sample()
+
+    async def _give_up(self, body: dict[str, object]) -> None:
+        """Reads the first event of a stream and closes it."""
+        async with self._client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                break
+        self.num_aborts += 1
+
+
+def body_of(turn: Turn, tenant: str) -> dict[str, object]:
+    return {
+        "model": "hiserve-nano",
+        "prompt": turn.prompt,
+        "max_tokens": turn.sampling.max_tokens,
+        "temperature": turn.sampling.temperature,
+        "seed": turn.sampling.seed,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    } | ({"cache_salt": tenant} if tenant else {})
+
+
+def check_idle(live: Live) -> None:
+    """No request is anywhere, every device page can be had, no copy is under way."""
+    for worker in live.wait_idle()["workers"]:
+        assert worker["incarnation"] == 1
+    deadline = time.monotonic() + 20
+    while True:
+        (replica,) = httpx.get(f"{live.url}/cache/stats", timeout=30).raise_for_status().json()["replicas"]
+        device, host = replica["tiers"]["device"], replica["tiers"]["host"]
+        copies = [replica[kind] for kind in ("loads", "stores")]
+        is_idle = not any(each["num_in_flight"] for each in copies)
+        if is_idle and device["num_free"] + device["num_evictable"] == device["num_pages"]:
+            break
+        assert time.monotonic() < deadline, replica
+        time.sleep(0.05)
+    for each in copies:
+        assert each["num_wanted"] == each["num_fulfilled"] + sum(each["unfulfilled"].values())
+    assert replica["loads"]["num_fulfilled"] > 20
+    assert device["num_evicted"] > 100 and host["num_evicted"] > 20
+
+
+@pytest.mark.parametrize("seconds", DURATIONS)
+def test_a_server_neither_errs_nor_leaks(scripts: list[Script], tmp_path: Path, seconds: float) -> None:
+    options = SETTINGS | TINY | {"overlap": 1}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not True]
+    with serve(tmp_path, *flags, "--kv-canary", "--sampling-defaults=openai") as live:
+        live.wait_idle()
+        memories = [Memory(pid) for pid in live.pids()]
+
+        async def talk() -> Clients:
+            clients = Clients(live.url, scripts, np.random.default_rng(SEED))
+            try:
+                await clients.run(seconds * WARM_UP, [])
+                await clients.run(seconds * (1 - WARM_UP), memories)
+            finally:
+                await clients.close()
+            return clients
+
+        clients = asyncio.run(talk())
+        print(f"{clients.num_replies} replies, {clients.num_aborts} aborts")
+        assert clients.num_replies > 40 and clients.num_aborts > 5
+        check_idle(live)
+        for memory in memories:
+            check_growth(memory, seconds)
