@@ -9,6 +9,7 @@ reads and writes the host's memory by itself.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -127,8 +128,14 @@ class PageStreams:
         if not self._slots and self._kind is CopyKind.LOAD:
             self._move_by_layer(page, nothing, nothing)
 
-    def begin(self, copy: PageCopy, fence: torch.cuda.Event | None) -> Flight:
-        """Enqueues a copy behind an event and everything enqueued before. Waits for nothing."""
+    def begin(self, copy: PageCopy, fence: torch.cuda.Event | None, pace: Callable[[torch.cuda.Event], None]) -> Flight:
+        """Enqueues a copy behind an event and everything enqueued before.
+
+        Args:
+            copy: The order.
+            fence: What must be done before.
+            pace: Called with what a piece of staging memory waits for, before more is enqueued behind it.
+        """
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
         begin, end = _event(timed=True), _event(timed=True)
@@ -140,6 +147,7 @@ class PageStreams:
             indices = self._upload(ours, np.arange(ours.size, dtype=np.int32) % self._pages_per_slot)
             for start in range(0, ours.size, self._pages_per_slot):
                 end_page = start + self._pages_per_slot
+                pace(self._slots[0].drained)
                 self._enqueue(indices[:, start:end_page], theirs[start:end_page])
         elif self._kind is CopyKind.LOAD and ours.size * self._layer_bytes() >= self._min_layer_bytes:
             layers = self._move_by_layer(self._all_pages(), ours, theirs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,6 +23,7 @@ _STAGING_PERCENT = {CopyKind.LOAD: 75, CopyKind.STORE: 25}
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
 # Between two looks at what is on its way: longer and longer, because each takes time from the thread that launches forwards.
 _MIN_POLL_S, _MAX_POLL_S = 0.0001, 0.002
+_PACE_S = 0.0005
 
 
 class StreamTransfers:
@@ -122,12 +125,18 @@ class StreamTransfers:
         if reason:
             self._queue.end(copy, 0.0, reason)
         else:
-            flight = self._streams[copy.kind].begin(copy, self._fence(copy.after_step))
+            flight = self._streams[copy.kind].begin(copy, self._fence(copy.after_step), partial(self._pace, copy.op))
             self._flights[copy.kind].append(flight)
             if copy.kind is CopyKind.LOAD:
                 self._loads[copy.op] = flight
         if copy.kind is CopyKind.LOAD:
             self._queue.release(copy)
+
+    def _pace(self, op: int, room: torch.cuda.Event) -> None:
+        """Enqueues no faster than the link takes it, unless somebody waits: the launches of others come in between."""
+        while not room.query() and not (self._queue.is_closed or self._queue.is_wanted(op)):  # type: ignore[no-untyped-call]
+            self._settle()
+            time.sleep(_PACE_S)
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
         """Returns the event of the first step kept that is not before this one: of a forgotten step, a later one's."""

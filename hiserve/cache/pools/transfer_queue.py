@@ -33,6 +33,7 @@ class TransferQueue:
         self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in DEVICE_KINDS}
         self._num_store_pages = 0  # of stores that have not ended
         self._awaited: set[int] = set()  # loads that a forward could not yet follow
+        self._wanted = 0  # the load that a forward waits for now
         self._ended: deque[CopyAck] = deque()
         self._done_step = 0
         self._store_free_at = 0.0
@@ -45,6 +46,10 @@ class TransferQueue:
     def is_closed(self) -> bool:
         """The thread should end."""
         return self._is_closed
+
+    def is_wanted(self, op: int) -> bool:
+        """Whether a forward waits for this load now."""
+        return self._wanted == op
 
     def serve(self, work: Callable[[], None]) -> None:
         """Starts the engine's thread; what ``work`` raises is raised again by ``poll`` and ``wait``."""
@@ -157,7 +162,9 @@ class TransferQueue:
         with self._news:
             late = [copy.op for copy in self._queues[CopyKind.LOAD] if copy.after_step > self._done_step]
             assert not late or op < late[0], f"load {late[0]} waits for a step that waits for load {op}"
+            self._wanted = op
             self._news.wait_for(lambda: self._is_closed or self._failure is not None or op not in self._awaited)
+            self._wanted = 0
         self._check()
 
     def close(self) -> None:
