@@ -33,7 +33,6 @@ class Canary:
 
     def note(self, plan: BatchPlan) -> None:
         """Remembers the rows of an applied plan that are given pages of tokens they did not compute there."""
-        self._due.difference_update(plan.release.tolist())
         table = plan.table
         if table.rows.size:
             computed_len = self._rows.computed_len.cpu().numpy()

@@ -219,7 +219,7 @@ def pairwise(cases: list[Case]) -> Iterator[Case]:
 
 def named(case: Case) -> str:
     path, remainder, depth, is_greedy = case
-    return f"{path.__name__}-{remainder} over-depth {depth}-{'greedy' if is_greedy else 'drawn'}"
+    return f"{path.__name__}-{remainder}_over-depth_{depth}-{'greedy' if is_greedy else 'drawn'}"
 
 
 @pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)

@@ -283,14 +283,14 @@ MUTANTS = [
     Mutant(
         name="a page that went and came back is reported as gone",
         file=EVENTS,
-        old="if self._removed.pop(digest, self) is self:",
-        new="if digest not in self._removed:",
+        old="if undone.pop(digest, done) is done:",
+        new="if digest not in undone:",
         test=OF_MANAGER + "test_what_came_and_went_or_went_and_came_back_is_not_reported",
     ),
     Mutant(
         name="a page that came and went is reported as gone and there",
         file=EVENTS,
-        old="if self._published.pop(digest, self) is self:",
+        old="if undone.keys().isdisjoint(digests):",
         new="if True:",
         test=OF_MANAGER + "test_what_came_and_went_or_went_and_came_back_is_not_reported",
     ),

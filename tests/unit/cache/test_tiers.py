@@ -169,6 +169,15 @@ def test_selective_admission_does_not_store_what_is_new_below_a_hit() -> None:
     assert [copy.run.digests for copy in store(cache)] == [digests(1)]  # type: ignore[union-attr]
 
 
+def test_what_waits_for_its_turn_to_be_stored_grows_meanwhile(cache: CacheManager) -> None:
+    rows = [serve(cache, page) for page in (1, 2, 3)]
+    assert [copy.host_pages.size for copy in cache.begin_stores(100, 2)] == [1, 1]
+    for page, row in zip((11, 12, 13), rows, strict=True):
+        cache.publish(row, key(page), take(cache, 1))
+    assert [copy.host_pages.size for copy in cache.begin_stores(100, 2)] == [2]  # the others wait for their parents
+    assert not cache.begin_stores(100, 0)
+
+
 def test_the_queue_of_stores_forgets_nodes_that_are_gone(cache: CacheManager) -> None:
     for i in range(5000):
         cache.release(serve(cache, i % 100, i // 100))

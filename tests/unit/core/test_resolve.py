@@ -203,6 +203,11 @@ def test_what_does_not_fit_names_what_to_change(
     assert "-1" not in refused.value.message
 
 
+def test_a_canary_is_part_of_every_page() -> None:
+    plain, watched = (resolve(make_config(kv_pages=64, kv_canary=is_on), NANO, LAPTOP) for is_on in (False, True))
+    assert watched.memory["KV pool"] - plain.memory["KV pool"] == 64 * 16 * 2 * 4  # token and position, an int32 each
+
+
 def test_a_pool_of_exactly_the_longest_request_is_enough() -> None:
     assert resolve(make_config(kv_pages=5, max_model_len=64), NANO, LAPTOP).config.cache.kv_pages == 5
 
