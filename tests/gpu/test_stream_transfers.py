@@ -110,7 +110,7 @@ def test_only_loads_of_much_go_layer_by_layer_each_with_an_event() -> None:
     for make, groups, num_events in ((LAYERED, None, 3), (DIRECT, None, 0), (STAGED, LARGE, 0)):
         bench = TransferBench(make, **({} if groups is None else {"groups": groups}))
         streams = bench.engine._streams[CopyKind.LOAD]
-        flight = streams.begin(PageCopy(1, CopyKind.LOAD, ints([3, 4]), ints([1, 2]), 0), None)
+        flight = streams.begin(PageCopy(1, CopyKind.LOAD, ints([3, 4]), ints([1, 2]), 0), None, lambda room: None)
         assert len(flight.layers) == num_events
         assert {flight.end_of(layer) for layer in (None, 0)} == {flight.end, *flight.layers[:1]}
         streams.drain()
