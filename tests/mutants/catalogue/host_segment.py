@@ -91,8 +91,8 @@ MUTANTS = [
     Mutant(
         name="a page size does not tell caches apart",
         file="hiserve/models/identity.py",
-        old="LAYOUT_VERSION, str(page_size), shard",
-        new="LAYOUT_VERSION, shard",
+        old="layout, str(page_size), shard",
+        new="layout, shard",
         test=OF_HOME + "test_what_changes_the_bytes_of_a_page_changes_its_namespace",
     ),
     Mutant(
