@@ -18,8 +18,8 @@ MUTANTS = [
     Mutant(
         name="a digest covers its own page only",
         file=DIGEST,
-        old="xxhash.xxh3_128_digest(parent + key[start : start + stride])",
-        new="xxhash.xxh3_128_digest(key[start : start + stride])",
+        old="parent = link(parent + key[start : start + stride])",
+        new="parent = link(key[start : start + stride])",
         test=OF_DIGEST + "test_a_digest_covers_everything_before_it",
     ),
     Mutant(
