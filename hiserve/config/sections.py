@@ -111,6 +111,10 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
             "every page that comes from the host; or off."
         ),
     ] = "store"
+    host_admission: Annotated[
+        Literal["write_through", "write_through_selective"],
+        about("Which prefixes the host keeps: all, or those that a second request used."),
+    ] = "write_through"
     eviction: Annotated[
         Literal["lru", "priority"],
         about(

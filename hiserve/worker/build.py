@@ -12,7 +12,7 @@ from hiserve.attention.base import Attention
 from hiserve.attention.cpu import CpuAttention
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.host_segment import namespace_of
@@ -138,6 +138,7 @@ def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events:
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if segment is None else 1,
         max_upload_pages=0 if config.cache.store is None else num_host_pages // UPLOAD_SHARE,
+        host_admission=HostAdmission(config.cache.host_admission),
         listener=kv_events,
         link=chain_of(is_strong=config.cache.store is not None),
     )

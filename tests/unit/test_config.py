@@ -20,7 +20,7 @@ FLAGS = """
     --request-timeout-s --api-key --admin-api-key --share-prefixes --max-request-bytes --strict-fields
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
-    --host-cache-name --cache-verify --eviction
+    --host-cache-name --host-admission --cache-verify --eviction
     --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """
 MAX_FLAGS = 60
