@@ -66,6 +66,13 @@ MUTANTS = [
         test=OF_WORKLOADS + "test_steps_that_the_gate_refuses_are_planned_again",
     ),
     Mutant(
+        name="loads are ordered without bound",
+        file=LOADING,
+        old="return self._num_loads < MAX_LOADS",
+        new="return True",
+        test=OF_TIERS + "test_a_request_with_more_to_load_waits_while_too_many_loads_are_under_way",
+    ),
+    Mutant(
         name="every load is worth it",
         file=ADMITTER,
         old="return match.num_host_tokens if is_worth else 0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from hiserve.cache.index.manager import HostAdmission
 from hiserve.core.copies import CopyKind
@@ -10,6 +11,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Admit
 from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.worker import loading
 from hiserve.worker.costs import Costs
 from hiserve.worker.loop import Engine
 from tests.helpers.echo import oracle
@@ -138,3 +140,21 @@ def test_the_scheduler_hears_of_a_page_until_no_tier_has_it() -> None:
     assert report is not None
     index.update(0, report.published, report.removed)
     assert (index.match(asked, 0), index.num_pages(0)) == (0, 0)
+
+
+def test_a_request_with_more_to_load_waits_while_too_many_loads_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "MAX_LOADS", 1)
+    engine, planner, _, _ = echo_engine(num_pages=20, page_size=PAGE, max_len=32, eos=(), num_host_pages=60)
+    for uid, seed in enumerate((1, 2, 3, 4, 5)):
+        add(engine, uid, prompt(21, seed), 1)
+        run(engine)
+    for uid, seed in ((8, 1), (9, 2)):
+        add(engine, uid, prompt(21, seed), 1)
+    plan = planner.plan()
+    assert plan is not None
+    assert [copy.kind for copy in plan.copies] == [CopyKind.LOAD]
+    assert len(plan.admit) == 1
+    engine._in_flight.append(engine._executor.submit(plan))
+    said, used = run(engine)
+    assert said == {uid: oracle(prompt(21, seed), 1) for uid, seed in ((8, 1), (9, 2))}
+    assert {use.host for use in used.values()} == {20}
