@@ -21,6 +21,11 @@ def source(found: dict[str, Any]) -> str:
     return f"{found['hardware']}; `{found['command']}`, {found['date']}"
 
 
+def planned(cases: list[dict[str, Any]], name: str) -> list[str]:
+    """Returns the median of each case, with its bar."""
+    return [f"{case['median'][name]:.0f} µs (≤ {case['bar_us']:.0f})" for case in cases]
+
+
 def rows() -> list[tuple[str, str, str]]:
     """Returns (what, figure with its bar, source)."""
     turn, radix, planner, cuda = (result(name) for name in ("second_turn", "radix", "planner", "cuda_eager"))
@@ -28,7 +33,8 @@ def rows() -> list[tuple[str, str, str]]:
     server = cuda["servers"][0]
     match = radix["results"][0]
     turns = f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {turn['ratio']:.2f}"
-    plans = [f"{case['median']['plan_and_commit_us']:.0f} µs (≤ {case['bar_us']:.0f})" for case in planner["results"]]
+    plans = planned([case for case in planner["results"] if "rows" in case], "plan_and_commit_us")
+    nodes = planned([case for case in planner["results"] if "nodes" in case][::3], "publish_and_store_us")
     return [
         (
             "second turn of a 2,000-token conversation: first token, cached / uncached",
@@ -54,7 +60,9 @@ def rows() -> list[tuple[str, str, str]]:
             f"{match['median']['match_lock_release_us']:.0f} µs = {match['ratio_to_memcmp']:.0f} × (≤ {match['bar_ratio']:.0f} ×)",
             source(radix),
         ),
-        ("plan + commit of a step, 32 and 256 decoding rows", ", ".join(plans), source(planner)),
+        ("plan + commit of a step, 32 and 256 decoding rows, one tier", ", ".join(plans[:2]), source(planner)),
+        ("the same, every page written through to the host", ", ".join(plans[2:]), source(planner)),
+        ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
         (
             "the same server on a GPU, eager: 128 streams; first token of the second turn",
             f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
