@@ -1,4 +1,4 @@
-"""Guards of the canary, of an engine whose step has failed, and of what a step may cost."""
+"""Guards of the canary, of an engine whose step has failed, of what a step may cost, and of what must not stay."""
 
 from __future__ import annotations
 
@@ -116,5 +116,12 @@ MUTANTS = [
         old="            if not is_unsealed and not self.verify(page):",
         new="            if False:",
         test=OF_MATRIX + "[garbled_pages-0_over-depth_0-greedy]",
+    ),
+    Mutant(
+        name="what was stored is remembered for ever",
+        file="hiserve/cache/index/transfers.py",
+        old="run = self._runs.pop(number)",
+        new="run = self._runs[number]",
+        test="tests/e2e/test_soak.py::test_an_engine_of_this_process_neither_errs_nor_leaks[15.0]",
     ),
 ]
