@@ -38,7 +38,9 @@ def draw_cache(plotter: Plotter, title: str, run: Run, held: Sequence[Held]) -> 
 
 def _hits(panel: Any, run: Run, held: Sequence[Held]) -> None:
     """Draws the share of prompt tokens from each tier, stacked, by the time of sending."""
-    panel.set(title="Prompt tokens from the cache", xlabel="seconds of the run", ylabel="share", ylim=(0, 1.02))
+    panel.set(
+        title="Prompt tokens from the cache", xlabel="seconds of the run", ylabel="share of tokens", ylim=(0, 1.02)
+    )
     pairs = [(sample, of_it) for sample, of_it in zip(run.samples, held, strict=True) if not sample.error]
     edges = np.linspace(0, max(run.end_s - run.begin_s, 1e-9), _num_spans(len(pairs)) + 1)
     begins = [sample.begin_s - run.begin_s for sample, _ in pairs]
@@ -67,7 +69,9 @@ def _hits(panel: Any, run: Run, held: Sequence[Held]) -> None:
 
 def _ttft(panel: Any, run: Run) -> None:
     """Draws what share of the requests of each kind had their first token within a time."""
-    panel.set(title="Time to first token by kind of hit", xlabel="milliseconds", ylabel="share", ylim=(0, 1.02))
+    panel.set(
+        title="Time to first token by kind of hit", xlabel="milliseconds", ylabel="share of requests", ylim=(0, 1.02)
+    )
     drawn: list[Floats] = []
     for kind in KINDS:
         values = _sorted_ttft_ms([sample for sample in run.samples if not sample.error and kind_of(sample) == kind])

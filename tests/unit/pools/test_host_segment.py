@@ -90,6 +90,24 @@ def test_nothing_is_looked_for_without_a_name(tmp_path: Path) -> None:
         survey(config(host_cache_name="a/b"), MACHINE, tmp_path)
 
 
+@pytest.mark.parametrize("change", [{"kv_canary": True}, {"store": "made"}, {"dtype": "bfloat16"}])
+def test_a_name_whose_digests_know_another_secret_is_refused_with_what_can_have_changed(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    given = {"host_cache_name": "n"}
+    segment = open_segment(config(**given), 0, tmp_path)
+    assert segment is not None
+    segment.close()
+    if "store" in change:
+        change = {"store": f"file:{tmp_path / 'store'}"}
+    with pytest.raises(ConfigError, match="or another --dtype, --store or --kv-canary; it was left alone") as caught:
+        open_segment(config(**given | change), 0, tmp_path)
+    assert caught.value.param == "host_cache_name"
+    segment = open_segment(config(**given), 0, tmp_path)
+    assert segment is not None, "what was there is of use again"
+    segment.close()
+
+
 def test_a_name_has_one_owner(tmp_path: Path) -> None:
     segment = open_segment(config(host_cache_name="n"), 0, tmp_path)
     assert segment is not None
