@@ -15,6 +15,15 @@ BAR_WIDTH = 36
 # What a part of a bar looks like, and its colour.
 USED, EVICTABLE, FREE = ("█", "blue"), ("▒", "cyan"), ("·", "bright_black")
 COPIES = {"loads": "host → device", "stores": "device → host", "prefetches": "store → host", "uploads": "host → store"}
+# What a store counts, in words.
+STORE_COUNTS = {
+    "delivered": "num_hits",
+    "not delivered": "num_misses",
+    "written": "num_stored",
+    "refused": "num_refused",
+    "damaged": "num_corrupt",
+    "failed operations": "num_errors",
+}
 MAX_MISSES = 8
 
 
@@ -75,21 +84,36 @@ def _tiers(history: History) -> RenderableType:
     table = _table(f"cache: {legend}", "", "", "used", "evictable", "free", "evicted", "hits 10 s", "hits in all")
     for tier in TIERS:
         pages = frame.tier(tier)
-        if not pages.get("num_pages"):
+        if not pages:
             continue
         free, evictable = pages.get("num_free", 0), pages.get("num_evictable", 0)
         known = "num_free" in pages  # a store tells only what it holds
-        used = pages.get("num_ready", pages["num_pages"]) - free - evictable
+        used = pages.get("num_ready", pages.get("num_pages", 0)) - free - evictable
         cells = [f"{used:,.0f}", f"{evictable:,.0f}", f"{free:,.0f}"] if known else [f"{used:,.0f}", "", ""]
-        bar = _bar(used, evictable, free) if known else Text()
+        bar = _bar(used, evictable, free) if known else Text(_size(frame))
         hits = [_share(_hits(history.growth, tier)), _share(_hits(lambda value: value(frame), tier))]
         table.add_row(tier, bar, *cells, f"{pages.get('num_evicted', 0):,.0f}", *hits)
     table.add_row("", "", "", "", "", "[bold]together[/bold]", *_together(history))
-    missed = frame.misses().most_common(MAX_MISSES)
-    if not missed:
-        return table
-    words = ", ".join(f"{escape(reason)} {count:,}" for reason, count in missed)
-    return Group(table, Text.from_markup(f"requests that missed: {words}"))
+    lines = [_store_line(frame)] if frame.tier("store") else []
+    if missed := frame.misses().most_common(MAX_MISSES):
+        lines.append("requests that missed: " + ", ".join(f"{reason} {count:,}" for reason, count in missed))
+    return Group(table, *map(Text, lines))
+
+
+def _size(frame: Frame) -> str:
+    """Says how much a store takes, and of what if the server tells."""
+    gib = number(frame.info.config.get("cache", {}), "store_gib") if frame.info else 0
+    return f"{frame.tier('store').get('num_bytes', 0) / 1e6:,.1f} MB" + (f" of {gib:g} GiB" if gib else "")
+
+
+def _store_line(frame: Frame) -> str:
+    """Says what became of the pages that the store was asked for or given, and what went wrong."""
+    store = frame.tier("store")
+    counts = {word: store.get(key, 0) for word, key in STORE_COUNTS.items()}
+    words = [f"{word} {count:,.0f}" for word, count in counts.items() if count]
+    if errors := frame.store_errors():
+        words.append(f"the last error: {errors[0]}")
+    return "pages of the store: " + (", ".join(words) or "none asked for or written yet")
 
 
 def _together(history: History) -> list[str]:

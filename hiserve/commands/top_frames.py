@@ -16,6 +16,8 @@ from hiserve.errors import UnavailableError
 from hiserve.messages.cache import CopyStats
 
 TIERS = ("device", "host", "store")
+# What a replica tells of the store as a whole.
+SHARED = ("num_pages", "num_bytes")
 # Rates are those of so many seconds.
 WINDOW_S = 10.0
 _T = TypeVar("_T")
@@ -94,13 +96,14 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     def tier(self, name: str) -> Mapping[str, float]:
         """Sums the numbers of a tier over all replicas; empty for a tier that is not there.
 
-        Without ``/cache/stats``, the device's are those that the workers tell.
+        What a store holds is not summed: all replicas share it. Without ``/cache/stats``, the device's are those that the workers tell.
         """
         found: dict[str, float] = defaultdict(float)
         for replica in self.caches:
             tier = replica.tiers.get(name) or {}
             for key in tier:
-                found[key] += number(tier, key)
+                is_shared = name == "store" and key in SHARED
+                found[key] = max(found[key], number(tier, key)) if is_shared else found[key] + number(tier, key)
         if not found and name == "device" and self.workers:
             names = {"num_free": "free_pages", "num_evictable": "evictable_pages", "num_evicted": "evicted_pages"}
             found.update({key: self.stat(stat) for key, stat in names.items()})
@@ -110,6 +113,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     def copies(self, kind: str) -> CopyStats:
         """Sums the copies of one kind over all replicas."""
         return sum_copies(self.caches, kind)
+
+    def store_errors(self) -> list[str]:
+        """Returns the last error that each replica met in the store, if it met any."""
+        stores = [replica.tiers.get("store") or {} for replica in self.caches]
+        return [error for store in stores if (error := str(store.get("last_error", "")))]
 
     def misses(self) -> Counter[str]:
         """Sums the requests that missed over all replicas, by reason."""

@@ -46,12 +46,41 @@ class CopyStats(msgspec.Struct, frozen=True):
     seconds: float = 0.0
 
 
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store holds, and what one process did with it since it was opened. All counts are of pages.
+
+    Attributes:
+        num_pages: Held now, as far as this process knows; others may share them.
+        num_bytes: They take.
+        num_hits: Delivered by ``get``.
+        num_misses: Asked of ``get`` and not delivered.
+        num_stored: Written by ``put``.
+        num_refused: Given to ``put`` and neither written nor there before.
+        num_evicted: Removed to stay within the cap.
+        num_corrupt: Found short, garbled or of another key, and removed.
+        num_errors: Reads, writes and removals that failed (of operations, not of pages).
+        last_error: The last of them in words; empty without one.
+    """
+
+    num_pages: int = 0
+    num_bytes: int = 0
+    num_hits: int = 0
+    num_misses: int = 0
+    num_stored: int = 0
+    num_refused: int = 0
+    num_evicted: int = 0
+    num_corrupt: int = 0
+    num_errors: int = 0
+    last_error: str = ""
+
+
 class CacheStats(msgspec.Struct, frozen=True):
-    """The cache of one worker. All but the pages of the tiers and what is in flight are counters, which never fall.
+    """The cache of one worker. All but what the tiers hold and what is in flight are counters, which never fall.
 
     Attributes:
         device: Its pages.
         host: Likewise; all 0 without a host tier.
+        store: What lies beyond the host; None without a store.
         loads: From host to device.
         stores: From device to host.
         prefetches: From a store to the host.
@@ -63,6 +92,7 @@ class CacheStats(msgspec.Struct, frozen=True):
 
     device: TierStats = TierStats()
     host: TierStats = TierStats()
+    store: StoreStats | None = None
     loads: CopyStats = CopyStats()
     stores: CopyStats = CopyStats()
     prefetches: CopyStats = CopyStats()

@@ -124,12 +124,12 @@ class Link:
         except zmq.Again:
             return None
 
-    def wait(self, *, until_writable: bool = False) -> None:
-        """Blocks until a message came, the peer is gone, or (if asked) the peer takes messages again."""
+    def wait(self, *, until_writable: bool = False, timeout_s: float | None = None) -> None:
+        """Blocks until a message came, the peer is gone, (if asked) the peer takes messages again, or time is over."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if until_writable else 0))
         poller.register(self._monitor, zmq.POLLIN)
-        poller.poll()
+        poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
     def remove_endpoint(self) -> None:
         """Removes the directory of the endpoint; an existing connection stays."""
@@ -157,18 +157,19 @@ class PollingChannel:
         """Whether the peer takes another message now."""
         return self._link.is_writable
 
-    def receive(self, *, is_idle: bool, until_writable: bool = False) -> list[Frames]:
+    def receive(self, *, is_idle: bool, until_writable: bool = False, timeout_s: float | None = None) -> list[Frames]:
         """Returns what has come.
 
         Args:
             is_idle: Nothing else to do: block until something happens.
             until_writable: While blocked, also return once the peer takes messages again.
+            timeout_s: While blocked, return after so long; None waits for ever.
 
         Raises:
             PeerGoneError: The peer is gone and all that arrived from it was returned before.
         """
         if is_idle:
-            self._link.wait(until_writable=until_writable)
+            self._link.wait(until_writable=until_writable, timeout_s=timeout_s)
         is_gone = self._link.is_gone
         batch: list[Frames] = []
         while len(batch) < MAX_BATCH and (frames := self._link.try_receive()) is not None:

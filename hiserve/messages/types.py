@@ -80,6 +80,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     evicted_pages: int = 0
     stale_rows: int = 0
     deferred_steps: int = 0
+    dropped_event_batches: int = 0
     cache: CacheStats = CacheStats()
 
 

@@ -10,11 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from hiserve.messages.cache import CacheStats, CopyStats, TierStats
+from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
 
 # Value of the ``copy`` label -> its field in the stats.
 COPIES = {"load": "loads", "store": "stores", "prefetch": "prefetches", "upload": "uploads"}
 TIERS = ("device", "host")
+# Value of the ``result`` label -> its field in the stats of the store.
+STORE_RESULTS = {
+    "hit": "num_hits",
+    "miss": "num_misses",
+    "stored": "num_stored",
+    "refused": "num_refused",
+    "corrupt": "num_corrupt",
+}
 
 
 class CacheMetrics:
@@ -48,11 +56,19 @@ class CacheMetrics:
         self._bytes = self._counter("kv_offload_total_bytes", "Bytes copied.", "copy")
         self._seconds = self._counter("kv_offload_total_time", "Seconds spent on it.", "copy")
         self._misses = self._counter("cache_misses", "Requests, by why no more of the prompt was cached.", "reason")
+        self._store_pages = self._gauge("store_pages", "Pages in the store, which workers may share.")
+        self._store_bytes = self._gauge("store_bytes", "Bytes that they take.")
+        self._store_tokens = self._counter("store_tokens", "Tokens asked of the store or given to it.", "result")
+        self._store_errors = self._counter("store_errors", "Reads, writes and removals of the store that failed.")
+        for result in STORE_RESULTS:
+            self._store_tokens.labels(model_name, result)
+        self._evicted.labels(model_name, "store")
         for copy in COPIES:
             for counter in (self._wanted, self._fulfilled, self._bytes, self._seconds):
                 counter.labels(model_name, copy)
-        for each in (self._host_used, self._host_total, self._unbacked):
+        for each in (self._host_used, self._host_total, self._unbacked, self._store_pages, self._store_bytes):
             each.labels(model_name)
+        self._store_errors.labels(model_name)
 
     def show(self, caches: Sequence[CacheStats]) -> None:
         """Takes over the gauges of all workers."""
@@ -69,6 +85,10 @@ class CacheMetrics:
         for copy, kind in COPIES.items():
             num_pages = sum(getattr(cache, kind).num_in_flight for cache in caches)
             self._in_flight.labels(self._model_name, copy).set(num_pages * self._page_size)
+        # All workers have the same store; each knows of some of what the others wrote.
+        stores = [cache.store or StoreStats() for cache in caches]
+        self._store_pages.labels(self._model_name).set(max((store.num_pages for store in stores), default=0))
+        self._store_bytes.labels(self._model_name).set(max((store.num_bytes for store in stores), default=0))
 
     def count(self, before: CacheStats, now: CacheStats) -> None:
         """Adds what one worker did between two looks."""
@@ -86,6 +106,8 @@ class CacheMetrics:
         for copy, kind in COPIES.items():
             old, new = getattr(before, kind), getattr(now, kind)
             self._count_copies(copy, old, new)
+        if now.store is not None:
+            self._count_store(before.store or StoreStats(), now.store)
 
     def _count_copies(self, copy: str, before: CopyStats, now: CopyStats) -> None:
         name, tokens = self._model_name, self._page_size
@@ -95,6 +117,13 @@ class CacheMetrics:
         _add(self._seconds.labels(name, copy), before.seconds, now.seconds)
         for reason, old, new in _increases(before.unfulfilled, now.unfulfilled):
             _add(self._unfulfilled.labels(name, copy, reason), old, new, tokens)
+
+    def _count_store(self, before: StoreStats, now: StoreStats) -> None:
+        name, tokens = self._model_name, self._page_size
+        for result, field in STORE_RESULTS.items():
+            _add(self._store_tokens.labels(name, result), getattr(before, field), getattr(now, field), tokens)
+        _add(self._evicted.labels(name, "store"), before.num_evicted, now.num_evicted, tokens)
+        _add(self._store_errors.labels(name), before.num_errors, now.num_errors)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"hiserve:{name}", help_text, ("model_name", *labels), registry=self._registry)

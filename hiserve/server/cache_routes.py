@@ -95,11 +95,11 @@ class CacheRoutes:
 
     def _replica(self, worker: WorkerFacts) -> dict[str, Any]:
         cache = worker.stats.cache
-        pages = {"device": cache.device, "host": cache.host}
+        tiers = {"device": cache.device, "host": cache.host, "store": cache.store}
         return {
             "replica": worker.replica,
             "incarnation": worker.incarnation,
-            "tiers": {tier: pages[tier] for tier in self._tiers if tier in pages},
+            "tiers": {tier: tiers[tier] for tier in self._tiers if tiers[tier] is not None},
             "loads": cache.loads,
             "stores": cache.stores,
             "prefetches": cache.prefetches,

@@ -87,6 +87,7 @@ class Metrics:
         self._restarts = self._counter("worker_restarts", "Workers started again after one died.")
         self._steps = self._counter("engine_steps", "Steps that the workers ended.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
+        self._dropped = self._counter("dropped_event_batches", "Batches of KV events dropped: routers were too slow.")
         self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
 
     def finished(self, reason: str) -> Counter:
@@ -136,6 +137,7 @@ class Metrics:
         self._restarts.inc(max(0, worker.incarnation - last.incarnation))
         self._steps.inc(max(0, stats.steps - before.steps))
         self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
+        self._dropped.inc(max(0, stats.dropped_event_batches - before.dropped_event_batches))
         self._tiers.count(before.cache, stats.cache)
         has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting
         self._workers[worker.replica] = _LastSeen(worker.incarnation, stats, now if has_moved else last.moved)

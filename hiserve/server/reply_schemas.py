@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from hiserve.messages.cache import CopyStats, TierStats, TreeFacts
+from hiserve.messages.cache import CopyStats, StoreStats, TierStats, TreeFacts
 
 
 class ErrorFields(msgspec.Struct):
@@ -180,12 +180,20 @@ class Flushed(msgspec.Struct):
     flushed_pages: int
 
 
+class Tiers(msgspec.Struct):
+    """What each tier of one worker holds; a tier that is not there is left out. A store may be shared by workers."""
+
+    device: TierStats
+    host: TierStats | msgspec.UnsetType = msgspec.UNSET
+    store: StoreStats | msgspec.UnsetType = msgspec.UNSET
+
+
 class ReplicaCache(msgspec.Struct):
     """The cache of one worker in ``/cache/stats``; counts of pages, but for ``cached_tokens`` and ``misses``."""
 
     replica: int
     incarnation: int
-    tiers: dict[str, TierStats]
+    tiers: Tiers
     loads: CopyStats
     stores: CopyStats
     prefetches: CopyStats

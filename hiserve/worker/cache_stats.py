@@ -11,7 +11,7 @@ from hiserve.cache.index.ops import OpKind
 from hiserve.cache.index.tiers import TierPages
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.cache import CacheStats, CopyStats, TierStats
+from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
 
 PLACE_LOST = "place_lost"  # all bytes arrived, but what they belonged to had left the cache
 HOST_FULL = "host_full"
@@ -66,12 +66,17 @@ class CacheCounts:
             case CopyKind.UPLOAD:
                 _end(self._uploads, copy, ack, copy.host_pages.size if ack.is_ok else ack.num_pages)
 
-    def stats(self) -> CacheStats:
-        """Returns everything as of now."""
+    def stats(self, store: StoreStats | None = None) -> CacheStats:
+        """Returns everything as of now.
+
+        Args:
+            store: What the store beyond the host counted, if there is one.
+        """
         transfers, exchange = self._cache.transfers, self._cache.exchange
         return CacheStats(
             device=_tier(self._cache.device),
             host=_tier(self._cache.host),
+            store=store,
             loads=self._copies(OpKind.LOAD, self._loads, MissReason.NOT_WORTH_LOADING, self._num_left),
             stores=self._copies(OpKind.STORE, self._stores, HOST_FULL, transfers.num_without_room),
             prefetches=CopyStats(

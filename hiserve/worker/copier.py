@@ -9,6 +9,7 @@ from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.transfer import TransferEngine
 from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan
+from hiserve.messages.cache import StoreStats
 
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
 
@@ -81,6 +82,10 @@ class Copier:
     def take_found(self) -> list[tuple[int, int]]:
         """Returns (uid, pages) of the lookups that were answered since the last call."""
         return [] if self._beyond is None else self._beyond.take_found()
+
+    def store_stats(self) -> StoreStats | None:
+        """Returns the store's counts; None without one."""
+        return None if self._beyond is None else self._beyond.stats()
 
     def clear_store(self) -> None:
         """Begins to empty the store."""

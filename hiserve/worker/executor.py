@@ -13,6 +13,7 @@ from torch import Tensor
 from hiserve.core.copies import CopyAck
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
+from hiserve.messages.cache import StoreStats
 from hiserve.runners.canary import Canary
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.gate import Verdict, admit
@@ -96,6 +97,10 @@ class Executor:
     def take_found(self) -> list[tuple[int, int]]:
         """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
         return [] if self._copier is None else self._copier.take_found()
+
+    def store_stats(self) -> StoreStats | None:
+        """Returns the counts of the store beyond the host; None without one."""
+        return None if self._copier is None else self._copier.store_stats()
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""

@@ -25,6 +25,11 @@ class KvEvents:
         self._changes: list[Change] = [Cleared()]
         self.send()
 
+    @property
+    def num_dropped(self) -> int:
+        """Batches that were dropped because routers, or the network, were too slow."""
+        return self._publisher.num_dropped
+
     def stored(self, tier: Tier, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
         """As ``TierListener``."""
         self._changes.append(Stored(MEDIA[tier], parent, b"".join(digests), key))

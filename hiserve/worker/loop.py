@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
-from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.planner import Planner
@@ -30,6 +30,9 @@ class Executor(Protocol):
 
     def take_found(self) -> list[tuple[int, int]]:
         """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+
+    def store_stats(self) -> StoreStats | None:
+        """Returns the counts of the store beyond the host, without waiting for it; None without one."""
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -159,7 +162,8 @@ class Engine:
 
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""
-        return self._planner.stats()
+        dropped = 0 if self._kv_events is None else self._kv_events.num_dropped
+        return self._planner.stats(self._executor.store_stats(), dropped)
 
     def close(self) -> None:
         """Waits for the steps in flight and gives everything back."""

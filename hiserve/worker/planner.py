@@ -16,7 +16,7 @@ from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
-from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import WorkerStats
 from hiserve.worker.admitter import Admitter
 from hiserve.worker.budget import Share, share_budget
@@ -156,8 +156,8 @@ class Planner:
         if num_pages > self._cache.host.pages.num_ready:
             self._cache.grow_host(num_pages)
 
-    def stats(self) -> WorkerStats:
-        """Returns gauges and counters as of now."""
+    def stats(self, store: StoreStats | None = None, dropped_event_batches: int = 0) -> WorkerStats:
+        """Returns gauges and counters as of now; the store's, and KV events that were dropped, are for others to count."""
         return WorkerStats(
             running=self._rows.active.size,
             waiting=len(self._waiting),
@@ -165,7 +165,8 @@ class Planner:
             evictable_pages=self._cache.num_evictable,
             steps=self._step_id,
             evicted_pages=self._cache.num_evicted,
-            cache=self._counts.stats(),
+            dropped_event_batches=dropped_event_batches,
+            cache=self._counts.stats(store),
             **self._admitter.counters,
             **self._counters,
         )

@@ -37,6 +37,7 @@ from hiserve.worker.report import Report
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_MS = 500
+IDLE_S = 1.0  # an idle worker looks this often at what threads do meanwhile: host memory made ready, a store emptied
 
 
 class Engine(Protocol):
@@ -116,7 +117,8 @@ class Service:
     def _turn(self) -> None:
         """Handles all that has come, does one step, and says what it changed."""
         is_idle = not self._engine.has_work
-        for frames in self._channel.receive(is_idle=is_idle, until_writable=self._outbox.is_pending):
+        is_pending = self._outbox.is_pending
+        for frames in self._channel.receive(is_idle=is_idle, until_writable=is_pending, timeout_s=IDLE_S):
             self._obey(self._decoder.decode(frames))
         self._tell(self._engine.step())
         self._outbox.flush()

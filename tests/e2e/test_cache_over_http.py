@@ -191,14 +191,27 @@ def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_pa
         assert client.flush() > 0
         assert client.ask(prompt)["cached_tokens_details"] == {"device": 0, "host": 0, "store": 160}
         check_identity(client)
-        num_files = len(list(store.rglob("*")))
-        client.flush("all")
+        tier = client.rest()["tiers"]["store"]
+        assert (tier["num_pages"], tier["num_stored"], tier["num_hits"], tier["num_errors"]) == (10, 10, 10, 0)
+        assert client.live.counter("hiserve:store_tokens_total", result="hit") == 160
+        assert client.live.counter("hiserve:store_bytes") == tier["num_bytes"] == bytes_in(store)
+        assert client.flush("store") == 0, "pages that others may share are counted"
         deadline = time.monotonic() + 20
-        while len(list(store.rglob("*"))) > num_files - 10:
+        while client.rest()["tiers"]["store"]["num_pages"]:  # nobody asks the idle worker for anything
             assert time.monotonic() < deadline, list(store.rglob("*"))
             time.sleep(0.02)
+        assert bytes_in(store) == 0
+        assert client.ask(prompt)["cached_tokens_details"] == {"device": 160, "host": 0, "store": 0}
+        assert client.flush() > 0
         assert client.ask(prompt)["cached_tokens"] == 0
+        check_identity(client)
+        client.flush("all")
         client.close()
+
+
+def bytes_in(store: Path) -> int:
+    """Bytes that the pages of a store take."""
+    return sum(path.stat().st_size for path in store.glob("??/*"))
 
 
 @pytest.mark.parametrize("path", ["/cache/tree?depth=0", "/cache/tree?depth=x", "/flush_cache?tier=disk"])

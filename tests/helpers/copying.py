@@ -49,6 +49,9 @@ class CopyingExecutor:
         done.set_result(StepResult(plan.step_id, counts, tokens))
         return done
 
+    def store_stats(self) -> None:
+        return None
+
     def take_found(self) -> list[tuple[int, int]]:
         return []
 

@@ -135,6 +135,9 @@ class EchoExecutor:
         done.set_result(self._run(plan))
         return done
 
+    def store_stats(self) -> None:
+        return None
+
     def take_found(self) -> list[tuple[int, int]]:
         return []
 

@@ -39,6 +39,9 @@ class FillerExecutor:
         )
         return done
 
+    def store_stats(self) -> None:
+        return None
+
     def take_found(self) -> list[tuple[int, int]]:
         return []
 

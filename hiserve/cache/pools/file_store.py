@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hiserve.cache.pools.keys import read_secret
-from hiserve.cache.pools.store import HEADER_BYTES, StoreStats, is_intact, seal
+from hiserve.cache.pools.store import HEADER_BYTES, is_intact, seal
 from hiserve.errors import ConfigError
+from hiserve.messages.cache import StoreStats
 
 MARKER = "hiserve-store"
 MARKER_TEXT = "hiserve page store, version 1\n"
@@ -102,11 +103,10 @@ class FileStore:
         return count
 
     def stats(self) -> StoreStats:
-        """See ``PageStore``."""
-        with self._lock:
-            return StoreStats(
-                num_pages=len(self._sizes), num_bytes=self._num_bytes, last_error=self._last_error, **self._counts
-            )
+        """See ``PageStore``. Takes no lock: who lists a large directory holds it for long."""
+        return StoreStats(
+            num_pages=len(self._sizes), num_bytes=self._num_bytes, last_error=self._last_error, **self._counts
+        )
 
     def close(self) -> None:
         """See ``PageStore``."""

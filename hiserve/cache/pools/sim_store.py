@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hiserve.cache.pools.store import HEADER_BYTES, StoreStats, is_intact, seal
+from hiserve.cache.pools.store import HEADER_BYTES, is_intact, seal
+from hiserve.messages.cache import StoreStats
 
 
 class Fault(Enum):

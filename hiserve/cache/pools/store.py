@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from hiserve.cache.pools.keys import KEY_BYTES
 from hiserve.cache.pools.records import page_checksum
+from hiserve.messages.cache import StoreStats
 
 HEADER_BYTES = 64
 
@@ -16,35 +16,6 @@ _MAGIC = b"hiserve\1"
 _VERSION = 1
 _HEADER = struct.Struct("<8sQQQ32s")  # magic, version, bytes of the page, checksum, key
 assert _HEADER.size == HEADER_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreStats:
-    """What a store holds, and what this process did with it since it was opened. All counts are of pages.
-
-    Attributes:
-        num_pages: Held now, as far as this process knows.
-        num_bytes: They take.
-        num_hits: Delivered by ``get``.
-        num_misses: Asked of ``get`` and not delivered.
-        num_stored: Written by ``put``.
-        num_refused: Given to ``put`` and neither written nor there before.
-        num_evicted: Removed to stay within the cap.
-        num_corrupt: Found short, garbled or of another key, and removed.
-        num_errors: Reads, writes and removals that failed (of operations, not of pages).
-        last_error: The last of them in words; empty without one.
-    """
-
-    num_pages: int = 0
-    num_bytes: int = 0
-    num_hits: int = 0
-    num_misses: int = 0
-    num_stored: int = 0
-    num_refused: int = 0
-    num_evicted: int = 0
-    num_corrupt: int = 0
-    num_errors: int = 0
-    last_error: str = ""
 
 
 class PageStore(Protocol):
@@ -86,7 +57,7 @@ class PageStore(Protocol):
         """Removes every page of everybody; returns how many."""
 
     def stats(self) -> StoreStats:
-        """Returns the counts. Never waits for the medium."""
+        """Returns the counts, each exact, though not all of one moment. Waits for nothing: it is asked at every step."""
 
     def close(self) -> None:
         """Lets go of the store; its pages stay. Calls that hang in it may go on hanging, or return 0."""

@@ -11,9 +11,10 @@ from queue import SimpleQueue
 
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.keys import store_key
-from hiserve.cache.pools.store import PageStore, StoreStats
+from hiserve.cache.pools.store import PageStore
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.errors import InvariantError
+from hiserve.messages.cache import StoreStats
 
 NOT_DELIVERED = "not_delivered"
 REFUSED = "store_refused"
@@ -93,7 +94,7 @@ class StoreTransfers:
         return [self._found.popleft() for _ in range(len(self._found))]
 
     def stats(self) -> StoreStats:
-        """Returns the store's counts."""
+        """Returns the store's counts; waits for nothing."""
         return self._store.stats()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from hiserve import cli
 from hiserve.bench.cache.copies import ReplicaCache
 from hiserve.commands import serve
 from hiserve.commands.top_board import draw
-from hiserve.commands.top_frames import WINDOW_S, Frame, History, Load
+from hiserve.commands.top_frames import WINDOW_S, Frame, History, Info, Load
 from hiserve.messages.cache import CopyStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
@@ -29,7 +29,7 @@ STATS = {"running": 2, "waiting": 1, "free_pages": 10, "evictable_pages": 50, "s
 WORKER = {"replica": 0, "pid": 77, "incarnation": 3, "num_pages": 100, "stats": STATS, "startup_s": {}}
 INFO = {"version": "9.9", "served_model_name": "tiny", "not_ready_because": None, "workers": [WORKER], "config": {}}
 TIER = {"num_pages": 200, "num_ready": 160, "num_free": 40, "num_evictable": 80, "num_evicted": 7}
-STORE = {"num_pages": 321, "num_bytes": 5000, "last_error": ""}
+STORE = {"num_pages": 321, "num_bytes": 5_000_000, "num_hits": 9, "num_refused": 0, "num_evicted": 4, "last_error": ""}
 LOADS = {
     "num_wanted": 30,
     "num_fulfilled": 20,
@@ -97,7 +97,8 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
         "2 running, 3 waiting",
         "80 160 80 14 – 40.0%",  # the device of both replicas, what is not ready left out: 320 - 160 - 80
         "80 160 80 16 – 20.0%",
-        "store 642",
+        "store 5.0 MB 321 8 – 0.0%",  # one store that both share, emptied by each of them
+        "pages of the store: delivered 18 requests that missed",
         "together – 60.0%",
         "evicted 18, cold 10",
         "host → device – – 40 8 4.00 broken 12",
@@ -231,6 +232,19 @@ def test_a_counter_that_fell_did_not_grow() -> None:
     assert history.rate(lambda each: each.counter("cached_tokens_total")) is None
     history.add(frame(1, host=3))
     assert history.growth(lambda each: each.counter("cached_tokens_total")) == 0.0
+
+
+def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None:
+    def board(**store: Any) -> str:
+        info = Info(config={"cache": {"store_gib": 2.5}})
+        caches = [ReplicaCache(tiers={"store": store})]
+        return shown(History(Frame(at_s=0, info=info, load=[], caches=caches, counters={}, hidden={})))
+
+    assert "store 0.0 MB of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)
+    assert "none asked for or written yet" in board(num_pages=0, num_bytes=0)
+    out = board(num_pages=7, num_bytes=123_000_000, num_misses=3, num_errors=2, last_error="disk [full]")
+    assert "store 123.0 MB of 2.5 GiB 7 " in out
+    assert "pages of the store: not delivered 3, failed operations 2, the last error: disk [full]" in out
 
 
 def test_a_bar_shows_what_is_there_however_little() -> None:

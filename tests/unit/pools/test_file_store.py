@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from hiserve.cache.pools import file_store
 from hiserve.cache.pools.file_store import MARKER, MARKER_TEXT, PAUSE_S, FileStore
 from hiserve.cache.pools.store import HEADER_BYTES
 from hiserve.errors import ConfigError
+from hiserve.messages.cache import StoreStats
 from tests.contract.test_page_store import PAGE_BYTES, blanks, pages
 from tests.helpers.host import make_keys
 
@@ -52,6 +54,18 @@ def test_pages_survive_a_restart(tmp_path: Path) -> None:
     assert store.exists(KEYS) == 20
     assert store.get(KEYS, buffers) == 20
     assert buffers == pages(KEYS)
+
+
+def test_counts_are_told_while_the_directory_is_listed(tmp_path: Path) -> None:
+    """The worker asks at every step: it must not wait for a thread that lists a million files."""
+    store = FileStore(tmp_path, PLENTY)
+    store.put(KEYS, pages(KEYS))
+    told: list[StoreStats] = []
+    thread = threading.Thread(target=lambda: told.append(store.stats()), daemon=True)
+    with store._lock:
+        thread.start()
+        thread.join(5)
+        assert [stats.num_stored for stats in told] == [20]
 
 
 def flip(content: bytes, position: int) -> bytes:

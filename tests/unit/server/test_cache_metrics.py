@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hiserve.messages.cache import CacheStats, CopyStats, TierStats
+from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
 from hiserve.messages.types import Status, WorkerFacts, WorkerStats
 from hiserve.server.metrics import Metrics
 from tests.unit.server.conftest import Server
@@ -14,6 +14,18 @@ PAGE = 16
 CACHE = CacheStats(
     device=TierStats(num_pages=100, num_free=20, num_evictable=50, num_evicted=7),
     host=TierStats(num_pages=400, num_free=100, num_evictable=299, num_evicted=3),
+    store=StoreStats(
+        num_pages=30,
+        num_bytes=3000,
+        num_hits=21,
+        num_misses=5,
+        num_stored=33,
+        num_refused=4,
+        num_evicted=2,
+        num_corrupt=1,
+        num_errors=6,
+        last_error="disk full",
+    ),
     loads=CopyStats(10, 6, 1, {"checksum": 2, "place_lost": 1}, num_bytes=4096, seconds=0.5),
     stores=CopyStats(8, 5, 0, {"link_behind": 3}, num_bytes=1024, seconds=0.25),
     prefetches=CopyStats(9, 4, 0, {"host_full": 5}, num_bytes=512, seconds=2.0),
@@ -44,6 +56,37 @@ async def test_copies_are_counted_by_kind_and_what_failed_by_reason(server: Serv
         for reason, count in stats.unfulfilled.items():
             name = "hiserve:cache_unfulfilled_tokens_total"
             assert await server.metric(name, copy=copy, reason=reason) == count * PAGE
+
+
+async def test_what_a_store_holds_and_did_is_shown(server: Server) -> None:
+    server.engine.stats = WorkerStats(cache=CACHE)
+    assert await server.metric("hiserve:store_pages") == 30
+    assert await server.metric("hiserve:store_bytes") == 3000
+    for result, count in {"hit": 21, "miss": 5, "stored": 33, "refused": 4, "corrupt": 1}.items():
+        assert await server.metric("hiserve:store_tokens_total", result=result) == count * PAGE
+    assert await server.metric("hiserve:evicted_tokens_total", tier="store") == 2 * PAGE
+    assert await server.metric("hiserve:store_errors_total") == 6
+
+
+async def test_without_a_store_its_counts_are_zero(server: Server) -> None:
+    server.engine.stats = WorkerStats(cache=msgspec.structs.replace(CACHE, store=None))
+    assert await server.metric("hiserve:store_pages") == 0
+    assert await server.metric("hiserve:store_tokens_total", result="miss") == 0
+    assert await server.metric("hiserve:store_errors_total") == 0
+
+
+def test_workers_share_a_store_but_not_what_they_did_with_it() -> None:
+    metrics = Metrics("a", page_size=1, compat="none")
+    assert CACHE.store is not None
+    larger = msgspec.structs.replace(CACHE, store=msgspec.structs.replace(CACHE.store, num_pages=70, num_hits=1))
+    metrics.observe(status((1, CACHE), (1, larger)))
+    assert value(metrics, 'hiserve:store_pages{model_name="a"}') == 70
+    assert value(metrics, 'hiserve:store_bytes{model_name="a"}') == 3000
+    assert value(metrics, 'hiserve:store_tokens_total{model_name="a",result="hit"}') == 22
+    metrics.observe(status((1, CACHE), (1, larger)))
+    assert value(metrics, 'hiserve:store_tokens_total{model_name="a",result="hit"}') == 22
+    metrics.observe(status((2, CACHE), (1, larger)))
+    assert value(metrics, 'hiserve:store_tokens_total{model_name="a",result="hit"}') == 43
 
 
 async def test_evictions_and_misses_are_counted(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.messages.cache import CacheStats, CopyStats, NodeFacts, TierStats
+from hiserve.messages.cache import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats
 from hiserve.messages.types import WorkerStats
 from hiserve.server import reply_schemas as replies
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -123,6 +123,20 @@ async def test_a_store_is_emptied_only_by_name(tmp_path: Path, query: str, tiers
         await made.gate.wait_open()
         assert (await made.post(f"/flush_cache{query}", b"")).status == 200
         assert made.engine.flushed == [tiers]
+
+
+async def test_the_store_is_shown_with_what_went_wrong(tmp_path: Path) -> None:
+    made = make_server(FakeEngineClient(script=lambda prompt: []), store=f"file:{tmp_path}")
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        store = StoreStats(num_pages=12, num_bytes=999, num_hits=5, num_errors=1, last_error="disk full")
+        made.engine.stats = WorkerStats(cache=msgspec.structs.replace(CACHE, store=store))
+        shown = (await made.get("/cache/stats")).json
+        tiers = shown["replicas"][0]["tiers"]
+        assert list(tiers) == ["device", "host", "store"]
+        assert msgspec.convert(tiers["store"], StoreStats) == store
+        assert msgspec.convert(shown, replies.Caches).replicas[0].tiers.store == store
+        made.engine.stats = WorkerStats()  # of a worker that has not reported yet
         assert list((await made.get("/cache/stats")).json["replicas"][0]["tiers"]) == ["device", "host"]
 
 

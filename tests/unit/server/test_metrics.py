@@ -131,9 +131,11 @@ def test_queue_time_of_a_request_that_no_worker_had_is_not_counted() -> None:
 
 async def test_worker_counters_and_the_pool_are_shown(server: Server) -> None:
     server.engine.queued = 3
-    server.engine.stats = WorkerStats(steps=7, cache=CacheStats(device=TierStats(num_evicted=2)))
+    evicted = CacheStats(device=TierStats(num_evicted=2))
+    server.engine.stats = WorkerStats(steps=7, dropped_event_batches=4, cache=evicted)
+    assert await server.metric("hiserve:dropped_event_batches_total") == 4
     assert await server.metric("hiserve:engine_steps_total") == 7
-    assert await server.metric("hiserve:evicted_tokens_total") == 32
+    assert await server.metric("hiserve:evicted_tokens_total", tier="device") == 32
     assert await server.metric("hiserve:num_queued_tokens") == 30
     assert await server.metric("hiserve:cache_config_info", page_size="16", num_pages="100") == 1
     server.engine.incarnation, server.engine.stats = 3, WorkerStats(steps=2)

@@ -12,8 +12,9 @@ from hiserve.cache.index.manager import CacheManager, Receipt
 from hiserve.cache.index.tiers import Tier
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.cache import CacheStats, CopyStats, TierStats
+from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
 from hiserve.worker.cache_stats import CacheCounts
+from tests.helpers.engines import echo_engine
 from tests.helpers.tiers import backed, demoted, load, new_cache, prompt, serve, squeeze, take
 
 PAGE_BYTES = 100
@@ -167,6 +168,13 @@ def test_a_cache_without_a_host_tier_has_no_host_pages() -> None:
     stats = CacheCounts(cache).stats()
     assert stats.host == TierStats()
     assert stats.stores == CopyStats()
+
+
+def test_the_store_is_told_as_the_executor_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, executor, _ = echo_engine(num_pages=30)
+    assert engine.stats().cache.store is None
+    monkeypatch.setattr(executor, "store_stats", lambda: StoreStats(num_pages=5, num_errors=1))
+    assert engine.stats().cache.store == StoreStats(num_pages=5, num_errors=1)
 
 
 def test_bytes_and_seconds_add_up_by_kind() -> None:

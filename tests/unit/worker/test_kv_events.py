@@ -26,6 +26,7 @@ class Published:
     def __init__(self) -> None:
         self.batches: list[list[Change]] = []
         self.is_closed = False
+        self.num_dropped = 0
 
     def put(self, changes: list[Change]) -> None:
         self.batches.append(changes)
@@ -57,6 +58,14 @@ def test_a_step_that_changes_nothing_publishes_nothing() -> None:
     for _ in range(3):
         engine.step()
     assert len(published.batches) == 1
+
+
+def test_what_was_dropped_is_in_the_engines_stats() -> None:
+    events, published = listener()
+    engine, *_ = echo_engine(num_pages=30, kv_events=events)
+    assert engine.stats().dropped_event_batches == 0
+    published.num_dropped = 3
+    assert engine.stats().dropped_event_batches == 3
 
 
 @pytest.mark.parametrize("depth", [0, 1])
