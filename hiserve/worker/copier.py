@@ -51,7 +51,7 @@ class Copier:
             if copy.kind is CopyKind.LOAD:
                 self.open_loads.add(copy.op)
             if copy.kind in DEVICE_KINDS:
-                self._transfers.start(copy)
+                self._transfers.start(copy, by_layer=copy.op in plan.waits)
             else:
                 assert self._beyond is not None, f"copy {copy.op} without a store"
                 self._beyond.start(copy)

@@ -106,11 +106,13 @@ def test_the_forward_stream_waits_for_a_load_and_the_host_does_not(bench: Transf
     assert torch.equal(bench.page(5), original)
 
 
-def test_only_loads_of_much_go_layer_by_layer_each_with_an_event() -> None:
-    for make, groups, num_events in ((LAYERED, None, 3), (DIRECT, None, 0), (STAGED, LARGE, 0)):
+def test_only_loads_of_much_that_forwards_wait_for_go_layer_by_layer_each_with_an_event() -> None:
+    cases = ((LAYERED, None, True, 3), (LAYERED, None, False, 0), (DIRECT, None, True, 0), (STAGED, LARGE, True, 0))
+    for make, groups, by_layer, num_events in cases:
         bench = TransferBench(make, **({} if groups is None else {"groups": groups}))
         streams = bench.engine._streams[CopyKind.LOAD]
-        flight = streams.begin(PageCopy(1, CopyKind.LOAD, ints([3, 4]), ints([1, 2]), 0), None, lambda room: None)
+        copy = PageCopy(1, CopyKind.LOAD, ints([3, 4]), ints([1, 2]), 0)
+        flight = streams.begin(copy, None, lambda room: None, by_layer=by_layer)
         assert len(flight.layers) == num_events
         assert {flight.end_of(layer) for layer in (None, 0)} == {flight.end, *flight.layers[:1]}
         streams.drain()

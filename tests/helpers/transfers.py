@@ -43,6 +43,7 @@ class TransferBench:
         self.page_bytes = PageLayout(groups, PAGE_SIZE).page_bytes
         self.num_pages = num_pages
         self.begun: list[int] = []
+        self._by_layer = make == LAYERED
         self.may_copy = threading.Event()
         self.may_copy.set()
         self.segment = Segment.anonymous(make_layout(num_pages, self.page_bytes))
@@ -99,7 +100,8 @@ class TransferBench:
         self.engine.start(PageCopy(op, CopyKind.STORE, ints(device), ints(host), after_step, run))
 
     def load(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
-        self.engine.start(PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step))
+        copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step)
+        self.engine.start(copy, by_layer=self._by_layer)
 
     def acks(self, count: int) -> list[CopyAck]:
         found: list[CopyAck] = []

@@ -90,7 +90,7 @@ class PageStreams:
         kind: The direction.
         staging_bytes: Staging memory on the device; at least two pages are taken.
         max_direct_page_bytes: Pages up to this size are copied by a kernel.
-        min_layer_bytes: Loads by a kernel go layer by layer where each layer has at least this much.
+        min_layer_bytes: Loads by a kernel may go layer by layer where each layer has at least this much.
     """
 
     def __init__(
@@ -128,13 +128,21 @@ class PageStreams:
         if not self._slots and self._kind is CopyKind.LOAD:
             self._move_by_layer(page, nothing, nothing)
 
-    def begin(self, copy: PageCopy, fence: torch.cuda.Event | None, pace: Callable[[torch.cuda.Event], None]) -> Flight:
+    def begin(
+        self,
+        copy: PageCopy,
+        fence: torch.cuda.Event | None,
+        pace: Callable[[torch.cuda.Event], None],
+        *,
+        by_layer: bool = False,
+    ) -> Flight:
         """Enqueues a copy behind an event and everything enqueued before.
 
         Args:
             copy: The order.
             fence: What must be done before.
             pace: Called with what a piece of staging memory waits for, before more is enqueued behind it.
+            by_layer: A forward will wait for each layer of the load; it is slower so, by a third with small pages.
         """
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
@@ -149,7 +157,7 @@ class PageStreams:
                 end_page = start + self._pages_per_slot
                 pace(self._slots[0].drained)
                 self._enqueue(indices[:, start:end_page], theirs[start:end_page])
-        elif self._kind is CopyKind.LOAD and ours.size * self._layer_bytes() >= self._min_layer_bytes:
+        elif by_layer and ours.size * self._layer_bytes() >= self._min_layer_bytes:
             layers = self._move_by_layer(self._all_pages(), ours, theirs)
         else:
             self._move(self._all_pages(), self._upload(ours, theirs))

@@ -40,7 +40,7 @@ class StreamTransfers:
         max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
             an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
         staging_bytes: Memory on the device that large pages pass through, both directions together.
-        min_layer_bytes: Loads that a kernel copies go layer by layer where each layer has at least this much.
+        min_layer_bytes: Loads that a kernel copies may go layer by layer where each layer has at least this much.
         hold: Called in the thread before each order is enqueued; a test holds the streams with it, or lets the
             copy fail by returning why.
     """
@@ -74,14 +74,17 @@ class StreamTransfers:
             streams.compile()
         self._flights: dict[CopyKind, deque[Flight]] = {kind: deque() for kind in DEVICE_KINDS}
         self._loads: dict[int, Flight] = {}  # on their way, by op
+        self._by_layer: set[int] = set()  # loads that a forward waits for layer by layer, not begun
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
         self._queue = TransferQueue(
             host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
         )
         self._queue.serve(self._run)
 
-    def start(self, copy: PageCopy) -> None:
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         """Takes an order; a store that comes while the link is behind is dropped."""
+        if by_layer:
+            self._by_layer.add(copy.op)
         self._queue.add(copy)
 
     def forward_done(self, step_id: int) -> None:
@@ -125,10 +128,17 @@ class StreamTransfers:
         if reason:
             self._queue.end(copy, 0.0, reason)
         else:
-            flight = self._streams[copy.kind].begin(copy, self._fence(copy.after_step), partial(self._pace, copy.op))
+            is_load = copy.kind is CopyKind.LOAD
+            flight = self._streams[copy.kind].begin(
+                copy,
+                self._fence(copy.after_step),
+                partial(self._pace, copy.op) if is_load else _at_once,
+                by_layer=copy.op in self._by_layer,
+            )
             self._flights[copy.kind].append(flight)
-            if copy.kind is CopyKind.LOAD:
+            if is_load:
                 self._loads[copy.op] = flight
+        self._by_layer.discard(copy.op)
         if copy.kind is CopyKind.LOAD:
             self._queue.release(copy)
 
@@ -153,3 +163,7 @@ class StreamTransfers:
                 self._queue.end(flight.copy, flight.seconds)
                 self._loads.pop(flight.copy.op, None)
         return has_any
+
+
+def _at_once(room: torch.cuda.Event) -> None:
+    """The pace of stores: they are short, and the queue bounds their rate."""

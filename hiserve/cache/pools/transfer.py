@@ -17,8 +17,13 @@ from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 class TransferEngine(Protocol):
     """Carries out orders asynchronously: loads before stores, each kind in its order."""
 
-    def start(self, copy: PageCopy) -> None:
-        """Takes an order; returns at once."""
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
+        """Takes an order; returns at once.
+
+        Args:
+            copy: The order.
+            by_layer: A forward is about to wait for each layer of this load (``wait``).
+        """
 
     def forward_done(self, step_id: int) -> None:
         """Tells that the forwards up to this step are done, or, on a stream device, were launched."""
@@ -62,7 +67,7 @@ class ThreadTransfers:
         )
         self._queue.serve(self._run)
 
-    def start(self, copy: PageCopy) -> None:
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         """Takes an order; a store that comes while the link is behind is dropped."""
         self._queue.add(copy)
 

@@ -55,9 +55,10 @@ class Waited:
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, int | None]] = []
+        self.by_layer: dict[int, bool] = {}
 
-    def start(self, copy: PageCopy) -> None:
-        pass
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
+        self.by_layer[copy.op] = by_layer
 
     def forward_done(self, step_id: int) -> None:
         pass
@@ -80,6 +81,7 @@ def test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_othe
     loads = tuple(PageCopy(op, CopyKind.LOAD, int32([op]), int32([op]), 0) for op in (40, 41, 42))
     plan = dataclasses.replace(planner.step({1: 8}), copies=loads, waits=(40, 42))
     executor.submit(plan).result()
+    assert transfers.by_layer == {40: True, 41: False, 42: True}
     assert transfers.waits == [(op, layer) for layer in range(NUM_LAYERS) for op in (40, 42)]
     executor.submit(planner.step({1: 1})).result()
     assert len(transfers.waits) == 2 * NUM_LAYERS

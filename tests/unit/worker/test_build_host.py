@@ -108,7 +108,7 @@ def test_nothing_is_adopted_whose_memory_cannot_be_had(
 class NoTransfers:
     """Copies nothing."""
 
-    def start(self, copy: PageCopy) -> None:
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         raise AssertionError(copy)
 
     def forward_done(self, step_id: int) -> None:
