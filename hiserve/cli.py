@@ -70,7 +70,8 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
     flag = flag_of(setting.name)
     words = (["N"] if setting.kind in ("int", "float") else []) + list(setting.choices)
     unit = f" [{setting.unit}]" if setting.unit else ""
-    default = "" if setting.default in (None, ()) else f" (default: {setting.default})"
+    is_nothing = setting.default is False or setting.default in (None, ())
+    default = "" if is_nothing else f" (default: {setting.default})"
     text = f"{setting.help}{unit}{default}".replace("%", "%%")
     if setting.kind == "bool":
         group.add_argument(flag, action="store_true", default=None, help=text)

@@ -38,19 +38,22 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[str, about("Address of the server.")] = "http://127.0.0.1:8000"
     backend: Annotated[
         Literal["openai", "openai-chat", "generate"] | None,
-        about("Kind of server: completions, chat completions, or SGLang's /generate. The data set chooses by itself."),
+        about(
+            "Route of requests: completions, chat completions, or SGLang's /generate; the default suits the data set."
+        ),
     ] = None
-    model_name: Annotated[str | None, about("Which of the server's models; by itself the first.")] = None
+    model_name: Annotated[str | None, about("Which of the server's models; the default is the first.")] = None
     api_key_file: Annotated[Path | None, about("File that holds the server's API key.")] = None
     tokenizer: Annotated[
-        Path | None, about("Folder with the model's tokenizer.json, to count tokens; else the server is asked.")
+        Path | None, about("Folder with the model's tokenizer.json, to count tokens; without it the server is asked.")
     ] = None
     vocab_size: Annotated[
-        int | None, about("Token ids are below it; else the server is asked.", unit="tokens", least=1)
+        int | None,
+        about("Token ids that are drawn are below it; the default is what the server tells.", unit="tokens", least=1),
     ] = None
     temperature: Annotated[float, about("Sampling temperature; 0 is greedy.", least=0)] = 0.0
     ignore_eos: Annotated[
-        bool | None, about("Generate whole lengths whatever the model says; by itself for made-up prompts only.")
+        bool | None, about("Generate whole lengths whatever the model says; the default does for made-up prompts only.")
     ] = None
     timeout: Annotated[float, about("Longest time for one request.", unit="s", above=0)] = 3600.0
 
@@ -63,13 +66,14 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
         Path | None, about("File of a trace or recording: JSON lines, gzipped if its name ends with .gz.")
     ] = None
     num_prompts: Annotated[
-        int | None, about("Most requests; by itself all there are, and 1000 random ones.", unit="requests", least=1)
+        int | None,
+        about("Most requests; the default is all there are, and 1000 random ones.", unit="requests", least=1),
     ] = None
     input_length: Annotated[int, about("Length of a random prompt.", unit="tokens", least=1)] = 1024
     output_length: Annotated[
         int | None,
         about(
-            "Length of a reply; by itself 1024 for random, 256 for shared-prefix, else as recorded.",
+            "Length of a reply; the default is 1024 for random, 256 for shared-prefix, else as recorded.",
             unit="tokens",
             least=1,
         ),
@@ -115,8 +119,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     flush_cache: Annotated[
         bool,
         about(
-            "Empty the server's prefix cache before the run; the same seed sends the same prompts, which an earlier "
-            "run may have left there."
+            "Empty the server's prefix cache, but for its store, before the run; the same seed sends the same prompts, "
+            "which an earlier run may have left there."
         ),
     ] = False
 
@@ -157,13 +161,17 @@ class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     load: Annotated[
         Literal["multi-turn", "conversation-trace", "agent-sessions", "shared-prefix"],
-        about("Which: conversations visited in groups, a recorded trace, recorded sessions, or shared prefixes."),
+        about(
+            "What is sent: multi-turn, made-up conversations; conversation-trace or agent-sessions, a recording "
+            "(--path); shared-prefix, made-up prompts that share prefixes."
+        ),
     ] = "multi-turn"
     path: Annotated[
         Path | None, about("File of a trace or recording: JSON lines, gzipped if its name ends with .gz.")
     ] = None
     num_prompts: Annotated[
-        int | None, about("Most requests of a file or of shared prefixes; by itself all.", unit="requests", least=1)
+        int | None,
+        about("Most requests of a file or of shared prefixes; the default is all.", unit="requests", least=1),
     ] = None
     speed: Annotated[
         float, about("How many times faster than recorded a file is sent; inf sends as fast as replies come.", above=0)
@@ -192,14 +200,22 @@ class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
     suffix_length: Annotated[int, about("Length of what follows it.", unit="tokens", least=1)] = 128
     output_length: Annotated[
         int | None,
-        about("Length of a reply, whatever the scale; by itself 16, or as recorded.", unit="tokens", least=1),
+        about("Length of a reply, whatever the scale; the default is 16, or as recorded.", unit="tokens", least=1),
     ] = None
     num_tenants: Annotated[
-        int, about("Sessions are dealt out to so many cache salts, which share nothing; 1 sends no salt.", least=1)
+        int,
+        about(
+            "Conversations are dealt out to so many tenants (cache salts), which share nothing; 1 sends no salt.",
+            least=1,
+        ),
     ] = 1
     tokens_per_page: Annotated[
         int | None,
-        about("Page of the endless cache to compare with; else the server is asked.", unit="tokens", least=1),
+        about(
+            "Page size of the endless cache that the server is compared with; the default is the server's own.",
+            unit="tokens",
+            least=1,
+        ),
     ] = None
 
 

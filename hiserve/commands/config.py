@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hiserve.cache.pools.host_segment import survey
-from hiserve.config import Config, flag_of, settings
+from hiserve.config import Config, Setting, flag_of, settings
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
 from hiserve.models.shapes import read_model
@@ -22,7 +22,8 @@ def run(config: Config) -> int:
         table.add_column(name)
     for setting in settings().values():
         given, value = (getattr(getattr(each, setting.section), setting.name) for each in (config, resolved.config))
-        table.add_row(setting.section, flag_of(setting.name), str(given), str(value), setting.unit or "")
+        shown = [_shown(setting, each) for each in (given, value)]
+        table.add_row(setting.section, flag_of(setting.name), *shown, setting.unit or "")
     on_cpu = resolved.config.model.device == "cpu"
     console = Console()
     console.print(table)
@@ -31,6 +32,13 @@ def run(config: Config) -> int:
     items = resolved.memory if on_cpu else resolved.host_memory
     console.print(_memory("memory of one worker", items, machine.memory_bytes))
     return 0
+
+
+def _shown(setting: Setting, value: object) -> str:
+    """Returns a value as it is shown; what is not given is empty, and a key is for nobody to read."""
+    if value is None or value == ():
+        return ""
+    return "(hidden)" if setting.is_secret else str(value)
 
 
 def _memory(title: str, items: dict[str, int], available: int) -> Table:

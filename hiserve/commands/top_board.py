@@ -15,6 +15,7 @@ BAR_WIDTH = 36
 # What a part of a bar looks like, and its colour.
 USED, EVICTABLE, FREE = ("█", "blue"), ("▒", "cyan"), ("·", "bright_black")
 COPIES = {"loads": "host → device", "stores": "device → host", "prefetches": "store → host", "uploads": "host → store"}
+GIB = 1 << 30
 # What a store counts, in words.
 STORE_COUNTS = {
     "delivered": "num_hits",
@@ -103,7 +104,7 @@ def _tiers(history: History) -> RenderableType:
 def _size(frame: Frame) -> str:
     """Says how much a store takes, and of what if the server tells."""
     gib = number(frame.info.config.get("cache", {}), "store_gib") if frame.info else 0
-    return f"{frame.tier('store').get('num_bytes', 0) / 1e6:,.1f} MB" + (f" of {gib:g} GiB" if gib else "")
+    return f"{frame.tier('store').get('num_bytes', 0) / GIB:,.2f} " + (f"of {gib:g} GiB" if gib else "GiB")
 
 
 def _store_line(frame: Frame) -> str:

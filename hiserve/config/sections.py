@@ -107,8 +107,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     cache_verify: Annotated[
         CacheVerify,
         about(
-            "Pages whose checksums are compared before use: store, those of a store or of a former process; all, "
-            "every page that comes from the host; or off."
+            "When host pages are checked against their checksums: store, once if a former server left them; all, "
+            "whenever they are loaded; or off, never. What comes from --store is always checked."
         ),
     ] = "store"
     host_admission: Annotated[
@@ -129,8 +129,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     store: Annotated[
         str | None,
         about(
-            "Keep pages beyond the host too, where they outlive the server: file:DIR is a directory of this user's, "
-            "which replicas and servers may share."
+            "Keep cached prefixes beyond the host cache too, where they outlive the server: file:DIR is a directory, made "
+            "if missing and closed to other users, which replicas and servers may share."
         ),
     ] = None
     store_gib: Annotated[

@@ -133,7 +133,8 @@ def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.Captu
     for name, setting in FLAGS.items():
         words = [setting.help]
         words += [f"[{setting.unit}]"] if setting.unit else []
-        words += [f"(default: {setting.default})"] if setting.default not in (None, ()) else []
+        is_nothing = setting.default is False or setting.default in (None, ())
+        words += [] if is_nothing else [f"(default: {setting.default})"]
         assert re.sub(r"\s|-", "", f"{' '.join(words)}") in re.sub(r"\s|-", "", text), name
         assert flag_of(name) in text
 

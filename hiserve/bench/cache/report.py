@@ -18,7 +18,7 @@ def show_cache(console: Console, found: CacheOutcome, summary: CacheSummary) -> 
     if summary.num_above_most:
         console.print(
             f"[yellow]{summary.num_above_most:,} requests found more than an endless cache: the server's was not "
-            "empty when the run began. Give --flush-cache.[/yellow]"
+            "empty when the run began. Give --flush-cache; a store is emptied by POST /flush_cache?tier=store.[/yellow]"
         )
     if found.num_differing:
         console.print(

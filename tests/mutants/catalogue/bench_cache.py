@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         name="pages that are not ready are used",
         file=BOARD,
-        old='pages.get("num_ready", pages["num_pages"])',
+        old='pages.get("num_ready", pages.get("num_pages", 0))',
         new='pages["num_pages"]',
         test=OF_TOP + "test_one_frame_shows_tiers_hits_copies_requests_and_workers",
     ),

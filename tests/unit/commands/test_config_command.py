@@ -41,3 +41,16 @@ def test_every_sum_is_that_of_its_items(
         total = table.pop("total")
         del table["available"]
         assert total == pytest.approx(sum(table.values()), abs=0.003)
+
+
+def test_what_is_not_given_is_empty_and_keys_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "probe", lambda: HOST)
+    assert command.run(make_config(api_key=("k3y",), admin_api_key=None)) == 0
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
+    cells = {row[2]: row[3:5] for row in rows if len(row) == 7}
+    assert cells["--api-key"] == ["(hidden)", "(hidden)"] and "k3y" not in out
+    assert cells["--admin-api-key"] == cells["--store"] == ["", ""]
+    assert cells["--page-size"] == ["16", "16"]

@@ -29,7 +29,7 @@ STATS = {"running": 2, "waiting": 1, "free_pages": 10, "evictable_pages": 50, "s
 WORKER = {"replica": 0, "pid": 77, "incarnation": 3, "num_pages": 100, "stats": STATS, "startup_s": {}}
 INFO = {"version": "9.9", "served_model_name": "tiny", "not_ready_because": None, "workers": [WORKER], "config": {}}
 TIER = {"num_pages": 200, "num_ready": 160, "num_free": 40, "num_evictable": 80, "num_evicted": 7}
-STORE = {"num_pages": 321, "num_bytes": 5_000_000, "num_hits": 9, "num_refused": 0, "num_evicted": 4, "last_error": ""}
+STORE = {"num_pages": 321, "num_bytes": 5 << 30, "num_hits": 9, "num_refused": 0, "num_evicted": 4, "last_error": ""}
 LOADS = {
     "num_wanted": 30,
     "num_fulfilled": 20,
@@ -97,7 +97,7 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
         "2 running, 3 waiting",
         "80 160 80 14 – 40.0%",  # the device of both replicas, what is not ready left out: 320 - 160 - 80
         "80 160 80 16 – 20.0%",
-        "store 5.0 MB 321 8 – 0.0%",  # one store that both share, emptied by each of them
+        "store 5.00 GiB 321 8 – 0.0%",  # one store that both share, emptied by each of them
         "pages of the store: delivered 18 requests that missed",
         "together – 60.0%",
         "evicted 18, cold 10",
@@ -240,10 +240,10 @@ def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None
         caches = [ReplicaCache(tiers={"store": store})]
         return shown(History(Frame(at_s=0, info=info, load=[], caches=caches, counters={}, hidden={})))
 
-    assert "store 0.0 MB of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)
+    assert "store 0.00 of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)
     assert "none asked for or written yet" in board(num_pages=0, num_bytes=0)
-    out = board(num_pages=7, num_bytes=123_000_000, num_misses=3, num_errors=2, last_error="disk [full]")
-    assert "store 123.0 MB of 2.5 GiB 7 " in out
+    out = board(num_pages=7, num_bytes=1 << 30, num_misses=3, num_errors=2, last_error="disk [full]")
+    assert "store 1.00 of 2.5 GiB 7 " in out
     assert "pages of the store: not delivered 3, failed operations 2, the last error: disk [full]" in out
 
 
