@@ -63,10 +63,49 @@ def rows() -> list[tuple[str, str, str]]:
         ("plan + commit of a step, 32 and 256 decoding rows, one tier", ", ".join(plans[:2]), source(planner)),
         ("the same, every page written through to the host", ", ".join(plans[2:]), source(planner)),
         ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
+        *tiers(),
         (
             "the same server on a GPU, eager: 128 streams; first token of the second turn",
             f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
             source(cuda),
+        ),
+    ]
+
+
+def tiers() -> list[tuple[str, str, str]]:
+    """Returns the rows about the host tier on a GPU."""
+    cache, copy = result("cache"), result("copy")
+    hit, others, kept = (cache["parts"][name] for name in ("hit", "others", "conversations"))
+    slower, stored = (
+        others["ratios"]["others' p99 while loading"],
+        cache["parts"]["write_through"]["ratios"]["write-through"],
+    )
+    rates = [
+        copy["shapes"][shape][f"{way}_anywhere"]["of_ceiling"] for shape in copy["shapes"] for way in ("load", "store")
+    ]
+    return [
+        (
+            "Llama-8B shape, eager, 16k tokens from the host + 256 new: first token, against the longer of load and prefill, "
+            "against computing all",
+            f"{1e3 * hit['ttft_s']:.0f} ms = {hit['ratios']['hit over the longer half']:.2f} × (≤ 1.5), "
+            f"{hit['ratios']['hit over recompute']:.2f} × (≤ 0.15)",
+            source(cache),
+        ),
+        (
+            "the same: p99 time per token of 8 others during such a load; time per token with write-through",
+            f"{slower:.2f} × (≤ 1.15: missed, 1.01 to 1.50 in three runs), {stored:.3f} × (≤ 1.03)",
+            source(cache),
+        ),
+        (
+            "the same: 32 conversations of 6k tokens over a device pool of 64k, input tokens/s with host tier and without",
+            f"{kept['host']['input_tokens_per_s']:.0f} / {kept['device']['input_tokens_per_s']:.0f} "
+            f"= {kept['ratios']['conversations']:.1f} × (≥ 3; prefill has no fast kernels yet)",
+            source(cache),
+        ),
+        (
+            "host to device and back, of pinned-copy bandwidth: pages of 2 MiB, of 64 KiB",
+            f"{rates[0]:.2f} and {rates[1]:.2f} (≥ 0.90), {rates[2]:.2f} and {rates[3]:.2f} (≥ 0.80)",
+            source(copy),
         ),
     ]
 
