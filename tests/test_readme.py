@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.live import Live, serve
@@ -45,7 +46,11 @@ class Snippet:
 
     @property
     def is_serve(self) -> bool:
-        return self.language == "bash" and self.commands[0].startswith("hiserve serve")
+        return self.language == "bash" and self.commands[0].startswith("hiserve serve --port")
+
+    @property
+    def is_serve_with_tiers(self) -> bool:
+        return self.language == "bash" and self.commands[0].startswith("hiserve serve --host-cache")
 
     @property
     def is_request(self) -> bool:
@@ -76,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def test_every_snippet_is_executed_or_named_here() -> None:
     known = {"python": [snippet for snippet in SNIPPETS if snippet.language == "python"]}
-    known |= {kind: of(kind) for kind in ("is_serve", "is_request", "is_not_run")}
+    known |= {kind: of(kind) for kind in ("is_serve", "is_serve_with_tiers", "is_request", "is_not_run")}
     assert sorted(snippet.text for each in known.values() for snippet in each) == sorted(each.text for each in SNIPPETS)
     assert all(known.values()), "the README shows no snippet of some kind"
 
@@ -120,6 +125,23 @@ def test_a_request_is_answered(snippet: Snippet, server: Live) -> None:
     answer = json.loads(done.stdout)
     assert answer["choices"][0]["message"]["content"]
     assert answer["usage"]["completion_tokens"] >= 1
+
+
+def test_a_server_with_all_tiers_starts_and_answers(tmp_path: Path) -> None:
+    (snippet,) = of("is_serve_with_tiers")
+    name = f"readme-{os.getpid()}"
+    values = {"--host-cache-name": name, "--store": f"file:{tmp_path / 'pages'}"}  # in place of those shown
+    argv = shlex.split(snippet.text)[2:]
+    argv = [values.get(before, each) for before, each in zip(["", *argv], argv, strict=False)]
+    try:
+        with serve(tmp_path, *argv) as live:
+            body = {"prompt": "def add(a, b):\n" * 20, "max_tokens": 1}
+            usage = [httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).json()["usage"] for _ in range(2)]
+        assert usage[1]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert list((tmp_path / "pages").iterdir())
+    finally:
+        for left in Path("/dev/shm").glob(f"*hiserve-{name}*"):
+            left.unlink()
 
 
 def test_the_request_of_the_readme_goes_to_the_server_of_the_readme() -> None:
