@@ -192,7 +192,11 @@ def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
     harness.admit(5)  # the wait that has begun is longer
     harness.until(is_over)
     harness.engine.extra_stats = {"preemptions": 1}
-    report = harness.receive().message
+    deadline = time.monotonic() + 10
+    while (frames := harness.link.try_receive()) is None:
+        assert time.monotonic() < deadline, "nothing was told"
+        time.sleep(0.01)
+    report = Decoder[FromWorker](FromWorker).decode(frames).message
     assert isinstance(report, StepReport)
     assert (report.uids, report.stats.preemptions) == ([], 1)
     before = harness.engine.num_step_calls
