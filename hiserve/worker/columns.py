@@ -102,6 +102,12 @@ class Columns:
         self.active = np.append(self.active, row)
         return row
 
+    def take_cached(self, rows: Int32Array) -> list[CacheUse | None]:
+        """Returns what is still to be reported of what the cache gave each row (int32 ``[n]``); None where it was."""
+        if not self.cached:
+            return [None] * rows.size
+        return [self.cached.pop(row, None) for row in rows.tolist()]
+
     def close(self, row: int) -> tuple[Request, Receipt, Int32Array]:
         """Ends a tenancy.
 

@@ -348,8 +348,8 @@ class Planner:
             rows = np.concatenate((rows, others))
             counts = np.concatenate((counts, np.zeros_like(others)))
             finishes = np.concatenate((finishes, np.zeros_like(others)))
-        cached = [columns.cached.pop(row, None) for row in rows.tolist()]
-        self._report.add_tokens(columns.uid[rows].tolist(), counts.tolist(), finishes.tolist(), cached, tokens)
+        uids, cached = columns.uid[rows].tolist(), columns.take_cached(rows)
+        self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, tokens)
         if scores:
             self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
 

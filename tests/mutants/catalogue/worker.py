@@ -159,9 +159,9 @@ MUTANTS = [
     ),
     Mutant(
         name="cached tokens are reported with every token",
-        file=PLANNER,
-        old="columns.cached.pop(row, None) for row in rows.tolist()",
-        new="columns.cached.get(row) for row in rows.tolist()",
+        file="hiserve/worker/columns.py",
+        old="self.cached.pop(row, None) for row in rows.tolist()",
+        new="self.cached.get(row) for row in rows.tolist()",
         test=OF_PLANNER + "test_a_request_ends_at_max_tokens",
     ),
     Mutant(
