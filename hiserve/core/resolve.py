@@ -13,6 +13,8 @@ from hiserve.core.groups import debug_groups
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
+# Of ``auto`` on cpu, where the device's pages lie in the same memory: enough to outlive a worker, and soon touched.
+MAX_CPU_HOST_BYTES = GIB // 4
 # Bytes that a row's tables take per token and per page, on the device and on the host together.
 TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
 
@@ -217,7 +219,7 @@ def _size_host(config: Config, machine: Machine, *, page: int, pool: int, room: 
     cache, where = config.cache, "memory"
     if cache.disable_prefix_cache:
         return 0.0, "the prefix cache is disabled"
-    shares = [room // 4, 2 * pool, GIB] if on_cpu else [room // 2, 4 * pool]
+    shares = [room // 4, 2 * pool, MAX_CPU_HOST_BYTES] if on_cpu else [room // 2, 4 * pool]
     if cache.host_cache_name is not None:
         shm = machine.shm_bytes // config.parallel.replicas
         shares.append(shm // 2)

@@ -47,7 +47,7 @@ def test_defaults_on_cpu() -> None:
         "max_batched_tokens": 512,
         "overlap": 0,
         "cpu_threads": 3,
-        "host_cache_gib": 1.0,
+        "host_cache_gib": 0.25,
     }
 
 
@@ -106,7 +106,7 @@ def test_a_pool_is_no_larger_than_its_rows_can_use() -> None:
 @pytest.mark.parametrize(
     ("given", "machine", "host_bytes"),
     [
-        ({}, LAPTOP, GIB),
+        ({}, LAPTOP, GIB // 4),
         ({"kv_pages": 11}, LAPTOP, 2 * 11 * 16 * 2048 * 4),
         ({"replicas": 2, "kv_pages": 1000}, LAPTOP, 2 * 1000 * 16 * 2048 * 4),
         (NAMED, msgspec.structs.replace(LAPTOP, shm_bytes=64 * MIB), 32 * MIB),
