@@ -158,7 +158,7 @@ def test_auto_keeps_the_size_that_a_name_has(name: str, expected: list[list[int]
     ("settings", "words"),
     [
         ({"page_size": 8}, r"pages of 16 tokens, not 8 \(--page-size\)"),
-        ({"dtype": "float32"}, "another dtype"),
+        ({"dtype": "float32"}, "another --dtype"),
         ({"host_cache_gib": 0.04}, r"GiB, not .*--host-cache-gib"),
     ],
 )

@@ -32,7 +32,7 @@ def test_every_sum_is_that_of_its_items(
     assert command.run(make_config()) == 0
     tables = sums(capsys.readouterr().out)
     assert len(tables) == num_tables
-    assert tables[-1]["host cache"] == (1.0 if num_tables == 1 else 8.0)
+    assert tables[-1]["host cache"] == (0.25 if num_tables == 1 else 8.0)
     assert tables[-1]["available"] == 16
     if num_tables == 2:
         assert "host cache" not in tables[0]
