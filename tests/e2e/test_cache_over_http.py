@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,17 @@ class Client:
         path = f"/flush_cache?tier={tier}" if tier else "/flush_cache"
         return int(self._http.post(path).raise_for_status().json()["flushed_pages"])
 
+    def wait_for_host(self) -> None:
+        """Waits until the memory of all host pages is ready; before, nothing is stored there."""
+        deadline = time.monotonic() + 20
+        seen = [-1]
+        while (num_pages := self.get("/cache/stats")["replicas"][0]["tiers"]["host"]["num_pages"]) != seen[
+            -1
+        ] or not num_pages:
+            assert time.monotonic() < deadline, f"{num_pages} host pages are ready"
+            seen.append(num_pages)
+            time.sleep(1.2)  # an idle worker looks once a second
+
     def rest(self) -> dict[str, Any]:
         """Waits until no copy is under way; returns what ``/cache/stats`` says of the only replica."""
         deadline = time.monotonic() + 20
@@ -77,6 +89,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     print(f"seed {SEED}")
     with serve(tmp_path_factory.mktemp("cache"), *FLAGS) as live:
         made = Client(live)
+        made.wait_for_host()
         yield made
         made.close()
 
@@ -183,11 +196,15 @@ def test_what_users_were_told_is_what_was_counted(client: Client) -> None:
 
 def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    with serve(tmp_path, *FLAGS, "--store", f"file:{store}", "--store-prefetch", "wait") as live:
-        client = Client(live)
+    with ExitStack() as stack:
+        live = stack.enter_context(serve(tmp_path, *FLAGS, "--store", f"file:{store}", "--store-prefetch", "wait"))
+        stack.callback((client := Client(live)).close)
         prompt = client.prompt()
         assert client.ask(prompt)["cached_tokens"] == 0
-        assert client.rest()["uploads"]["num_fulfilled"] == 10
+        deadline = time.monotonic() + 20
+        while client.rest()["uploads"]["num_fulfilled"] < 10:  # they begin when the host's memory is ready
+            assert time.monotonic() < deadline, client.rest()
+            time.sleep(0.02)
         assert client.flush() > 0
         assert client.ask(prompt)["cached_tokens_details"] == {"device": 0, "host": 0, "store": 160}
         check_identity(client)
@@ -206,7 +223,6 @@ def test_a_store_gives_back_what_device_and_host_lost_until_it_is_emptied(tmp_pa
         assert client.ask(prompt)["cached_tokens"] == 0
         check_identity(client)
         client.flush("all")
-        client.close()
 
 
 def bytes_in(store: Path) -> int:

@@ -26,6 +26,7 @@ NUM_LIVE = 6
 ABORT_RATE = 0.1
 WARM_UP = 0.4  # of the time
 LONG_S = 1200.0
+MAX_HELD = 2  # objects of a class: a thread holds the last order it carried out until it has another
 MAX_MIB_A_MIN = 1.0  # where there is time to measure it
 MAX_MIB = 6.0  # where there is not: a page of either tier is 0.25
 DURATIONS = [15.0, pytest.param(LONG_S, marks=pytest.mark.long)]
@@ -148,7 +149,7 @@ def test_an_engine_of_this_process_neither_errs_nor_leaks(llm: LLM, scripts: lis
     users.run(seconds * (1 - WARM_UP), memory)
     check_whole(llm)
     check_paths(llm, users)
-    assert census() - before == {}
+    assert all(num <= MAX_HELD for num in (census() - before).values()), census() - before
     check_growth(memory, seconds)
 
 
