@@ -20,7 +20,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.drive import Drive, Seen
+from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Sizes
+from benchmarks.drive import Drive
 from benchmarks.record import about
 from hiserve.models.config import NANO, find_model
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
 
-SEED = 20261121
 BARS = {
     "hit over the longer half": 1.5,
     "hit over recompute": 0.15,
@@ -43,135 +42,6 @@ BARS = {
     "write-through": 1.03,
     "conversations": 3.0,
 }
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured; lengths in tokens.
-
-    Attributes:
-        settings: Of both engines.
-        host_gib: Host tier of the engine that has one.
-        prefix: On the host before each measured hit.
-        suffix: New behind it.
-        repeats: Of each time to first token.
-        rows: That decode while loads run, and with and without write-through.
-        row_prompt: Of each of them.
-        row_output: Of each of them, with and without write-through.
-        num_loads: While others decode.
-        gap_steps: Steps between two of these, and a tenth of those before the first.
-        conversations: Visited in groups.
-        group: Conversations at once.
-        history: Of a conversation's first turn.
-        turn_input: New in each later turn.
-        turn_output: Generated in each turn.
-        turns: All of them; the first is not counted.
-    """
-
-    settings: dict[str, Any]
-    host_gib: float
-    prefix: int
-    suffix: int
-    repeats: int
-    rows: int
-    row_prompt: int
-    row_output: int
-    num_loads: int
-    gap_steps: int
-    conversations: int
-    group: int
-    history: int
-    turn_input: int
-    turn_output: int
-    turns: int
-
-
-FULL = Sizes(
-    settings={
-        "load_format": "dummy",
-        "shape": "llama-8b",
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "kv_pages": 4096,
-        "page_size": 16,
-        "max_model_len": 17_408,
-        "max_batched_tokens": 2048,
-        "max_running_requests": 32,
-    },
-    host_gib=34.0,
-    prefix=16_384,
-    suffix=256,
-    repeats=5,
-    rows=8,
-    row_prompt=512,
-    row_output=96,
-    num_loads=15,
-    gap_steps=10,
-    conversations=32,
-    group=4,
-    history=6144,
-    turn_input=256,
-    turn_output=16,
-    turns=2,
-)
-TINY = Sizes(
-    settings={
-        "model": NANO,
-        "device": "cpu",
-        "dtype": "float32",
-        "kv_pages": 160,
-        "page_size": 16,
-        "max_model_len": 1400,
-        "max_batched_tokens": 256,
-        "max_running_requests": 8,
-        "cpu_threads": 1,
-    },
-    host_gib=0.1,
-    prefix=1024,
-    suffix=32,
-    repeats=2,
-    rows=4,
-    row_prompt=32,
-    row_output=24,
-    num_loads=3,
-    gap_steps=4,
-    conversations=8,
-    group=2,
-    history=512,
-    turn_input=32,
-    turn_output=4,
-    turns=2,
-)
-
-
-class Bench:
-    """Two engines of one shape, with a host tier and without, and random prompts for both.
-
-    Args:
-        sizes: What is measured.
-    """
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes = sizes
-        self.host = Drive(host_cache_gib=sizes.host_gib, **sizes.settings)
-        self.device = Drive(host_cache_gib=0, **sizes.settings)
-        self._rng = np.random.default_rng(SEED)
-
-    def prompt(self, length: int) -> np.ndarray:
-        """Returns a prompt that nobody has seen, int32 ``[length]``."""
-        return self._rng.integers(7, self.host.vocab_size, length, dtype=np.int32)
-
-    def first_token(self, drive: Drive, prompt: np.ndarray) -> Seen:
-        """Runs a request of one token, and what it leaves to be copied."""
-        seen = drive.add(prompt, 1)
-        drive.finish(seen)
-        drive.settle()
-        return seen
-
-    def close(self) -> None:
-        """Gives both back."""
-        self.host.close()
-        self.device.close()
 
 
 def measure_hit(bench: Bench) -> dict[str, Any]:
