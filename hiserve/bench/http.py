@@ -9,7 +9,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -67,11 +67,10 @@ class Pool:
         """
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}content-length: {len(body)}\r\n\r\n"
         connection = self._fresh_idle() or await self._connect()
-        try:
+        with ExitStack() as undo:
+            undo.callback(connection.close)
             status = await connection.exchange(head.encode() + body, receive)
-        except BaseException:
-            connection.close()
-            raise
+            undo.pop_all()
         if connection.is_open:
             self._idle.append(connection)
         return status

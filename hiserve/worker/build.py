@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -56,12 +56,12 @@ def build_engine(config: Config, segment: Segment | None = None, replica: int = 
         ResourceError: The device's memory does not suffice, or an address for KV events is in use.
     """
     kv_events = open_kv_events(config, replica)  # first: an address in use costs no time
-    try:
-        return _compose(config, segment, kv_events)
-    except BaseException:
+    with ExitStack() as undo:
         if kv_events is not None:
-            kv_events.close()
-        raise
+            undo.callback(kv_events.close)
+        engine = _compose(config, segment, kv_events)
+        undo.pop_all()
+    return engine
 
 
 def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None) -> Engine:

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,14 +104,14 @@ class Segment:
             ResourceError: This much memory cannot be had.
         """
         fd = os.memfd_create("hiserve-host-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
             _resize(fd, layout)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             os.pwrite(fd, layout.pack(), 0)
-            return _mapped(fd, layout)
-        except BaseException:
-            os.close(fd)
-            raise
+            segment = _mapped(fd, layout)
+            undo.pop_all()
+        return segment
 
     @classmethod
     def named(cls, name: str, layout: SegmentLayout, directory: Path = SHARED_MEMORY) -> Segment:
@@ -130,7 +131,8 @@ class Segment:
         """
         path = segment_path(name, directory)
         fd = _open_private(path)
-        try:
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
             _lock(fd, path)
             if (found := _read(fd, path)) is None:
                 _claim(fd, path, layout)
@@ -141,10 +143,9 @@ class Segment:
                     param="host_cache_name",
                 )
             _resize(fd, layout)  # also mends a file whose making was cut short: what is missing reads as FREE
-            return _mapped(fd, layout)
-        except BaseException:
-            os.close(fd)
-            raise
+            segment = _mapped(fd, layout)
+            undo.pop_all()
+        return segment
 
     @classmethod
     def attach(cls, fd: int) -> Segment:
