@@ -230,33 +230,29 @@ class Planner:
 
     def _plan_running(self) -> tuple[NDArray[np.int64], Share]:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
-        columns = self._rows
         while True:
-            rows = self._loading.runnable(columns.active)
-            share = share_budget(
-                known=columns.known[rows],
-                pending=columns.pending[rows],
-                computed=columns.computed[rows],
-                limit=columns.limit[rows],
-                max_draft=self._max_draft,
-                budget=self._budget,
-            )
+            rows = self._loading.runnable(self._rows.active)
+            share = self._share(rows, self._max_draft)
             if self._tables.grow(rows, share.num_new):
                 return rows, share
             self._preempt(int(rows[-1]))
 
-    def _plan_loading(self) -> tuple[Int32Array, Share, tuple[int, ...]]:
-        """Lets rows start whose loads are under way, nobody else having anything to do: their forward waits for them."""
+    def _share(self, rows: NDArray[np.int64], max_draft: int) -> Share:
+        """Returns what each of these rows, int64 ``[B]``, does in a step that they have for themselves."""
         columns = self._rows
-        rows = self._loading.waiting_rows()
-        share = share_budget(
+        return share_budget(
             known=columns.known[rows],
             pending=columns.pending[rows],
             computed=columns.computed[rows],
             limit=columns.limit[rows],
-            max_draft=0,
+            max_draft=max_draft,
             budget=self._budget,
         )
+
+    def _plan_loading(self) -> tuple[Int32Array, Share, tuple[int, ...]]:
+        """Lets rows start whose loads are under way, nobody else having anything to do: their forward waits for them."""
+        rows = self._loading.waiting_rows()
+        share = self._share(rows, max_draft=0)
         fits = self._tables.grow(rows, share.num_new)
         assert fits, f"rows {rows} wait for loads without pages for {share.num_new} tokens"
         busy = share.num_new > 0
