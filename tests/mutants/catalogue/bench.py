@@ -156,8 +156,8 @@ MUTANTS = [
     Mutant(
         name="a cancelled request leaves its rest to the next",
         file=HTTP,
-        old="            connection.close()\n            raise",
-        new="            self._idle.append(connection)\n            raise",
+        old="undo.callback(connection.close)",
+        new="undo.callback(self._idle.append, connection)",
         test=OF_HTTP + "test_a_cancelled_request_does_not_leave_its_rest_to_the_next_one",
     ),
     Mutant(

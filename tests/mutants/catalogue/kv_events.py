@@ -123,7 +123,7 @@ MUTANTS = [
     Mutant(
         name="a start that fails leaves the sockets of KV events",
         file=BUILD,
-        old="            kv_events.close()\n",
+        old="            undo.callback(kv_events.close)\n",
         new="            pass\n",
         test=OF_ENGINES + "test_a_model_that_does_not_load_gives_the_address_back",
     ),
