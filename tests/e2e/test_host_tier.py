@@ -10,6 +10,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.messages.types import WorkerStats
+from tests.helpers.tiered import check_whole, engine_of
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -43,7 +44,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], sampling: list[SamplingParams]
 
 
 def stats_of(llm: LLM) -> WorkerStats:
-    return llm._backend.engine.stats()  # type: ignore[attr-defined]
+    return engine_of(llm).stats()
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +62,6 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield made
 
 
-def check_pages(llm: LLM) -> None:
-    stats = stats_of(llm)
-    assert stats.free_pages + stats.evictable_pages == SMALL["kv_pages"] - 1
-
-
 def test_what_left_the_device_comes_back_with_the_same_tokens(llm: LLM, expected: list[list[int]]) -> None:
     prompts, sampling = workload()
     assert tokens_of(llm, prompts, sampling) == expected
@@ -80,14 +76,14 @@ def test_what_left_the_device_comes_back_with_the_same_tokens(llm: LLM, expected
     assert loaded.evicted_pages > stored.evicted_pages
     assert loaded.cache.loads.num_fulfilled > 100
     assert loaded.cache.loads.unfulfilled.keys() <= {"not_worth_loading"}
-    check_pages(llm)
+    check_whole(llm)
 
 
 def test_a_flush_empties_both_tiers(llm: LLM, expected: list[list[int]]) -> None:
     prompts, sampling = workload()
     assert tokens_of(llm, prompts, sampling) == expected
-    llm._backend.engine.flush()  # type: ignore[attr-defined]
+    engine_of(llm).flush()
     results = llm.generate(prompts[:1], sampling[:1])
     assert results[0].num_cached_tokens == 0
     assert results[0].outputs[0].token_ids == expected[0]
-    check_pages(llm)
+    check_whole(llm)

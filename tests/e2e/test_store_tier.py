@@ -17,7 +17,7 @@ from hiserve.config import make_config
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.models.shapes import read_model
 from hiserve.worker import build, prefetch
-from hiserve.worker.loop import Engine
+from tests.helpers.tiered import check_whole, engine_of
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -49,27 +49,8 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in llm.generate(*workload())]
 
 
-def engine_of(llm: LLM) -> Engine:
-    return llm._backend.engine  # type: ignore[no-any-return]
-
-
 def stats_of(llm: LLM) -> WorkerStats:
     return engine_of(llm).stats()
-
-
-def check_pages(llm: LLM) -> None:
-    """Once every order has ended, a flush frees each page of both tiers, and each wanted page is accounted for."""
-    engine = engine_of(llm)
-    end = time.monotonic() + 20
-    while len(engine._planner._cache.ops):
-        engine.step()
-        assert time.monotonic() < end, f"{len(engine._planner._cache.ops)} orders never ended"
-    engine.flush()
-    stats = stats_of(llm).cache
-    for tier in (stats.device, stats.host):
-        assert tier.num_free == tier.num_pages
-    for copies in (stats.prefetches, stats.uploads):
-        assert copies.num_wanted == copies.num_fulfilled + sum(copies.unfulfilled.values())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +73,7 @@ def test_a_server_finds_what_the_one_before_it_stored(
         for result in results if policy != "best_effort" else ():
             assert result.cached.store == (len(result.prompt_token_ids) - 1) // PAGE * PAGE
             assert result.cached.num_tokens == result.cached.store
-        check_pages(llm)
+        check_whole(llm)
 
 
 def test_processes_find_what_was_stored_before_them(tmp_path: Path, expected: list[list[int]]) -> None:
@@ -151,7 +132,7 @@ def test_a_store_that_misbehaves_costs_hits_alone(
             engine_of(llm).flush()
         weather.step = Step()
         store.release()
-        check_pages(llm)
+        check_whole(llm)
         assert tokens_of(llm) == expected
         engine_of(llm).flush()
         assert tokens_of(llm) == expected
@@ -161,7 +142,7 @@ def test_a_store_that_misbehaves_costs_hits_alone(
         engine_of(llm).flush()
         assert tokens_of(llm) == expected
         store.release()
-        check_pages(llm)
+        check_whole(llm)
 
 
 def test_the_end_waits_for_no_store_that_hangs(tmp_path: Path, store: SimStore, weather: Weather) -> None:
@@ -194,7 +175,7 @@ def test_requests_that_are_aborted_while_they_wait_for_a_store_leak_nothing(
         while engine.has_work:
             engine.step()
         assert stats_of(llm).cache.prefetches.num_wanted > 0
-        check_pages(llm)
+        check_whole(llm)
         assert tokens_of(llm) == expected
 
 
@@ -245,6 +226,6 @@ def test_a_directory_that_goes_bad_is_no_error_of_a_client(
         for _ in range(2):
             engine_of(llm).flush()
             assert tokens_of(llm) == expected
-        check_pages(llm)
+        check_whole(llm)
         if accident == "small":
             assert stats_of(llm).cache.cached_tokens["store"] < sum(LENGTHS)

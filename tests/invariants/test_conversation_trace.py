@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -12,48 +11,16 @@ import pytest
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
-from hiserve.core.copies import CopyAck
-from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.messages.types import Admit
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
+from tests.helpers.copying import FILLER, CopyingExecutor
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_trace_500.jsonl.gz"
 PAGE = 16  # one block of 512 tokens in the trace is one page here, the last, partial one too
-FILLER = 1  # what the fake model says; no prompt has it
 NUM_PAGES = 16_384  # more than prompts and replies fill together
 MAX_LEN = 256 * PAGE
-
-
-class FillerExecutor:
-    """Answers every sampling row with one filler token, at once."""
-
-    def submit(self, plan: BatchPlan) -> Future[StepResult]:
-        num_sampling = int(plan.samples.sum())
-        done: Future[StepResult] = Future()
-        done.set_result(
-            StepResult(
-                plan.step_id, np.ones(num_sampling, dtype=np.int32), np.full((num_sampling, 1), FILLER, dtype=np.int32)
-            )
-        )
-        return done
-
-    def store_stats(self) -> None:
-        return None
-
-    def take_found(self) -> list[tuple[int, int]]:
-        return []
-
-    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
-        return []
-
-    @property
-    def num_ready_host_pages(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
 
 
 class PrefixOracle:
@@ -89,7 +56,9 @@ def requests() -> list[tuple[np.ndarray, int]]:
 def test_cached_tokens_of_a_trace_equal_an_endless_prefix_set(depth: int) -> None:
     cache = CacheManager(num_pages=NUM_PAGES, page_size=PAGE, namespace=b"trace", eviction=LruEviction())
     planner = Planner(cache=cache, max_rows=2, max_len=MAX_LEN, max_batched_tokens=1024, eos_token_ids=())
-    engine = Engine(planner, FillerExecutor(), depth, EngineFacts(2, MAX_LEN, NUM_PAGES - 1, PAGE, b"trace", {}))
+    engine = Engine(
+        planner, CopyingExecutor(num_host_pages=0), depth, EngineFacts(2, MAX_LEN, NUM_PAGES - 1, PAGE, b"trace", {})
+    )
     oracle = PrefixOracle()
     wanted, got = [], []
     for uid, (prompt, num_new) in enumerate(requests()):
