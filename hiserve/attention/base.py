@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionShape:
+    """What a backend must know of the model. Scores are scaled by ``head_dim ** -0.5``.
+
+    Attributes:
+        num_layers: Layers.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Elements per head.
+        page_size: Tokens per page.
+        dtype: Of queries, keys and values.
+        windows: Of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
+        sinks: Of each layer: float32 ``[num_heads]``, a score that takes part in the softmax and gives nothing. Empty is
+            none anywhere.
+        hides_first: Nobody sees position 0, whose slot may never have been written.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    windows: tuple[int | None, ...] = ()
+    sinks: tuple[Tensor | None, ...] = ()
+    hides_first: bool = False
+
+
 class Attention(Protocol):
-    """Causal attention of a ragged batch over paged keys and values."""
+    """Causal attention of a ragged batch over paged keys and values; or by a tree's mask over the new ones.
+
+    Attributes:
+        needs_host_lengths: It plans with ``q_lens`` and ``kv_bounds``, which must then be exact.
+    """
+
+    needs_host_lengths: bool
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Prepares one step. Host work is allowed here, and only here."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
-        """Attends: token t of a row sees the row's positions up to its own.
+        """Attends: token t of a row sees the row's positions up to its own. Can be captured in a graph.
 
         Args:
             q: ``[T, num_heads, head_dim]``. Head h reads KV head ``h // (num_heads / num_kv_heads)``.
@@ -26,5 +62,5 @@ class Attention(Protocol):
             layer: Index of the layer.
 
         Returns:
-            ``[T, num_heads, head_dim]``. Nothing in it depends on a slot outside the row.
+            ``[T, num_heads, head_dim]``. Nothing in it depends on a slot outside the row; zeros where a token sees none.
         """

@@ -44,6 +44,8 @@ class CpuAttention:
         dtype: Of queries, keys and values.
     """
 
+    needs_host_lengths = False
+
     def __init__(self, page_size: int, dtype: torch.dtype) -> None:
         self._page_size = page_size
         self._dtype = dtype

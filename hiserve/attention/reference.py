@@ -15,6 +15,8 @@ class ReferenceAttention:
         page_size: Tokens per page.
     """
 
+    needs_host_lengths = False
+
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
 

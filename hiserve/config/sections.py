@@ -11,10 +11,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
 Auto = Literal["auto"]
 CacheVerify = Literal["off", "store", "all"]
 StorePrefetch = Literal["best_effort", "timeout", "wait"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+GraphGate = Literal["precise", "strict"]
+Graphs = Literal["auto", "off", "decode", "all"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 
@@ -240,6 +243,24 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
             most=1,
         ),
     ] = "auto"
+    attention_backend: Annotated[
+        AttentionBackend,
+        about("Attention kernels on cuda; auto is the fastest of those that are installed and support the model."),
+    ] = "auto"
+    graphs: Annotated[
+        Graphs,
+        about(
+            "Steps that are replayed as CUDA graphs: decode, or all, which has prefill and mixed steps too; auto is all on "
+            "cuda and off on cpu."
+        ),
+    ] = "auto"
+    graph_gate: Annotated[
+        GraphGate,
+        about(
+            "When a step may be replayed beside loads from the host: precise, unless it reads their pages itself; strict, "
+            "only while none is under way."
+        ),
+    ] = "precise"
     cpu_threads: Annotated[
         int | Auto,
         about(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hiserve.core.plan import Int32Array
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerKV:
@@ -27,8 +29,8 @@ class LayerKV:
 class ForwardInputs:
     """One ragged batch: B rows, T tokens in row order, N rows of logits.
 
-    Every tensor lies on the device and holds exact lengths; the two ``max_`` fields are
-    upper bounds that the host knows, so that shapes never wait for the device.
+    Every tensor lies on the device and holds exact lengths. What the host knows are exact tokens per row, and upper
+    bounds of what they attend over, so that shapes never wait for the device.
 
     Attributes:
         input_ids: int32 ``[T]``. Token ids.
@@ -37,11 +39,14 @@ class ForwardInputs:
         token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
         qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
         kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included; at least 1.
-        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
+        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing and may be no pages at all.
         logits_rows: int64 ``[N]``. Tokens, as indices into T, whose logits are wanted: first the last token of
             each row that samples, then the tokens whose next token is scored, both in the order of rows.
-        max_q_len: Upper bound of the tokens of one row.
-        max_kv_len: Upper bound of ``kv_lens``.
+        q_lens: int32 ``[B]``, on the host. Tokens of each row.
+        kv_bounds: int32 ``[B]``, on the host. Upper bounds of ``kv_lens``, exact but for drafts.
+        max_kv_len: Upper bound of all ``kv_lens``; in a captured graph that of any replay.
+        tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these.
+            At most 63 new tokens a row then. None is causal.
         before_layer: Called with the index of each layer before it reads keys and values that may still be on their way;
             None when all are there.
     """
@@ -54,9 +59,16 @@ class ForwardInputs:
     kv_lens: Tensor
     page_table: Tensor
     logits_rows: Tensor
-    max_q_len: int
+    q_lens: Int32Array
+    kv_bounds: Int32Array
     max_kv_len: int
+    tree_mask: Tensor | None = None
     before_layer: Callable[[int], None] | None = None
+
+    @property
+    def max_q_len(self) -> int:
+        """Most tokens of one row."""
+        return int(self.q_lens.max())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

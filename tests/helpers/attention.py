@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +68,8 @@ class Case:
             kv_lens=torch.tensor(ends),
             page_table=table,
             logits_rows=torch.zeros(0, dtype=torch.int64),
-            max_q_len=int(news.max()),
+            q_lens=news.numpy().astype(np.int32),
+            kv_bounds=np.array(ends, dtype=np.int32),
             max_kv_len=max(ends),
         )
 
