@@ -12,10 +12,9 @@ from torch import Tensor
 
 from hiserve.kernels.reference import gumbel, gumbel_at
 from hiserve.kernels.sampling import argmax, ascending, likeliest
+from hiserve.kernels.step_reference import SAMPLE_STREAM
 from hiserve.sampling.batch import MAX_FEW, Draws, SamplingBatch
 from hiserve.sampling.changes import change
-
-SAMPLE_STREAM = 0
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

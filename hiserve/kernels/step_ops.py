@@ -1,0 +1,174 @@
+"""The device half of a step around the model: what each device's kernels do, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+_MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.step"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepColumns:
+    """A plan on the device: B rows, T tokens in row order.
+
+    A row may be row 0, which pads batches, and then stand here several times.
+
+    Attributes:
+        rows: int64 ``[B]``.
+        num_new: int64 ``[B]``. Tokens to compute, drafts included; at least 1.
+        num_draft: int64 ``[B]``. Of these, how many are drafts; 0 where the row does not sample.
+        samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
+        max_len: int64 ``[B]``. Upper bound of the row's length after the step; at least ``num_new``.
+        token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
+        offsets: int64 ``[T]``. The token's index among its row's new tokens.
+    """
+
+    rows: Tensor
+    num_new: Tensor
+    num_draft: Tensor
+    samples: Tensor
+    max_len: Tensor
+    token_rows: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowState:
+    """What R permanent rows of L tokens and P pages hold; fields as in ``DeviceRows``.
+
+    Attributes:
+        tokens: int32 ``[R, L]``. Those from ``known_len`` on are the row's drafts, if it has any.
+        computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
+        known_len: int64 ``[R]``. Valid entries of ``tokens``, drafts not counted; 0 in row 0.
+        page_table: int32 ``[R, P]``.
+        entry_owner: int32 ``[R, P]``. The allocation each entry was written for.
+        page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
+    """
+
+    tokens: Tensor
+    computed_len: Tensor
+    known_len: Tensor
+    page_table: Tensor
+    entry_owner: Tensor
+    page_owner: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMetadata:
+    """What the forward pass takes of B rows and T tokens; more in ``ForwardInputs``.
+
+    Attributes:
+        legal: bool ``[B]``. Rows that passed the check; the others read and write the sink, from position 0.
+        kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included.
+        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
+        input_ids: int32 ``[T]``.
+        positions: int64 ``[T]``.
+        slots: int64 ``[T]``.
+    """
+
+    legal: Tensor
+    kv_lens: Tensor
+    page_table: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+
+
+class StepOps(Protocol):
+    """Work of fixed shape that waits for nothing, and so can be recorded in a graph."""
+
+    def step_inputs(
+        self, columns: StepColumns, state: RowState, *, page_size: int, width: int, out: StepMetadata | None = None
+    ) -> StepMetadata:
+        """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
+
+        A row is legal if the slot of its last computed token agrees with its length, if every page it reads or writes is
+        still its own, if it stays within ``max_len``, and if it knows the tokens: a row that samples reaches exactly
+        the end of what it knows, its drafts aside, and has places for all tokens that it may emit.
+
+        Args:
+            columns: The plan.
+            state: The rows. Unchanged.
+            page_size: Tokens per page.
+            width: W, entries of a row's page table; ``max_len`` is at most ``W * page_size``.
+            out: Where to write, W its own; None for new tensors. Entries of its page table past a row's last page
+                keep what they hold; in a new one they are the sink.
+        """
+
+    def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowState) -> Tensor:
+        """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, up to the first that does not, and 1.
+
+        Args:
+            drawn: int64 ``[S, w]``. The token drawn after each of a row's last known token and its drafts.
+            sampling_rows: int64 ``[S]``. Row numbers.
+            num_draft: int64 ``[S]``. Drafts of each, below w.
+            state: The rows; ``known_len`` as before the step.
+
+        Returns:
+            int64 ``[S]``, at least 1. That of an illegal row means nothing.
+        """
+
+    def advance(
+        self,
+        rows: Tensor,
+        kv_lens: Tensor,
+        legal: Tensor,
+        num_draft: Tensor,
+        sampling: Tensor,
+        drawn: Tensor,
+        counts: Tensor,
+        state: RowState,
+    ) -> Tensor:
+        """Records in the rows what a step computed and emitted, and packs the outcome for the host.
+
+        A row that failed the check forgets its tokens, so that a step already launched for it fails too.
+
+        Args:
+            rows: int64 ``[B]``. Row 0 may stand there several times, and must have failed the check.
+            kv_lens: int64 ``[B]``. Lengths, drafts included.
+            legal: bool ``[B]``. Rows that passed the check.
+            num_draft: int64 ``[B]``.
+            sampling: int64 ``[S]``. Which of the B rows sampled, each at most once.
+            drawn: int64 ``[S, w]``. Row s emits the first ``counts[s]`` of them.
+            counts: int64 ``[S]``, from ``accept``.
+            state: The rows; changed.
+
+        Returns:
+            int32 ``[B + S + S * w]``: B legal flags, S counts, 0 for an illegal row, then ``drawn``.
+        """
+
+    def greedy(self, logits: Tensor) -> Tensor:
+        """Returns the largest entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
+
+    def draw_free(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seed: Tensor,
+        choice: Tensor,
+        position: Tensor,
+        is_drawn: Tensor | None,
+    ) -> Tensor:
+        """Draws from all tokens, as ``sampling.sampler`` does where nothing is filtered.
+
+        Args:
+            logits: ``[S, vocab_size]``, any floating type. Unchanged.
+            temperature: float64 ``[S]``; above 0 where the row draws.
+            seed: int64 ``[S]``, in [0, 2**63).
+            choice: int64 ``[S]``, in [0, 2**32).
+            position: int64 ``[S]``, in [0, 2**32). Absolute position of the token to draw.
+            is_drawn: bool ``[S]``. The other rows take their likeliest token; None if all draw.
+
+        Returns:
+            int64 ``[S]``.
+        """
+
+
+def step_ops_for(device: torch.device) -> StepOps:
+    """Returns the kernels for a device: plain torch on the CPU, Triton elsewhere."""
+    return cast("StepOps", import_module(_MODULES[device.type]))

@@ -1,0 +1,132 @@
+"""The step kernels in plain torch: vectorised, of fixed shape, without a host sync. See ``StepOps`` for what each does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels.reference import SINK_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
+from hiserve.kernels.sampling import argmax
+from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
+
+SAMPLE_STREAM = 0
+
+
+def step_inputs(
+    columns: StepColumns, state: RowState, *, page_size: int, width: int, out: StepMetadata | None = None
+) -> StepMetadata:
+    """Checks the rows, and gathers the step's tokens, positions, slots and page tables."""
+    if out is not None:
+        width = out.page_table.shape[1]
+    table = state.page_table.index_select(0, columns.rows).narrow(1, 0, width)
+    computed_len = state.computed_len.index_select(0, columns.rows)
+    legal = _check(columns, state, table, computed_len, page_size)
+    table = torch.where(legal[:, None], table, SINK_PAGE)  # an illegal row reads and writes the sink, from position 0
+    computed_len = computed_len * legal
+    positions = computed_len.index_select(0, columns.token_rows) + columns.offsets
+    flat = columns.rows.index_select(0, columns.token_rows) * state.tokens.shape[1] + positions
+    pages = table[columns.token_rows, positions // page_size].long()
+    kv_lens = computed_len + columns.num_new
+    is_used = torch.arange(width, device=table.device) * page_size < kv_lens[:, None]
+    made = StepMetadata(
+        legal=legal,
+        kv_lens=kv_lens,
+        page_table=torch.where(is_used, table, SINK_PAGE if out is None else out.page_table),
+        input_ids=state.tokens.view(-1).index_select(0, flat),
+        positions=positions,
+        slots=pages * page_size + positions % page_size,
+    )
+    return made if out is None else _put(made, out)
+
+
+def _check(columns: StepColumns, state: RowState, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
+    """Whether each row may run: bool ``[B]``. Its slots are its own, and the plan fits its lengths."""
+    end = computed_len + columns.num_new
+    known_len = state.known_len.index_select(0, columns.rows)
+    owners = state.entry_owner.index_select(0, columns.rows).narrow(1, 0, table.shape[1])
+    location = last_loc(table, computed_len, page_size)
+    # The last token that a row may emit stands at ``end``.
+    is_known = torch.where(
+        columns.samples,
+        (end - columns.num_draft == known_len) & (end < state.tokens.shape[1]),
+        end <= known_len,
+    )
+    return (
+        is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size)
+        & is_table_owned(table, owners, state.page_owner, end, page_size)
+        & (end <= columns.max_len)
+        & is_known
+    )
+
+
+def _put(made: StepMetadata, out: StepMetadata) -> StepMetadata:
+    out.legal.copy_(made.legal)
+    out.kv_lens.copy_(made.kv_lens)
+    out.page_table.copy_(made.page_table)
+    out.input_ids.copy_(made.input_ids)
+    out.positions.copy_(made.positions)
+    out.slots.copy_(made.slots)
+    return out
+
+
+def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowState) -> Tensor:
+    """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, and 1."""
+    index = torch.arange(drawn.shape[1], device=drawn.device)
+    places = state.known_len.index_select(0, sampling_rows)[:, None] + index
+    places.clamp_(max=state.tokens.shape[1] - 1)
+    drafts = state.tokens.view(-1)[sampling_rows[:, None] * state.tokens.shape[1] + places]
+    agrees = (drafts == drawn) & (index < num_draft[:, None])
+    return agrees.to(torch.int64).cumprod(1).sum(1).add_(1)
+
+
+def advance(
+    rows: Tensor,
+    kv_lens: Tensor,
+    legal: Tensor,
+    num_draft: Tensor,
+    sampling: Tensor,
+    drawn: Tensor,
+    counts: Tensor,
+    state: RowState,
+) -> Tensor:
+    """Records in the rows what a step computed and emitted, and packs the outcome for the host."""
+    counts = counts * legal.index_select(0, sampling)
+    _write_tokens(rows.index_select(0, sampling), drawn, counts, state)
+    num_refused = torch.zeros_like(kv_lens)
+    num_refused.index_copy_(0, sampling, num_draft.index_select(0, sampling) + 1 - counts)
+    known_len = state.known_len.index_select(0, rows).index_add_(0, sampling, counts)
+    state.computed_len.index_copy_(0, rows, (kv_lens - num_refused) * legal)
+    state.known_len.index_copy_(0, rows, known_len * legal)
+    return torch.cat((legal.to(torch.int32), counts.to(torch.int32), drawn.view(-1).to(torch.int32)))
+
+
+def _write_tokens(rows: Tensor, drawn: Tensor, counts: Tensor, state: RowState) -> None:
+    """Writes the first ``counts`` tokens of each row behind what it knows; the padding row's first takes the rest as 0."""
+    index = torch.arange(drawn.shape[1], device=drawn.device)
+    is_emitted = index < counts[:, None]
+    places = (rows * state.tokens.shape[1] + state.known_len.index_select(0, rows))[:, None] + index
+    flat = torch.where(is_emitted, places, 0).view(-1)
+    tokens = torch.where(is_emitted, drawn, 0).view(-1).to(torch.int32)
+    state.tokens.view(-1).index_copy_(0, flat, tokens)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Returns the largest entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
+    return argmax(_widened(logits))
+
+
+def draw_free(
+    logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, is_drawn: Tensor | None
+) -> Tensor:
+    """Draws from all tokens: the argmax of scaled logits plus Gumbel noise."""
+    wide = _widened(logits)
+    # At least the smallest normal number: a temperature may vanish in float32, and must not divide 0 by 0.
+    divisor = temperature.to(wide.dtype).clamp_(min=torch.finfo(wide.dtype).tiny)
+    # Less the maximum, so that a tiny temperature gives -inf for the others and never inf.
+    scaled = (wide - wide.amax(-1, keepdim=True)).div_(divisor[:, None])
+    scores = scaled.add_(gumbel(seed, choice, position, SAMPLE_STREAM, wide.shape[1]).to(wide.dtype))
+    return argmax(scores if is_drawn is None else torch.where(is_drawn[:, None], scores, wide))
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
