@@ -70,6 +70,7 @@ class Drive:
 
     Attributes:
         settings: As resolved.
+        model: Its shape.
         memory: The plan of ``resolve``, bytes by item.
         build_s: Seconds until it was ready, its host pages included.
         loads: All that were ordered since the caller last cleared the list.
@@ -81,7 +82,7 @@ class Drive:
         _, model = read_model(given.model)
         resolved = resolve(given, model.facts(), probe())
         self.settings, self.memory = resolved.config, resolved.memory | resolved.host_memory
-        self.vocab_size = model.vocab_size
+        self.model, self.vocab_size = model, model.vocab_size
         self._segment = open_segment(resolved.config, 0)
         self.engine = build_engine(resolved.config, self._segment)
         self._seen: dict[int, Seen] = {}

@@ -1,0 +1,106 @@
+"""The engine on one GPU against the machine's ceilings and a peer: steps, throughput, tiers, HTTP.
+
+Usage: ``python -m benchmarks.gpu OUT.json COMMIT [--parts NAME ...] [--set NAME=VALUE ...]`` on a CUDA device: random
+weights of two shapes in bfloat16. ``--set`` gives every engine a setting. ``python -m benchmarks.gpu --tiny OUT.json COMMIT``
+runs all parts with hiserve-nano on the CPU, as a test of this file; its ratios mean nothing.
+
+Each run measures the ceilings first, and each ratio is against what that run measured. The file is written after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import ceilings
+from benchmarks.gpu.driving import Bench, Part
+from benchmarks.gpu.figures import Figure, table
+from benchmarks.gpu.profiling import measure_profile
+from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
+from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
+from benchmarks.record import about
+
+# In an order that builds few engines.
+PARTS: dict[str, Callable[[Bench], Part]] = {
+    "decode": partial(measure_decode, shape=LARGE),
+    "prefill": measure_prefill,
+    "profile": partial(measure_profile, shape=LARGE),
+    "graphs": measure_graphs,
+    "small-decode": partial(measure_decode, shape=SMALL),
+    "small-profile": partial(measure_profile, shape=SMALL),
+    "overlap": measure_overlap,
+}
+
+
+def main() -> int:
+    """Writes the result file; returns 1 if a part failed, whatever the ratios are."""
+    given = arguments()
+    sizes, device = (TINY, "cpu") if given.tiny else (FULL, "cuda")
+    flags = " --tiny" * given.tiny + "".join(f" --set {name}={value}" for name, value in given.set)
+    result = about(f"python -m benchmarks.gpu{flags} OUT.json COMMIT", at_commit=given.commit)
+    result |= {"seed": SEED, "ceilings": ceilings.measure(device), "engines": [], "parts": {}}
+    print("ceilings: " + ", ".join(f"{name} {value:.4g}" for name, value in result["ceilings"].items()), flush=True)
+    bench = Bench(sizes, result["ceilings"], dict(given.set))
+    for name in given.parts:
+        result["parts"][name] = timed_part(bench, name)
+        result["engines"] = bench.built
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    bench.close()
+    if device == "cuda":
+        result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(figure for part in result["parts"].values() for figure in part["figures"]))
+    return int(any(part["error"] for part in result["parts"].values()))
+
+
+def arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("commit")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
+    return parser.parse_args()
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Reads ``name=value``; numbers and words as they look."""
+    name, value = text.split("=", 1)
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def timed_part(bench: Bench, name: str) -> dict[str, Any]:
+    """Runs a part; one that fails is told as such, and the next one has a new engine."""
+    begin, part, error = time.perf_counter(), Part(), ""
+    try:
+        part = PARTS[name](bench)
+    except Exception:  # noqa: BLE001 - the other parts are worth having
+        error = traceback.format_exc()
+        print(f"{name} failed: {error[-600:]}", flush=True)
+        bench.close()
+    wall_s = time.perf_counter() - begin
+    print("\n".join([f"{name} took {wall_s:.1f} s", *part.notes, *rows(part.figures)]), flush=True)
+    figures = [asdict(figure) for figure in part.figures]
+    return {"wall_s": wall_s, "error": error, "notes": part.notes, "figures": figures, "samples": part.samples}
+
+
+def rows(figures: list[Figure]) -> list[str]:
+    """Returns the figures of a part, a line each."""
+    return table(asdict(figure) for figure in figures).splitlines()[1:]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

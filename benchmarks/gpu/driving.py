@@ -1,0 +1,232 @@
+"""Engines of the benchmark, one at a time, and how they are driven without adding to what they take."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.drive import Drive
+from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.sizes import SEED, Sizes
+
+
+@dataclass
+class Part:
+    """What a part of the benchmark found.
+
+    Attributes:
+        figures: Those with a name.
+        samples: Behind them, and whatever else a reader may want.
+        notes: What was left out, and why.
+    """
+
+    figures: list[Figure] = field(default_factory=list)
+    samples: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """At most one engine, random prompts for it, and the ceilings of this run.
+
+    Args:
+        sizes: What is measured.
+        ceilings: As ``ceilings.measure`` returns them.
+        overrides: Settings that come before those of the sizes.
+
+    Attributes:
+        built: Settings, seconds and resolved choices of every engine that was built.
+    """
+
+    def __init__(self, sizes: Sizes, ceilings: dict[str, float], overrides: dict[str, Any]) -> None:
+        self.sizes = sizes
+        self.ceilings = ceilings
+        self.overrides = overrides
+        self.built: list[dict[str, Any]] = []
+        self._rng = np.random.default_rng(SEED)
+        self._drive: Drive | None = None
+        self._settings: dict[str, Any] = {}
+        self._streams: dict[int, np.ndarray] = {}
+
+    def settings(self, shape: str, **more: Any) -> dict[str, Any]:
+        """Returns the settings of a shape's engine, which has no host tier unless that is given."""
+        sizes = self.sizes
+        return {"host_cache_gib": 0, **sizes.settings, **sizes.shapes[shape], **more, **self.overrides}
+
+    def engine(self, shape: str, **more: Any) -> Drive:
+        """Returns the engine of a shape: the one that is there, if it has these settings, or a new one in its place."""
+        settings = self.settings(shape, **more)
+        if self._drive is None or settings != self._settings:
+            self.close()
+            self._drive = Drive(**settings)
+            self._settings = settings
+            told = {"settings": settings, "build_s": self._drive.build_s, "memory_bytes": self._drive.memory}
+            self.built.append(told | {"startup_s": self._drive.engine.facts.startup_s})
+            self._streams = {}
+        return self._drive
+
+    def limits(self, drive: Drive) -> Limits:
+        """Returns what a step of an engine must read and compute."""
+        return Limits.of(drive.model, drive.settings.model.dtype)
+
+    def prompt(self, drive: Drive, length: int) -> np.ndarray:
+        """Returns a prompt that nobody has seen, int32 ``[length]``."""
+        return self._rng.integers(7, drive.vocab_size, length, dtype=np.int32)
+
+    def beginning(self, drive: Drive, row: int, length: int) -> np.ndarray:
+        """Returns the first tokens of a row's text, int32 ``[length]``: shorter ones are prefixes of longer ones."""
+        if row not in self._streams:
+            self._streams[row] = self.prompt(drive, drive.settings.model.max_model_len)
+        return self._streams[row][:length]
+
+    def close(self) -> None:
+        """Gives the engine and its memory back."""
+        if self._drive is not None:
+            self._drive.close()
+        self._drive = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steady steps of one batch.
+
+    Attributes:
+        rows: That each step decoded.
+        mean_context: Tokens that a row attended over, in the middle of the steps.
+        step_s: Seconds of each step.
+        own_share: Share of the time that went by between the engine's steps.
+        fill_s: Seconds until the last row had its first token.
+    """
+
+    rows: int
+    mean_context: float
+    step_s: list[float]
+    own_share: float
+    fill_s: float
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.step_s)
+
+    @property
+    def mean_s(self) -> float:
+        """Mean seconds of a step."""
+        return statistics.fmean(self.step_s)
+
+    def told(self) -> dict[str, Any]:
+        """Returns everything, for the result file."""
+        return asdict(self) | {"median_s": self.median_s, "mean_s": self.mean_s}
+
+
+def decode(
+    bench: Bench,
+    drive: Drive,
+    rows: int,
+    context: int,
+    *,
+    during: Callable[[Callable[[], None]], None] | None = None,
+) -> Pace:
+    """Lets rows decode and times their steps, or hands the steady engine over.
+
+    Rows differ in length by up to a page, so that their pages do not all fill in one step.
+
+    Args:
+        bench: Where prompts come from.
+        drive: The engine.
+        rows: How many.
+        context: Tokens of each when the last timed step begins, at most.
+        during: Called with what makes a step, in place of timing ``sizes.steps`` of them.
+    """
+    sizes = bench.sizes
+    length = context - sizes.steps - sizes.warm_steps
+    begin = time.perf_counter()
+    lengths = [length - row % min(16, length - 1) for row in range(rows)]
+    room = drive.settings.model.max_model_len - length - 1
+    live = [drive.add(bench.beginning(drive, row, each), room) for row, each in enumerate(lengths)]
+    while not all(row.times for row in live):
+        drive.step()
+    fill_s = time.perf_counter() - begin
+    for _ in range(sizes.warm_steps):
+        drive.step()
+    mean_context = statistics.fmean(n + len(row.tokens) for n, row in zip(lengths, live, strict=True)) + sizes.steps / 2
+    ends, inside = [time.perf_counter()], 0.0
+
+    def step() -> None:
+        nonlocal inside
+        before = time.perf_counter()
+        report = drive.engine.step()
+        ends.append(time.perf_counter())
+        inside += ends[-1] - before
+        assert report is not None and len(report.uids) == rows, f"a step of {rows} rows brought {report}"
+
+    if during is not None:
+        during(step)
+    else:
+        for _ in range(sizes.steps):
+            step()
+    seconds = np.diff(ends).tolist()
+    drive.abort(*live)
+    return Pace(rows, mean_context, seconds, 1 - inside / (ends[-1] - ends[0]), fill_s)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that were run to their ends.
+
+    Attributes:
+        seconds: From the first request to the last token.
+        input_tokens: Of all prompts.
+        output_tokens: Of all replies.
+        steps: It took.
+        own_share: Share of the time that went by between the engine's steps.
+        replies: Tokens of each, in the order of the prompts; int32.
+    """
+
+    seconds: float
+    input_tokens: int
+    output_tokens: int
+    steps: int
+    own_share: float
+    replies: list[np.ndarray]
+
+    def told(self) -> dict[str, Any]:
+        """Returns all but the replies, for the result file."""
+        return {name: value for name, value in asdict(self).items() if name != "replies"}
+
+
+def run(drive: Drive, prompts: Sequence[np.ndarray], num_new: int, streams: int | None = None) -> Batch:
+    """Runs requests, at most ``streams`` of them at once, counting tokens a step and not one by one."""
+    waiting, live, parts = deque(prompts), 0, []
+    uids: list[int] = []
+    begin, inside, steps, output = time.perf_counter(), 0.0, 0, 0
+    while waiting or live:
+        while waiting and (streams is None or live < streams):
+            uids.append(drive.add(waiting.popleft(), num_new).uid)
+            live += 1
+        before = time.perf_counter()
+        report = drive.engine.step()
+        inside += time.perf_counter() - before
+        steps += 1
+        if report is not None:
+            assert not report.failed, report.failed
+            output += report.tokens.size
+            live -= sum(map(bool, report.finishes))
+            parts.append((report.uids, report.counts, report.tokens))
+    seconds = time.perf_counter() - begin
+    owners = np.concatenate([np.repeat(np.array(whose), counts) for whose, counts, _ in parts])
+    tokens = np.concatenate([each for _, _, each in parts])
+    replies = [tokens[owners == uid] for uid in uids]
+    assert output == num_new * len(prompts), f"{len(prompts)} requests of {num_new} tokens brought {output}"
+    return Batch(seconds, sum(map(len, prompts)), output, steps, 1 - inside / seconds, replies)

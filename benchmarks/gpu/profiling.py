@@ -1,0 +1,159 @@
+"""Where the time of a decode step goes: kernel by kernel on the device, and call by call on the host."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.drive import Drive
+from benchmarks.gpu.driving import Bench, Part, decode
+from benchmarks.gpu.sizes import DecodeCase
+
+NUM_STEPS = 5
+NUM_TOP = 14
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def measure_profile(bench: Bench, shape: str) -> Part:
+    """Profiles steady decoding of the fewest and the most rows, at the shortest context."""
+    part, drive = Part(), bench.engine(shape)
+    context = min(case.context for case in bench.sizes.decode if case.shape == shape)
+    cases = [case for case in bench.sizes.decode if case.shape == shape and case.context == context]
+    for case in (max(cases, key=rows_of), min(cases, key=rows_of)):
+        name = f"{shape}, {case.rows} x {context}"
+        found: dict[str, Any] = {}
+
+        def during(step: Callable[[], None], found: dict[str, Any] = found) -> None:
+            with timed_calls(drive) as calls:
+                for _ in range(bench.sizes.steps):
+                    step()
+            found["host_us"] = {call: 1e6 * statistics.median(seconds) for call, seconds in calls.items() if seconds}
+            found["device"] = profiled(step) if torch.cuda.is_available() else {}
+
+        pace = decode(bench, drive, case.rows, context, during=during)
+        found["step_us"] = 1e6 * statistics.median(pace.step_s[: bench.sizes.steps])
+        part.samples[name] = found
+        part.notes += lines(name, found)
+    return part
+
+
+def rows_of(case: DecodeCase) -> int:
+    """Returns how many rows a case has."""
+    return case.rows
+
+
+@contextmanager
+def timed_calls(drive: Drive) -> Iterator[dict[str, list[float]]]:
+    """Gives the seconds of every call that an engine's step makes; ``wait`` is for a step's result."""
+    engine: Any = drive.engine
+    planner, executor = engine._planner, engine._executor
+    calls: dict[str, list[float]] = {name: [] for name in ("plan", "submit", "wait", "commit", "settle", "take_report")}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*arguments)
+            calls[name].append(time.perf_counter() - begin)
+            return result
+
+        return wrapped
+
+    submit = timed("submit", executor.submit)
+
+    def watched_submit(plan: Any) -> Any:
+        future = submit(plan)
+        future.result = timed("wait", future.result)
+        return future
+
+    wrapped = {name: timed(name, getattr(planner, name)) for name in ("plan", "commit", "settle", "take_report")}
+    before = executor.submit
+    vars(planner).update(wrapped)
+    executor.submit = watched_submit
+    try:
+        yield calls
+    finally:
+        executor.submit = before
+        for name in wrapped:
+            delattr(planner, name)
+
+
+def profiled(step: Callable[[], None]) -> dict[str, Any]:
+    """Returns what the device did in some steps, per step in microseconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(NUM_STEPS):
+                step()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return on_device([event for event in events if event.get("cat") in ON_DEVICE])
+
+
+def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums up the activities of the device in a trace; ``ts`` and ``dur`` in microseconds.
+
+    Returns:
+        The span and what of it the device was busy, the launches of a step, the longest gaps with what follows them, and
+        the activities that took most.
+    """
+    events = sorted(events, key=lambda event: event["ts"])
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events]
+    busy_us, end = 0.0, spans[0][0]
+    gaps: list[tuple[float, str, str]] = []
+    for event, (begin, stop) in zip(events, spans, strict=True):
+        if begin > end:
+            gaps.append((begin - end, "", event["name"]))
+        busy_us += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    span_us = end - spans[0][0]
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        times[event["name"]].append(event["dur"])
+    top = sorted(times.items(), key=lambda item: -sum(item[1]))[:NUM_TOP]
+    small_us = sum(after[0] - before[1] for before, after in pairwise(spans) if 0 < after[0] - before[1] < 20)
+    return {
+        "span_us": span_us / NUM_STEPS,
+        "busy_share": busy_us / span_us,
+        "launches": len(events) / NUM_STEPS,
+        "gaps_below_20_us": small_us / NUM_STEPS,
+        "longest_gaps": [(round(us, 1), name[:60]) for us, _, name in sorted(gaps, reverse=True)[:6]],
+        "top": [
+            {
+                "name": name,
+                "us_a_step": sum(each) / NUM_STEPS,
+                "calls_a_step": len(each) / NUM_STEPS,
+                "us_a_call": statistics.median(each),
+            }
+            for name, each in top
+        ],
+    }
+
+
+def lines(name: str, found: dict[str, Any]) -> list[str]:
+    """Returns what of a profile is printed."""
+    host = ", ".join(f"{call} {us:.0f}" for call, us in found["host_us"].items())
+    said = [f"{name}: step {found['step_us']:.0f} us; host, medians in us: {host}"]
+    device = found["device"]
+    if device:
+        said.append(
+            f"  device: {device['span_us']:.0f} us a step, busy {device['busy_share']:.3f}, {device['launches']:.0f} launches, "
+            f"{device['gaps_below_20_us']:.0f} us in gaps below 20 us"
+        )
+        said.append("  longest gaps, before: " + "; ".join(f"{us} us {what}" for us, what in device["longest_gaps"]))
+        said += [
+            f"  {each['us_a_step']:8.1f} us {each['calls_a_step']:6.1f} x {each['us_a_call']:7.2f} us  {each['name'][:90]}"
+            for each in device["top"]
+        ]
+    return said

@@ -1,0 +1,225 @@
+"""What the benchmark of the GPU measures: on which engines, how much, and against which bars and peer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hiserve.models.config import NANO
+
+SEED = 20261121
+LARGE, SMALL = "llama-8b", "qwen3-0.6b"
+
+# Measured with vLLM 0.26.0 on the same kind of machine, Llama-3.1-8B shape; see PEER_CEILINGS.
+PEER = "vLLM 0.26.0"
+PEER_DATE = "2026-11-20"
+# Of the peer's run. Its figures are scaled by our ceilings over these before they are compared.
+PEER_CEILINGS = {"copy_bytes_per_s": 4.24e12, "matmul_flop_per_s": 790e12, "pinned_to_device_bytes_per_s": 55.5e9}
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """Rows that decode at once.
+
+    Attributes:
+        shape: Of the model.
+        rows: How many.
+        context: Tokens of each, at the end of what is timed.
+        bar: Least share of the bandwidth limit.
+    """
+
+    shape: str
+    rows: int
+    context: int
+    bar: float
+
+
+@dataclass(frozen=True)
+class PeerCase:
+    """Requests that all come at once, none like another.
+
+    Attributes:
+        rows: How many.
+        prompt: Tokens of each prompt.
+        output: Tokens of each reply.
+        tokens_per_s: What the peer reaches, replies alone.
+    """
+
+    rows: int
+    prompt: int
+    output: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Conversations with one beginning in common; each turn all of them send at once, and the next one follows the last reply.
+
+    Attributes:
+        chats: How many.
+        turns: Of each.
+        shared: Tokens that all begin with.
+        turn_input: New tokens of each turn.
+        turn_output: Tokens of each reply.
+        tokens_per_s: What the peer reaches, replies alone.
+    """
+
+    chats: int
+    turns: int
+    shared: int
+    turn_input: int
+    turn_output: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations that the device cannot hold, visited in groups; the first turn is not counted.
+
+    Attributes:
+        conversations: How many.
+        group: At once.
+        history: Tokens of a conversation's first turn.
+        turn_input: New tokens of each later turn.
+        turn_output: Tokens of each reply.
+        turns: Of each.
+        tokens_per_s: What the peer reaches, prompts alone.
+    """
+
+    conversations: int
+    group: int
+    history: int
+    turn_input: int
+    turn_output: int
+    turns: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Everything that is measured; lengths in tokens.
+
+    Attributes:
+        settings: Of all engines.
+        shapes: Settings of each shape's engine.
+        tiers: Settings of the engine with a host tier, and of the one without that it is compared with.
+        host_gib: Of the former.
+        steps: Timed in each decode case.
+        warm_steps: Before them.
+        decode: Cases, the one with most short rows first: later ones find its prefixes in the cache.
+        compare_rows: Rows that decode with graphs and without, and with overlap and without.
+        prefill: (prompts, tokens of each).
+        repeats: Of a prefill.
+        peers: Throughput cases.
+        chats: A throughput case.
+        conversations: The case of the host tier.
+        traffic_rows: Rows that decode while conversations come and go.
+        streams: Requests at once over HTTP.
+        requests: Of a run over HTTP.
+        request_input: Tokens of each prompt.
+        request_output: Tokens of each reply.
+        max_fill_s: A case whose prompts would take longer is left out.
+    """
+
+    settings: dict[str, Any]
+    shapes: dict[str, dict[str, Any]]
+    tiers: dict[str, Any]
+    host_gib: float
+    steps: int
+    warm_steps: int
+    decode: tuple[DecodeCase, ...]
+    compare_rows: tuple[int, int]
+    prefill: tuple[int, int]
+    repeats: int
+    peers: tuple[PeerCase, ...]
+    chats: Chats
+    conversations: Conversations
+    traffic_rows: int
+    streams: int
+    requests: int
+    request_input: int
+    request_output: int
+    max_fill_s: float
+
+
+BARS = {
+    "prefill": 0.80,
+    "graphs": 1.3,
+    "overlap": 1.1,
+    "peer": 1.05,
+    "peer with a host tier": 1.3,
+    "replays": 0.98,
+    "http": 0.95,
+}
+
+FULL = Sizes(
+    settings={"load_format": "dummy", "device": "cuda", "dtype": "bfloat16", "page_size": 16},
+    shapes={
+        LARGE: {"shape": LARGE, "kv_pages": 24_576, "max_running_requests": 128, "max_model_len": 9216},
+        SMALL: {"shape": SMALL, "kv_pages": 12_288, "max_running_requests": 128, "max_model_len": 2048},
+    },
+    tiers={"shape": LARGE, "kv_pages": 4096, "max_running_requests": 32, "max_model_len": 8192},
+    host_gib=34.0,
+    steps=64,
+    warm_steps=12,
+    decode=(
+        DecodeCase(LARGE, 128, 1024, 0.75),
+        DecodeCase(LARGE, 32, 1024, 0.75),
+        DecodeCase(LARGE, 8, 1024, 0.75),
+        DecodeCase(LARGE, 1, 1024, 0.75),
+        DecodeCase(LARGE, 32, 8192, 0.70),
+        DecodeCase(LARGE, 8, 8192, 0.70),
+        DecodeCase(LARGE, 1, 8192, 0.70),
+        DecodeCase(SMALL, 128, 1024, 0.55),
+        DecodeCase(SMALL, 1, 1024, 0.35),
+    ),
+    compare_rows=(1, 32),
+    prefill=(8, 8192),
+    repeats=3,
+    peers=(
+        PeerCase(1, 1024, 512, 194),
+        PeerCase(8, 1024, 512, 1371),
+        PeerCase(32, 1024, 1024, 4209),
+        PeerCase(128, 1024, 256, 5519),
+    ),
+    chats=Chats(64, 6, 1024, 512, 64, 2529),
+    conversations=Conversations(32, 4, 6144, 256, 16, 3, 118_000),
+    traffic_rows=8,
+    streams=32,
+    requests=96,
+    request_input=1024,
+    request_output=256,
+    max_fill_s=60.0,
+)
+PEER_PREFILL_TOKENS_PER_S = 38_000
+
+_NANO = {"model": NANO, "max_running_requests": 8, "max_batched_tokens": 256}
+TINY = Sizes(
+    settings={"device": "cpu", "dtype": "float32", "page_size": 16, "cpu_threads": 1},
+    shapes={
+        LARGE: _NANO | {"kv_pages": 400, "max_model_len": 1024},
+        SMALL: _NANO | {"kv_pages": 400, "max_model_len": 512},
+    },
+    tiers=_NANO | {"kv_pages": 64, "max_model_len": 512},
+    host_gib=0.05,
+    steps=16,
+    warm_steps=3,
+    decode=(
+        DecodeCase(LARGE, 4, 64, 0.75),
+        DecodeCase(LARGE, 1, 64, 0.75),
+        DecodeCase(LARGE, 1, 256, 0.70),
+        DecodeCase(SMALL, 1, 64, 0.35),
+    ),
+    compare_rows=(1, 4),
+    prefill=(2, 256),
+    repeats=1,
+    peers=(PeerCase(1, 32, 16, 194), PeerCase(4, 32, 16, 1371)),
+    chats=Chats(4, 2, 32, 16, 8, 2529),
+    conversations=Conversations(6, 2, 192, 32, 4, 2, 118_000),
+    traffic_rows=2,
+    streams=4,
+    requests=8,
+    request_input=32,
+    request_output=16,
+    max_fill_s=60.0,
+)
