@@ -1,9 +1,15 @@
-"""The gate: every step passes it before its forward is launched, and nobody else decides whether it may be."""
+"""The gate: every step passes it before its forward is launched, and nobody else decides how it may be.
+
+In this order. What it would read is not there and nothing can be waited for: it is deferred, for an eager forward would read
+the same. Loads that it reads are on their way: it is launched behind them, on the device. No graph was captured that
+computes it: it runs eagerly. Else a graph is replayed. A flush needs no verdict: it leaves the pages of running rows alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -15,9 +21,39 @@ from hiserve.core.plan import BatchPlan
 class Action(Enum):
     """What happens to a step."""
 
-    LAUNCH = "launch"  # now
-    WAIT = "wait"  # launched now; on the device it waits for loads
-    DEFER = "defer"  # not at all: what it would read is not there, and an eager forward would read the same
+    REPLAY = "replay"  # as a graph
+    EAGER = "eager"  # op by op
+    DEFER = "defer"  # not at all; it is planned again
+
+
+class Reason(Enum):
+    """Why, in one word for a counter."""
+
+    # Replayed: as which graph.
+    DECODE = "decode"  # one token in each row
+    VERIFY = "verify"  # the same number of tokens in each row, all but the first of them drafts
+    PIECEWISE = "piecewise"  # anything, with breaks at attention
+    # Deferred: what it would read is not there.
+    LOAD_FAILED = "load_failed"
+    LOAD_UNRECORDED = "load_unrecorded"  # never started: to wait for it would be to wait for nothing
+    STALE_TABLE = "stale_table"  # a page of its rows has moved since it was planned
+    # Eager, whatever the step.
+    GRAPHS_OFF = "graphs_off"  # nothing was captured
+    CAPTURING = "capturing"
+    STRICT_LOAD = "strict_load"  # any load is under way, and the gate is strict
+    # Eager: no graph covers the step.
+    DEVICE = "device"
+    DTYPE = "dtype"
+    CANARY = "canary"  # pages are checked before the forward
+    SCORED = "scored"  # prompts are scored
+    WIDTH = "width"  # tokens per row, or not the same in each row
+    ROWS = "rows"
+    CONTEXT = "context"
+    TABLE_WIDTH = "table_width"
+    WINDOW = "window"
+    SAMPLING = "sampling"
+    TOKENS = "tokens"
+    CAPTURE_FAILED = "capture_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +62,210 @@ class Verdict:
 
     Attributes:
         action: What happens.
-        loads: Ops that the forward must wait for; of WAIT.
-        reason: Why not, in one word for a counter; of DEFER.
+        reason: Why.
+        loads: Ops that the launch waits for on the device first; none of DEFER.
+        bucket: Size of the graph to replay: rows, or tokens of PIECEWISE. 0 unless replayed.
     """
 
     action: Action
+    reason: Reason
     loads: tuple[int, ...] = ()
-    reason: str = ""
+    bucket: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """How loads stand.
+
+    Attributes:
+        open: Ops that were started and whose end nobody has taken.
+        failed: Ops that ended without their bytes.
+        last_started: The latest that was started: ops of loads start in their order. 0 is none.
+    """
+
+    open: Collection[int] = ()
+    failed: Collection[int] = ()
+    last_started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FullGraphs:
+    """Graphs of whole steps, of one number of tokens per row; every row samples.
+
+    Attributes:
+        buckets: Rows of each graph, ascending; of captures that failed too.
+        max_len: Longest row after the step, in tokens.
+        table_width: Entries of a row's page table.
+        sampling: Variants of sampling that were captured, by their names.
+        failed: (rows, sampling) of captures that failed.
+        window: Longest row whose attention windows are those that were captured; None where kernels compute them
+            on the device.
+    """
+
+    buckets: tuple[int, ...]
+    max_len: int
+    table_width: int
+    sampling: frozenset[str]
+    failed: frozenset[tuple[int, str]] = frozenset()
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PiecewiseGraphs:
+    """Graphs of what lies between attentions, which run eagerly: lengths, tables and sampling are free.
+
+    Attributes:
+        buckets: Tokens of each set of graphs, ascending; of captures that failed too.
+        failed: Buckets whose capture failed.
+    """
+
+    buckets: tuple[int, ...]
+    failed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was captured, in numbers of the host.
+
+    Attributes:
+        device: Index of the CUDA device that the graphs belong to; -1 without one.
+        dtype: Of the model's activations.
+        page_size: Tokens per page.
+        full: By tokens per row: 1 is decode, N is N - 1 drafts behind the last token.
+        piecewise: None without.
+        is_capturing: A capture is in progress.
+        is_strict: Nothing is replayed while any load is under way.
+    """
+
+    device: int = -1
+    dtype: str = ""
+    page_size: int = 1
+    full: Mapping[int, FullGraphs] = field(default_factory=dict)
+    piecewise: PiecewiseGraphs | None = None
+    is_capturing: bool = False
+    is_strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the graphs' limits are compared with.
+
+    Attributes:
+        num_rows: Rows.
+        width: Tokens of each row, all but the first drafts, where every row has that many and samples; else None.
+        num_tokens: Tokens.
+        max_len: Upper bound of the longest row after the step, in tokens.
+        has_scores: Prompts are scored.
+        sampling: Name of the variant that computes what all its rows ask for.
+        has_canary: Pages are checked.
+        device: Index of the CUDA device it runs on; -1 is the CPU.
+        dtype: Of its activations.
+    """
+
+    num_rows: int
+    width: int | None
+    num_tokens: int
+    max_len: int
+    has_scores: bool
+    sampling: str = ""
+    has_canary: bool = False
+    device: int = -1
+    dtype: str = ""
+
+    @classmethod
+    def of(
+        cls, plan: BatchPlan, *, sampling: str = "", has_canary: bool = False, device: int = -1, dtype: str = ""
+    ) -> StepFacts:
+        """Takes from a plan what it says."""
+        num_new, is_empty = plan.num_new, not plan.rows.size
+        width = 0 if is_empty else int(num_new[0])
+        is_uniform = plan.samples.all() and (num_new == width).all() and (plan.num_draft == width - 1).all()
+        return cls(
+            num_rows=plan.rows.size,
+            width=width if is_uniform and not is_empty else None,
+            num_tokens=plan.num_tokens,
+            max_len=0 if is_empty else int(plan.max_len.max()),
+            has_scores=bool(plan.num_scored.any()),
+            sampling=sampling,
+            has_canary=has_canary,
+            device=device,
+            dtype=dtype,
+        )
 
 
 def admit(
-    plan: BatchPlan, row_versions: NDArray[np.int64], open_loads: Collection[int], failed_loads: Collection[int]
+    plan: BatchPlan, row_versions: NDArray[np.int64], loads: Loads, coverage: Coverage, step: StepFacts
 ) -> Verdict:
     """Decides over a step. Total: every plan gets exactly one verdict.
 
     Args:
-        plan: Applied to the rows already.
+        plan: Applied to the rows already, its copies started.
         row_versions: int64 ``[R]``. Of each row, the relocation version its page table was last written under.
-        open_loads: Ops that were started and have not ended.
-        failed_loads: Ops that ended without their bytes.
+        loads: How loads stand.
+        coverage: What was captured.
+        step: The plan's own facts, and those of who runs it.
     """
-    if any(op in failed_loads for op in plan.waits):
-        return Verdict(Action.DEFER, reason="load_failed")
+    if any(op in loads.failed for op in plan.waits):
+        return Verdict(Action.DEFER, Reason.LOAD_FAILED)
+    if any(op > loads.last_started for op in plan.waits):
+        return Verdict(Action.DEFER, Reason.LOAD_UNRECORDED)
     if plan.rows.size and row_versions[plan.rows].max() > plan.relocation_version:
-        return Verdict(Action.DEFER, reason="stale_table")
-    loads = tuple(op for op in plan.waits if op in open_loads)
-    return Verdict(Action.WAIT, loads) if loads else Verdict(Action.LAUNCH)
+        return Verdict(Action.DEFER, Reason.STALE_TABLE)
+    waits = tuple(op for op in plan.waits if op in loads.open)
+    refusal = _refusal(loads, coverage, step)
+    if refusal is not None:
+        return Verdict(Action.EAGER, refusal, waits)
+    full = _full(coverage, step)
+    if isinstance(full, int):
+        return Verdict(Action.REPLAY, Reason.DECODE if step.width == 1 else Reason.VERIFY, waits, full)
+    piecewise = _piecewise(coverage.piecewise, step)
+    if isinstance(piecewise, int):
+        return Verdict(Action.REPLAY, Reason.PIECEWISE, waits, piecewise)
+    return Verdict(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits)
+
+
+def _refusal(loads: Loads, coverage: Coverage, step: StepFacts) -> Reason | None:
+    """Why no graph may be replayed, of whatever kind."""
+    reasons = (
+        (Reason.GRAPHS_OFF, not coverage.full and coverage.piecewise is None),
+        (Reason.CAPTURING, coverage.is_capturing),
+        (Reason.STRICT_LOAD, coverage.is_strict and bool(loads.open)),
+        (Reason.DEVICE, step.device != coverage.device),
+        (Reason.DTYPE, step.dtype != coverage.dtype),
+        (Reason.CANARY, step.has_canary),
+        (Reason.SCORED, step.has_scores),
+    )
+    return next((reason for reason, holds in reasons if holds), None)
+
+
+def _full(coverage: Coverage, step: StepFacts) -> int | Reason:
+    """Returns the rows of the graph that computes the whole step, or why none does."""
+    graphs = None if step.width is None else coverage.full.get(step.width)
+    if graphs is None:
+        return Reason.WIDTH
+    bucket = _bucket(graphs.buckets, step.num_rows)
+    reasons = (
+        (Reason.ROWS, not bucket),
+        (Reason.CONTEXT, step.max_len > graphs.max_len),
+        (Reason.TABLE_WIDTH, -(-step.max_len // coverage.page_size) > graphs.table_width),
+        (Reason.WINDOW, graphs.window is not None and step.max_len > graphs.window),
+        (Reason.SAMPLING, step.sampling not in graphs.sampling),
+        (Reason.CAPTURE_FAILED, (bucket, step.sampling) in graphs.failed),
+    )
+    return next((reason for reason, holds in reasons if holds), bucket)
+
+
+def _piecewise(graphs: PiecewiseGraphs | None, step: StepFacts) -> int | Reason:
+    """Returns the tokens of the graphs that compute the step between its attentions, or why none do."""
+    if graphs is None:
+        return Reason.WIDTH
+    bucket = _bucket(graphs.buckets, step.num_tokens)
+    if not bucket:
+        return Reason.TOKENS
+    return Reason.CAPTURE_FAILED if bucket in graphs.failed else bucket
+
+
+def _bucket(buckets: tuple[int, ...], size: int) -> int:
+    """Returns the smallest bucket that holds ``size``, which is at least 1; 0 when none does."""
+    index = bisect_left(buckets, size)
+    return buckets[index] if size and index < len(buckets) else 0

@@ -10,6 +10,7 @@ from hiserve.cache.pools.transfer import TransferEngine
 from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan
 from hiserve.messages.cache import StoreStats
+from hiserve.runners.gate import Loads
 
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
 
@@ -22,10 +23,6 @@ class Copier:
         host: Where pages lie on the host.
         beyond: Copies pages between the host and a store, if there is one.
         linger_s: How long ``close`` may wait until the host pages have their checksums: none is adopted without.
-
-    Attributes:
-        open_loads: Ops that were started and whose end nobody has taken.
-        failed_loads: The last ops that ended without their bytes.
     """
 
     def __init__(
@@ -35,13 +32,19 @@ class Copier:
         self._host = host
         self._beyond = beyond
         self._linger_s = linger_s
-        self.open_loads: set[int] = set()
-        self.failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
+        self._open_loads: set[int] = set()
+        self._failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
+        self._last_load = 0
 
     @property
     def num_ready_host_pages(self) -> int:
         """Host pages below this may be copied to and from; it grows while their memory is made ready."""
         return self._host.num_ready_pages
+
+    @property
+    def loads(self) -> Loads:
+        """How loads stand now."""
+        return Loads(self._open_loads, self._failed_loads, self._last_load)
 
     def start(self, plan: BatchPlan) -> None:
         """Forgets the host pages that a plan gives back, then starts its copies."""
@@ -49,7 +52,8 @@ class Copier:
             self._host.free(plan.host_release)
         for copy in plan.copies:
             if copy.kind is CopyKind.LOAD:
-                self.open_loads.add(copy.op)
+                self._open_loads.add(copy.op)
+                self._last_load = copy.op
             if copy.kind in DEVICE_KINDS:
                 self._transfers.start(copy, by_layer=copy.op in plan.waits)
             else:
@@ -73,10 +77,10 @@ class Copier:
         ended = [] if self._beyond is None else self._beyond.poll()
         acks = self._transfers.poll(0.0 if ended else wait_s)
         for ack in acks:
-            if ack.op in self.open_loads:
+            if ack.op in self._open_loads:
                 if not ack.is_ok:
-                    self.failed_loads.append(ack.op)
-                self.open_loads.discard(ack.op)
+                    self._failed_loads.append(ack.op)
+                self._open_loads.discard(ack.op)
         return acks + ended
 
     def take_found(self) -> list[tuple[int, int]]:

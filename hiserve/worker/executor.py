@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.messages.cache import StoreStats
 from hiserve.runners.canary import Canary
 from hiserve.runners.eager import EagerRunner
-from hiserve.runners.gate import Verdict, admit
+from hiserve.runners.gate import Action, Coverage, Loads, Reason, StepFacts, admit
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.logprobs import pack_scores
@@ -72,6 +73,7 @@ class Executor:
         self._on_cuda = rows.device.type == "cuda"
         needs_thread = threaded or self._on_cuda
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
+        self._verdicts: Counter[tuple[Action, Reason]] = Counter()
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
@@ -101,6 +103,13 @@ class Executor:
     def store_stats(self) -> StoreStats | None:
         """Returns the counts of the store beyond the host; None without one."""
         return None if self._copier is None else self._copier.store_stats()
+
+    def gate_counts(self) -> dict[str, dict[str, int]]:
+        """Returns the gate's verdicts until now: verdict -> reason -> steps."""
+        counts: dict[str, dict[str, int]] = {}
+        for (action, reason), count in dict(self._verdicts).items():  # a copy: steps may run in another thread
+            counts.setdefault(action.value, {})[reason.value] = count
+        return counts
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -137,24 +146,27 @@ class Executor:
             self._rows.apply(plan)
             if self._canary is not None:
                 self._canary.note(plan)
-            verdict = self._pass_gate(plan)
-            if verdict.reason or not plan.rows.size:
-                nothing = torch.empty(0, dtype=torch.int32, device=self._rows.device)
-                outcome = _Outcome(nothing, None, None, verdict.reason)
+            if self._copier is not None:
+                self._copier.start(plan)
             else:
-                outcome = self._forward(plan, verdict.loads)
+                assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
+            outcome = self._pass_gate(plan) if plan.rows.size else self._nothing("")
         if self._copier is not None:
             self._copier.forward_done(plan.step_id)
         return outcome
 
-    def _pass_gate(self, plan: BatchPlan) -> Verdict:
-        """Starts a plan's copies; returns what the gate says to its step."""
-        copier = self._copier
-        if copier is None:
-            assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
-            return admit(plan, self._rows.version, (), ())
-        copier.start(plan)
-        return admit(plan, self._rows.version, copier.open_loads, copier.failed_loads)
+    def _pass_gate(self, plan: BatchPlan) -> _Outcome:
+        """Does what the gate says to a step."""
+        loads = Loads() if self._copier is None else self._copier.loads
+        verdict = admit(plan, self._rows.version, loads, Coverage(), StepFacts.of(plan))
+        self._verdicts[verdict.action, verdict.reason] += 1
+        if verdict.action is Action.DEFER:
+            return self._nothing(verdict.reason.value)
+        return self._forward(plan, verdict.loads)
+
+    def _nothing(self, deferred: str) -> _Outcome:
+        """The outcome of a plan of which nothing was computed."""
+        return _Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), None, None, deferred)
 
     def _forward(self, plan: BatchPlan, loads: tuple[int, ...]) -> _Outcome:
         rows = self._rows

@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         name="a step runs on a load that failed",
         file=GATE,
-        old="any(op in failed_loads for op in plan.waits)",
+        old="any(op in loads.failed for op in plan.waits)",
         new="False",
         test=OF_GATE,
     ),
@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         name="a step waits for a load that has ended",
         file=GATE,
-        old="tuple(op for op in plan.waits if op in open_loads)",
+        old="tuple(op for op in plan.waits if op in loads.open)",
         new="plan.waits",
         test=OF_GATE,
     ),

@@ -3,61 +3,257 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hiserve.core.plan import BatchPlan
-from hiserve.runners.gate import Action, Verdict, admit
+from hiserve.runners.gate import (
+    Action,
+    Coverage,
+    FullGraphs,
+    Loads,
+    PiecewiseGraphs,
+    Reason,
+    StepFacts,
+    Verdict,
+    admit,
+)
 
 LOADS = (1, 2)
+PAGE = 16
+MAX_LEN = 8 * PAGE
+VERSIONS = np.zeros(99, dtype=np.int64)
+DECODE = FullGraphs(buckets=(1, 2, 4, 8), max_len=MAX_LEN, table_width=8, sampling=frozenset({"greedy", "plain"}))
+VERIFY = replace(DECODE, buckets=(2, 4))
+COVERAGE = Coverage(
+    device=0,
+    dtype="bfloat16",
+    page_size=PAGE,
+    full={1: DECODE, 4: VERIFY},
+    piecewise=PiecewiseGraphs((16, 32, 64)),
+)
+ONLY_FULL = replace(COVERAGE, piecewise=None)
+ONLY_PIECEWISE = replace(COVERAGE, full={})
 
 
-def plan_of(rows: list[int], waits: tuple[int, ...], version: int) -> BatchPlan:
-    count = len(rows)
-    ones = np.ones(count, dtype=np.int32)
+def make_plan(
+    rows: list[int],
+    waits: tuple[int, ...] = (),
+    version: int = 0,
+    *,
+    num_new: Any = 1,
+    num_draft: Any = 0,
+    samples: Any = True,
+    num_scored: Any = 0,
+    max_len: Any = 9,
+) -> BatchPlan:
+    def column(value: Any, dtype: Any = np.int32) -> np.ndarray:
+        return np.broadcast_to(np.array(value, dtype=dtype), len(rows)).copy()
+
     return BatchPlan(
         step_id=1,
-        rows=np.array(rows, dtype=np.int32),
-        num_new=ones,
-        num_draft=0 * ones,
-        samples=np.ones(count, dtype=np.bool_),
-        num_scored=0 * ones,
-        max_len=ones,
+        rows=column(rows),
+        num_new=column(num_new),
+        num_draft=column(num_draft),
+        samples=column(samples, np.bool_),
+        num_scored=column(num_scored),
+        max_len=column(max_len),
         waits=waits,
         relocation_version=version,
     )
 
 
+def facts_of(plan: BatchPlan, **others: Any) -> StepFacts:
+    return StepFacts.of(plan, **{"sampling": "greedy", "device": 0, "dtype": "bfloat16"} | others)
+
+
+def decide(plan: BatchPlan, coverage: Coverage = COVERAGE, loads: Loads = Loads(), **others: Any) -> Verdict:  # noqa: B008
+    return admit(plan, VERSIONS, loads, coverage, facts_of(plan, **others))
+
+
+def decode(num_rows: int, **columns: Any) -> BatchPlan:
+    return make_plan(list(range(1, num_rows + 1)), **columns)
+
+
+# --- what a step reads --------------------------------------------------------------------
+
+
 def states() -> list[tuple[tuple[int, ...], tuple[str, ...], tuple[int, int], int]]:
     """Every combination of: loads waited for, how each load stands, versions of two rows, version of the plan."""
     waits = [(), (1,), (1, 2)]
-    stands = list(itertools.product(("open", "done", "failed"), repeat=2))
+    stands = [("open", "ordered"), ("done", "ordered"), ("failed", "ordered"), ("ordered", "ordered")]
+    stands += itertools.product(("open", "done", "failed"), repeat=2)
     return list(itertools.product(waits, stands, itertools.product((0, 1, 2), repeat=2), (0, 1, 2)))
 
 
+@pytest.mark.parametrize(
+    "coverage", [Coverage(), COVERAGE, replace(COVERAGE, is_strict=True)], ids=["off", "on", "strict"]
+)
 @pytest.mark.parametrize("rows", [[1], [2], [1, 2]], ids=str)
-def test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way(rows: list[int]) -> None:
-    seen = set()
+def test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way(rows: list[int], coverage: Coverage) -> None:
+    deferred = set()
     for waits, stands, versions, version in states():
         how = dict(zip(LOADS, stands, strict=True))
-        verdict = admit(
-            plan_of(rows, waits, version),
-            np.array([9, *versions], dtype=np.int64),
-            {op for op in LOADS if how[op] == "open"},
-            {op for op in LOADS if how[op] == "failed"},
+        plan = make_plan(rows, waits, version)
+        loads = Loads(
+            open={op for op in LOADS if how[op] == "open"},
+            failed={op for op in LOADS if how[op] == "failed"},
+            last_started=sum(how[op] != "ordered" for op in LOADS),
         )
-        is_lost = any(how[op] == "failed" for op in waits)
+        verdict = admit(plan, np.array([9, *versions], dtype=np.int64), loads, coverage, facts_of(plan))
+        is_lost = any(how[op] in ("failed", "ordered") for op in waits)
         is_stale = any(versions[row - 1] > version for row in rows)
         assert (verdict.action is Action.DEFER) == (is_lost or is_stale), (waits, how, versions, version)
-        assert bool(verdict.reason) == (verdict.action is Action.DEFER)
-        if verdict.action is not Action.DEFER:
+        if verdict.action is Action.DEFER:
+            assert not verdict.loads
+            deferred.add(verdict.reason)
+        else:
             assert verdict.loads == tuple(op for op in waits if how[op] == "open")
-            assert (verdict.action is Action.WAIT) == bool(verdict.loads)
-        seen.add((verdict.action, verdict.reason))
-    wanted = {(Action.LAUNCH, ""), (Action.WAIT, ""), (Action.DEFER, "load_failed"), (Action.DEFER, "stale_table")}
-    assert seen == wanted
+    assert deferred == {Reason.LOAD_FAILED, Reason.LOAD_UNRECORDED, Reason.STALE_TABLE}
 
 
-def test_a_plan_without_rows_is_launched() -> None:
-    assert admit(plan_of([], (), 0), np.array([9, 9]), {1}, {2}) == Verdict(Action.LAUNCH)
+def test_a_step_that_reads_a_load_is_replayed_behind_it() -> None:
+    loads = Loads(open={1, 2, 3}, last_started=3)
+    assert decide(make_plan([1], waits=(2,)), loads=loads) == Verdict(Action.REPLAY, Reason.DECODE, (2,), bucket=1)
+
+
+def test_a_strict_gate_replays_nothing_while_any_load_is_under_way() -> None:
+    strict, plan = replace(COVERAGE, is_strict=True), make_plan([1], waits=(1,))
+    assert decide(decode(1), strict, Loads(open={9}, last_started=9)) == Verdict(Action.EAGER, Reason.STRICT_LOAD)
+    assert decide(plan, strict, Loads(open={1}, last_started=1)) == Verdict(Action.EAGER, Reason.STRICT_LOAD, (1,))
+    assert decide(plan, strict, Loads(open={9}, failed={1}, last_started=9)).reason is Reason.LOAD_FAILED
+    assert decide(plan, strict, Loads(failed={9}, last_started=9)).action is Action.REPLAY
+
+
+def test_a_plan_without_rows_gets_a_verdict_too() -> None:
+    for coverage in (Coverage(), COVERAGE, ONLY_FULL, ONLY_PIECEWISE):
+        assert decide(make_plan([]), coverage, Loads(open={1}, failed={2}, last_started=2)).action is Action.EAGER
+
+
+# --- what graphs cover --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (7, 8), (8, 8)])
+def test_a_decode_step_is_replayed_in_the_smallest_graph_that_holds_its_rows(num_rows: int, bucket: int) -> None:
+    assert decide(decode(num_rows)) == Verdict(Action.REPLAY, Reason.DECODE, bucket=bucket)
+
+
+def test_a_verify_step_is_replayed_by_the_graphs_of_its_own_width() -> None:
+    assert decide(decode(3, num_new=4, num_draft=3)) == Verdict(Action.REPLAY, Reason.VERIFY, bucket=4)
+    assert decide(decode(3, num_new=3, num_draft=2), ONLY_FULL) == Verdict(Action.EAGER, Reason.WIDTH)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"num_new": [1, 4], "num_draft": [0, 3]},  # rows differ
+        {"num_new": 4, "num_draft": [3, 2]},  # one has a draft less
+        {"num_new": 4, "num_draft": 0},  # part of a prompt
+        {"samples": [True, False]},  # the last chunk but one ends short of the prompt's end
+    ],
+    ids=str,
+)
+def test_rows_that_differ_or_do_not_sample_are_no_decode_or_verify_step(columns: dict[str, Any]) -> None:
+    assert decide(decode(2, **columns), ONLY_FULL) == Verdict(Action.EAGER, Reason.WIDTH)
+    assert decide(decode(2, **columns)) == Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=16)
+
+
+@pytest.mark.parametrize(("num_tokens", "bucket"), [(1, 16), (15, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 0)])
+def test_prefill_is_replayed_in_pieces_up_to_the_most_tokens_captured(num_tokens: int, bucket: int) -> None:
+    plan = decode(1, num_new=num_tokens, samples=False, max_len=64 * MAX_LEN)
+    refused = Verdict(Action.EAGER, Reason.TOKENS)
+    assert decide(plan) == (Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=bucket) if bucket else refused)
+
+
+def test_a_uniform_step_outside_its_graphs_is_replayed_in_pieces_if_it_can_be() -> None:
+    long = decode(2, max_len=MAX_LEN + 1)
+    assert decide(long) == Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=16)
+    assert decide(long, ONLY_FULL) == Verdict(Action.EAGER, Reason.CONTEXT)
+    many = decode(65)
+    assert decide(many) == Verdict(Action.EAGER, Reason.ROWS)  # what kept it from its own graphs
+
+
+@pytest.mark.parametrize("max_len", [5 * PAGE - 1, 5 * PAGE, 5 * PAGE + 1, MAX_LEN])
+@pytest.mark.parametrize("table_width", [4, 5, 6, 7, 8])
+def test_a_captured_table_narrower_than_the_batch_is_not_used(max_len: int, table_width: int) -> None:
+    coverage = replace(ONLY_FULL, full={1: replace(DECODE, table_width=table_width)})
+    covers = table_width * PAGE >= max_len
+    wanted = Verdict(Action.REPLAY, Reason.DECODE, bucket=2) if covers else Verdict(Action.EAGER, Reason.TABLE_WIDTH)
+    assert decide(decode(2, max_len=[1, max_len]), coverage) == wanted
+
+
+@pytest.mark.parametrize(("max_len", "fits"), [(31, True), (32, True), (33, False), (64, False), (MAX_LEN, False)])
+def test_a_row_past_the_window_that_was_captured_is_not_replayed(max_len: int, fits: bool) -> None:
+    coverage = replace(ONLY_FULL, full={1: replace(DECODE, window=32)})
+    assert decide(decode(2, max_len=[1, max_len]), coverage).reason is (Reason.DECODE if fits else Reason.WINDOW)
+    assert decide(decode(2, max_len=max_len), ONLY_FULL).reason is Reason.DECODE  # kernels look at lengths themselves
+
+
+@pytest.mark.parametrize(
+    ("reason", "coverage", "plan", "others"),
+    [
+        (Reason.GRAPHS_OFF, Coverage(), decode(1), {}),
+        (Reason.CAPTURING, replace(COVERAGE, is_capturing=True), decode(1), {}),
+        (Reason.DEVICE, COVERAGE, decode(1), {"device": 1}),
+        (Reason.DTYPE, COVERAGE, decode(1), {"dtype": "float16"}),
+        (Reason.CANARY, COVERAGE, decode(1), {"has_canary": True}),
+        (Reason.SCORED, COVERAGE, decode(2, num_new=4, samples=False, num_scored=[0, 4]), {}),
+        (Reason.WIDTH, ONLY_FULL, decode(1, num_new=9), {}),
+        (Reason.ROWS, ONLY_FULL, decode(9), {}),
+        (Reason.CONTEXT, ONLY_FULL, decode(1, max_len=MAX_LEN + 1), {}),
+        (Reason.SAMPLING, ONLY_FULL, decode(1), {"sampling": "filtered"}),
+        (Reason.TOKENS, COVERAGE, decode(1, num_new=65, samples=False), {}),
+        (
+            Reason.CAPTURE_FAILED,
+            replace(ONLY_FULL, full={1: replace(DECODE, failed=frozenset({(4, "greedy")}))}),
+            decode(3),
+            {},
+        ),
+        (
+            Reason.CAPTURE_FAILED,
+            replace(COVERAGE, piecewise=PiecewiseGraphs((16, 32), frozenset({32}))),
+            decode(1, num_new=17, samples=False),
+            {},
+        ),
+    ],
+    ids=lambda value: value.value if isinstance(value, Reason) else "",
+)
+def test_a_step_that_no_graph_covers_runs_eagerly_and_waits_for_its_loads_all_the_same(
+    reason: Reason, coverage: Coverage, plan: BatchPlan, others: dict[str, Any]
+) -> None:
+    assert decide(plan, coverage, **others) == Verdict(Action.EAGER, reason)
+    behind = decide(replace(plan, waits=(1,)), coverage, Loads(open={1}, last_started=1), **others)
+    assert behind == Verdict(Action.EAGER, reason, (1,))
+
+
+def test_a_capture_that_failed_leaves_the_other_graphs_alone() -> None:
+    coverage = replace(ONLY_FULL, full={1: replace(DECODE, failed=frozenset({(4, "greedy")}))})
+    assert decide(decode(2), coverage).bucket == 2
+    assert decide(decode(5), coverage).bucket == 8
+    assert decide(decode(3), coverage, sampling="plain").bucket == 4
+    assert decide(decode(3), replace(coverage, piecewise=COVERAGE.piecewise)).reason is Reason.PIECEWISE
+
+
+def test_a_step_is_replayed_exactly_when_every_limit_of_some_graph_holds() -> None:
+    """Against conditions written down once more, over all combinations of a small space."""
+    sampling = frozenset({"greedy"})
+    num_replayed = 0
+    for window, table_width, broken, max_tokens in itertools.product((None, 18), (2, 3), (False, True), (0, 4)):
+        failed = frozenset({(2, "greedy")} if broken else ())
+        full = FullGraphs((2,), max_len=20, table_width=table_width, sampling=sampling, failed=failed, window=window)
+        pieces = PiecewiseGraphs((max_tokens,)) if max_tokens else None
+        coverage = Coverage(device=0, dtype="bfloat16", page_size=8, full={2: full}, piecewise=pieces)
+        for rows, width, max_len, variant, scored in itertools.product(
+            (1, 2, 3), (1, 2, 3), (15, 16, 17, 18, 19, 20, 21), ("greedy", "plain"), (0, 1)
+        ):
+            plan = decode(rows, num_new=width, num_draft=width - 1, max_len=max_len, num_scored=scored)
+            fits = rows <= 2 and width == 2 and variant == "greedy" and not broken
+            fits = fits and max_len <= min(20, 8 * table_width, 20 if window is None else window)
+            should = not scored and (fits or rows * width <= max_tokens)
+            verdict = decide(plan, coverage, sampling=variant)
+            assert (verdict.action is Action.REPLAY) == should, (coverage, plan, verdict)
+            num_replayed += should
+    assert num_replayed > 500
