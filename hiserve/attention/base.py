@@ -51,6 +51,13 @@ class Attention(Protocol):
     def plan(self, inputs: ForwardInputs) -> None:
         """Prepares one step. Host work is allowed here, and only here."""
 
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns a backend for a graph of batches with so many rows of ``width`` tokens each; it may be itself.
+
+        It is planned once before the capture. Those that need host lengths are planned before each replay too, with
+        inputs of the same tensors and other lengths.
+        """
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
         """Attends: token t of a row sees the row's positions up to its own. Can be captured in a graph.
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
@@ -50,6 +51,10 @@ class CpuAttention:
         self._page_size = page_size
         self._dtype = dtype
         self._rows: list[_Row] = []
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns itself."""
+        return self
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides for each row whether its keys are one stretch of the pool."""

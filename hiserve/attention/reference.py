@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
@@ -19,6 +20,10 @@ class ReferenceAttention:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns itself."""
+        return self
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Lays out the padded batch: queries ``[B, Q]`` and keys ``[B, N]``."""
