@@ -31,6 +31,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds ``delta`` to ``residual`` in place, both ``[T, n]``, and returns the norm of the sum."""
+    return rms_norm(residual.add_(delta), weight, eps)
+
+
+def rotations(
+    positions: Tensor, frequencies: Tensor, attention_factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles ``position * frequency``.
+
+    Angles are float32 products whatever the model's dtype: checkpoints were trained with them, and at
+    position 8,000 float64 angles would differ in the fourth digit.
+
+    Args:
+        positions: int64 ``[T]``.
+        frequencies: float32 ``[head_dim / 2]``.
+        attention_factor: Cosines and sines are multiplied by it.
+        dtype: float32 or float64.
+
+    Returns:
+        Cosines and sines as ``rope`` takes them: ``[T, 1, head_dim]``.
+    """
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if attention_factor != 1.0:
+        cos, sin = cos.mul_(attention_factor), sin.mul_(attention_factor)
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates each head, its first half paired with its second (the Hugging Face layout).
 
@@ -48,6 +78,35 @@ def store_kv(kv: LayerKV, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes keys and values ``[T, num_kv_heads, head_dim]`` into their slots, int64 ``[T]``."""
     kv.k.index_copy_(0, slots, k)
     kv.v.index_copy_(0, slots, v)
+
+
+def rotate_and_store(
+    qkv: Tensor, qk_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms and rotates queries and keys, and writes keys and values into their slots.
+
+    Args:
+        qkv: ``[T, num_heads + 2 * num_kv_heads, head_dim]``: queries, keys, values. May be overwritten.
+        qk_weight: ``[num_heads + num_kv_heads, head_dim]``, of the norm of each query and key head before the
+            rotation; None without one.
+        eps: Of that norm.
+        cos: As ``rotations`` returns them.
+        sin: Likewise.
+        kv: The layer's pool.
+        slots: int64 ``[T]``.
+
+    Returns:
+        Queries ``[T, num_heads, head_dim]``, keys and values ``[T, num_kv_heads, head_dim]``; views of what may be one
+        tensor. Queries are contiguous on a GPU.
+    """
+    num_kv_heads = kv.k.shape[1]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qk, v = qkv.split_with_sizes((num_heads + num_kv_heads, num_kv_heads), 1)
+    if qk_weight is not None:
+        qk = rms_norm(qk, qk_weight, eps)
+    q, k = rope(qk, cos, sin).split_with_sizes((num_heads, num_kv_heads), 1)
+    store_kv(kv, slots, k, v)
+    return q, k, v
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

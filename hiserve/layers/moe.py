@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hiserve.kernels.reference import mix_experts, route
+from hiserve.kernels.ops import Ops
 from hiserve.layers.linear import Linear
 from hiserve.layers.mlp import GatedMLP
 
@@ -25,33 +25,37 @@ class MoE:
         experts: Computes and adds up.
         num_per_token: Experts that compute a token.
         is_normalized: Their shares are scaled to sum to 1.
+        ops: The device's operations.
     """
 
     router: Linear
     experts: Experts
     num_per_token: int
     is_normalized: bool
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
-        return self.experts(x, *route(self.router(x), self.num_per_token, self.is_normalized))
+        return self.experts(x, *self.ops.route(self.router(x), self.num_per_token, self.is_normalized))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DenseExperts:
-    """Every expert computes every token: fixed shapes, nothing that waits for the device.
+class StackedExperts:
+    """All experts at once: fixed shapes, nothing that waits for the device.
 
     Attributes:
         gate_up: ``[num_experts, 2 * intermediate_size, hidden_size]``.
         down: ``[num_experts, hidden_size, intermediate_size]``.
+        ops: The device's operations.
     """
 
     gate_up: Tensor
     down: Tensor
+    ops: Ops
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """As ``Experts``."""
-        return mix_experts(x, shares, chosen, self.gate_up, self.down)
+        return self.ops.mix_experts(x, shares, chosen, self.gate_up, self.down)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

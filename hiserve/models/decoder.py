@@ -11,11 +11,12 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers.attention import SelfAttention
 from hiserve.layers.embedding import Embedding
 from hiserve.layers.linear import Linear
 from hiserve.layers.mlp import GatedMLP
-from hiserve.layers.moe import DenseExperts, Experts, MoE, SparseExperts
+from hiserve.layers.moe import Experts, MoE, SparseExperts, StackedExperts
 from hiserve.layers.norm import RMSNorm
 from hiserve.layers.rotary import Rotary
 from hiserve.models.config import ExpertsConfig, ModelConfig
@@ -45,9 +46,10 @@ class Decoder:
         embedding = parameters.pop("embedding")
         self._embedding = Embedding(embedding)
         frequencies = rotary_frequencies(config.rope, config.head_dim, max_len).to(embedding.device)
-        self._rotary = Rotary(frequencies, embedding.dtype, config.rope.attention_factor)
-        self._layers = [_layer(config, parameters, index) for index in range(config.num_layers)]
-        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps)
+        ops = ops_for(embedding.device)
+        self._rotary = Rotary(frequencies, embedding.dtype, ops, config.rope.attention_factor)
+        self._layers = [_layer(config, parameters, index, ops) for index in range(config.num_layers)]
+        self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
         self._head = Linear(parameters.pop("head", embedding))
 
     def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
@@ -58,40 +60,64 @@ class Decoder:
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
         """
+        hidden = self.hidden(inputs, layers, attention)
+        return ForwardOutputs(logits=self.logits(hidden, inputs.logits_rows))
+
+    def hidden(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> Tensor:
+        """Computes what the last layer gives for each token, and stores the step's keys and values.
+
+        Args:
+            inputs: The batch.
+            layers: The pool's views, one per layer.
+            attention: A backend on which ``plan(inputs)`` was called.
+
+        Returns:
+            ``[T, hidden_size]``, not normed.
+        """
         rotation = self._rotary(inputs.positions)
-        x = self._embedding(inputs.input_ids)
+        residual = self._embedding(inputs.input_ids)
+        delta: Tensor | None = None  # what the residual stream does not hold yet
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
             if inputs.before_layer is not None:
                 inputs.before_layer(index)
-            x = x + layer.attention(layer.input_norm(x), inputs, rotation, kv, attention)
-            x = x + layer.mlp(layer.mlp_norm(x))
-        last = x.index_select(0, inputs.logits_rows)
-        return ForwardOutputs(logits=self._head(self._norm(last)))
+            x = layer.input_norm(residual) if delta is None else layer.input_norm.add(delta, residual)
+            delta = layer.attention(x, inputs, rotation, kv, attention)
+            delta = layer.mlp(layer.mlp_norm.add(delta, residual))
+        assert delta is not None, "a decoder without layers"
+        return residual.add_(delta)
+
+    def logits(self, hidden: Tensor, logits_rows: Tensor) -> Tensor:
+        """Returns the logits ``[N, vocab_size]`` of some tokens.
+
+        Args:
+            hidden: ``[T, hidden_size]``, from ``hidden``.
+            logits_rows: int64 ``[N]``, indices into T.
+        """
+        return self._head(self._norm(hidden.index_select(0, logits_rows)))
 
 
-def _layer(config: ModelConfig, parameters: dict[str, Tensor], index: int) -> _Layer:
+def _layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> _Layer:
     ours = f"layers.{index}."
-    qk_norm = None
+    qk_weight = None
     if config.has_qk_norm:
         query, key = parameters.pop(ours + "q_norm"), parameters.pop(ours + "k_norm")
-        weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
-        qk_norm = RMSNorm(weight, config.norm_eps)
+        qk_weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
     return _Layer(
-        input_norm=RMSNorm(parameters.pop(ours + "input_norm"), config.norm_eps),
+        input_norm=RMSNorm(parameters.pop(ours + "input_norm"), config.norm_eps, ops),
         attention=SelfAttention(
             layer=index,
             qkv=_linear(parameters, ours + "qkv"),
             out=_linear(parameters, ours + "out"),
-            qk_norm=qk_norm,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            qk_weight=qk_weight,
+            eps=config.norm_eps,
             head_dim=config.head_dim,
+            ops=ops,
         ),
-        mlp_norm=RMSNorm(parameters.pop(ours + "mlp_norm"), config.norm_eps),
+        mlp_norm=RMSNorm(parameters.pop(ours + "mlp_norm"), config.norm_eps, ops),
         mlp=(
-            _moe(config.experts, parameters, ours)
+            _moe(config.experts, parameters, ours, ops)
             if config.experts is not None and config.experts.is_in(index)
-            else GatedMLP(gate_up=_linear(parameters, ours + "gate_up"), down=_linear(parameters, ours + "down"))
+            else GatedMLP(_linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"), ops)
         ),
     )
 
@@ -100,22 +126,23 @@ def _linear(parameters: dict[str, Tensor], name: str) -> Linear:
     return Linear(parameters.pop(name), parameters.pop(name + "_bias", None))
 
 
-def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str) -> MoE:
+def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:
     """Stacks matrices of experts as ``[num_experts, rows, columns]``; on the CPU each expert packs its own."""
     gate_up, down = (
         matrices.view(config.num_experts, -1, matrices.shape[1])
         for matrices in (parameters.pop(ours + "experts_gate_up"), parameters.pop(ours + "experts_down"))
     )
-    experts: Experts = DenseExperts(gate_up, down)
+    experts: Experts = StackedExperts(gate_up, down, ops)
     if gate_up.device.type == "cpu":
         experts = SparseExperts(
-            [GatedMLP(gate_up=Linear(mine), down=Linear(its)) for mine, its in zip(gate_up, down, strict=True)]
+            [GatedMLP(Linear(mine), Linear(its), ops) for mine, its in zip(gate_up, down, strict=True)]
         )
     return MoE(
         router=Linear(parameters.pop(ours + "router")),
         experts=experts,
         num_per_token=config.num_per_token,
         is_normalized=config.is_normalized,
+        ops=ops,
     )
 
 

@@ -224,8 +224,8 @@ MUTANTS = [
     Mutant(
         name="attention_factor is ignored",
         file=DECODER,
-        old="Rotary(frequencies, embedding.dtype, config.rope.attention_factor)",
-        new="Rotary(frequencies, embedding.dtype)",
+        old="Rotary(frequencies, embedding.dtype, ops, config.rope.attention_factor)",
+        new="Rotary(frequencies, embedding.dtype, ops)",
         test=OF_FAMILIES + "test_a_model_gives_the_logits_and_tokens_of_transformers",
     ),
     Mutant(
@@ -245,8 +245,8 @@ MUTANTS = [
     Mutant(
         name="queries and keys are not normed",
         file=DECODER,
-        old="qk_norm = RMSNorm(weight, config.norm_eps)",
-        new="del weight",
+        old="            qk_weight=qk_weight,\n",
+        new="            qk_weight=None,\n",
         test=OF_LOGITS + "test_float32_logits_of_every_position_agree",
     ),
     Mutant(

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from hiserve.kernels import reference
 from hiserve.layers.embedding import Embedding
 from hiserve.layers.linear import Linear
 from hiserve.layers.mlp import GatedMLP
@@ -17,7 +18,7 @@ from hiserve.models.rope import RopeConfig
 
 
 def rotary(theta: float, dtype: torch.dtype) -> Rotary:
-    return Rotary(rotary_frequencies(RopeConfig(theta=theta), 64, 8192), dtype)
+    return Rotary(rotary_frequencies(RopeConfig(theta=theta), 64, 8192), dtype, reference)
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 100_000.0])
@@ -28,7 +29,8 @@ def test_rotation_equals_transformers_at_far_positions(theta: float, dtype: torc
     heads = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0), dtype=dtype)
     cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
     expected, _ = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)
-    got = rotary(theta, dtype)(positions)(heads)
+    rotation = rotary(theta, dtype)(positions)
+    got = reference.rope(heads, rotation.cos, rotation.sin)
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected[0].transpose(0, 1), atol=1e-6, rtol=0)
 
@@ -62,7 +64,7 @@ def test_linear_adds_its_bias_packed_or_not(dtype: torch.dtype, rows: int) -> No
 def test_mlp_gates_then_projects_down() -> None:
     gate, up, down = (torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(9))
-    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up))), down=Linear(down))
+    mlp = GatedMLP(gate_up=Linear(torch.cat((gate, up))), down=Linear(down), ops=reference)
     expected = (torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())) @ down.t()
     torch.testing.assert_close(mlp(x), expected, atol=1e-5, rtol=0)
 
@@ -70,5 +72,5 @@ def test_mlp_gates_then_projects_down() -> None:
 def test_norm_and_embedding_hold_what_they_are_given() -> None:
     assert torch.equal(Embedding(torch.eye(3))(torch.tensor([2, 0], dtype=torch.int32)), torch.eye(3)[[2, 0]])
     torch.testing.assert_close(
-        RMSNorm(torch.full((2,), 3.0), 0.0)(torch.tensor([[5.0, -5.0]])), torch.tensor([[3.0, -3.0]])
+        RMSNorm(torch.full((2,), 3.0), 0.0, reference)(torch.tensor([[5.0, -5.0]])), torch.tensor([[3.0, -3.0]])
     )

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hiserve.kernels import reference
 from hiserve.kernels.reference import mix_experts, route
 from hiserve.layers.linear import Linear
 from hiserve.layers.mlp import GatedMLP
-from hiserve.layers.moe import DenseExperts, MoE, SparseExperts
+from hiserve.layers.moe import MoE, SparseExperts, StackedExperts
 
 NUM_EXPERTS, HIDDEN, INNER = 6, 10, 7
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -31,11 +32,13 @@ def weights(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]
 
 def moe(form: str, dtype: torch.dtype, num_per_token: int, is_normalized: bool) -> MoE:
     router, gate_up, down = weights(dtype)
-    experts: DenseExperts | SparseExperts = DenseExperts(gate_up, down)
+    experts: StackedExperts | SparseExperts = StackedExperts(gate_up, down, reference)
     if form == "sparse":
         pairs = zip(gate_up, down, strict=True)
-        experts = SparseExperts([GatedMLP(gate_up=Linear(mine), down=Linear(its)) for mine, its in pairs])
-    return MoE(router=Linear(router), experts=experts, num_per_token=num_per_token, is_normalized=is_normalized)
+        experts = SparseExperts([GatedMLP(Linear(mine), Linear(its), reference) for mine, its in pairs])
+    return MoE(
+        router=Linear(router), experts=experts, num_per_token=num_per_token, is_normalized=is_normalized, ops=reference
+    )
 
 
 def by_token(x: Tensor, num_per_token: int, is_normalized: bool) -> Tensor:
@@ -96,7 +99,7 @@ def test_on_the_cpu_an_expert_without_tokens_is_not_run() -> None:
             return x
 
     linear = Linear(torch.zeros(1, 1))
-    experts = SparseExperts([Counted(gate_up=linear, down=linear) for _ in range(4)])
+    experts = SparseExperts([Counted(linear, linear, reference) for _ in range(4)])
     out = experts(torch.ones(3, 1), torch.tensor([[0.5], [1.0], [2.0]]), torch.tensor([[1], [3], [1]]))
     assert calls == [2, 1]
     assert out[:, 0].tolist() == [0.5, 1.0, 2.0]

@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hiserve.errors import ModelError
+from hiserve.kernels import reference
 from hiserve.layers.rotary import Rotary
 from hiserve.models.config import read_model_config
 from hiserve.models.frequencies import rotary_frequencies
@@ -100,7 +101,7 @@ def test_frequencies_and_attention_factor_are_bitwise_those_of_transformers(tmp_
     assert config.rope.attention_factor == expected.attention_scaling
     positions = torch.tensor([0, 1, 17, 63])
     cos, sin = expected(torch.zeros(1, dtype=torch.float64), positions[None])
-    rotation = Rotary(got, torch.float64, config.rope.attention_factor)(positions)
+    rotation = Rotary(got, torch.float64, reference, config.rope.attention_factor)(positions)
     assert torch.equal(rotation.cos[:, 0], cos[0])
     assert torch.equal(rotation.sin[:, 0, HEAD_DIM // 2 :], sin[0, :, HEAD_DIM // 2 :])
 

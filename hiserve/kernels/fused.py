@@ -1,0 +1,253 @@
+"""The operations of a decoder as Triton kernels: one launch each, where plain torch takes five to ten.
+
+Arithmetic is float32, or float64 for float64, and is rounded where ``kernels.reference`` rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.core.forward import LayerKV
+from hiserve.kernels.reference import mix_experts, route
+
+__all__ = ["add_rms_norm", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
+
+_MAX_WARPS = 8
+_ELEMENTS_PER_WARP = 512
+_MAX_BLOCK_HEADS = 8
+_SILU_BLOCK = 1024
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``reference.rms_norm``, of contiguous ``[T, n]``."""
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As ``reference.add_rms_norm``, of contiguous ``[T, n]``."""
+    return _norm(residual, delta, weight, eps)
+
+
+def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    assert x.is_contiguous() and (delta is None or delta.is_contiguous()), f"rows {x.stride()} apart"
+    num_rows, size = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _norm_kernel[(num_rows,)](
+        x,
+        delta,
+        weight,
+        out,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        IS_WIDE=x.dtype == torch.float64,
+        num_warps=_num_warps(block),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x,
+    delta,
+    weight,
+    out,
+    eps,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_WIDE: tl.constexpr,  # noqa: N803
+):
+    """Each program norms one row, and writes it back first where something is added to it."""
+    wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    row = tl.program_id(0).to(tl.int64) * SIZE + column
+    value = tl.load(x + row, mask=mask, other=0.0).to(wide)
+    if delta is not None:
+        value += tl.load(delta + row, mask=mask, other=0.0).to(wide)
+        narrow = value.to(dtype)
+        tl.store(x + row, narrow, mask=mask)
+        value = narrow.to(wide)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
+    weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)
+    tl.store(out + row, ((value * scale).to(dtype).to(wide) * weights).to(dtype), mask=mask)
+
+
+def rotations(
+    positions: Tensor, frequencies: Tensor, attention_factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As ``reference.rotations``."""
+    half = frequencies.shape[0]
+    shape = (positions.shape[0], 1, 2 * half)
+    cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
+    _rotations_kernel[(positions.shape[0],)](
+        positions,
+        frequencies,
+        cos,
+        sin,
+        attention_factor,
+        HALF=half,
+        BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+    )
+    return cos, sin
+
+
+@triton.jit(do_not_specialize=["attention_factor"])  # type: ignore[untyped-decorator]
+def _rotations_kernel(  # type: ignore[no-untyped-def]
+    positions,
+    frequencies,
+    cos,
+    sin,
+    attention_factor,
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program computes the angles of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    mask = pair < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=mask, other=0.0)
+    cosine, sine = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
+    first = token * (2 * HALF) + pair
+    dtype: tl.constexpr = cos.dtype.element_ty
+    tl.store(cos + first, cosine.to(dtype), mask=mask)
+    tl.store(cos + first + HALF, cosine.to(dtype), mask=mask)
+    tl.store(sin + first, -sine.to(dtype), mask=mask)
+    tl.store(sin + first + HALF, sine.to(dtype), mask=mask)
+
+
+def rotate_and_store(
+    qkv: Tensor, qk_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv: LayerKV, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.rotate_and_store``: keys are rotated where they stand in ``qkv``, queries into memory of their own."""
+    num_tokens, num_all, head_dim = qkv.shape
+    num_kv_heads = kv.k.shape[1]
+    num_heads = num_all - 2 * num_kv_heads
+    assert qkv.is_contiguous() and kv.k[0].is_contiguous() and kv.k.stride(0) == kv.v.stride(0), kv.k.stride()
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    block_heads = min(_MAX_BLOCK_HEADS, triton.next_power_of_2(num_kv_heads))
+    num_blocks = triton.cdiv(num_heads, block_heads) + 2 * triton.cdiv(num_kv_heads, block_heads)  # of a token
+    block_pairs = triton.next_power_of_2(head_dim // 2)
+    _rotate_and_store_kernel[(num_tokens * num_blocks,)](
+        qkv,
+        qk_weight,
+        cos,
+        sin,
+        slots,
+        q,
+        kv.k,
+        kv.v,
+        eps,
+        kv.k.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_HEADS=block_heads,
+        BLOCK_PAIRS=block_pairs,
+        num_warps=_num_warps(2 * block_heads * block_pairs),
+    )
+    return q, qkv[:, num_heads:-num_kv_heads], qkv[:, -num_kv_heads:]
+
+
+@triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
+def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    qk_weight,
+    cos,
+    sin,
+    slots,
+    q,
+    pool_k,
+    pool_v,
+    eps,
+    slot_stride,
+    NUM_HEADS: tl.constexpr,  # noqa: N803
+    NUM_KV_HEADS: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK_HEADS: tl.constexpr,  # noqa: N803
+    BLOCK_PAIRS: tl.constexpr,  # noqa: N803
+):
+    """Each program takes some heads of one token, of one kind: queries, then keys, then values."""
+    query_blocks: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    key_blocks: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    num_rotated: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    num_blocks: tl.constexpr = query_blocks + 2 * key_blocks
+    block, token = tl.program_id(0) % num_blocks, (tl.program_id(0) // num_blocks).to(tl.int64)
+    is_query, is_value = block < query_blocks, block >= query_blocks + key_blocks
+    before = tl.where(is_query, 0, tl.where(is_value, query_blocks + key_blocks, query_blocks))
+    head = (block - before) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]  # among those of its kind
+    place = head + tl.where(is_query, 0, tl.where(is_value, num_rotated, NUM_HEADS))  # among all
+    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+    mask = (head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)) & (pair < HALF)
+    source = qkv + token * ((num_rotated + NUM_KV_HEADS) * 2 * HALF) + place * (2 * HALF) + pair
+    first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
+    slot = tl.load(slots + token) * slot_stride + head * (2 * HALF) + pair
+    if is_value:
+        tl.store(pool_v + slot, first, mask=mask)
+        tl.store(pool_v + slot + HALF, second, mask=mask)
+    else:
+        wide: tl.constexpr = cos.dtype.element_ty
+        dtype: tl.constexpr = qkv.dtype.element_ty
+        one, other = first.to(wide), second.to(wide)
+        if qk_weight is not None:
+            scale = tl.rsqrt((tl.sum(one * one, 1) + tl.sum(other * other, 1)) / (2 * HALF) + eps)[:, None]
+            weights = qk_weight + place * (2 * HALF) + pair
+            one = (one * scale).to(dtype).to(wide) * tl.load(weights, mask=mask, other=0.0).to(wide)
+            other = (other * scale).to(dtype).to(wide) * tl.load(weights + HALF, mask=mask, other=0.0).to(wide)
+            one, other = one.to(dtype).to(wide), other.to(dtype).to(wide)
+        angle = token * (2 * HALF) + HALF + pair  # the second half, whose sines have their own sign
+        is_pair = pair < HALF
+        cosine, sine = tl.load(cos + angle, mask=is_pair, other=0.0), tl.load(sin + angle, mask=is_pair, other=0.0)
+        turned, partner = (one * cosine - other * sine).to(dtype), (other * cosine + one * sine).to(dtype)
+        if is_query:
+            target = q + token * (NUM_HEADS * 2 * HALF) + head * (2 * HALF) + pair
+            tl.store(target, turned, mask=mask)
+            tl.store(target + HALF, partner, mask=mask)
+        else:
+            tl.store(source, turned, mask=mask)
+            tl.store(source + HALF, partner, mask=mask)
+            tl.store(pool_k + slot, turned, mask=mask)
+            tl.store(pool_k + slot + HALF, partner, mask=mask)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As ``reference.silu_mul``, of contiguous ``[T, 2 n]``."""
+    assert gate_up.is_contiguous(), f"rows {gate_up.stride()} apart"
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    block = min(_SILU_BLOCK, triton.next_power_of_2(size))
+    _silu_mul_kernel[(num_rows * triton.cdiv(size, block),)](
+        gate_up, out, SIZE=size, BLOCK=block, IS_WIDE=out.dtype == torch.float64, num_warps=_num_warps(block)
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_mul_kernel(  # type: ignore[no-untyped-def]
+    gate_up,
+    out,
+    SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_WIDE: tl.constexpr,  # noqa: N803
+):
+    wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
+    dtype: tl.constexpr = out.dtype.element_ty
+    num_blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // num_blocks).to(tl.int64) * SIZE
+    column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = column < SIZE
+    gate = tl.load(gate_up + 2 * row + column, mask=mask, other=0.0).to(wide)
+    up = tl.load(gate_up + 2 * row + SIZE + column, mask=mask, other=0.0).to(wide)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
+    tl.store(out + row + column, (silu * up).to(dtype), mask=mask)
+
+
+def _num_warps(num_elements: int) -> int:
+    """Warps of a program for the elements it holds, a power of two."""
+    return min(_MAX_WARPS, max(1, num_elements // _ELEMENTS_PER_WARP))

@@ -1,0 +1,118 @@
+"""Fused kernels against their plain twins, run by Triton's interpreter where there is no device."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hiserve.kernels import fused, reference
+from hiserve.kernels.ops import Ops
+
+ROOT = Path(__file__).parent.parent.parent.parent
+HEADER = """
+import torch
+from torch.testing import assert_close
+from hiserve.core.forward import LayerKV
+from hiserve.kernels import fused, reference
+
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(5)
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-6, torch.float16: 2e-3}
+DTYPES = tuple(TOLERANCE)
+
+def randn(*shape, dtype, scale=1.0):
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+def close(got, expected, dtype):
+    assert got.dtype == expected.dtype and got.shape == expected.shape, (got.dtype, got.shape)
+    assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+"""
+NORMS = """
+for dtype in DTYPES:
+    for rows, size in ((1, 64), (5, 100), (3, 1024), (0, 64)):
+        x, delta, weight = randn(rows, size, dtype=dtype, scale=9), randn(rows, size, dtype=dtype), randn(size, dtype=dtype)
+        before = x.clone()
+        close(fused.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+        assert torch.equal(x, before)
+        ours, theirs = x.clone(), x.clone()
+        close(fused.add_rms_norm(delta, ours, weight, 1e-5), reference.add_rms_norm(delta, theirs, weight, 1e-5), dtype)
+        assert torch.equal(ours, theirs), dtype
+    tiny = torch.full((2, 64), 1e-4, dtype=dtype)
+    weight = torch.ones(64, dtype=dtype)
+    close(fused.rms_norm(tiny, weight, 1e-5), reference.rms_norm(tiny, weight, 1e-5), dtype)
+"""
+SILU = """
+for dtype in DTYPES:
+    for rows, size in ((1, 64), (5, 100), (2, 2500), (0, 64)):
+        gate_up = randn(rows, 2 * size, dtype=dtype, scale=4)
+        before = gate_up.clone()
+        close(fused.silu_mul(gate_up), reference.silu_mul(gate_up), dtype)
+        assert torch.equal(gate_up, before)
+ends = torch.tensor([[-torch.inf, -1e30, 0.0, torch.inf, 1.0, 1.0, 1.0, 1.0]])
+assert torch.equal(fused.silu_mul(ends).nan_to_num(nan=7.0), reference.silu_mul(ends).nan_to_num(nan=7.0))
+"""
+ROTATIONS = """
+for half in (4, 12, 64):
+    frequencies = 3e4 ** -(torch.arange(half, dtype=torch.float32) / half)
+    positions = torch.tensor([0, 1, 17, 8191, 131071])
+    for dtype, factor in ((torch.float32, 1.0), (torch.float64, 1.25)):
+        ours = fused.rotations(positions, frequencies, factor, dtype)
+        for got, expected in zip(ours, reference.rotations(positions, frequencies, factor, dtype)):
+            assert got.dtype == dtype and got.shape == expected.shape == (5, 1, 2 * half)
+            assert_close(got, expected, atol=1e-6, rtol=0)
+"""
+HEADS = """
+NUM_SLOTS, EPS = 40, 1e-5
+# (query heads, key heads, head_dim): whole blocks of heads, parts of one, one key head, uneven head_dims
+SHAPES = ((4, 2, 16), (9, 3, 24), (3, 1, 80), (20, 10, 8))
+
+def batch(heads, kv_heads, head_dim, tokens, dtype):
+    wide = torch.promote_types(dtype, torch.float32)
+    qkv = randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    slots = torch.randperm(NUM_SLOTS - 1, generator=generator)[:tokens] + 1
+    frequencies = 1e4 ** -(torch.arange(head_dim // 2, dtype=torch.float32) / head_dim)
+    cos, sin = reference.rotations(torch.randint(0, 9999, (tokens,), generator=generator), frequencies, 1.0, wide)
+    return qkv, cos, sin, slots
+
+def pool(kv_heads, head_dim, dtype):
+    # planes of a larger pool: slots of one layer lie further apart than their elements
+    planes = torch.full((2, NUM_SLOTS, 2 * kv_heads, head_dim), torch.nan, dtype=dtype)
+    return LayerKV(k=planes[0, :, :kv_heads], v=planes[1, :, :kv_heads]), planes
+
+for dtype in DTYPES:
+    for heads, kv_heads, head_dim in SHAPES:
+        for has_norm in (False, True):
+            weight = randn(heads + kv_heads, head_dim, dtype=dtype) if has_norm else None
+            for tokens in (1, 6):
+                qkv, cos, sin, slots = batch(heads, kv_heads, head_dim, tokens, dtype)
+                ours, our_planes = pool(kv_heads, head_dim, dtype)
+                theirs, their_planes = pool(kv_heads, head_dim, dtype)
+                expected = reference.rotate_and_store(qkv.clone(), weight, EPS, cos, sin, theirs, slots)
+                got = fused.rotate_and_store(qkv.clone(), weight, EPS, cos, sin, ours, slots)
+                for ours_is, theirs_is in zip(got, expected):
+                    close(ours_is, theirs_is, dtype)
+                assert got[0].is_contiguous()
+                assert torch.equal(ours.k[slots], got[1]) and torch.equal(ours.v[slots], got[2])
+                assert torch.equal(our_planes.isnan(), their_planes.isnan()), "other slots were written"
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("program", [NORMS, SILU, ROTATIONS, HEADS], ids=["norms", "silu", "rotations", "heads"])
+def test_a_fused_kernel_computes_what_its_twin_does(program: str) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", HEADER + program + 'print("same")']
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])
+def test_every_operation_is_there_for_both_devices_and_takes_the_same(name: str) -> None:
+    asked = [parameter for parameter in inspect.signature(getattr(Ops, name)).parameters if parameter != "self"]
+    for module in (reference, fused):
+        assert list(inspect.signature(getattr(module, name)).parameters) == asked
