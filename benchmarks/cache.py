@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Sizes
+from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Sizes, Visits
 from benchmarks.drive import Drive
 from benchmarks.record import about
 from hiserve.models.config import NANO, find_model
@@ -166,6 +166,7 @@ def measure_conversations(bench: Bench) -> dict[str, Any]:
         drive.engine.flush()
         before = drive.engine.stats().cache
         groups = visit(drive, sizes, first, later)
+        drive.settle()
         after = drive.engine.stats().cache
         counted = [group for group in groups if group["turn"] > 0]
         seconds = sum(group["seconds"] for group in counted)
@@ -182,7 +183,7 @@ def measure_conversations(bench: Bench) -> dict[str, Any]:
 
 
 def visit(
-    drive: Drive, sizes: Sizes, first: Sequence[np.ndarray], later: Sequence[Sequence[np.ndarray]]
+    drive: Drive, sizes: Visits, first: Sequence[np.ndarray], later: Sequence[Sequence[np.ndarray]]
 ) -> list[dict[str, Any]]:
     """Returns turn, seconds, input tokens and cached tokens of each group, in order."""
     histories, groups = list(first), []
@@ -206,7 +207,6 @@ def visit(
                 for i, seen in zip(members, requests, strict=True):
                     said = np.array(seen.tokens, dtype=np.int32)
                     histories[i] = np.concatenate((histories[i], said, later[turn][i]))
-    drive.settle()
     return groups
 
 

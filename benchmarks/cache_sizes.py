@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,6 +11,14 @@ from benchmarks.drive import Drive, Seen
 from hiserve.models.config import NANO
 
 SEED = 20261121
+
+
+class Visits(Protocol):
+    """How conversations are visited: as in ``Sizes``."""
+
+    group: int
+    turn_output: int
+    turns: int
 
 
 @dataclass(frozen=True)

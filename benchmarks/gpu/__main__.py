@@ -24,20 +24,29 @@ import torch
 from benchmarks.gpu import ceilings
 from benchmarks.gpu.driving import Bench, Part
 from benchmarks.gpu.figures import Figure, table
+from benchmarks.gpu.peers import measure_chats, measure_conversations, measure_peers
 from benchmarks.gpu.profiling import measure_profile
+from benchmarks.gpu.served import measure_http
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
 from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
+from benchmarks.gpu.traffic import measure_traffic
 from benchmarks.record import about
 
 # In an order that builds few engines.
 PARTS: dict[str, Callable[[Bench], Part]] = {
     "decode": partial(measure_decode, shape=LARGE),
     "prefill": measure_prefill,
+    "peers": measure_peers,
+    "chats": measure_chats,
     "profile": partial(measure_profile, shape=LARGE),
+    "http": partial(measure_http, shape=LARGE),
     "graphs": measure_graphs,
+    "conversations": measure_conversations,
+    "traffic": measure_traffic,
     "small-decode": partial(measure_decode, shape=SMALL),
     "small-profile": partial(measure_profile, shape=SMALL),
     "overlap": measure_overlap,
+    "small-http": partial(measure_http, shape=SMALL),
 }
 
 

@@ -106,8 +106,10 @@ def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         The span and what of it the device was busy, the launches of a step, the longest gaps with what follows them, and
-        the activities that took most.
+        the activities that took most; nothing if the profiler saw nothing.
     """
+    if not events:
+        return {}
     events = sorted(events, key=lambda event: event["ts"])
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events]
     busy_us, end = 0.0, spans[0][0]

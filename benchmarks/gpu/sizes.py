@@ -114,10 +114,12 @@ class Sizes:
         chats: A throughput case.
         conversations: The case of the host tier.
         traffic_rows: Rows that decode while conversations come and go.
+        traffic_conversations: How many of these.
         streams: Requests at once over HTTP.
         requests: Of a run over HTTP.
         request_input: Tokens of each prompt.
         request_output: Tokens of each reply.
+        request_runs: Over HTTP, and offline.
         max_fill_s: A case whose prompts would take longer is left out.
     """
 
@@ -135,10 +137,12 @@ class Sizes:
     chats: Chats
     conversations: Conversations
     traffic_rows: int
+    traffic_conversations: int
     streams: int
     requests: int
     request_input: int
     request_output: int
+    request_runs: int
     max_fill_s: float
 
 
@@ -185,10 +189,12 @@ FULL = Sizes(
     chats=Chats(64, 6, 1024, 512, 64, 2529),
     conversations=Conversations(32, 4, 6144, 256, 16, 3, 118_000),
     traffic_rows=8,
+    traffic_conversations=16,
     streams=32,
     requests=96,
     request_input=1024,
     request_output=256,
+    request_runs=3,
     max_fill_s=60.0,
 )
 PEER_PREFILL_TOKENS_PER_S = 38_000
@@ -217,9 +223,11 @@ TINY = Sizes(
     chats=Chats(4, 2, 32, 16, 8, 2529),
     conversations=Conversations(6, 2, 192, 32, 4, 2, 118_000),
     traffic_rows=2,
+    traffic_conversations=6,
     streams=4,
     requests=8,
     request_input=32,
     request_output=16,
+    request_runs=1,
     max_fill_s=60.0,
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 
-from benchmarks.gpu.driving import Bench, Part, decode, run
+from benchmarks.gpu.driving import Batch, Bench, Part, decode, run
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.sizes import BARS, LARGE, SMALL, DecodeCase
+from benchmarks.gpu.peers import against_peer
+from benchmarks.gpu.sizes import BARS, LARGE, PEER_PREFILL_TOKENS_PER_S, SMALL, DecodeCase
 
 
 def measure_decode(bench: Bench, shape: str) -> Part:
@@ -39,7 +40,7 @@ def measure_prefill(bench: Bench) -> Part:
     drive = bench.engine(LARGE)
     num_prompts, length = bench.sizes.prefill
     run(drive, [bench.prompt(drive, length)], 1)
-    batches = []
+    batches: list[Batch] = []
     while len(batches) < bench.sizes.repeats and sum(batch.seconds for batch in batches) < bench.sizes.max_fill_s / 3:
         drive.engine.flush()
         batches.append(run(drive, [bench.prompt(drive, length) for _ in range(num_prompts)], 1))
@@ -47,9 +48,13 @@ def measure_prefill(bench: Bench) -> Part:
     flop = num_prompts * bench.limits(drive).prefill_flop(length)
     share = flop / seconds / bench.ceilings["matmul_flop_per_s"]
     name = f"{LARGE} prefill, {num_prompts} x {length}"
-    figure = Figure(name, num_prompts * length / seconds, "tokens/s", share, BARS["prefill"], "matrix product")
+    rate = num_prompts * length / seconds
+    figures = [
+        Figure(name, rate, "tokens/s", share, BARS["prefill"], "matrix product"),
+        against_peer(bench, f"{num_prompts} x {length} -> 1", rate, PEER_PREFILL_TOKENS_PER_S, "matmul_flop_per_s"),
+    ]
     samples = {"flop": flop, "flop_per_s": flop / seconds, "runs": [batch.told() for batch in batches]}
-    return Part([figure], samples)
+    return Part(figures, samples)
 
 
 def measure_graphs(bench: Bench) -> Part:

@@ -1,0 +1,78 @@
+"""How many steps are still replayed as graphs while pages move between device and host all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.cache import visit
+from benchmarks.drive import Drive
+from benchmarks.gpu.driving import Bench, Part
+from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.sizes import BARS, LARGE
+
+Counts = Mapping[str, Mapping[str, int]]
+
+
+def measure_traffic(bench: Bench) -> Part:
+    """Runs one trace with a host tier and without; compares the shares of their steps that were replayed.
+
+    Some rows decode all the time; conversations that the device cannot hold are visited in groups, so that there are
+    loads, stores and evictions in all but the first turn.
+    """
+    host = trace(bench, bench.engine(LARGE, **bench.sizes.tiers, host_cache_gib=bench.sizes.host_gib))
+    device = trace(bench, bench.engine(LARGE, **bench.sizes.tiers))
+    assert host["loaded_pages"] > 0 and not device["loaded_pages"], f"pages loaded: {host}, without a tier: {device}"
+    shares = [share_replayed(run["gate"]) for run in (host, device)]
+    ratio = shares[0] / shares[1] if shares[1] else None
+    name = "replayed steps under host traffic"
+    return Part(
+        [Figure(name, shares[0], "of steps", ratio, BARS["replays"], "of steps without a host tier")],
+        {"host": host, "device": device, "of_eligible_by_reason": share_of_eligible(host["gate"])},
+    )
+
+
+def trace(bench: Bench, drive: Drive) -> dict[str, Any]:
+    """Runs it; returns what the gate said to each step of it, the pages that were copied, and each group."""
+    sizes, case = bench.sizes, bench.sizes.conversations
+    drive.engine.flush()
+    first = [bench.prompt(drive, case.history) for _ in range(sizes.traffic_conversations)]
+    later = [[bench.prompt(drive, case.turn_input) for _ in first] for _ in range(case.turns - 1)]
+    before, before_cache = counts_of(drive), drive.engine.stats().cache
+    prompt = case.turn_input
+    room = bench.max_len(drive) - prompt - 1
+    rows = [drive.add(bench.prompt(drive, prompt), room) for _ in range(sizes.traffic_rows)]
+    groups = visit(drive, case, first, later)
+    still = sum(not row.is_done for row in rows)
+    drive.abort(*rows)
+    after, after_cache = counts_of(drive), drive.engine.stats().cache
+    return {
+        "gate": {
+            action: {reason: count - before.get(action, {}).get(reason, 0) for reason, count in reasons.items()}
+            for action, reasons in after.items()
+        },
+        "rows_still_decoding_at_the_end": still,
+        "loaded_pages": after_cache.loads.num_fulfilled - before_cache.loads.num_fulfilled,
+        "stored_pages": after_cache.stores.num_fulfilled - before_cache.stores.num_fulfilled,
+        "groups": groups,
+    }
+
+
+def counts_of(drive: Drive) -> Counts:
+    """Returns the gate's verdicts until now: action, reason, steps."""
+    executor: Any = drive.engine._executor
+    counts: Counts = executor.gate_counts()
+    return counts
+
+
+def share_replayed(gate: Counts) -> float:
+    """Returns the share of steps that were replayed."""
+    steps = sum(sum(reasons.values()) for reasons in gate.values())
+    return sum(gate.get("replay", {}).values()) / steps
+
+
+def share_of_eligible(gate: Counts) -> float | None:
+    """Returns the replays of those steps that only loads, or a moved page, could keep from it, by the gate's own reasons."""
+    replayed = sum(gate.get("replay", {}).values())
+    kept = sum(gate.get("defer", {}).values()) + gate.get("eager", {}).get("strict_load", 0)
+    return replayed / (replayed + kept) if replayed + kept else None
