@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hiserve.attention.base import Attention
+from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
@@ -41,15 +41,14 @@ class CpuAttention:
     its pages. A gather by runs of adjacent pages was measured no faster than by pages, so there is none.
 
     Args:
-        page_size: Tokens per page.
-        dtype: Of queries, keys and values.
+        shape: Of the model; without windows and sinks.
     """
 
     needs_host_lengths = False
 
-    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
-        self._page_size = page_size
-        self._dtype = dtype
+    def __init__(self, shape: AttentionShape) -> None:
+        self._page_size = shape.page_size
+        self._dtype = shape.dtype
         self._rows: list[_Row] = []
 
     def captured(self, num_rows: int, width: int) -> Attention:
@@ -58,6 +57,7 @@ class CpuAttention:
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides for each row whether its keys are one stretch of the pool."""
+        assert inputs.tree_mask is None, "the CPU backend has no tree masks"
         table = inputs.page_table.numpy()
         num_pages = -(-inputs.kv_lens.numpy() // self._page_size)
         after_first = np.arange(1, table.shape[1])

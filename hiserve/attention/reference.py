@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.attention.base import Attention
+from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
@@ -13,13 +13,13 @@ class ReferenceAttention:
     """Runs on any device, eagerly, without a host sync; slow and plain on purpose.
 
     Args:
-        page_size: Tokens per page.
+        shape: Of the model.
     """
 
     needs_host_lengths = False
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns itself."""
@@ -30,28 +30,60 @@ class ReferenceAttention:
         device = inputs.kv_lens.device
         tokens = torch.arange(inputs.input_ids.shape[0], device=device)
         starts = inputs.qo_indptr.long()
-        self._shape = (inputs.kv_lens.shape[0], inputs.max_q_len)
-        self._token_rows = inputs.token_rows
-        self._offsets = tokens - starts[inputs.token_rows]
-        keys = torch.arange(inputs.max_kv_len, device=device)
-        pages = inputs.page_table[:, keys // self._page_size].long()
-        self._unread = keys >= inputs.kv_lens[:, None]
-        self._slots = (pages * self._page_size + keys % self._page_size).masked_fill_(self._unread, 0)
-        first = inputs.kv_lens - starts.diff()
-        queries = first[:, None] + torch.arange(inputs.max_q_len, device=device)
-        self._hidden = (keys > queries[:, :, None]) | self._unread[:, None]
+        self._padded = (inputs.kv_lens.shape[0], inputs.max_q_len)
+        self._places = (inputs.token_rows, tokens - starts[inputs.token_rows])
+        self._keys = torch.arange(inputs.max_kv_len, device=device)
+        page_size = self._shape.page_size
+        pages = inputs.page_table[:, self._keys // page_size].long()
+        unread = self._keys >= inputs.kv_lens[:, None]
+        self._slots = (pages * page_size + self._keys % page_size).masked_fill_(unread, 0)
+        self._positions = self._pad(inputs.positions)
+        first = (inputs.kv_lens - starts.diff())[:, None]  # of a row's new tokens
+        new = (self._keys - first)[:, None]
+        if inputs.tree_mask is None:
+            hidden = new > torch.arange(inputs.max_q_len, device=device)[:, None]
+        else:
+            seen = self._pad(inputs.tree_mask)[:, :, None] >> new.clamp(0, 62)
+            hidden = (new >= 0) & (seen & 1 == 0)
+        self._hidden = hidden | unread[:, None]
+        if self._shape.hides_first:
+            self._hidden |= self._keys == 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
         """Attends in float32 or wider."""
+        return self.attend(q, kv, layer)[0]
+
+    def attend(self, q: Tensor, kv: LayerKV, layer: int) -> tuple[Tensor, Tensor]:
+        """As ``forward``, with the logarithm of the sum of exponentials.
+
+        Returns:
+            ``[T, num_heads, head_dim]``, and float32 or wider ``[T, num_heads]``: the sink included, -inf where a token
+            sees nothing.
+        """
         wide = torch.promote_types(q.dtype, torch.float32)
-        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
-        padded = q.new_zeros((*self._shape, heads, head_dim), dtype=wide)
-        padded[self._token_rows, self._offsets] = q.to(wide)
-        grouped = padded.view(*self._shape, kv_heads, heads // kv_heads, head_dim)
-        keys = kv.k[self._slots].to(wide)
-        # Slots nobody owns may hold NaN, and 0 * NaN is NaN: their scores are overwritten, their values blanked.
-        values = kv.v[self._slots].to(wide).masked_fill_(self._unread[:, :, None, None], 0)
-        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, keys) * head_dim**-0.5
-        scores.masked_fill_(self._hidden[:, None, None], -torch.inf)
-        out = torch.einsum("bhgqn,bnhd->bqhgd", scores.softmax(-1), values)
-        return out.flatten(2, 3)[self._token_rows, self._offsets].to(q.dtype)
+        kv_heads = kv.k.shape[1]
+        hidden = self._hidden_from(layer)
+        grouped = self._pad(q.to(wide)).view(*self._padded, kv_heads, -1, q.shape[2])
+        # What nobody may see may hold NaN, and 0 * NaN is NaN: its scores are overwritten, its values blanked.
+        values = kv.v[self._slots].to(wide).masked_fill_(hidden.all(1)[:, :, None, None], 0)
+        scores = torch.einsum("bqhgd,bnhd->bhgqn", grouped, kv.k[self._slots].to(wide)) * self._shape.head_dim**-0.5
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        if self._shape.sinks and (sinks := self._shape.sinks[layer]) is not None:
+            lse = torch.logaddexp(lse, sinks.to(wide).view(kv_heads, -1, 1))
+        shares = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+        out = torch.einsum("bhgqn,bnhd->bqhgd", shares, values).flatten(2, 3)
+        return out[self._places].to(q.dtype), lse.permute(0, 3, 1, 2).flatten(2)[self._places]
+
+    def _hidden_from(self, layer: int) -> Tensor:
+        """Which keys each query does not see: bool ``[B, Q, N]``; padding sees none."""
+        hidden = self._hidden
+        if self._shape.windows and (window := self._shape.windows[layer]) is not None:
+            hidden = hidden | (self._keys <= self._positions[:, :, None] - window)
+        return hidden | ~self._pad(torch.ones_like(self._places[0], dtype=torch.bool))[:, :, None]
+
+    def _pad(self, x: Tensor) -> Tensor:
+        """``[T, ...]`` as ``[B, Q, ...]``, zeros where there is no token."""
+        padded = x.new_zeros((*self._padded, *x.shape[1:]))
+        padded[self._places] = x
+        return padded

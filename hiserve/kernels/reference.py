@@ -109,6 +109,24 @@ def rotate_and_store(
     return q, k, v
 
 
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins attention over two parts of the keys; a sink belongs to one of the parts.
+
+    Args:
+        out_a: ``[T, num_heads, head_dim]``, zeros where a token saw nothing.
+        lse_a: ``[T, num_heads]``, float32 or wider: log of the sum of exponentials of its scores, -inf where it saw nothing.
+        out_b: As ``out_a``, of the other part.
+        lse_b: As ``lse_a``.
+
+    Returns:
+        Both for all keys, in the dtypes of ``out_a`` and ``lse_a``.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    finite = lse.masked_fill(lse == -torch.inf, 0)  # -inf less -inf is NaN
+    share_a, share_b = (lse_a - finite).exp_().unsqueeze(-1), (lse_b - finite).exp_().unsqueeze(-1)
+    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 n]``, gate first; returns ``[T, n]``."""
     gate, up = gate_up.chunk(2, -1)

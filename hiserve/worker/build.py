@@ -8,9 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from hiserve.attention.base import Attention
-from hiserve.attention.cpu import CpuAttention
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.backends import open_attention
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.pools.device import DevicePool
@@ -23,6 +21,7 @@ from hiserve.config import Config, known
 from hiserve.core.digest import chain_of
 from hiserve.core.groups import CANARY, CacheGroupSpec, debug_groups
 from hiserve.errors import ConfigError, ResourceError
+from hiserve.models.attention import attention_shape
 from hiserve.models.decoder import load_decoder
 from hiserve.models.shapes import read_model
 from hiserve.runners.canary import Canary
@@ -99,7 +98,9 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         with _phase(startup_s, "open store"):
             beyond = _beyond(config, host)
         copier = Copier(make_transfers(device, pool, host), host, beyond, linger_s=linger_s)
-    runner = EagerRunner(model, pool.layers("kv"), _attention(device, page_size, dtype))
+    shape = attention_shape(model_config, dtype=getattr(torch, dtype), page_size=page_size)
+    attention = open_attention("cpu" if device == "cpu" else "reference", shape, torch.device(device))
+    runner = EagerRunner(model, pool.layers("kv"), attention)
     depth = known(config.runner.overlap)
     planner = Planner(
         cache=cache,
@@ -157,10 +158,6 @@ def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec
     registrar = make_registrar(config.model.device)
     link = chain_of(is_strong=config.cache.store is not None)
     return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify, link=link)
-
-
-def _attention(device: str, page_size: int, dtype: str) -> Attention:
-    return CpuAttention(page_size, getattr(torch, dtype)) if device == "cpu" else ReferenceAttention(page_size)
 
 
 @contextmanager

@@ -1,16 +1,89 @@
-"""Every attention backend against one plain oracle."""
+"""Every attention backend against one plain oracle.
+
+On a machine with a GPU, ``-m gpu`` runs it for the backends of the GPU. Triton's interpreter must be chosen before triton
+is imported: ``tests/unit/attention/test_interpreted.py`` runs this file so.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from hiserve.core.forward import ForwardInputs
-from tests.helpers.attention import RAGGED, Case
-from tests.helpers.models import make_attention
+from hiserve.attention.backends import open_attention
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.reference import ReferenceAttention
+from hiserve.core.forward import LayerKV
+from hiserve.kernels.reference import merge
+from tests.helpers.attention import NO_PAGE, RAGGED, Case
 
-BACKENDS = ("reference", "cpu")
-TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Tokens per page, whether the pages of a row are adjacent, query heads of one KV head, elements of a head.
+LAYOUTS = (
+    (1, True, 1, 64),
+    (1, False, 4, 128),
+    (16, True, 2, 80),
+    (16, False, 1, 64),
+    (16, False, 8, 64),
+    (16, False, 2, 128),
+    (64, True, 4, 64),
+    (64, False, 2, 80),
+    (64, False, 8, 128),
+)
+CHAINS = ((40, 4), (63, 4), (0, 4), (5, 1), (15, 2))
+TREES = ((40, 9), (63, 4), (0, 7), (5, 1), (30, 3))
+# Decode rows first, then prefill: the order of the planner's batches.
+ORDERED = ((16, 1), (15, 1), (63, 1), (0, 1), (0, 33), (0, 5), (40, 7), (63, 20))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend, where it runs, and the type it computes in."""
+
+    name: str
+    device: str
+    dtype: torch.dtype
+
+    def open(self, shape: AttentionShape, **options: bool) -> Attention:
+        if self.name == "triton" and self.device == "cpu":  # the interpreter; no user's choice
+            from hiserve.attention.triton import TritonAttention
+
+            return TritonAttention(shape)
+        return open_attention(self.name, shape, torch.device(self.device), **options)
+
+    def case(self, *arguments: Any, **options: Any) -> Case:
+        if self.name == "flashinfer":  # compiles a module for each size of head
+            options = {"head_dim": 128} | options
+        return Case(*arguments, **{"dtype": self.dtype, "device": self.device} | options)
+
+    def check(self, case: Case, layer: int = 0, **options: bool) -> torch.Tensor:
+        out = case.run(self.open(case.shape, **options), layer)
+        assert (out.shape, out.dtype) == (case.q.shape, self.dtype)
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(out.cpu().double(), case.oracle(layer)[0], atol=tolerance, rtol=tolerance)
+        return out
+
+
+def _on_gpu(name: str, dtype: str) -> Any:
+    return pytest.param(Subject(name, "cuda", getattr(torch, dtype)), marks=pytest.mark.gpu, id=f"{name}-cuda-{dtype}")
+
+
+def _on_cpu(name: str, dtype: str = "float32") -> Any:
+    return pytest.param(Subject(name, "cpu", getattr(torch, dtype)), id=f"{name}-cpu-{dtype}")
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    FULL = [_on_cpu("triton")]
+    PLAIN = WINDOWED = FULL
+else:
+    FULL = [_on_cpu("reference"), _on_cpu("reference", "float64")]
+    FULL += [_on_gpu("triton", dtype) for dtype in ("bfloat16", "float16", "float32")]
+    WINDOWED = [*FULL, _on_gpu("flashinfer", "bfloat16")]
+    PLAIN = [*WINDOWED, _on_cpu("cpu"), _on_cpu("cpu", "float64"), _on_cpu("cpu", "bfloat16")]
 
 
 @pytest.fixture(autouse=True)
@@ -18,51 +91,79 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "scattered"])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 80), (4, 128), (8, 64)])
-def test_equals_the_oracle_on_ragged_batches(
-    backend: str, page_size: int, adjacent: bool, group: int, head_dim: int
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+@pytest.mark.parametrize("subject", PLAIN)
+def test_equals_the_oracle_on_ragged_batches(subject: Subject, layout: tuple[int, bool, int, int]) -> None:
+    page_size, adjacent, group, head_dim = layout
+    if subject.name == "flashinfer" and head_dim != 128:
+        pytest.skip("a module for each size of head takes minutes to compile")
+    subject.check(subject.case(RAGGED, page_size=page_size, group=group, head_dim=head_dim, adjacent=adjacent))
+
+
+@pytest.mark.parametrize("subject", PLAIN)
+@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize(
+    "lengths",
+    [((0, 1),), ((31, 1),), ((0, 48),), ((16, 32),), ((17, 31),), CHAINS, ORDERED, ((5, 1), (300, 1), (31, 1))],
+    ids=["first", "decode", "prompt", "chunk", "odd chunk", "chains", "ordered", "decodes"],
+)
+def test_equals_the_oracle_whatever_the_rows_are(
+    subject: Subject, group: int, lengths: tuple[tuple[int, int], ...]
 ) -> None:
-    case = Case(RAGGED, page_size=page_size, group=group, head_dim=head_dim, adjacent=adjacent)
-    out = case.run(make_attention(backend, page_size, torch.float32))
-    assert out.shape == case.q.shape
-    torch.testing.assert_close(out.double(), case.oracle(), atol=TOLERANCE[torch.float32], rtol=0)
+    subject.check(subject.case(lengths, group=group, adjacent=False))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "scattered"])
-def test_float64_stays_float64(backend: str, adjacent: bool) -> None:
-    case = Case(RAGGED, adjacent=adjacent, dtype=torch.float64)
-    out = case.run(make_attention(backend, 16, torch.float64))
-    assert out.dtype == torch.float64
-    torch.testing.assert_close(out, case.oracle(), atol=TOLERANCE[torch.float64], rtol=0)
+@pytest.mark.parametrize("subject", WINDOWED)
+@pytest.mark.parametrize("window", [1, 7, 16, 33])
+def test_a_window_hides_what_is_behind_it_in_its_layers_only(subject: Subject, window: int) -> None:
+    case = subject.case((*RAGGED, (200, 1)), window=window)
+    attention = subject.open(case.shape)
+    for layer in (0, 1):
+        tolerance = TOLERANCE[subject.dtype]
+        expected = case.oracle(layer)[0]
+        torch.testing.assert_close(case.run(attention, layer).cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_types_are_close(backend: str, dtype: torch.dtype) -> None:
-    case = Case(RAGGED, dtype=dtype)
-    out = case.run(make_attention(backend, 16, dtype))
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), case.oracle(), atol=0.02, rtol=0.02)
+@pytest.mark.parametrize("subject", FULL)
+@pytest.mark.parametrize("lengths", [RAGGED, CHAINS], ids=["ragged", "chains"])
+def test_sinks_take_their_share_and_give_nothing(subject: Subject, lengths: tuple[tuple[int, int], ...]) -> None:
+    subject.check(subject.case(lengths, sinks=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("lengths", [((0, 1),), ((31, 1),), ((0, 48),), ((16, 32),), ((17, 31),)])
-def test_one_row_alone(backend: str, lengths: tuple[tuple[int, int], ...]) -> None:
-    case = Case(lengths)
-    torch.testing.assert_close(
-        case.run(make_attention(backend, 16, torch.float32)).double(), case.oracle(), atol=2e-5, rtol=0
-    )
+@pytest.mark.parametrize("subject", FULL)
+@pytest.mark.parametrize("lengths", [TREES, ((0, 63),), ((70, 16), (71, 16))], ids=["trees", "widest", "alike"])
+def test_a_token_of_a_tree_sees_its_ancestors_and_the_prefix(
+    subject: Subject, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    subject.check(subject.case(lengths, trees=True, adjacent=False), has_trees=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_sent_to_the_sink_leaves_its_neighbours_alone(backend: str) -> None:
+@pytest.mark.parametrize("subject", FULL)
+@pytest.mark.parametrize("lengths", [RAGGED, CHAINS, ((0, 1), (0, 1))], ids=["ragged", "chains", "nothing"])
+def test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan(
+    subject: Subject, lengths: tuple[tuple[int, int], ...]
+) -> None:
+    """The only token of a row sees nothing then, and gets zeros."""
+    case = subject.case(lengths, hides_first=True)
+    out = subject.check(case)
+    alone = [token for token, (row, place) in enumerate(_tokens(lengths)) if place == 0]
+    assert alone and not out[alone].any()
+
+
+@pytest.mark.parametrize("subject", FULL)
+def test_everything_at_once(subject: Subject) -> None:
+    """A token's window is counted from its place in the text, which is how deep it is in the tree."""
+    options = {"trees": True, "sinks": True, "hides_first": True, "group": 4}
+    for window in (12, 64):
+        subject.check(subject.case(TREES, window=window, **options), has_trees=True)
+        subject.check(subject.case(TREES, window=window, **options), layer=1, has_trees=True)
+
+
+@pytest.mark.parametrize("subject", PLAIN)
+def test_a_row_sent_to_the_sink_leaves_its_neighbours_alone(subject: Subject) -> None:
     """Its table is all page 0, for longer than page 0 is, and page 0 holds NaN."""
-    case = Case(RAGGED)
-    attention = make_attention(backend, 16, torch.float32)
+    case = subject.case(RAGGED)
+    attention = subject.open(case.shape)
     before = case.run(attention)
     victim = 4
     case.inputs.page_table[victim] = 0
@@ -72,12 +173,108 @@ def test_a_row_sent_to_the_sink_leaves_its_neighbours_alone(backend: str) -> Non
     assert not torch.equal(before[~others], after[~others])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bounds_larger_than_the_lengths_change_nothing(backend: str) -> None:
-    """The host knows upper bounds only: a wider table and a longer bound give the same output."""
-    case = Case(RAGGED, adjacent=False)
-    expected = case.run(make_attention(backend, 16, torch.float32))
-    wide = torch.cat((case.inputs.page_table, torch.full((len(RAGGED), 3), 1, dtype=torch.int32)), 1)
-    loose = {name: getattr(case.inputs, name) for name in ForwardInputs.__slots__}
-    case.inputs = ForwardInputs(**loose | {"page_table": wide, "max_kv_len": 16 * wide.shape[1]})
-    torch.testing.assert_close(case.run(make_attention(backend, 16, torch.float32)), expected, atol=1e-6, rtol=0)
+@pytest.mark.parametrize("subject", PLAIN)
+def test_bounds_larger_than_the_lengths_change_nothing(subject: Subject) -> None:
+    """A wider table, and longer bounds where the backend does not need them exact, give the same output."""
+    case = subject.case(RAGGED, adjacent=False)
+    attention = subject.open(case.shape)
+    expected = case.run(attention)
+    wide = torch.nn.functional.pad(case.inputs.page_table, (0, 3), value=1)
+    slack = 0 if attention.needs_host_lengths else 9
+    case.inputs = dataclasses.replace(
+        case.inputs, page_table=wide, kv_bounds=case.inputs.kv_bounds + slack, max_kv_len=16 * wide.shape[1]
+    )
+    tolerance = TOLERANCE[subject.dtype]
+    torch.testing.assert_close(case.run(attention), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("subject", PLAIN)
+def test_each_plan_stands_until_the_next(subject: Subject) -> None:
+    """Steps follow each other without anybody waiting for the device."""
+    cases = [subject.case(lengths, group=4) for lengths in (RAGGED, ORDERED, CHAINS, ((300, 1), (40, 1)))]
+    attention = subject.open(cases[0].shape)
+    outs = [case.run(attention) for _ in range(6) for case in cases]
+    for index, case in enumerate(cases):
+        tolerance = TOLERANCE[subject.dtype]
+        expected = case.oracle()[0]
+        for out in outs[index :: len(cases)]:
+            torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"hides_first": True}], ids=["plain", "sinks", "hidden"])
+def test_the_reference_gives_the_log_of_the_sum_of_exponentials(options: dict[str, bool]) -> None:
+    case = Case(RAGGED, dtype=torch.float64, **options)
+    attention = ReferenceAttention(case.shape)
+    case.run(attention)
+    out, lse = attention.attend(case.q, case.kv, 0)
+    torch.testing.assert_close((out, lse), case.oracle(), atol=1e-12, rtol=0)
+
+
+def test_parts_of_the_keys_merge_to_the_whole() -> None:
+    """One part may have seen nothing, or neither."""
+    case = Case(((40, 1),), dtype=torch.float64)
+    whole, whole_lse = case.oracle()
+    for cut in (0, 1, 17, 41):
+        parts = []
+        for seen in (slice(0, cut), slice(cut, 41)):
+            part = Case(((40, 1),), dtype=torch.float64)
+            part.keys, part.values, part.masks = [case.keys[0]], [case.values[0]], case.masks
+            visible = torch.zeros(41, dtype=torch.bool)
+            visible[seen] = True
+            part.visible = lambda row, token, layer, visible=visible: visible  # type: ignore[method-assign]
+            parts.append(part.oracle())
+        (out_a, lse_a), (out_b, lse_b) = parts
+        torch.testing.assert_close(merge(out_a, lse_a, out_b, lse_b), (whole, whole_lse), atol=1e-12, rtol=0)
+    nothing = torch.zeros_like(whole), torch.full_like(whole_lse, -torch.inf)
+    assert all(torch.equal(ours, its) for ours, its in zip(merge(*nothing, *nothing), nothing, strict=True))
+
+
+@pytest.mark.parametrize("subject", [_on_gpu("triton", "bfloat16"), _on_gpu("flashinfer", "bfloat16")])
+def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject) -> None:
+    """A graph of four rows: each replay reads what its tensors hold then; the last row pads."""
+    steps = [
+        ((5, 1), (300, 1), (31, 1), (0, 1)),
+        ((6, 1), (301, 1), (0, 1), (0, 1)),
+        ((511, 1), (3, 1), (15, 1), (0, 1)),
+    ]
+    cases = [subject.case(lengths, group=4, adjacent=False) for lengths in steps]
+    width = max(case.inputs.page_table.shape[1] for case in cases)
+    num_slots = max(len(case.kv.k) for case in cases)
+    kv = LayerKV(
+        *(case_pool.new_zeros((num_slots, *case_pool.shape[1:])) for case_pool in (cases[0].kv.k, cases[0].kv.v))
+    )
+    attention = subject.open(cases[0].shape).captured(4, 1)
+    inputs = dataclasses.replace(
+        cases[0].inputs,
+        page_table=torch.zeros((4, width), dtype=torch.int32, device="cuda"),
+        kv_lens=torch.ones_like(cases[0].inputs.kv_lens),
+        positions=torch.zeros_like(cases[0].inputs.positions),
+        kv_bounds=torch.ones(4, dtype=torch.int32).numpy(),
+        max_kv_len=width * 16,
+    )
+    qkv = [torch.empty_like(x) for x in (cases[0].q, cases[0].k, cases[0].v)]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        attention.plan(inputs)
+        attention.forward(*qkv, kv, 0)
+        with torch.cuda.graph(graph, stream=stream):
+            out = attention.forward(*qkv, kv, 0)
+        for case in (*cases, *cases):
+            for ours, its in zip((*qkv, kv.k[: len(case.kv.k)], kv.v[: len(case.kv.v)]), _tensors(case), strict=True):
+                ours.copy_(its)
+            inputs.page_table.fill_(NO_PAGE)[:, : case.inputs.page_table.shape[1]] = case.inputs.page_table
+            inputs.kv_lens.copy_(case.inputs.kv_lens)
+            inputs.positions.copy_(case.inputs.positions)
+            if attention.needs_host_lengths:
+                attention.plan(dataclasses.replace(inputs, kv_bounds=case.inputs.kv_bounds))
+            graph.replay()
+            tolerance = TOLERANCE[subject.dtype]
+            torch.testing.assert_close(out.cpu().double(), case.oracle()[0], atol=tolerance, rtol=tolerance)
+
+
+def _tensors(case: Case) -> tuple[torch.Tensor, ...]:
+    return case.q, case.k, case.v, case.kv.k, case.kv.v
+
+
+def _tokens(lengths: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+    return [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]

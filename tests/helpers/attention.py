@@ -1,22 +1,33 @@
-"""Ragged batches for attention backends, with an oracle: head by head, key by key, in float64."""
+"""Ragged batches for attention backends, with an oracle: one dense softmax a token, in float64."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.attention.base import Attention
+from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 # (tokens cached, tokens new): decode, whole prompts, chunks behind a prefix, page edges of 16 and 64.
 RAGGED = ((0, 5), (16, 1), (15, 1), (0, 33), (40, 7), (63, 2), (100, 1), (0, 1))
+NO_PAGE = 2**31 - 1  # in table entries that nobody may read
 
 
 class Case:
-    """A ragged batch whose pool holds NaN in every slot that no row owns."""
+    """A ragged batch whose pool holds NaN in every slot that no row owns.
+
+    Args:
+        lengths: Tokens cached and new, of each row.
+        adjacent: The pages of a row are.
+        window: Of the first of two layers; the other has none.
+        sinks: The first layer has sinks.
+        hides_first: Nobody sees position 0, and its slot holds NaN.
+        trees: New tokens are the nodes of a random tree, each row one.
+    """
 
     def __init__(
         self,
@@ -27,66 +38,138 @@ class Case:
         head_dim: int = 64,
         adjacent: bool = True,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
         num_kv_heads: int = 2,
+        window: int | None = None,
+        sinks: bool = False,
+        hides_first: bool = False,
+        trees: bool = False,
     ) -> None:
-        generator = torch.Generator().manual_seed(page_size * 1000 + group * 100 + head_dim + adjacent)
-        ends = [cached + new for cached, new in lengths]
-        counts = [math.ceil(end / page_size) for end in ends]
+        self.lengths, self._device = lengths, torch.device(device)
+        seed = page_size * 1000 + group * 100 + head_dim + adjacent + 7 * len(lengths)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.num_heads = num_kv_heads * group
+        self.tables = self._pages(page_size, adjacent)
+        self.shape = AttentionShape(
+            num_layers=2,
+            num_heads=self.num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            windows=() if window is None else (window, None),
+            sinks=(self._draw(self.num_heads).to(self._device), None) if sinks else (),
+            hides_first=hides_first,
+        )
+        tokens = [(row, place) for row, (cached, new) in enumerate(lengths) for place in range(cached, cached + new)]
+        self.masks = [self._mask(new, trees) for _, new in lengths]
+        self._fill()
+        self.inputs = self._inputs(tokens, trees)
+
+    def _pages(self, page_size: int, adjacent: bool) -> list[Tensor]:
+        counts = [math.ceil((cached + new) / page_size) for cached, new in self.lengths]
         pages = torch.arange(1, sum(counts) + 1)
         if not adjacent:
-            pages = pages[torch.randperm(len(pages), generator=generator)]
-        self.tables = list(pages.split(counts))
-        table = torch.zeros((len(ends), max(counts)), dtype=torch.int32)
-        num_slots = (sum(counts) + 1) * page_size
-        shape = (num_slots, num_kv_heads, head_dim)
-        self.kv = LayerKV(k=torch.full(shape, torch.nan, dtype=dtype), v=torch.full(shape, torch.nan, dtype=dtype))
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        new_k, new_v, slots, positions, rows = [], [], [], [], []
-        for row, ((cached, new), own) in enumerate(zip(lengths, self.tables, strict=True)):
+            pages = pages[torch.randperm(len(pages), generator=self._generator)]
+        return list(pages.split(counts))
+
+    def _draw(self, *size: int) -> Tensor:
+        return torch.randn(size, generator=self._generator, dtype=torch.float64).float()
+
+    def _mask(self, num_new: int, trees: bool) -> Tensor:
+        """Which new tokens each new token sees, itself among them: bool ``[num_new, num_new]``."""
+        seen = torch.eye(num_new, dtype=torch.bool)
+        for token in range(1, num_new):
+            parent = int(torch.randint(token, (1,), generator=self._generator)) if trees else token - 1
+            seen[token] |= seen[parent]
+        return seen
+
+    def _slots(self, row: int) -> Tensor:
+        place, page_size = torch.arange(sum(self.lengths[row])), self.shape.page_size
+        return self.tables[row][place // page_size] * page_size + place % page_size
+
+    def _fill(self) -> None:
+        """Draws queries, keys and values; the new ones are views of one tensor, as a model's are."""
+        shape, num_kv_heads = self.shape, self.shape.num_kv_heads
+        num_slots = (1 + sum(map(len, self.tables))) * shape.page_size
+        pool = torch.full((2, num_slots, num_kv_heads, shape.head_dim), torch.nan, dtype=shape.dtype)
+        self.keys, self.values, new = [], [], []
+        for row, (cached, num_new) in enumerate(self.lengths):
+            kv = self._draw(2, cached + num_new, num_kv_heads, shape.head_dim).to(shape.dtype)
+            if shape.hides_first:
+                kv[:, 0] = torch.nan
+            pool[:, self._slots(row)] = kv
+            self.keys.append(kv[0])
+            self.values.append(kv[1])
+            q = self._draw(num_new, self.num_heads, shape.head_dim).to(shape.dtype)
+            new.append(torch.cat((q, kv[0, cached:], kv[1, cached:]), 1))
+        qkv = torch.cat(new).to(self._device)
+        self.q, self.k, self.v = qkv.split_with_sizes((self.num_heads, num_kv_heads, num_kv_heads), 1)
+        pool = pool.to(self._device)
+        self.kv = LayerKV(k=pool[0], v=pool[1])
+
+    def _inputs(self, tokens: list[tuple[int, int]], trees: bool) -> ForwardInputs:
+        ends = [cached + new for cached, new in self.lengths]
+        news = [new for _, new in self.lengths]
+        table = torch.full((len(ends), max(map(len, self.tables))), NO_PAGE, dtype=torch.int32)
+        for row, own in enumerate(self.tables):
             table[row, : len(own)] = own
-            place = torch.arange(cached + new)
-            slot = own[place // page_size] * page_size + place % page_size
-            k, v = (torch.randn((cached + new, *shape[1:]), generator=generator, dtype=dtype) for _ in range(2))
-            self.kv.k[slot], self.kv.v[slot] = k, v
-            self.keys.append(k)
-            self.values.append(v)
-            new_k.append(k[cached:])
-            new_v.append(v[cached:])
-            slots.append(slot[cached:])
-            positions.append(place[cached:])
-            rows.append(torch.full((new,), row))
-        self.k, self.v = torch.cat(new_k), torch.cat(new_v)
-        self.q = torch.randn((len(self.k), num_kv_heads * group, head_dim), generator=generator, dtype=dtype)
-        news = torch.tensor([new for _, new in lengths])
-        self.inputs = ForwardInputs(
-            input_ids=torch.zeros(len(self.k), dtype=torch.int32),
-            positions=torch.cat(positions),
-            slots=torch.cat(slots),
-            token_rows=torch.cat(rows),
-            qo_indptr=torch.cat((torch.zeros(1, dtype=torch.int64), news.cumsum(0))).to(torch.int32),
+        depths = [int(seen.sum()) - 1 for mask in self.masks for seen in mask]
+        bits = [sum(1 << int(other) for other in seen.nonzero()) for mask in self.masks for seen in mask]
+        slots = [self._slots(row)[place] for row, place in tokens]
+        rows = torch.tensor([row for row, _ in tokens])
+        inputs = ForwardInputs(
+            input_ids=torch.zeros(len(tokens), dtype=torch.int32),
+            positions=torch.tensor([self.lengths[row][0] for row, _ in tokens]) + torch.tensor(depths),
+            slots=torch.stack(slots),
+            token_rows=rows,
+            qo_indptr=torch.tensor([0, *news]).cumsum(0).to(torch.int32),
             kv_lens=torch.tensor(ends),
             page_table=table,
             logits_rows=torch.zeros(0, dtype=torch.int64),
-            q_lens=news.numpy().astype(np.int32),
+            q_lens=np.array(news, dtype=np.int32),
             kv_bounds=np.array(ends, dtype=np.int32),
             max_kv_len=max(ends),
+            tree_mask=torch.tensor(bits) if trees else None,
         )
+        moved = {name: value.to(self._device) for name, value in fields(inputs).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(inputs, **moved)
 
-    def run(self, backend: Attention) -> Tensor:
+    def run(self, backend: Attention, layer: int = 0) -> Tensor:
         with torch.inference_mode():
             backend.plan(self.inputs)
-            return backend.forward(self.q, self.k, self.v, self.kv, 0)
+            return backend.forward(self.q, self.k, self.v, self.kv, layer)
 
-    def oracle(self) -> Tensor:
-        """One softmax per token and head."""
-        out = torch.zeros_like(self.q, dtype=torch.float64)
-        group = self.q.shape[1] // self.k.shape[1]
-        for token, (row, position) in enumerate(
-            zip(self.inputs.token_rows.tolist(), self.inputs.positions.tolist(), strict=True)
-        ):
-            keys, values = self.keys[row][: position + 1].double(), self.values[row][: position + 1].double()
-            for head in range(self.q.shape[1]):
-                scores = keys[:, head // group] @ self.q[token, head].double() / math.sqrt(self.q.shape[2])
-                out[token, head] = torch.softmax(scores, 0) @ values[:, head // group]
-        return out
+    def visible(self, row: int, token: int, layer: int = 0) -> Tensor:
+        """Which keys of its row a new token sees: bool ``[kv_len]``."""
+        cached, _ = self.lengths[row]
+        mask = self.masks[row][token]
+        seen = torch.cat((torch.ones(cached, dtype=torch.bool), mask))
+        if self.shape.windows and (window := self.shape.windows[layer]) is not None:
+            seen &= torch.arange(len(seen)) > cached + int(mask.sum()) - 1 - window
+        if self.shape.hides_first:
+            seen[0] = False
+        return seen
+
+    def oracle(self, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns outputs ``[T, num_heads, head_dim]`` and logarithms ``[T, num_heads]``, float64, on the CPU."""
+        outs, logs = [], []
+        group = self.num_heads // self.shape.num_kv_heads
+        queries = iter(self.q.cpu().double())
+        sinks = self.shape.sinks[layer] if self.shape.sinks else None
+        for row, (_, new) in enumerate(self.lengths):
+            for token in range(new):
+                seen = self.visible(row, token, layer)
+                keys = self.keys[row][seen].double().repeat_interleave(group, 1)
+                values = self.values[row][seen].double().repeat_interleave(group, 1)
+                scores = torch.einsum("nhd,hd->nh", keys, next(queries)) / math.sqrt(self.shape.head_dim)
+                with_sinks = scores if sinks is None else torch.cat((scores, sinks.cpu().double()[None]))
+                shares = torch.softmax(with_sinks, 0)[: len(keys)]
+                outs.append(torch.einsum("nh,nhd->hd", shares, values))
+                logs.append(torch.logsumexp(with_sinks, 0))
+        return torch.stack(outs), torch.stack(logs)
+
+
+def fields(inputs: ForwardInputs) -> dict[str, object]:
+    """Returns the fields by name, not copied."""
+    return {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hiserve.attention.base import Attention
-from hiserve.attention.cpu import CpuAttention
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.backends import open_attention
 from hiserve.cache.pools.device import DevicePool
+from hiserve.models.attention import attention_shape
 from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
 from hiserve.runners.eager import EagerRunner
@@ -122,7 +121,7 @@ class Engine:
     Args:
         folder: Checkpoint folder.
         dtype: Type name of weights and pool.
-        attention: ``cpu`` or ``reference``.
+        attention: Name of a backend.
     """
 
     def __init__(
@@ -143,7 +142,8 @@ class Engine:
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
         self.pool = DevicePool(config.kv_groups(dtype), num_pages, page_size, device)
         self.rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
-        self.attention = make_attention(attention, page_size, getattr(torch, dtype))
+        shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
+        self.attention = open_attention(attention, shape, torch.device(device))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
         self.executor = Executor(self.runner, self.rows, threaded=threaded)
 
@@ -168,8 +168,3 @@ class Engine:
             for row, part in zip(work, out.split(list(work.values())), strict=True):
                 parts[row].append(part)
         return {row: torch.cat(part) for row, part in parts.items()}
-
-
-def make_attention(name: str, page_size: int, dtype: torch.dtype) -> Attention:
-    """Builds a backend by name."""
-    return CpuAttention(page_size, dtype) if name == "cpu" else ReferenceAttention(page_size)

@@ -14,11 +14,13 @@ def test_rows_over_adjacent_pages_are_read_in_place_whatever_their_lengths(monke
         raise AssertionError("a row was gathered")
 
     monkeypatch.setattr(CpuAttention, "_gather", gather)
-    Case(RAGGED, adjacent=True).run(CpuAttention(16, torch.float32))
+    case = Case(RAGGED, adjacent=True)
+    case.run(CpuAttention(case.shape))
     with pytest.raises(AssertionError, match="a row was gathered"):
-        Case(RAGGED, adjacent=False).run(CpuAttention(16, torch.float32))
+        Case(RAGGED, adjacent=False).run(CpuAttention(case.shape))
 
 
 def test_a_prompt_without_a_prefix_is_never_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuAttention, "_gather", None)
-    Case(((0, 40), (0, 33)), adjacent=False).run(CpuAttention(16, torch.float32))
+    case = Case(((0, 40), (0, 33)), adjacent=False)
+    case.run(CpuAttention(case.shape))

@@ -1,0 +1,133 @@
+"""Opens attention backends by name: the one table of what there is, and of what each can do."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    """Where a backend is, and its limits. Its class takes an ``AttentionShape``.
+
+    Attributes:
+        module: Imported when it is opened.
+        name: Of the class.
+        devices: Where it runs.
+        package: What must be installed beyond hiserve's own requirements.
+        head_dims: Those it knows; None is any.
+        dtypes: Likewise.
+        max_group: Most query heads of one KV head; None is any.
+        has_windows: Of a length for each layer.
+        has_sinks: Scores that take part in the softmax and give nothing.
+        has_hidden_first: ``AttentionShape.hides_first``.
+        has_trees: ``ForwardInputs.tree_mask``.
+    """
+
+    module: str
+    name: str
+    devices: tuple[str, ...] = ("cuda",)
+    package: str | None = None
+    head_dims: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    max_group: int | None = None
+    has_windows: bool = True
+    has_sinks: bool = True
+    has_hidden_first: bool = True
+    has_trees: bool = True
+
+    def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
+        """Returns why it cannot do what is asked, as the end of a sentence; None when it can."""
+        if device.type not in self.devices:
+            return f"does not run on {device.type}"
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"needs the package {self.package}, which is not installed"
+        if self.head_dims is not None and shape.head_dim not in self.head_dims:
+            return f"has no heads of {shape.head_dim} elements, only of {', '.join(map(str, self.head_dims))}"
+        if self.dtypes is not None and shape.dtype not in self.dtypes:
+            return f"does not compute in {_name(shape.dtype)}, only in {' and '.join(map(_name, self.dtypes))}"
+        group = shape.num_heads // shape.num_kv_heads
+        if self.max_group is not None and group > self.max_group:
+            return f"has at most {self.max_group} query heads for each KV head; the model has {group}"
+        asked = {
+            "sliding windows": (any(window is not None for window in shape.windows), self.has_windows),
+            "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
+            "hidden first positions": (shape.hides_first, self.has_hidden_first),
+            "tree masks": (has_trees, self.has_trees),
+        }
+        lacks = [feature for feature, (is_asked, is_there) in asked.items() if is_asked and not is_there]
+        return f"has no {' and no '.join(lacks)}" if lacks else None
+
+
+# The first that can do what another cannot is the one that its error names.
+_BACKENDS = {
+    "triton": _Backend("hiserve.attention.triton", "TritonAttention", package="triton"),
+    "flashinfer": _Backend(
+        "hiserve.attention.flashinfer",
+        "FlashInferAttention",
+        package="flashinfer",
+        head_dims=(64, 128, 256),
+        dtypes=(torch.bfloat16, torch.float16),
+        max_group=16,
+        has_sinks=False,
+        has_hidden_first=False,
+        has_trees=False,
+    ),
+    "cpu": _Backend(
+        "hiserve.attention.cpu",
+        "CpuAttention",
+        devices=("cpu",),
+        has_windows=False,
+        has_sinks=False,
+        has_hidden_first=False,
+        has_trees=False,
+    ),
+    "reference": _Backend("hiserve.attention.reference", "ReferenceAttention", devices=("cpu", "cuda")),
+}
+
+
+def open_attention(name: str, shape: AttentionShape, device: torch.device, *, has_trees: bool = False) -> Attention:
+    """Imports and makes a backend.
+
+    Args:
+        name: ``triton``, ``flashinfer``, ``cpu`` or ``reference``.
+        shape: Of the model.
+        device: Where the pool lies.
+        has_trees: Steps may have tree masks.
+
+    Raises:
+        ConfigError: It is not installed or cannot do what is asked; says which backend would do.
+    """
+    backend = _BACKENDS[name]
+    refusal = backend.refusal(shape, device, has_trees)
+    if refusal is not None:
+        would_do = fitting_backends(shape, device, has_trees=has_trees)[0]
+        raise ConfigError(
+            f"the attention backend {name} {refusal}. Use {would_do}: --attention-backend {would_do}.",
+            param="attention_backend",
+        )
+    return cast("Attention", getattr(importlib.import_module(backend.module), backend.name)(shape))
+
+
+def fitting_backends(shape: AttentionShape, device: torch.device, *, has_trees: bool = False) -> tuple[str, ...]:
+    """Returns those that are installed and can do what is asked, the best first; the reference always can.
+
+    Args:
+        shape: Of the model.
+        device: Where the pool lies.
+        has_trees: Steps may have tree masks.
+    """
+    fits = tuple(name for name, backend in _BACKENDS.items() if backend.refusal(shape, device, has_trees) is None)
+    assert fits, f"no attention backend for {device}"
+    return fits
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
