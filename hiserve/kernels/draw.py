@@ -1,0 +1,213 @@
+"""Chooses tokens in Triton: the best of each row of logits, or of logits with Gumbel noise.
+
+A row is cut into parts so that a single one keeps the device busy; a second launch joins the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels.step_reference import SAMPLE_STREAM
+
+_PLAIN_BLOCK = 4096
+_NOISY_BLOCK = 1024
+_NUM_WARPS = 8
+_MAX_PROGRAMS = 1024  # about what a large device runs at once
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """Returns the largest entry of each row of ``[S, vocab_size]``, int64 ``[S]``; of equal ones the lowest."""
+    values, entries = _best_of_parts(logits)
+    return _join(values, entries, logits.shape[1])
+
+
+def draw_free(
+    logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, is_drawn: Tensor | None
+) -> Tensor:
+    """Draws from all tokens, in three launches: maximum, noise, join."""
+    maxima, _ = _best_of_parts(logits)
+    num_rows, size = logits.shape
+    values, entries, length = _new_parts(logits, _NOISY_BLOCK)
+    _find_drawn[(values.shape[1], num_rows)](
+        logits,
+        maxima,
+        temperature,
+        seed,
+        choice,
+        position,
+        is_drawn,
+        values,
+        entries,
+        logits.stride(0),
+        size,
+        length,
+        maxima.shape[1],
+        TINY=torch.finfo(values.dtype).tiny,
+        STREAM=SAMPLE_STREAM,
+        MAX_PARTS=_max_parts(size),
+        BLOCK=_NOISY_BLOCK,
+        num_warps=_NOISY_BLOCK // 256,
+    )
+    return _join(values, entries, logits.shape[1])
+
+
+def _best_of_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
+    values, entries, length = _new_parts(logits, _PLAIN_BLOCK)
+    _find_best[(values.shape[1], values.shape[0])](
+        logits,
+        values,
+        entries,
+        logits.stride(0),
+        logits.shape[1],
+        length,
+        BLOCK=_PLAIN_BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+    return values, entries
+
+
+def _new_parts(logits: Tensor, block: int) -> tuple[Tensor, Tensor, int]:
+    """Returns room for the best value and entry of each part, ``[S, num_parts]``, and the length of a part."""
+    assert logits.stride(1) == 1, f"logits {logits.stride()} apart"
+    num_rows, size = logits.shape
+    num_blocks = triton.cdiv(size, block)
+    length = max(1, triton.cdiv(num_rows * num_blocks, _MAX_PROGRAMS)) * block
+    shape = (num_rows, triton.cdiv(size, length))
+    values = torch.empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    return values, torch.empty(shape, dtype=torch.int32, device=logits.device), length
+
+
+def _max_parts(size: int) -> int:
+    """Bound on the parts of a row, the same for any number of rows: each bound is a variant to compile."""
+    parts: int = triton.next_power_of_2(triton.cdiv(size, _NOISY_BLOCK))
+    return parts
+
+
+def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
+    num_rows, num_parts = values.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=values.device)
+    _join_parts[(num_rows,)](values, entries, tokens, num_parts, MAX_PARTS=_max_parts(size), num_warps=4)
+    return tokens
+
+
+@triton.jit(do_not_specialize=["length"])  # type: ignore[untyped-decorator]
+def _find_best(  # type: ignore[no-untyped-def]
+    logits,
+    values,
+    entries,
+    row_stride,
+    size,
+    length,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program finds the best entry of one part of a row."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = part * length
+    best = tl.full([BLOCK], -float("inf"), values.dtype.element_ty)
+    where = first + tl.arange(0, BLOCK)
+    for start in range(first, tl.minimum(first + length, size), BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf"))
+        best, where = _better(best, where, x.to(values.dtype.element_ty), entry)
+    _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["temperature", "seed", "choice", "position", "is_drawn", "length", "num_maxima"]
+)
+def _find_drawn(  # type: ignore[no-untyped-def]
+    logits,
+    maxima,
+    temperature,
+    seed,
+    choice,
+    position,
+    is_drawn,
+    values,
+    entries,
+    row_stride,
+    size,
+    length,
+    num_maxima,
+    TINY: tl.constexpr,  # noqa: N803
+    STREAM: tl.constexpr,  # noqa: N803
+    MAX_PARTS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program finds the best entry of one part of a row, noise added if the row draws."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    number = tl.arange(0, MAX_PARTS)
+    maximum = tl.max(tl.load(maxima + row * num_maxima + number, mask=number < num_maxima, other=-float("inf")), 0)
+    divisor = tl.maximum(tl.load(temperature + row).to(values.dtype.element_ty), TINY)
+    draws = True
+    if is_drawn is not None:
+        draws = tl.load(is_drawn + row) != 0
+    first = part * length
+    best = tl.full([BLOCK], -float("inf"), values.dtype.element_ty)
+    where = first + tl.arange(0, BLOCK)
+    for start in range(first, tl.minimum(first + length, size), BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf")).to(
+            values.dtype.element_ty
+        )
+        if draws:
+            words = _words(tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, start, BLOCK)
+            x = _divide(x - maximum, divisor) + _gumbel(words).to(values.dtype.element_ty)
+        best, where = _better(best, where, x, entry)
+    _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
+
+
+@triton.jit(do_not_specialize=["num_parts"])  # type: ignore[untyped-decorator]
+def _join_parts(  # type: ignore[no-untyped-def]
+    values,
+    entries,
+    tokens,
+    num_parts,
+    MAX_PARTS: tl.constexpr,  # noqa: N803
+):
+    """Each program finds the best part of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, MAX_PARTS)
+    mask = part < num_parts
+    value = tl.load(values + row * num_parts + part, mask=mask, other=-float("inf"))
+    entry = tl.load(entries + row * num_parts + part, mask=mask, other=2**31 - 1)
+    is_best = value == tl.max(value, 0)
+    tl.store(tokens + row, tl.min(tl.where(is_best, entry, 2**31 - 1), 0).to(tl.int64))
+
+
+@triton.jit
+def _better(best, where, x, entry):  # type: ignore[no-untyped-def]
+    """Takes what is greater, so that of equal values the first stays; NaN counts as infinity."""
+    x = tl.where(x != x, float("inf"), x)
+    is_better = x > best
+    return tl.where(is_better, x, best), tl.where(is_better, entry, where)
+
+
+@triton.jit
+def _store_part(best, where, values, entries, place, size):  # type: ignore[no-untyped-def]
+    top = tl.max(best, 0)
+    tl.store(values + place, top)
+    tl.store(entries + place, tl.min(tl.where(best == top, where, size), 0))
+
+
+@triton.jit
+def _divide(x, y):  # type: ignore[no-untyped-def]
+    """Division rounded as IEEE 754 has it, which ``/`` is in float64 alone."""
+    return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
+
+
+@triton.jit
+def _words(seed, choice, position, stream, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """One random word for each of BLOCK entries from ``start``, a multiple of 4: those of ``kernels.reference.gumbel``."""
+    block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, block, position.to(tl.uint32), choice.to(tl.uint32), stream)
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
+
+
+@triton.jit
+def _gumbel(words):  # type: ignore[no-untyped-def]
+    uniform = (words.to(tl.float64) + 0.5) * 2.0**-32
+    return -tl.log(-tl.log(uniform))

@@ -1,0 +1,311 @@
+"""The step kernels in Triton; what each does stands at ``StepOps``, and ``step_reference`` has their twins."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels.draw import draw_free, greedy
+from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
+
+__all__ = ["accept", "advance", "draw_free", "greedy", "step_inputs"]
+
+_TABLE_BLOCK = 4096
+_TABLE_WARPS = 8
+_TOKEN_BLOCK = 128
+_SAMPLING_BLOCK = 256
+
+
+def step_inputs(
+    columns: StepColumns, state: RowState, *, page_size: int, width: int, out: StepMetadata | None = None
+) -> StepMetadata:
+    """Checks the rows, and gathers the step's tokens, positions, slots and page tables, in two launches."""
+    num_rows, num_tokens = columns.rows.shape[0], columns.token_rows.shape[0]
+    if out is None:
+        out = _new_metadata(num_rows, num_tokens, width, state.tokens.device)
+    _check_rows[(num_rows,)](
+        columns.rows,
+        columns.num_new,
+        columns.num_draft,
+        columns.samples,
+        columns.max_len,
+        state.computed_len,
+        state.known_len,
+        state.page_table,
+        state.entry_owner,
+        state.page_owner,
+        out.legal,
+        out.kv_lens,
+        out.page_table,
+        out.page_table.stride(0),
+        out.page_table.shape[1],
+        state.page_table.shape[1],
+        state.page_owner.shape[0],
+        state.tokens.shape[1],
+        SINK=SINK_PAGE,
+        PAGE_SIZE=page_size,
+        BLOCK=_TABLE_BLOCK,
+        num_warps=_TABLE_WARPS,
+    )
+    _place_tokens[(triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
+        columns.token_rows,
+        columns.offsets,
+        columns.rows,
+        columns.num_new,
+        out.kv_lens,
+        out.legal,
+        state.tokens,
+        state.page_table,
+        out.input_ids,
+        out.positions,
+        out.slots,
+        num_tokens,
+        state.page_table.shape[1],
+        state.tokens.shape[1],
+        SINK=SINK_PAGE,
+        PAGE_SIZE=page_size,
+        BLOCK=_TOKEN_BLOCK,
+        num_warps=_TOKEN_BLOCK // 32,
+    )
+    return out
+
+
+def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.device) -> StepMetadata:
+    return StepMetadata(
+        legal=torch.empty(num_rows, dtype=torch.bool, device=device),
+        kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
+        page_table=torch.full((num_rows, width), SINK_PAGE, dtype=torch.int32, device=device),
+        input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
+        positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
+    )
+
+
+def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowState) -> Tensor:
+    """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, and 1."""
+    assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"
+    num_sampling, width = drawn.shape
+    counts = torch.empty(num_sampling, dtype=torch.int64, device=drawn.device)
+    _count_accepted[(num_sampling,)](
+        drawn,
+        sampling_rows,
+        num_draft,
+        state.known_len,
+        state.tokens,
+        counts,
+        width,
+        state.tokens.shape[1],
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return counts
+
+
+def advance(
+    rows: Tensor,
+    kv_lens: Tensor,
+    legal: Tensor,
+    num_draft: Tensor,
+    sampling: Tensor,
+    drawn: Tensor,
+    counts: Tensor,
+    state: RowState,
+) -> Tensor:
+    """Records in the rows what a step computed and emitted, and packs the outcome for the host, in one launch."""
+    assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"
+    num_rows, (num_sampling, width) = rows.shape[0], drawn.shape
+    words = torch.empty(num_rows + num_sampling + drawn.numel(), dtype=torch.int32, device=rows.device)
+    _advance_rows[(num_rows,)](
+        rows,
+        kv_lens,
+        legal,
+        num_draft,
+        sampling,
+        drawn,
+        counts,
+        state.computed_len,
+        state.known_len,
+        state.tokens,
+        words,
+        num_sampling,
+        width,
+        state.tokens.shape[1],
+        BLOCK=triton.next_power_of_2(width),
+        SAMPLING_BLOCK=_SAMPLING_BLOCK,
+        num_warps=1,
+    )
+    return words
+
+
+# Not compiled anew for each alignment of their addresses: most are views into one upload, at any multiple of 8 bytes.
+_VARYING = [
+    *("rows", "num_new", "num_draft", "samples", "max_len", "token_rows", "offsets", "sampling", "sampling_rows"),
+    *("legal", "kv_lens", "table", "input_ids", "positions", "slots", "drawn", "counts", "words"),
+    *("table_stride", "width", "num_tokens", "num_sampling"),
+]
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _check_rows(  # type: ignore[no-untyped-def]
+    rows,
+    num_new,
+    num_draft,
+    samples,
+    max_len,
+    computed_len,
+    known_len,
+    page_table,
+    entry_owner,
+    page_owner,
+    legal,
+    kv_lens,
+    table,
+    table_stride,
+    width,
+    num_entries,
+    num_pages,
+    capacity,
+    SINK: tl.constexpr,  # noqa: N803
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program checks one row and copies its table."""
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + number)
+    new = tl.load(num_new + number)
+    computed = tl.load(computed_len + row)
+    known = tl.load(known_len + row)
+    end = computed + new
+    pages, owners = page_table + row * num_entries, entry_owner + row * num_entries
+    # The slot of the last computed token agrees with the length by the way it is found: only its page can be wrong.
+    last_page = tl.load(pages + tl.minimum(tl.maximum(computed - 1, 0) // PAGE_SIZE, width - 1))
+    is_placed = (computed <= 0) | ((last_page != SINK) & (last_page >= 0) & (last_page < num_pages))
+    # The last token that a row may emit stands at ``end``.
+    reaches = (end - tl.load(num_draft + number) == known) & (end < capacity)
+    is_known = tl.where(tl.load(samples + number) != 0, reaches, end <= known)
+    is_legal = is_placed & is_known & (end <= tl.load(max_len + number))
+    num_used = tl.minimum(tl.cdiv(end, PAGE_SIZE), width).to(tl.int32)
+    num_stale = 0
+    for start in range(0, num_used, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        is_used = entry < num_used
+        page = tl.load(pages + entry, mask=is_used, other=SINK)
+        owner = tl.load(owners + entry, mask=is_used, other=0)
+        is_stale = tl.load(page_owner + page, mask=is_used, other=0) != owner
+        num_stale += tl.sum(is_stale.to(tl.int32), 0)
+    is_legal = is_legal & (num_stale == 0)
+    kv_len = tl.where(is_legal, end, new)
+    tl.store(legal + number, is_legal)
+    tl.store(kv_lens + number, kv_len)
+    num_used = tl.minimum(tl.cdiv(kv_len, PAGE_SIZE), width).to(tl.int32)
+    num_read = tl.where(is_legal, num_used, 0)
+    for start in range(0, num_used, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        page = tl.load(pages + entry, mask=entry < num_read, other=SINK)
+        tl.store(table + number * table_stride + entry, page, mask=entry < num_used)
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _place_tokens(  # type: ignore[no-untyped-def]
+    token_rows,
+    offsets,
+    rows,
+    num_new,
+    kv_lens,
+    legal,
+    tokens,
+    page_table,
+    input_ids,
+    positions,
+    slots,
+    num_tokens,
+    num_entries,
+    capacity,
+    SINK: tl.constexpr,  # noqa: N803
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program places a block of tokens, after ``_check_rows``."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = token < num_tokens
+    number = tl.load(token_rows + token, mask=mask, other=0)
+    row = tl.load(rows + number, mask=mask, other=0)
+    first = tl.load(kv_lens + number, mask=mask, other=0) - tl.load(num_new + number, mask=mask, other=0)
+    position = first + tl.load(offsets + token, mask=mask, other=0)
+    is_legal = tl.load(legal + number, mask=mask, other=0) != 0
+    page = tl.load(page_table + row * num_entries + position // PAGE_SIZE, mask=mask & is_legal, other=SINK)
+    tl.store(input_ids + token, tl.load(tokens + row * capacity + position, mask=mask, other=0), mask=mask)
+    tl.store(positions + token, position, mask=mask)
+    tl.store(slots + token, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _count_accepted(  # type: ignore[no-untyped-def]
+    drawn,
+    sampling_rows,
+    num_draft,
+    known_len,
+    tokens,
+    counts,
+    width,
+    capacity,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program finds the first token of one row that no draft foresaw."""
+    number = tl.program_id(0).to(tl.int64)
+    row = tl.load(sampling_rows + number)
+    index = tl.arange(0, BLOCK)
+    is_draft = index < tl.load(num_draft + number)
+    place = tl.load(known_len + row) + index
+    draft = tl.load(tokens + row * capacity + place, mask=is_draft & (place < capacity), other=-1)
+    token = tl.load(drawn + number * width + index, mask=index < width, other=0)
+    is_last = ~is_draft | (draft != token)
+    tl.store(counts + number, tl.min(tl.where(is_last, index, BLOCK), 0).to(tl.int64) + 1)
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _advance_rows(  # type: ignore[no-untyped-def]
+    rows,
+    kv_lens,
+    legal,
+    num_draft,
+    sampling,
+    drawn,
+    counts,
+    computed_len,
+    known_len,
+    tokens,
+    words,
+    num_sampling,
+    width,
+    capacity,
+    BLOCK: tl.constexpr,  # noqa: N803
+    SAMPLING_BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program advances one row; it looks for the row among those that sampled."""
+    number = tl.program_id(0)
+    num_rows = tl.num_programs(0)
+    row = tl.load(rows + number)
+    is_legal = tl.load(legal + number) != 0
+    tl.store(words + number, is_legal.to(tl.int32))
+    which = -1
+    for start in range(0, num_sampling, SAMPLING_BLOCK):
+        index = start + tl.arange(0, SAMPLING_BLOCK)
+        is_mine = tl.load(sampling + index, mask=index < num_sampling, other=-1) == number
+        which = tl.maximum(which, tl.max(tl.where(is_mine, index, -1), 0))
+    computed, known = tl.load(kv_lens + number), tl.load(known_len + row)
+    if which >= 0:
+        count = tl.where(is_legal, tl.load(counts + which), 0)
+        index = tl.arange(0, BLOCK)
+        token = tl.load(drawn + which * width + index, mask=index < width, other=0).to(tl.int32)
+        tl.store(words + num_rows + which, count.to(tl.int32))
+        tl.store(words + num_rows + num_sampling + which * width + index, token, mask=index < width)
+        tl.store(tokens + row * capacity + known + index, token, mask=index < count)
+        computed -= tl.load(num_draft + number) + 1 - count
+        known += count
+    # Programs of the padding row run side by side: they all store zeros.
+    tl.store(computed_len + row, tl.where(is_legal, computed, 0))
+    tl.store(known_len + row, tl.where(is_legal, known, 0))

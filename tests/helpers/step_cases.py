@@ -1,0 +1,167 @@
+"""Random steps over random rows, right and wrong, and in plain Python what becomes of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
+
+NUM_ROWS, STALE = 7, -7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCase:
+    """A step: the plan, the rows before it, and what a model would draw."""
+
+    columns: StepColumns
+    state: RowState
+    sampling: Tensor
+    drawn: Tensor
+    page_size: int
+    width: int
+
+    @property
+    def sampling_rows(self) -> Tensor:
+        return self.columns.rows[self.sampling]
+
+    @property
+    def sampling_drafts(self) -> Tensor:
+        return self.columns.num_draft[self.sampling]
+
+    def old_metadata(self) -> StepMetadata:
+        """Buffers of a graph, with what an earlier step left in them."""
+        num_rows, num_tokens = len(self.columns.rows), len(self.columns.token_rows)
+        return StepMetadata(
+            legal=torch.ones(num_rows, dtype=torch.bool),
+            kv_lens=torch.full((num_rows,), STALE),
+            page_table=torch.full((num_rows, self.width), STALE, dtype=torch.int32),
+            input_ids=torch.full((num_tokens,), STALE, dtype=torch.int32),
+            positions=torch.full((num_tokens,), STALE),
+            slots=torch.full((num_tokens,), STALE),
+        )
+
+
+def copied(state: RowState) -> RowState:
+    return replace(state, **{each.name: getattr(state, each.name).clone() for each in fields(state)})
+
+
+def random_case(generator: torch.Generator) -> StepCase:
+    """Rows 1 to 6 hold requests, some at their last token; one fault in about every third."""
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    page_size = (1, 4, 16)[pick(0, 2)]
+    num_entries = pick(2, 6)
+    capacity = num_entries * page_size - (pick(0, page_size - 1) if page_size > 1 else 0)
+    state = _random_state(generator, capacity, num_entries)
+    rows, columns = [], []
+    for row in torch.randperm(NUM_ROWS - 1, generator=generator).add(1).tolist()[: pick(1, NUM_ROWS - 1)]:
+        edge = page_size * pick(0, num_entries) + pick(-1, 1)
+        known = min(max(edge, 1), capacity)
+        computed = pick(0, known - 1) if pick(0, 1) else known - 1
+        samples, num_draft = bool(pick(0, 3)), 0
+        if samples:
+            num_draft = max(0, min(pick(0, 3), capacity - known - pick(0, 1)))
+        num_new = known + num_draft - computed if samples else pick(1, known - computed)
+        max_len = min(computed + num_new + pick(0, 3), capacity)
+        state.computed_len[row], state.known_len[row] = computed, known
+        fault, entry = pick(0, 17), pick(0, (computed + num_new - 1) // page_size)
+        if fault == 0:
+            state.page_owner[state.page_table[row, entry]] += 1
+        elif fault == 1:
+            state.entry_owner[row, entry] += 1
+        elif fault == 2 and computed:
+            last = (computed - 1) // page_size
+            state.page_table[row, last], state.entry_owner[row, last] = 0, state.page_owner[0]
+        elif fault == 3 and num_new > 1:
+            num_new -= 1
+        elif fault == 4 and computed + num_new < capacity:
+            num_new, max_len = num_new + 1, min(max_len + 1, capacity)
+        elif fault == 5:
+            max_len = max(num_new, max_len - pick(1, 4))
+        rows.append(row)
+        columns.append((row, num_new, num_draft, samples, max_len))
+    for _ in range(pick(0, 3)):
+        columns.append((0, pick(1, 2), 0, bool(pick(0, 1)), 2))
+    return _case(generator, state, columns, page_size)
+
+
+def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -> RowState:
+    num_pages = NUM_ROWS * num_entries + 1
+    pages = torch.randperm(num_pages - 1, generator=generator).add(1)[: NUM_ROWS * num_entries]
+    page_table = pages.view(NUM_ROWS, num_entries).to(torch.int32)
+    page_table[0] = 0
+    page_owner = torch.randint(1, 9, (num_pages,), generator=generator, dtype=torch.int32)
+    entry_owner = page_owner[page_table.long()]
+    entry_owner[0] = -1
+    state = RowState(
+        tokens=torch.randint(0, 3, (NUM_ROWS, capacity), generator=generator, dtype=torch.int32),
+        computed_len=torch.zeros(NUM_ROWS, dtype=torch.int64),
+        known_len=torch.zeros(NUM_ROWS, dtype=torch.int64),
+        page_table=page_table,
+        entry_owner=entry_owner,
+        page_owner=page_owner,
+    )
+    state.tokens[0] = 0
+    return state
+
+
+def _case(
+    generator: torch.Generator, state: RowState, columns: list[tuple[int, int, int, bool, int]], page_size: int
+) -> StepCase:
+    rows, num_new, num_draft, samples, max_len = zip(*columns, strict=True)
+    token_rows = torch.arange(len(rows)).repeat_interleave(torch.tensor(num_new))
+    sampling = torch.tensor(samples).nonzero()[:, 0]
+    width = max(num_draft) + 1 + int(torch.randint(0, 2, (), generator=generator))
+    return StepCase(
+        columns=StepColumns(
+            rows=torch.tensor(rows),
+            num_new=torch.tensor(num_new),
+            num_draft=torch.tensor(num_draft),
+            samples=torch.tensor(samples),
+            max_len=torch.tensor(max_len),
+            token_rows=token_rows,
+            offsets=torch.cat([torch.arange(each) for each in num_new]),
+        ),
+        state=state,
+        sampling=sampling,
+        drawn=torch.randint(0, 3, (len(sampling), width), generator=generator),
+        page_size=page_size,
+        width=int(torch.randint(-(-max(max_len) // page_size), state.page_table.shape[1] + 1, (), generator=generator)),
+    )
+
+
+def is_legal(case: StepCase, number: int) -> bool:
+    """The rules for one row of a step, one by one."""
+    columns, state = case.columns, case.state
+    row, num_new = int(columns.rows[number]), int(columns.num_new[number])
+    computed, known = int(state.computed_len[row]), int(state.known_len[row])
+    end = computed + num_new
+    if end > columns.max_len[number]:
+        return False
+    pages, owners = state.page_table[row].tolist(), state.entry_owner[row].tolist()
+    for position in range(end):
+        entry = position // case.page_size
+        if state.page_owner[pages[entry]] != owners[entry]:
+            return False
+    if computed and pages[(computed - 1) // case.page_size] == 0:
+        return False
+    if columns.samples[number]:
+        return end - int(columns.num_draft[number]) == known and end < state.tokens.shape[1]
+    return end <= known
+
+
+def num_emitted(case: StepCase, which: int) -> int:
+    """Tokens that the ``which``-th sampling row emits, were it legal."""
+    row = int(case.sampling_rows[which])
+    first = int(case.state.known_len[row])
+    count = 1
+    for draft in range(int(case.sampling_drafts[which])):
+        if case.state.tokens[row, first + draft] != case.drawn[which, draft]:
+            break
+        count += 1
+    return count

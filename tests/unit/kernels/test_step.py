@@ -1,0 +1,174 @@
+"""The device half of a step: the twins against rules applied row by row, Triton against the twins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiserve.kernels import step_reference as twins
+from hiserve.kernels.step_ops import step_ops_for
+from tests.helpers.step_cases import STALE, StepCase, copied, is_legal, num_emitted, random_case
+
+ROOT = Path(__file__).parent.parent.parent.parent
+NUM_CASES = 150
+PROGRAM = """
+import torch
+from dataclasses import fields
+from hiserve.kernels import step, step_reference
+from tests.helpers.step_cases import copied, random_case
+
+torch.set_num_threads(1)
+
+def same(ours, theirs, what):
+    for each in fields(ours):
+        assert torch.equal(getattr(ours, each.name), getattr(theirs, each.name)), (what, each.name, ours, theirs)
+
+def run(ops, case, out):
+    state = copied(case.state)
+    made = ops.step_inputs(case.columns, state, page_size=case.page_size, width=case.width, out=out)
+    counts = ops.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
+    columns = case.columns
+    words = ops.advance(columns.rows, made.kv_lens, made.legal, columns.num_draft, case.sampling, case.drawn, counts, state)
+    return made, counts, words, state
+
+generator = torch.Generator().manual_seed(SEED)
+step._TABLE_BLOCK, step._SAMPLING_BLOCK, step._TOKEN_BLOCK = 2, 2, 32
+for number in range(NUM_CASES):
+    case = random_case(generator)
+    made, counts, words, state = run(step, case, case.old_metadata() if number % 2 else None)
+    twin_made, twin_counts, twin_words, twin_state = run(step_reference, case, case.old_metadata() if number % 2 else None)
+    same(made, twin_made, number)
+    same(state, twin_state, number)
+    assert torch.equal(counts, twin_counts) and torch.equal(words, twin_words), (number, counts, twin_counts)
+print("same")
+"""
+
+
+def cases(seed: int = 11) -> list[StepCase]:
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    return [random_case(generator) for _ in range(NUM_CASES)]
+
+
+def inputs(case: StepCase) -> twins.StepMetadata:
+    return twins.step_inputs(case.columns, case.state, page_size=case.page_size, width=case.width)
+
+
+def test_rows_are_legal_by_the_rules_and_the_others_work_in_the_sink() -> None:
+    seen: Counter[object] = Counter()
+    for case in cases():
+        columns, made, token = case.columns, inputs(case), 0
+        for number, row in enumerate(columns.rows.tolist()):
+            legal = is_legal(case, number)
+            start = int(case.state.computed_len[row]) if legal else 0
+            end = start + int(columns.num_new[number])
+            pages = case.state.page_table[row].tolist() if legal else [0] * case.width
+            num_used = -(-end // case.page_size)
+            seen[legal] += 1
+            seen["drafts"] += legal and bool(columns.num_draft[number])
+            seen["full"] += legal and end == case.state.tokens.shape[1] - 1
+            assert made.legal[number] == legal
+            assert made.kv_lens[number] == end
+            assert made.page_table[number].tolist() == pages[:num_used] + [0] * (case.width - num_used)
+            for position in range(start, end):
+                place = pages[position // case.page_size] * case.page_size + position % case.page_size
+                assert made.positions[token] == position
+                assert made.slots[token] == place
+                assert made.input_ids[token] == case.state.tokens[row, position]
+                token += 1
+        assert token == made.slots.shape[0]
+    print(seen)
+    assert min(seen[True], seen[False], seen["drafts"]) > 50
+    assert seen["full"] > 10
+
+
+def test_buffers_of_a_graph_get_the_same_but_past_the_last_page_keep_theirs() -> None:
+    for case in cases()[:40]:
+        fresh, out = inputs(case), case.old_metadata()
+        made = twins.step_inputs(case.columns, case.state, page_size=case.page_size, width=1, out=out)
+        assert made is out
+        for each in fields(out):
+            expected = getattr(fresh, each.name)
+            if each.name == "page_table":
+                is_used = torch.arange(case.width) * case.page_size < fresh.kv_lens[:, None]
+                expected = torch.where(is_used, expected, STALE)
+            assert torch.equal(getattr(out, each.name), expected), each.name
+
+
+def test_a_row_emits_its_drafts_up_to_the_first_that_was_not_drawn() -> None:
+    seen: Counter[int] = Counter()
+    for case in cases():
+        counts = twins.accept(case.drawn, case.sampling_rows, case.sampling_drafts, case.state).tolist()
+        wanted = [num_emitted(case, which) for which in range(len(case.sampling))]
+        assert counts == wanted
+        seen.update(wanted)
+    print(seen)
+    assert min(seen[count] for count in (1, 2, 3)) > 10
+
+
+def test_rows_advance_by_what_was_emitted_and_faulted_ones_forget() -> None:
+    for case in cases():
+        made, before = inputs(case), copied(case.state)
+        counts = twins.accept(case.drawn, case.sampling_rows, case.sampling_drafts, case.state)
+        words = twins.advance(
+            case.columns.rows,
+            made.kv_lens,
+            made.legal,
+            case.columns.num_draft,
+            case.sampling,
+            case.drawn,
+            counts,
+            case.state,
+        )
+        wanted = copied(before)
+        emitted = dict(zip(case.sampling.tolist(), range(len(case.sampling)), strict=True))
+        word_counts = [0] * len(emitted)
+        for number, row in enumerate(case.columns.rows.tolist()):
+            if not made.legal[number]:
+                wanted.computed_len[row] = wanted.known_len[row] = 0
+                continue
+            wanted.computed_len[row] = made.kv_lens[number]
+            if number in emitted:
+                which, known = emitted[number], int(before.known_len[row])
+                count = word_counts[which] = int(counts[which])
+                wanted.computed_len[row] = known + count - 1
+                wanted.known_len[row] = known + count
+                wanted.tokens[row, known : known + count] = case.drawn[which, :count]
+        for each in fields(wanted):
+            assert torch.equal(getattr(case.state, each.name), getattr(wanted, each.name)), each.name
+        assert words.tolist() == [*made.legal.int().tolist(), *word_counts, *case.drawn.view(-1).tolist()]
+        assert case.state.known_len[0] == case.state.computed_len[0] == 0
+
+
+def test_a_device_finds_its_kernels_by_its_kind() -> None:
+    assert step_ops_for(torch.device("cpu")) is twins
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [5])
+def test_triton_does_what_the_twins_do(interpret: Callable[[str], str], seed: int) -> None:
+    print(f"seed {seed}")
+    assert interpret(PROGRAM.replace("SEED", str(seed)).replace("NUM_CASES", "40")) == "same\n"
+
+
+@pytest.fixture
+def interpret() -> Callable[[str], str]:
+    """Runs a program with Triton's interpreter, which a process must ask for before it imports triton."""
+
+    def run(program: str) -> str:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
