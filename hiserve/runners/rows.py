@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, SINK_PAGE
+from hiserve.kernels.step_ops import RowState, step_ops_for
 from hiserve.sampling.params import SamplingRows
 
 
@@ -23,9 +23,10 @@ class DeviceRows:
         max_len: Longest row, in tokens.
         page_size: Tokens per page.
         num_pages: Pages of the pool, the sink included.
-        tokens: int32 ``[R, max_len]``, R = max_rows + 1.
+        ops: What this device's kernels do with them.
+        tokens: int32 ``[R, max_len]``, R = max_rows + 1. Those from ``known_len`` on are drafts, if there are any.
         computed_len: int64 ``[R]``. Leading tokens whose keys and values are stored.
-        known_len: int64 ``[R]``. Valid entries of ``tokens``.
+        known_len: int64 ``[R]``. Valid entries of ``tokens``, drafts not counted.
         page_table: int32 ``[R, max_pages]``.
         entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
@@ -50,7 +51,8 @@ class DeviceRows:
         device: str,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.ops = step_ops_for(self.device)
         self.max_len = max_len
         self.page_size = page_size
         self.num_pages = num_pages
@@ -108,23 +110,14 @@ class DeviceRows:
         self.entry_owner.view(-1).index_copy_(0, entries, owners)
         self.page_owner.index_copy_(0, pages.long(), owners)
 
-    def advance(self, rows: Tensor, kv_lens: Tensor, legal: Tensor, sampling: Tensor, sampled: Tensor) -> None:
-        """Records what a step computed and sampled.
-
-        A row that failed the check forgets its tokens, so that a step already launched for it fails too.
-
-        Args:
-            rows: int64 ``[B]``. Rows of the step.
-            kv_lens: int64 ``[B]``. Their lengths after it.
-            legal: bool ``[B]``. Rows that passed the check.
-            sampling: int64 ``[S]``. Which of the B rows sampled.
-            sampled: int64 ``[S]``. Their tokens.
-        """
-        self.computed_len.index_copy_(0, rows, kv_lens * legal)
-        known_len = self.known_len.index_select(0, rows)
-        known_len.index_add_(0, sampling, torch.ones_like(sampled))
-        self.known_len.index_copy_(0, rows, known_len * legal)
-        # An illegal row's token lands in a row that knows nothing; only its place must exist.
-        places = kv_lens.index_select(0, sampling).clamp_(max=self.max_len - 1)
-        flat = rows.index_select(0, sampling) * self.max_len + places
-        self.tokens.view(-1).index_copy_(0, flat, sampled.to(torch.int32))
+    @property
+    def state(self) -> RowState:
+        """What the step kernels take of the rows."""
+        return RowState(
+            tokens=self.tokens,
+            computed_len=self.computed_len,
+            known_len=self.known_len,
+            page_table=self.page_table,
+            entry_owner=self.entry_owner,
+            page_owner=self.page_owner,
+        )

@@ -83,6 +83,10 @@ class SamplingRows:
         self._bias_tokens.index_copy_(0, on_device, new_tokens)
         self._bias_values.index_copy_(0, on_device, new_values)
 
+    def are_greedy(self, host_rows: Int32Array) -> bool:
+        """Whether all of the rows take the likeliest token of unchanged logits."""
+        return not self._needs[host_rows].any()
+
     def num_top(self, host_rows: Int32Array) -> int | None:
         """Likeliest tokens to tell of for each sampled token: the most any of the rows wants; None if none does."""
         return _most(self._num_top[host_rows])

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from hiserve.attention.backends import open_attention
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.pools.device import DevicePool
@@ -25,7 +24,6 @@ from hiserve.models.attention import attention_shape
 from hiserve.models.decoder import load_decoder
 from hiserve.models.shapes import read_model
 from hiserve.runners.canary import Canary
-from hiserve.runners.eager import EagerRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.adopt import adopt
 from hiserve.worker.copier import Copier
@@ -33,6 +31,7 @@ from hiserve.worker.executor import Executor
 from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
+from hiserve.worker.runners import make_runners
 from hiserve.worker.transfers import make_registrar, make_transfers
 
 EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
@@ -99,8 +98,6 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
             beyond = _beyond(config, host)
         copier = Copier(make_transfers(device, pool, host), host, beyond, linger_s=linger_s)
     shape = attention_shape(model_config, dtype=getattr(torch, dtype), page_size=page_size)
-    attention = open_attention("cpu" if device == "cpu" else "reference", shape, torch.device(device))
-    runner = EagerRunner(model, pool.layers("kv"), attention)
     depth = known(config.runner.overlap)
     planner = Planner(
         cache=cache,
@@ -122,7 +119,17 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         startup_s=startup_s,
     )
     canary = Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None
-    executor = Executor(runner, rows, threaded=depth > 0, copier=copier, canary=canary)
+    with _phase(startup_s, "prepare runners"):
+        runners = make_runners(
+            config.runner,
+            model,
+            pool.layers("kv"),
+            rows,
+            shape,
+            max_batched_tokens=known(config.scheduler.max_batched_tokens),
+            canary=canary,
+        )
+    executor = Executor(runners, rows, threaded=depth > 0, copier=copier)
     shares = not config.cache.disable_prefix_cache
     return Engine(planner, executor, depth, facts, shares_prefixes=shares, kv_events=kv_events)
 

@@ -15,9 +15,11 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
+from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
+from hiserve.runners.step import record
 from hiserve.worker.executor import Executor
 from tests.helpers.plans import HandPlanner
 
@@ -145,7 +147,7 @@ class Engine:
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
         self.attention = open_attention(attention, shape, torch.device(device))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
-        self.executor = Executor(self.runner, self.rows, threaded=threaded)
+        self.executor = Executor(Dispatch(self.rows, self.runner), self.rows, threaded=threaded)
 
     @torch.inference_mode()
     def logits(self, planner: HandPlanner, prompts: dict[int, list[int]], chunk: int) -> dict[int, torch.Tensor]:
@@ -163,7 +165,7 @@ class Engine:
             step = build_inputs(plan, self.rows)
             every = torch.arange(plan.num_tokens, device=self.rows.device)
             out = self.runner.run(dataclasses.replace(step.forward, logits_rows=every)).logits
-            self.rows.advance(step.rows, step.forward.kv_lens, step.legal, step.sampling, step.sampling)
+            record(step, step.sampling[:, None], self.rows)
             assert step.legal.all()
             for row, part in zip(work, out.split(list(work.values())), strict=True):
                 parts[row].append(part)

@@ -13,6 +13,7 @@ from hiserve.errors import InvariantError
 from hiserve.runners.canary import Canary
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
+from hiserve.runners.step import record
 from tests.helpers.plans import HandPlanner
 
 PAGE, NUM_PAGES = 4, 16
@@ -38,8 +39,7 @@ class Bench:
         step = build_inputs(plan, self.rows)
         self.canary.verify(plan, step)
         self.canary.write(step.forward)
-        sampled = torch.full_like(step.sampling, 7)
-        self.rows.advance(step.rows, step.forward.kv_lens, step.legal, step.sampling, sampled)
+        record(step, torch.full_like(step.sampling, 7)[:, None], self.rows)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.inputs import build_inputs
 from hiserve.worker.copier import Copier
 from hiserve.worker.executor import Executor
@@ -77,7 +78,7 @@ def test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_othe
     save_llama(tmp_path)
     engine, planner = prefilled(tmp_path)
     transfers = Waited()
-    executor = Executor(engine.runner, engine.rows, copier=Copier(transfers, None))  # type: ignore[arg-type]
+    executor = Executor(Dispatch(engine.rows, engine.runner), engine.rows, copier=Copier(transfers, None))  # type: ignore[arg-type]
     loads = tuple(PageCopy(op, CopyKind.LOAD, int32([op]), int32([op]), 0) for op in (40, 41, 42))
     plan = dataclasses.replace(planner.step({1: 8}), copies=loads, waits=(40, 42))
     executor.submit(plan).result()

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-import hiserve.runners.inputs
+import hiserve.kernels.step_reference
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.runners.inputs import StepInputs, build_inputs
 from hiserve.runners.rows import DeviceRows
+from hiserve.runners.step import record
 from tests.helpers.plans import HandPlanner, int32
 
 PAGE, NUM_PAGES = 4, 16
@@ -47,8 +48,7 @@ def bare(
 
 
 def finish(step: StepInputs, rows: DeviceRows, token: int = 3) -> None:
-    sampled = torch.full_like(step.sampling, token)
-    rows.advance(step.rows, step.forward.kv_lens, step.legal, step.sampling, sampled)
+    record(step, torch.full_like(step.sampling, token)[:, None], rows)
 
 
 def test_a_chunk_and_a_decode_share_a_batch(rows: DeviceRows, planner: HandPlanner) -> None:
@@ -73,7 +73,6 @@ def test_a_chunk_and_a_decode_share_a_batch(rows: DeviceRows, planner: HandPlann
     ]
     assert inputs.logits_rows.tolist() == [3]
     assert step.sampling.tolist() == [1]
-    assert step.host_sampling_rows.tolist() == [1]
     assert (inputs.max_q_len, inputs.max_kv_len) == (3, 8)
 
 
@@ -167,7 +166,7 @@ def test_the_last_loc_check_is_part_of_it(
     plan = planner.step({1: 1})
     rows.apply(plan)
     assert build_inputs(plan, rows).legal.all()
-    monkeypatch.setattr(hiserve.runners.inputs, "last_loc", lambda table, length, page_size: length + 100)
+    monkeypatch.setattr(hiserve.kernels.step_reference, "last_loc", lambda table, length, page_size: length + 100)
     assert_sunk(build_inputs(plan, rows), 0)
 
 

@@ -106,47 +106,6 @@ def test_impossible_admissions_are_our_own_fault(rows: DeviceRows, request_: Row
         rows.apply(plan(admit=[request_]))
 
 
-def test_a_step_appends_where_rows_sampled_and_advances_all(rows: DeviceRows) -> None:
-    rows.apply(plan(admit=[admit(1, [1, 2, 3]), admit(2, [4, 5, 6, 7])]))
-    rows.advance(
-        rows=torch.tensor([2, 1]),
-        kv_lens=torch.tensor([2, 3]),
-        legal=torch.tensor([True, True]),
-        sampling=torch.tensor([1]),
-        sampled=torch.tensor([42]),
-    )
-    assert rows.computed_len.tolist() == [0, 3, 2, 0]
-    assert rows.known_len.tolist() == [0, 4, 4, 0]
-    assert rows.tokens[1, :4].tolist() == [1, 2, 3, 42]
-    assert rows.tokens[2, :4].tolist() == [4, 5, 6, 7]
-
-
-def test_an_illegal_row_forgets_its_tokens(rows: DeviceRows) -> None:
-    rows.apply(plan(admit=[admit(1, [1, 2, 3]), admit(2, [4, 5, 6])]))
-    rows.advance(
-        rows=torch.tensor([1, 2]),
-        kv_lens=torch.tensor([3, 3]),
-        legal=torch.tensor([False, True]),
-        sampling=torch.tensor([0, 1]),
-        sampled=torch.tensor([41, 42]),
-    )
-    assert rows.known_len.tolist() == [0, 0, 4, 0]
-    assert rows.computed_len.tolist() == [0, 0, 3, 0]
-
-
-def test_an_illegal_row_of_full_length_writes_into_no_other_row(rows: DeviceRows) -> None:
-    rows.apply(plan(admit=[admit(1, [1, 2, 3]), admit(2, [4, 5, 6])]))
-    before = rows.tokens[2].clone()
-    rows.advance(
-        rows=torch.tensor([1]),
-        kv_lens=torch.tensor([12]),
-        legal=torch.tensor([False]),
-        sampling=torch.tensor([0]),
-        sampled=torch.tensor([41]),
-    )
-    assert torch.equal(rows.tokens[2], before)
-
-
 def test_upload_carries_arrays_of_every_kind_and_copies_them() -> None:
     arrays = [
         np.array([[1, 2, 3]], dtype=np.int32),

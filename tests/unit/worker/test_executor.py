@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import hiserve.runners.inputs
+import hiserve.kernels.step_reference
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from tests.helpers.models import Engine, save_llama
@@ -153,7 +153,7 @@ def test_without_the_ownership_check_a_stale_entry_writes_into_a_neighbours_page
 ) -> None:
     """The mutant of the test above: what it guards against is real."""
     monkeypatch.setattr(
-        hiserve.runners.inputs, "is_table_owned", lambda table, *_: torch.ones(len(table), dtype=torch.bool)
+        hiserve.kernels.step_reference, "is_table_owned", lambda table, *_: torch.ones(len(table), dtype=torch.bool)
     )
     running = engine(folder)
     plan, slots = run_until_a_page_is_handed_out_twice(running, admitted())

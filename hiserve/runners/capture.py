@@ -1,0 +1,117 @@
+"""CUDA graphs of one device: captured on a stream of their own, replayed on the current one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+
+_DRIVER = "libcuda.so.1"
+
+
+class Graph:
+    """Captured work. Whoever captured it keeps every tensor that it reads and every one whose content is wanted.
+
+    Args:
+        graph: Captured and kept, not instantiated.
+        device: Where it was captured.
+
+    Attributes:
+        num_nodes: Kernels, copies and fills in it.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        self._graph = graph
+        self._device = device
+        self.num_nodes = _count_nodes(graph.raw_cuda_graph())
+        graph.instantiate()
+
+    def replay(self) -> None:
+        """Launches it on the current stream, which must be of the same device."""
+        with torch.cuda.device(self._device):
+            self._graph.replay()
+
+
+class Capture:
+    """Captures graphs that share one pool of memory, so at most one of them may run at a time.
+
+    The stream is made for the device by name. One made while another device is current captures nothing, and tells
+    nobody: hence also the count of nodes.
+
+    Args:
+        device: A CUDA device, with its index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.index is not None, f"{device} has no index"
+        self._device = device
+        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._open: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a capture is under way."""
+        return self._open is not None
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Makes the capture stream current, behind what the stream before it was given, and waits for it at the end."""
+        with torch.cuda.device(self._device):
+            before = torch.cuda.current_stream()
+            self._stream.wait_stream(before)
+            with torch.cuda.stream(self._stream):
+                yield
+                self._stream.synchronize()
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        """Captures work, which ran at least once before: kernels are compiled and workspaces made outside.
+
+        Raises:
+            RuntimeError: Something in it cannot be captured.
+        """
+        self.begin()
+        with ExitStack() as undo:
+            undo.callback(self.abandon)
+            work()
+            undo.pop_all()
+        return self.end()
+
+    def begin(self) -> None:
+        """Starts a capture on the current stream, which must be that of ``on_stream``."""
+        assert self._open is None, "a capture is under way already"
+        assert torch.cuda.current_stream(self._device) == self._stream, "graphs are captured on the capture stream"
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # Thread-local: threads that copy pages or pin memory may go on meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._open = graph
+
+    def end(self) -> Graph:
+        """Ends the capture.
+
+        Raises:
+            RuntimeError: Something in it could not be captured, or there is nothing in it.
+        """
+        assert self._open is not None, "no capture is under way"
+        graph, self._open = self._open, None
+        graph.capture_end()
+        captured = Graph(graph, self._device)
+        if not captured.num_nodes:
+            raise RuntimeError("the captured graph is empty")
+        return captured
+
+    def abandon(self) -> None:
+        """Ends a capture that failed, if one is under way, and forgets it."""
+        graph, self._open = self._open, None
+        if graph is not None:
+            with suppress(RuntimeError):  # it fails again when it ends; the first failure is the one that is told
+                graph.capture_end()
+
+
+def _count_nodes(graph: int) -> int:
+    count = ctypes.c_size_t()
+    code = ctypes.CDLL(_DRIVER).cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
+    assert code == 0, f"cuGraphGetNodes answered {code}"
+    return count.value

@@ -1,0 +1,119 @@
+"""Gives each step to the runner that the gate names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from hiserve.core.plan import BatchPlan
+from hiserve.runners.canary import Canary
+from hiserve.runners.eager import EagerRunner
+from hiserve.runners.gate import Action, Coverage, Reason, StepFacts, Verdict
+from hiserve.runners.graph import ANY, GREEDY, GraphRunner
+from hiserve.runners.inputs import build_inputs
+from hiserve.runners.piecewise import PiecewiseRunner
+from hiserve.runners.rows import DeviceRows
+from hiserve.runners.step import Outcome, finish_step
+
+# Waits on the device for one layer's part of what the step loads, or for all of it (None).
+Wait = Callable[[int | None], None]
+
+
+class Dispatch:
+    """The runners of one device.
+
+    Args:
+        rows: The permanent rows.
+        eager: Runs what no graph covers.
+        dtype: Type name of activations.
+        full: Graphs of whole steps, by tokens per row.
+        piecewise: Graphs of what lies between attentions, if there are any.
+        is_strict: No graph is replayed while any load is under way.
+        canary: Checks what rows find in pages; None unless debugging.
+    """
+
+    def __init__(
+        self,
+        rows: DeviceRows,
+        eager: EagerRunner,
+        *,
+        dtype: str = "",
+        full: Mapping[int, GraphRunner] = MappingProxyType({}),
+        piecewise: PiecewiseRunner | None = None,
+        is_strict: bool = False,
+        canary: Canary | None = None,
+    ) -> None:
+        self._rows = rows
+        self._eager = eager
+        self._full = full
+        self._piecewise = piecewise
+        self._canary = canary
+        self._device = rows.device.index if rows.device.type == "cuda" else -1
+        self._dtype = dtype
+        self.coverage = Coverage(device=self._device, dtype=dtype, page_size=rows.page_size, is_strict=is_strict)
+
+    def capture(self) -> None:
+        """Captures all graphs. Until it ends the gate sends nothing to them."""
+        limits = self.coverage
+        self.coverage = replace(limits, is_capturing=True)
+        if self._piecewise is not None:
+            self._piecewise.capture()
+        for runner in self._full.values():
+            runner.capture()
+        self.coverage = replace(
+            limits,
+            full={width: runner.coverage for width, runner in self._full.items()},
+            piecewise=None if self._piecewise is None else self._piecewise.coverage,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all graphs."""
+        runners = (*self._full.values(), *(() if self._piecewise is None else (self._piecewise,)))
+        return sum(runner.num_nodes for runner in runners)
+
+    def facts(self, plan: BatchPlan) -> StepFacts:
+        """Returns what the gate compares with the coverage."""
+        sampling, rows = self._rows.sampling, plan.rows[plan.samples]
+        is_greedy = sampling.are_greedy(rows) and sampling.num_top(rows) is None
+        return StepFacts.of(
+            plan,
+            sampling=GREEDY if is_greedy else ANY,
+            has_canary=self._canary is not None,
+            device=self._device,
+            dtype=self._dtype,
+        )
+
+    def note(self, plan: BatchPlan) -> None:
+        """Takes notice of an applied plan, whatever becomes of its step."""
+        if self._canary is not None:
+            self._canary.note(plan)
+
+    def run(self, plan: BatchPlan, verdict: Verdict, wait: Wait | None = None) -> Outcome:
+        """Computes a step of at least one row on the current stream.
+
+        Args:
+            plan: Applied to the rows.
+            verdict: The gate's, not to defer.
+            wait: For the loads that the step reads; None without any.
+        """
+        if verdict.action is Action.REPLAY and verdict.reason is not Reason.PIECEWISE:
+            if wait is not None:
+                wait(None)
+            return self._full[int(plan.num_new[0])].run(plan, verdict.bucket)
+        inputs = build_inputs(plan, self._rows)
+        forward = inputs.forward
+        if self._canary is not None:
+            if wait is not None:
+                wait(None)  # the canary reads pages before the first layer
+            self._canary.verify(plan, inputs)
+            self._canary.write(forward)
+        elif wait is not None:
+            forward = replace(forward, before_layer=wait)
+        if verdict.action is Action.REPLAY:
+            assert self._piecewise is not None, f"step {plan.step_id} goes to graphs that are not there"
+            outputs = self._piecewise.run(forward, verdict.bucket)
+        else:
+            outputs = self._eager.run(forward)
+        return finish_step(plan, inputs, outputs.logits, self._rows)

@@ -1,0 +1,205 @@
+"""Whole steps as CUDA graphs: every row computes the same number of tokens and samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention
+from hiserve.core.forward import LayerKV
+from hiserve.core.plan import BatchPlan
+from hiserve.models.decoder import Decoder
+from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.gate import FullGraphs
+from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
+from hiserve.runners.rows import DeviceRows
+from hiserve.runners.step import Outcome, finish_step, record
+
+logger = logging.getLogger(__name__)
+
+# What a graph draws by itself. ``ANY`` ends with the logits; what follows runs eagerly.
+GREEDY, ANY = "greedy", "any"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """Graphs of one bucket, and the tensors that they read and write.
+
+    Attributes:
+        varying: int64 ``[2, rows]``: what changes between replays; see ``uniform_columns``.
+        columns: Around it.
+        inputs: Written by the first graph.
+        logits: ``[rows * width, vocab_size]``, likewise.
+        forward: From the columns to the logits.
+        words: int32, written by the second graph.
+        greedy: From the logits to the words, where every row takes its likeliest token.
+        attention: What the first graph attends with.
+    """
+
+    varying: Tensor
+    columns: Columns
+    inputs: StepInputs
+    logits: Tensor
+    forward: Graph
+    words: Tensor
+    greedy: Graph
+    attention: Attention
+
+
+class GraphRunner:
+    """Replays decode steps, or steps that verify the same number of drafts in every row.
+
+    A graph holds addresses, widths and grids, no slots and no lengths: those it reads from the rows each time. So pages
+    may move between replays, and nothing is captured again. Padding rows are row 0, which the check sends to the sink.
+
+    Args:
+        model: The decoder.
+        layers: The pool's views.
+        attention: The backend.
+        rows: The permanent rows.
+        capture: Where graphs are captured.
+        width: Tokens of each row: 1, and its drafts.
+        buckets: Rows of each graph, ascending.
+
+    Attributes:
+        failed: (rows, sampling) of captures that failed.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: Sequence[LayerKV],
+        attention: Attention,
+        rows: DeviceRows,
+        capture: Capture,
+        *,
+        width: int,
+        buckets: tuple[int, ...],
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._attention = attention
+        self._rows = rows
+        self._capture = capture
+        self._width = width
+        self._buckets = buckets
+        self._captured: dict[int, _Captured] = {}
+        self.failed: set[tuple[int, str]] = set()
+
+    @property
+    def coverage(self) -> FullGraphs:
+        """What was captured, for the gate."""
+        return FullGraphs(
+            buckets=self._buckets,
+            max_len=self._rows.max_len,
+            table_width=self._rows.page_table.shape[1],
+            sampling=frozenset((GREEDY, ANY)),
+            failed=frozenset(self.failed),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all graphs."""
+        return sum(each.forward.num_nodes + each.greedy.num_nodes for each in self._captured.values())
+
+    def capture(self) -> None:
+        """Captures every bucket, the largest first: smaller ones then find room in its memory.
+
+        A capture that fails is told once and remembered; its steps run eagerly.
+        """
+        with self._capture.on_stream(), torch.inference_mode():
+            for num_rows in reversed(self._buckets):
+                try:
+                    self._captured[num_rows] = self._capture_bucket(num_rows)
+                except RuntimeError as error:
+                    self.failed.update(((num_rows, GREEDY), (num_rows, ANY)))
+                    logger.warning(
+                        "steps of %d rows with %d tokens each run without a graph: %s",
+                        num_rows,
+                        self._width,
+                        str(error).splitlines()[0],
+                    )
+
+    def _capture_bucket(self, num_rows: int) -> _Captured:
+        rows = self._rows
+        varying = torch.zeros((2, num_rows), dtype=torch.int64, device=rows.device)
+        columns = uniform_columns(varying, self._width, rows.max_len)
+        attention = self._attention.captured(num_rows, self._width)
+        made: list[tuple[StepInputs, Tensor]] = []
+
+        def forward() -> None:
+            inputs = gather_inputs(columns, rows)
+            made[:] = [(inputs, self._model.forward(inputs.forward, self._layers, attention).logits)]
+
+        attention.plan(gather_inputs(columns, rows).forward)
+        forward()
+        expected = made[0][1].clone()
+        forward_graph = self._capture.record(forward)
+        inputs, logits = made[0]
+        drawn: list[Tensor] = []
+
+        def greedy() -> None:
+            drawn[:] = [record(inputs, rows.ops.greedy(logits).view(num_rows, self._width), rows)]
+
+        greedy()
+        greedy_graph = self._capture.record(greedy)
+        _check_replay(forward_graph, logits, expected)
+        return _Captured(varying, columns, inputs, logits, forward_graph, drawn[0], greedy_graph, attention)
+
+    def run(self, plan: BatchPlan, bucket: int) -> Outcome:
+        """Replays the graphs of a bucket on the current stream.
+
+        Args:
+            plan: Of at most ``bucket`` rows, as the coverage says.
+            bucket: Whose capture did not fail.
+        """
+        captured, rows = self._captured[bucket], self._rows
+        self._fill(captured, plan)
+        captured.forward.replay()
+        if rows.sampling.are_greedy(plan.rows) and rows.sampling.num_top(plan.rows) is None:
+            captured.greedy.replay()
+            return Outcome(captured.words, bucket, bucket, self._width)
+        num_rows = plan.rows.size
+        return finish_step(
+            plan, _first(captured.inputs, num_rows), captured.logits[: num_rows * self._width], self._rows
+        )
+
+    def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
+        """Writes the columns that change; the rows that pad the batch are row 0, of any length."""
+        staging = torch.empty(captured.varying.shape, dtype=torch.int64, pin_memory=True)
+        host, num_rows = staging.numpy(), plan.rows.size
+        host[0, :num_rows], host[0, num_rows:] = plan.rows, 0
+        host[1, :num_rows], host[1, num_rows:] = plan.max_len, self._width
+        captured.varying.copy_(staging, non_blocking=True)
+        if captured.attention.needs_host_lengths:
+            kv_bounds = host[1].astype(np.int32)
+            captured.attention.plan(replace(captured.inputs.forward, kv_bounds=kv_bounds))
+
+
+def _first(inputs: StepInputs, num_rows: int) -> StepInputs:
+    """The same without the rows that pad the batch, as far as what follows the forward needs it."""
+    return replace(
+        inputs,
+        forward=replace(inputs.forward, kv_lens=inputs.forward.kv_lens[:num_rows]),
+        rows=inputs.rows[:num_rows],
+        legal=inputs.legal[:num_rows],
+        num_draft=inputs.num_draft[:num_rows],
+        sampling=inputs.sampling[:num_rows],
+    )
+
+
+def _check_replay(graph: Graph, logits: Tensor, expected: Tensor) -> None:
+    """Replays a graph once over poisoned outputs: it must give what the eager step gave.
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    logits.fill_(torch.nan)
+    graph.replay()
+    if not torch.equal(logits, expected):
+        raise RuntimeError("its replay differs from the eager step")

@@ -1,0 +1,200 @@
+"""Steps of any kind, with CUDA graphs of what lies between attentions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.models.decoder import Decoder
+from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.gate import PiecewiseGraphs
+
+logger = logging.getLogger(__name__)
+
+
+class _Bridge:
+    """An attention that leaves its arguments in buffers, for whoever attends, and takes the output from another one.
+
+    While a capture is under way it ends one piece there and begins the next.
+
+    Attributes:
+        q: ``[T, num_heads, head_dim]``; a bucket uses the first of the T tokens.
+        k: ``[T, num_kv_heads, head_dim]``.
+        v: Like ``k``.
+        out: Like ``q``.
+        pieces: Captured so far.
+
+    Args:
+        capture: Where pieces are captured.
+        shape: Of the model.
+        num_tokens: T, of the largest bucket.
+        device: Of the model.
+    """
+
+    needs_host_lengths = False
+
+    def __init__(self, capture: Capture, shape: AttentionShape, num_tokens: int, device: torch.device) -> None:
+        self._capture = capture
+        heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+        self.q, self.k, self.v, self.out = (
+            torch.zeros((num_tokens, count, shape.head_dim), dtype=shape.dtype, device=device) for count in heads
+        )
+        self.pieces: list[Graph] = []
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns itself."""
+        return self
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Does nothing."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+        """Hands over."""
+        for buffer, made in ((self.q, q), (self.k, k), (self.v, v)):
+            buffer[: made.shape[0]].copy_(made)
+        if self._capture.is_active:
+            self.pieces.append(self._capture.end())
+            self._capture.begin()
+        return self.out[: q.shape[0]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """The pieces of one bucket of T tokens: up to the first attention, between attentions, behind the last.
+
+    Attributes:
+        inputs: Whose token ids, positions and slots the first piece reads.
+        pieces: One more than layers.
+        hidden: ``[T, hidden_size]``, written by the last piece.
+    """
+
+    inputs: ForwardInputs
+    pieces: tuple[Graph, ...]
+    hidden: Tensor
+
+
+class PiecewiseRunner:
+    """Computes any batch of up to so many tokens. Lengths, page tables, masks and waits for layers stay eager.
+
+    Padding tokens are written to the sink.
+
+    Args:
+        model: The decoder.
+        layers: The pool's views.
+        attention: The backend.
+        shape: What it knows of the model.
+        capture: Where graphs are captured.
+        buckets: Tokens of each set of pieces, ascending.
+
+    Attributes:
+        failed: Buckets whose capture failed.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: Sequence[LayerKV],
+        attention: Attention,
+        shape: AttentionShape,
+        capture: Capture,
+        *,
+        buckets: tuple[int, ...],
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._attention = attention
+        self._capture = capture
+        self._buckets = buckets
+        self._bridge = _Bridge(capture, shape, buckets[-1], layers[0].k.device)
+        self._captured: dict[int, _Captured] = {}
+        self.failed: set[int] = set()
+
+    @property
+    def coverage(self) -> PiecewiseGraphs:
+        """What was captured, for the gate."""
+        return PiecewiseGraphs(self._buckets, frozenset(self.failed))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all pieces."""
+        return sum(piece.num_nodes for each in self._captured.values() for piece in each.pieces)
+
+    def capture(self) -> None:
+        """Captures every bucket, the largest first. One that fails is told once and remembered; its steps run eagerly."""
+        with self._capture.on_stream(), torch.inference_mode():
+            for num_tokens in reversed(self._buckets):
+                try:
+                    self._captured[num_tokens] = self._capture_bucket(num_tokens)
+                except RuntimeError as error:
+                    self.failed.add(num_tokens)
+                    reason = str(error).splitlines()[0]
+                    logger.warning("steps of up to %d tokens run without graphs: %s", num_tokens, reason)
+
+    def _capture_bucket(self, num_tokens: int) -> _Captured:
+        inputs = _padding(num_tokens, self._bridge.q.device)
+        self._bridge.out.normal_()
+        expected = self._model.hidden(inputs, self._layers, self._bridge).clone()
+        self._bridge.pieces = []
+        self._capture.begin()
+        with ExitStack() as undo:
+            undo.callback(self._capture.abandon)
+            hidden = self._model.hidden(inputs, self._layers, self._bridge)
+            last = self._capture.end()
+            undo.pop_all()
+        pieces = (*self._bridge.pieces, last)
+        hidden.fill_(torch.nan)
+        for piece in pieces:
+            piece.replay()
+        if not torch.equal(hidden, expected):
+            raise RuntimeError("its replay differs from the eager step")
+        return _Captured(inputs, pieces, hidden)
+
+    def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
+        """Plans attention and computes a step on the current stream.
+
+        Args:
+            inputs: Of at most ``bucket`` tokens, as the coverage says.
+            bucket: Whose capture did not fail.
+        """
+        captured, bridge = self._captured[bucket], self._bridge
+        num_tokens, static = inputs.input_ids.shape[0], captured.inputs
+        static.input_ids[:num_tokens].copy_(inputs.input_ids)
+        static.positions[:num_tokens].copy_(inputs.positions)
+        static.slots[:num_tokens].copy_(inputs.slots)
+        static.slots[num_tokens:].zero_()
+        self._attention.plan(inputs)
+        q, k, v = bridge.q[:num_tokens], bridge.k[:num_tokens], bridge.v[:num_tokens]
+        for layer, (kv, piece) in enumerate(zip(self._layers, captured.pieces, strict=False)):
+            piece.replay()
+            if inputs.before_layer is not None:
+                inputs.before_layer(layer)
+            bridge.out[:num_tokens].copy_(self._attention.forward(q, k, v, kv, layer))
+        captured.pieces[-1].replay()
+        return ForwardOutputs(logits=self._model.logits(captured.hidden, inputs.logits_rows))
+
+
+def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:
+    """Tokens that are all padding, of which each overwrites the sink's first slot."""
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    lengths = np.ones(num_tokens, dtype=np.int32)
+    return ForwardInputs(
+        input_ids=zeros.to(torch.int32),
+        positions=zeros.clone(),
+        slots=zeros.clone(),
+        token_rows=zeros,
+        qo_indptr=torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+        kv_lens=zeros + 1,
+        page_table=zeros[:, None].to(torch.int32),
+        logits_rows=zeros[:0],
+        q_lens=lengths,
+        kv_bounds=lengths,
+        max_kv_len=1,
+    )

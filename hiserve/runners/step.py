@@ -1,0 +1,144 @@
+"""What follows the forward of a step: drawing, accepting, recording, and the words that the host reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
+from hiserve.runners.inputs import StepInputs
+from hiserve.runners.rows import DeviceRows
+from hiserve.sampling.batch import SamplingBatch
+from hiserve.sampling.logprobs import pack_scores
+from hiserve.sampling.sampler import sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What a step leaves for the host.
+
+    Attributes:
+        words: int32, on the device: B legal flags, S counts, S * width tokens, then the packed scores of these tokens
+            and of the prompt, if any. A padded step has more rows here than its plan.
+        num_rows: B.
+        num_sampling: S.
+        width: Most tokens that a row may emit.
+        num_top: Likeliest tokens in each of the tokens' scores; None without scores.
+        num_prompt_top: Likewise for the prompt's.
+        deferred: Why the step did not run; empty if it did.
+    """
+
+    words: Tensor
+    num_rows: int
+    num_sampling: int
+    width: int = 1
+    num_top: int | None = None
+    num_prompt_top: int | None = None
+    deferred: str = ""
+
+
+def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> Outcome:
+    """Draws every row's tokens as its parameters say, and records them in the rows.
+
+    Args:
+        plan: Of B rows.
+        inputs: Of the same rows.
+        logits: ``[S * width + P, vocab_size]``. Unchanged.
+        rows: Changed.
+    """
+    num_sampling, width = inputs.sampling.shape[0], inputs.width
+    num_drawn = num_sampling * width
+    sampled_logits, scored_logits = logits[:num_drawn], logits[num_drawn:]
+    host_rows = plan.rows[plan.samples]
+    drawn = _draw(inputs, sampled_logits, np.repeat(host_rows, width), rows)
+    words = [record(inputs, drawn.view(num_sampling, width), rows)]
+    num_top = rows.sampling.num_top(host_rows)
+    if num_top is not None:
+        words.append(pack_scores(sampled_logits, drawn, num_top).view(-1))
+    num_prompt_top = None
+    if inputs.scored_tokens is not None:
+        num_prompt_top = rows.sampling.num_prompt_top(plan.rows[plan.num_scored > 0])
+        assert num_prompt_top is not None, f"step {plan.step_id} scores prompts of rows that want no scores"
+        words.append(pack_scores(scored_logits, inputs.scored_tokens, num_prompt_top).view(-1))
+    all_words = torch.cat(words) if len(words) > 1 else words[0]
+    return Outcome(all_words, plan.rows.size, num_sampling, width, num_top, num_prompt_top)
+
+
+def _draw(inputs: StepInputs, logits: Tensor, host_rows: Int32Array, rows: DeviceRows) -> Tensor:
+    """Returns the token drawn at each place, int64 ``[S * width]``."""
+    if rows.sampling.are_greedy(host_rows):
+        return rows.ops.greedy(logits)
+    batch: SamplingBatch = rows.sampling.gather(
+        host_rows=host_rows,
+        rows=inputs.rows.index_select(0, inputs.sampling).repeat_interleave(inputs.width),
+        position=_places(inputs),
+        tokens=rows.tokens.narrow(1, 0, inputs.forward.max_kv_len),
+    )
+    return sample(logits, batch)
+
+
+def _places(inputs: StepInputs) -> Tensor:
+    """Returns the absolute position of each token to draw, int64 ``[S * width]``."""
+    num_draft = inputs.num_draft.index_select(0, inputs.sampling)[:, None]
+    first = inputs.forward.kv_lens.index_select(0, inputs.sampling)[:, None] - num_draft
+    nodes = torch.arange(inputs.width, device=first.device)
+    return (first + torch.minimum(nodes, num_draft)).view(-1)
+
+
+def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
+    """Accepts drafts that were drawn, and records in the rows what the step computed and emitted.
+
+    Args:
+        inputs: Of B rows.
+        drawn: int64 ``[S, width]``.
+        rows: Changed.
+
+    Returns:
+        int32 ``[B + S + S * width]``; see ``Outcome``.
+    """
+    sampling_rows = inputs.rows.index_select(0, inputs.sampling)
+    num_draft = inputs.num_draft.index_select(0, inputs.sampling)
+    counts = rows.ops.accept(drawn, sampling_rows, num_draft, rows.state)
+    return rows.ops.advance(
+        inputs.rows,
+        inputs.forward.kv_lens,
+        inputs.legal,
+        inputs.num_draft,
+        inputs.sampling,
+        drawn,
+        counts,
+        rows.state,
+    )
+
+
+def read_outcome(plan: BatchPlan, outcome: Outcome, words: Int32Array) -> StepResult:
+    """Takes the words apart, in the order in which ``Outcome`` lists them.
+
+    Args:
+        plan: Whose outcome it is.
+        outcome: What the words are.
+        words: Them, on the host.
+    """
+    if not outcome.num_rows:
+        nothing = np.empty(0, dtype=np.int32)
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred=outcome.deferred)
+    num_rows, num_sampling, width = outcome.num_rows, outcome.num_sampling, outcome.width
+    legal, counts, tokens, rest = np.split(words, np.cumsum((num_rows, num_sampling, num_sampling * width)))
+    legal, counts = legal[: plan.rows.size] != 0, counts[: plan.samples.sum()]
+    scores = prompt_scores = None
+    if outcome.num_top is not None:
+        num_words = num_sampling * width * (1 + 2 * outcome.num_top)
+        scores, rest = Scores.unpack(rest[:num_words].tobytes(), outcome.num_top), rest[num_words:]
+    if outcome.num_prompt_top is not None:
+        prompt_scores = Scores.unpack(rest.tobytes(), outcome.num_prompt_top)
+    return StepResult(
+        step_id=plan.step_id,
+        counts=counts,
+        tokens=tokens.reshape(-1, width)[: counts.size],
+        scores=scores,
+        prompt_scores=prompt_scores,
+        faults=plan.rows[~legal],
+    )

@@ -1,0 +1,76 @@
+"""The runners that a configuration asks for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hiserve.attention.backends import fitting_backends, open_attention
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.config import Runner
+from hiserve.core.forward import LayerKV
+from hiserve.models.decoder import Decoder
+from hiserve.runners.buckets import row_buckets, token_buckets
+from hiserve.runners.canary import Canary
+from hiserve.runners.capture import Capture
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.eager import EagerRunner
+from hiserve.runners.graph import GraphRunner
+from hiserve.runners.piecewise import PiecewiseRunner
+from hiserve.runners.rows import DeviceRows
+
+logger = logging.getLogger(__name__)
+
+
+def make_runners(
+    settings: Runner,
+    model: Decoder,
+    layers: Sequence[LayerKV],
+    rows: DeviceRows,
+    shape: AttentionShape,
+    *,
+    max_batched_tokens: int,
+    canary: Canary | None = None,
+) -> Dispatch:
+    """Opens the attention backend and captures the graphs.
+
+    Args:
+        settings: Resolved.
+        model: The decoder.
+        layers: The pool's views.
+        rows: The permanent rows.
+        shape: What attention must know of the model.
+        max_batched_tokens: Tokens of the largest step.
+        canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.
+
+    Raises:
+        ConfigError: The backend is not installed or does not support the model.
+    """
+    attention = _open(settings, shape, rows.device)
+    eager = EagerRunner(model, layers, attention)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    if settings.graphs == "off" or canary is not None:
+        return Dispatch(rows, eager, dtype=dtype, canary=canary)
+    capture = Capture(rows.device)
+    max_rows = rows.page_table.shape[0] - 1
+    decode = GraphRunner(model, layers, attention, rows, capture, width=1, buckets=row_buckets(max_rows))
+    piecewise = None
+    if settings.graphs == "all":
+        buckets = token_buckets(max_batched_tokens)
+        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=buckets)
+    is_strict = settings.graph_gate == "strict"
+    runners = Dispatch(rows, eager, dtype=dtype, full={1: decode}, piecewise=piecewise, is_strict=is_strict)
+    begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
+    runners.capture()
+    held = torch.cuda.memory_reserved(rows.device) - before
+    seconds = time.perf_counter() - begin
+    logger.info("captured %d graph nodes in %.1f s; they hold %.2f GiB", runners.num_nodes, seconds, held / 2**30)
+    return runners
+
+
+def _open(settings: Runner, shape: AttentionShape, device: torch.device) -> Attention:
+    name = "cpu" if device.type == "cpu" and settings.attention_backend == "auto" else settings.attention_backend
+    return open_attention(fitting_backends(shape, device)[0] if name == "auto" else name, shape, device)
