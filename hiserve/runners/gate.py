@@ -44,9 +44,9 @@ class Reason(Enum):
     # Eager: no graph covers the step.
     DEVICE = "device"
     DTYPE = "dtype"
+    WIDTH = "width"  # tokens per row, or not the same in each row
     CANARY = "canary"  # pages are checked before the forward
     SCORED = "scored"  # prompts are scored
-    WIDTH = "width"  # tokens per row, or not the same in each row
     ROWS = "rows"
     CONTEXT = "context"
     TABLE_WIDTH = "table_width"
@@ -112,7 +112,7 @@ class FullGraphs:
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseGraphs:
-    """Graphs of what lies between attentions, which run eagerly: lengths, tables and sampling are free.
+    """Graphs of what lies between attentions, which run eagerly: lengths, tables, checks and sampling are free.
 
     Attributes:
         buckets: Tokens of each set of graphs, ascending; of captures that failed too.
@@ -232,8 +232,6 @@ def _refusal(loads: Loads, coverage: Coverage, step: StepFacts) -> Reason | None
         (Reason.STRICT_LOAD, coverage.is_strict and bool(loads.open)),
         (Reason.DEVICE, step.device != coverage.device),
         (Reason.DTYPE, step.dtype != coverage.dtype),
-        (Reason.CANARY, step.has_canary),
-        (Reason.SCORED, step.has_scores),
     )
     return next((reason for reason, holds in reasons if holds), None)
 
@@ -245,6 +243,8 @@ def _full(coverage: Coverage, step: StepFacts) -> int | Reason:
         return Reason.WIDTH
     bucket = _bucket(graphs.buckets, step.num_rows)
     reasons = (
+        (Reason.CANARY, step.has_canary),
+        (Reason.SCORED, step.has_scores),
         (Reason.ROWS, not bucket),
         (Reason.CONTEXT, step.max_len > graphs.max_len),
         (Reason.TABLE_WIDTH, -(-step.max_len // coverage.page_size) > graphs.table_width),

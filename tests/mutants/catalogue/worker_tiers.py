@@ -9,11 +9,9 @@ ADMITTER = "hiserve/worker/admitter.py"
 LOADING = "hiserve/worker/loading.py"
 LOOP = "hiserve/worker/loop.py"
 COSTS = "hiserve/worker/costs.py"
-GATE = "hiserve/runners/gate.py"
 OF_TIERS = "tests/unit/worker/test_planner_tiers.py::"
 OF_WORKLOADS = "tests/invariants/test_planner_tiers.py::"
 OF_COSTS = "tests/unit/worker/test_costs.py::"
-OF_GATE = "tests/unit/runners/test_gate.py::test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way"
 
 MUTANTS = [
     Mutant(
@@ -106,26 +104,5 @@ MUTANTS = [
         old="now - max(began, self._ended)",
         new="now - began",
         test=OF_COSTS + "test_a_step_counts_from_the_end_of_the_one_before_it_and_decoding_does_not_count",
-    ),
-    Mutant(
-        name="a step runs on a load that failed",
-        file=GATE,
-        old="any(op in loads.failed for op in plan.waits)",
-        new="False",
-        test=OF_GATE,
-    ),
-    Mutant(
-        name="a step runs on page tables that are newer than its plan",
-        file=GATE,
-        old="row_versions[plan.rows].max() > plan.relocation_version",
-        new="False",
-        test=OF_GATE,
-    ),
-    Mutant(
-        name="a step waits for a load that has ended",
-        file=GATE,
-        old="tuple(op for op in plan.waits if op in loads.open)",
-        new="plan.waits",
-        test=OF_GATE,
     ),
 ]

@@ -172,6 +172,7 @@ def test_a_uniform_step_outside_its_graphs_is_replayed_in_pieces_if_it_can_be() 
     long = decode(2, max_len=MAX_LEN + 1)
     assert decide(long) == Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=16)
     assert decide(long, ONLY_FULL) == Verdict(Action.EAGER, Reason.CONTEXT)
+    assert decide(decode(2, num_scored=1)).reason is decide(decode(2), has_canary=True).reason is Reason.PIECEWISE
     many = decode(65)
     assert decide(many) == Verdict(Action.EAGER, Reason.ROWS)  # what kept it from its own graphs
 
@@ -199,8 +200,8 @@ def test_a_row_past_the_window_that_was_captured_is_not_replayed(max_len: int, f
         (Reason.CAPTURING, replace(COVERAGE, is_capturing=True), decode(1), {}),
         (Reason.DEVICE, COVERAGE, decode(1), {"device": 1}),
         (Reason.DTYPE, COVERAGE, decode(1), {"dtype": "float16"}),
-        (Reason.CANARY, COVERAGE, decode(1), {"has_canary": True}),
-        (Reason.SCORED, COVERAGE, decode(2, num_new=4, samples=False, num_scored=[0, 4]), {}),
+        (Reason.CANARY, ONLY_FULL, decode(1), {"has_canary": True}),
+        (Reason.SCORED, ONLY_FULL, decode(2, num_scored=[0, 1]), {}),
         (Reason.WIDTH, ONLY_FULL, decode(1, num_new=9), {}),
         (Reason.ROWS, ONLY_FULL, decode(9), {}),
         (Reason.CONTEXT, ONLY_FULL, decode(1, max_len=MAX_LEN + 1), {}),
@@ -252,7 +253,7 @@ def test_a_step_is_replayed_exactly_when_every_limit_of_some_graph_holds() -> No
             plan = decode(rows, num_new=width, num_draft=width - 1, max_len=max_len, num_scored=scored)
             fits = rows <= 2 and width == 2 and variant == "greedy" and not broken
             fits = fits and max_len <= min(20, 8 * table_width, 20 if window is None else window)
-            should = not scored and (fits or rows * width <= max_tokens)
+            should = (fits and not scored) or rows * width <= max_tokens
             verdict = decide(plan, coverage, sampling=variant)
             assert (verdict.action is Action.REPLAY) == should, (coverage, plan, verdict)
             num_replayed += should

@@ -1,0 +1,105 @@
+"""The gate against an independent model of what happens before what, over every world of a small space."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
+from tests.helpers.happens_before import World, all_worlds
+from tests.unit.runners.test_gate import make_plan
+
+STEPS = ((1,), (2,), (1, 2))
+GRAPHS = FullGraphs(buckets=(2,), max_len=99, table_width=99, sampling=frozenset({""}))
+PRECISE = Coverage(full={1: GRAPHS})
+STRICT = replace(PRECISE, is_strict=True)
+EAGER = Coverage()
+COVERAGES = (PRECISE, STRICT, EAGER)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> list[World]:
+    return [world for world in all_worlds() if world.planned is not None]
+
+
+def ask(world: World, rows: tuple[int, ...], coverage: Coverage) -> Verdict:
+    """Tells the gate what a host in this world knows."""
+    planned = world.planned
+    assert planned is not None
+    waits = tuple(sorted(op for row in rows for op in planned.waits[row - 1]))
+    started = [load for load in world.loads if load.over is not None]
+    loads = Loads(
+        open=frozenset(load.op for load in started if not load.answer),
+        failed=frozenset(load.op for load in started if load.answer == "failed"),
+        last_started=max((load.op for load in started), default=0),
+    )
+    return told(rows, waits, planned.version, world.moved, loads, COVERAGES.index(coverage))
+
+
+@cache
+def told(
+    rows: tuple[int, ...], waits: tuple[int, ...], version: int, moved: tuple[int, ...], loads: Loads, coverage: int
+) -> Verdict:
+    """The same words get the same verdict."""
+    plan = make_plan(list(rows), waits, version)
+    return admit(plan, np.array([0, *moved], dtype=np.int64), loads, COVERAGES[coverage], StepFacts.of(plan))
+
+
+def test_precise_replays_whatever_is_ordered_and_nothing_else(worlds: list[World]) -> None:
+    seen: Counter[Reason] = Counter()
+    for world in worlds:
+        for rows in STEPS:
+            verdict = ask(world, rows, PRECISE)
+            seen[verdict.reason] += 1
+            if verdict.action is Action.DEFER:  # nothing that could be waited for would have made it right
+                assert world.dangers(rows, [load.op for load in world.loads]), (world, rows, verdict)
+                continue
+            assert verdict.action is Action.REPLAY, (world, rows, verdict)
+            assert not world.dangers(rows, verdict.loads), (world, rows, verdict)
+            for op in verdict.loads:  # it waits for nothing that it does not read
+                assert world.dangers(rows, set(verdict.loads) - {op}), (world, rows, verdict)
+    print(dict(seen))
+    assert set(seen) == {Reason.DECODE, Reason.LOAD_FAILED, Reason.LOAD_UNRECORDED, Reason.STALE_TABLE}
+
+
+def test_strict_refuses_replay_exactly_while_any_load_is_under_way(worlds: list[World]) -> None:
+    for world in worlds:
+        for rows in STEPS:
+            precise, strict = ask(world, rows, PRECISE), ask(world, rows, STRICT)
+            if precise.action is Action.REPLAY and world.is_loading:
+                assert strict == Verdict(Action.EAGER, Reason.STRICT_LOAD, precise.loads), (world, rows)
+            else:
+                assert strict == precise, (world, rows)
+
+
+def test_an_eager_step_is_held_back_by_the_same_dangers(worlds: list[World]) -> None:
+    for world in worlds:
+        for rows in STEPS:
+            precise, eager = ask(world, rows, PRECISE), ask(world, rows, EAGER)
+            assert (eager.action is Action.DEFER) == (precise.action is Action.DEFER), (world, rows)
+            assert eager.loads == precise.loads, (world, rows)
+
+
+def test_the_oracle_knows_the_dangers_it_is_there_for(worlds: list[World]) -> None:
+    """Each kind of danger comes about, and so does each thing that must not be taken for one."""
+    kinds = Counter(
+        word
+        for world in worlds
+        for danger in world.dangers((1, 2), ())
+        for word in ("while load", "never brought", "next tenant", "which is the page of")
+        if word in danger
+    )
+    assert len(kinds) == 4
+    calm = [world for world in worlds if not world.dangers((1,), ())]
+    assert any(world.is_loading for world in calm)  # loads of others
+    assert any(
+        world.is_flushed and "page of nobody" not in world.freed for world in calm
+    )  # a flush, and its page reused
+    assert any(
+        world.moved[1] and world.planned and not world.planned.version for world in calm
+    )  # another row's page moved
+    assert any(world.moved[0] and world.planned and world.planned.version for world in calm)  # its own, before the plan

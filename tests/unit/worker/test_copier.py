@@ -1,0 +1,56 @@
+"""The copier tells the gate how loads stand."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.worker.copier import Copier
+from tests.helpers.host import make_run
+from tests.helpers.transfers import THREAD, TransferBench, ints
+from tests.unit.runners.test_gate import make_plan
+
+BROKEN = 3
+
+
+@pytest.fixture
+def may_copy() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def copier(may_copy: threading.Event) -> Iterator[Copier]:
+    def hold(copy: PageCopy) -> str | None:
+        may_copy.wait()
+        return "broken" if copy.op == BROKEN else None
+
+    bench = TransferBench(THREAD, hold=hold)
+    yield Copier(bench.engine, bench.host)
+    may_copy.set()
+    bench.close()
+
+
+def start(copier: Copier, *ops: int, kind: CopyKind = CopyKind.LOAD) -> None:
+    run = make_run([1], [101]) if kind is CopyKind.STORE else None
+    copies = tuple(PageCopy(op, kind, ints([op]), ints([1]), 0, run) for op in ops)
+    copier.start(replace(make_plan([]), copies=copies))
+
+
+def test_loads_are_open_from_their_start_until_their_end_is_taken(copier: Copier, may_copy: threading.Event) -> None:
+    assert copier.loads.last_started == 0
+    start(copier, 1, 2)
+    start(copier, BROKEN)
+    start(copier, 4, kind=CopyKind.STORE)
+    assert (copier.loads.open, list(copier.loads.failed), copier.loads.last_started) == ({1, 2, BROKEN}, [], BROKEN)
+    may_copy.set()
+    acks = []
+    deadline = time.monotonic() + 10
+    while len(acks) < 4:
+        assert time.monotonic() < deadline, acks
+        acks += copier.take_acks(0.01)
+    assert (copier.loads.open, list(copier.loads.failed), copier.loads.last_started) == (set(), [BROKEN], BROKEN)
