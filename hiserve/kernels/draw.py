@@ -199,7 +199,7 @@ def _divide(x, y):  # type: ignore[no-untyped-def]
     return tl.div_rn(x, y) if x.dtype == tl.float32 else x / y
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _words(seed, choice, position, stream, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """One random word for each of BLOCK entries from ``start``, a multiple of 4: those of ``kernels.reference.gumbel``."""
     block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)

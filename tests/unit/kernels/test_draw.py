@@ -1,0 +1,102 @@
+"""Greedy and free draws: the twin against the sampler, Triton against the twin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hiserve.kernels import step_reference as twins
+from hiserve.sampling.batch import Draws, SamplingBatch, Subset
+from hiserve.sampling.sampler import sample
+
+ROOT = Path(__file__).parent.parent.parent.parent
+PROGRAM = """
+import torch
+from hiserve.kernels import draw, step_reference
+from tests.unit.kernels.test_draw import keys, random_logits
+
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(SEED)
+draw._PLAIN_BLOCK, draw._NOISY_BLOCK, draw._MAX_PROGRAMS = 512, 256, 6
+for dtype in (torch.float16, torch.float32, torch.float64):
+    for num_rows, size in ((0, 300), (1, 5), (2, 1024), (5, 1303)):
+        logits = random_logits(generator, num_rows, size, dtype)
+        assert torch.equal(draw.greedy(logits), step_reference.greedy(logits)), (dtype, num_rows, size)
+        for is_drawn in (None, torch.arange(num_rows) % 2 == 0):
+            temperature, seed, choice, position = keys(generator, num_rows)
+            ours = draw.draw_free(logits, temperature, seed, choice, position, is_drawn)
+            theirs = step_reference.draw_free(logits, temperature, seed, choice, position, is_drawn)
+            assert torch.equal(ours, theirs), (dtype, num_rows, size, ours, theirs)
+
+# of equal values the lowest, in whatever lane or part; rows with nothing to choose; what is not a number
+ties = torch.full((4, 3000), -1.0)
+ties[0, [700, 1100, 2900]] = 2.0
+ties[1] = -torch.inf
+ties[2, [40, 300]] = torch.inf
+ties[3, [2048, 2100]] = torch.nan
+temperature, seed, choice, position = keys(generator, 4)
+assert draw.greedy(ties).tolist() == step_reference.greedy(ties).tolist() == [700, 0, 40, 2048]
+tiny = torch.full_like(temperature, 1e-300)
+assert draw.draw_free(ties[:3], tiny[:3], seed, choice, position, None)[0] in (700, 1100, 2900)
+assert draw.draw_free(ties[1:2], temperature, seed, choice, position, None).tolist() == [0]
+
+# a view of more logits, rows apart
+wide = random_logits(generator, 6, 1200, torch.float32)
+assert torch.equal(draw.greedy(wide[1:5, :1000]), step_reference.greedy(wide[1:5, :1000]))
+print("same")
+"""
+
+
+def random_logits(generator: torch.Generator, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    logits = torch.randn(num_rows, size, generator=generator) * 4
+    logits[torch.rand(num_rows, size, generator=generator) < 0.1] = -torch.inf
+    return logits.to(dtype)
+
+
+def keys(generator: torch.Generator, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Temperatures, seeds, choices and positions; some as large as they can be."""
+    temperature = torch.rand(num_rows, generator=generator, dtype=torch.float64) * 2 + 1e-6
+    seed = torch.randint(0, 2**63 - 1, (num_rows,), generator=generator)
+    choice, position = torch.randint(0, 2**32, (2, num_rows), generator=generator)
+    if num_rows > 1:
+        seed[1], choice[1], position[1] = 2**63 - 1, 2**32 - 1, 2**32 - 1
+    return temperature, seed, choice, position
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", [7])
+def test_a_free_draw_is_the_samplers(dtype: torch.dtype, seed: int) -> None:
+    """Each mixed with greedy rows, whose temperature is 0."""
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+    logits = random_logits(generator, 40, 333, dtype)
+    temperature, *key = keys(generator, 40)
+    is_drawn = torch.rand(40, generator=generator) < 0.7
+    temperature *= is_drawn
+    index = is_drawn.nonzero()[:, 0]
+    draws = Draws(
+        Subset(index), temperature[index], torch.zeros_like(index), index.double(), None, *(each[index] for each in key)
+    )
+    wanted = sample(logits, SamplingBatch(free=draws))
+    assert torch.equal(twins.draw_free(logits, temperature, *key, is_drawn), wanted)
+    assert torch.equal(
+        twins.draw_free(logits[index], temperature[index], *(x[index] for x in key), None), wanted[index]
+    )
+    assert torch.equal(twins.greedy(logits), sample(logits, SamplingBatch()))
+    assert (wanted != twins.greedy(logits)).sum() > 5
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [3])
+def test_triton_chooses_the_tokens_that_the_twins_choose(seed: int) -> None:
+    print(f"seed {seed}")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM.replace("SEED", str(seed))]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
