@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
 import triton
+
+from benchmarks.gpu.clock import host_s, median_s, recorded
 
 MIB = 1 << 20
 NUM_NODES = 1000
@@ -88,47 +87,11 @@ def launch_costs() -> dict[str, float]:
         for _ in range(NUM_NODES):
             small.add_(1)
 
-    by_triton()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        by_triton()
     return {
-        "graph_node_s": median_s("cuda", graph.replay, 20) / NUM_NODES,
+        "graph_node_s": median_s("cuda", recorded(by_triton), 20) / NUM_NODES,
         "triton_launch_s": host_s(by_triton) / NUM_NODES,
         "torch_launch_s": host_s(by_torch) / NUM_NODES,
     }
-
-
-def median_s(device: str, work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of some work after a first time that does not count: by events on a CUDA device, else by the clock."""
-    work()
-    if device == "cpu":
-        return statistics.median(clocked(work) for _ in range(repeats))
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for begin, end in events:
-        begin.record()
-        work()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-
-def host_s(work: Callable[[], object]) -> float:
-    """Median seconds of the host until some work for the device is done, which takes the device less."""
-
-    def whole() -> None:
-        work()
-        torch.cuda.synchronize()
-
-    whole()
-    return statistics.median(clocked(whole) for _ in range(5))
-
-
-def clocked(work: Callable[[], object]) -> float:
-    """Seconds by the clock."""
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":
