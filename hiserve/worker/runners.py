@@ -33,6 +33,7 @@ def make_runners(
     shape: AttentionShape,
     *,
     max_batched_tokens: int,
+    widths: Sequence[int] = (1,),
     canary: Canary | None = None,
 ) -> Dispatch:
     """Opens the attention backend and captures the graphs.
@@ -44,6 +45,7 @@ def make_runners(
         rows: The permanent rows.
         shape: What attention must know of the model.
         max_batched_tokens: Tokens of the largest step.
+        widths: Tokens of each row, one of them known and the others drafts, for which whole steps are captured.
         canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.
 
     Raises:
@@ -55,14 +57,17 @@ def make_runners(
     if settings.graphs == "off" or canary is not None:
         return Dispatch(rows, eager, dtype=dtype, canary=canary)
     capture = Capture(rows.device)
-    max_rows = rows.page_table.shape[0] - 1
-    decode = GraphRunner(model, layers, attention, rows, capture, width=1, buckets=row_buckets(max_rows))
+    buckets = row_buckets(rows.page_table.shape[0] - 1)
+    full = {
+        width: GraphRunner(model, layers, attention, rows, capture, width=width, buckets=buckets) for width in widths
+    }
     piecewise = None
     if settings.graphs == "all":
-        buckets = token_buckets(max_batched_tokens)
-        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=buckets)
+        piecewise = PiecewiseRunner(
+            model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens)
+        )
     is_strict = settings.graph_gate == "strict"
-    runners = Dispatch(rows, eager, dtype=dtype, full={1: decode}, piecewise=piecewise, is_strict=is_strict)
+    runners = Dispatch(rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
     held = torch.cuda.memory_reserved(rows.device) - before

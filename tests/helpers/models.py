@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from hiserve.attention.backends import open_attention
 from hiserve.cache.pools.device import DevicePool
+from hiserve.config import Runner
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
@@ -21,6 +22,7 @@ from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import record
 from hiserve.worker.executor import Executor
+from hiserve.worker.runners import make_runners
 from tests.helpers.plans import HandPlanner
 
 SHAPE: dict[str, Any] = {
@@ -124,6 +126,9 @@ class Engine:
         folder: Checkpoint folder.
         dtype: Type name of weights and pool.
         attention: Name of a backend.
+        graphs: As the setting.
+        max_batched_tokens: Tokens of the largest step for which pieces are captured.
+        widths: Tokens of each row for which whole steps are captured.
     """
 
     def __init__(
@@ -139,6 +144,9 @@ class Engine:
         max_len: int = 256,
         threaded: bool = False,
         load_format: str = "auto",
+        graphs: str = "off",
+        max_batched_tokens: int = 64,
+        widths: tuple[int, ...] = (1,),
     ) -> None:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
@@ -147,7 +155,19 @@ class Engine:
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
         self.attention = open_attention(attention, shape, torch.device(device))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
-        self.executor = Executor(Dispatch(self.rows, self.runner), self.rows, threaded=threaded)
+        self.runners = Dispatch(self.rows, self.runner)
+        if graphs != "off":
+            settings = Runner(attention_backend=attention, graphs=graphs)  # type: ignore[arg-type]
+            self.runners = make_runners(
+                settings,
+                self.model,
+                self.pool.layers("kv"),
+                self.rows,
+                shape,
+                max_batched_tokens=max_batched_tokens,
+                widths=widths,
+            )
+        self.executor = Executor(self.runners, self.rows, threaded=threaded)
 
     @torch.inference_mode()
     def logits(self, planner: HandPlanner, prompts: dict[int, list[int]], chunk: int) -> dict[int, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -40,6 +41,7 @@ class HandPlanner:
         self._admit: list[RowAdmit] = []
         self._release: list[int] = []
         self._writes: list[tuple[int, int, int, int]] = []
+        self._num_draft: dict[int, int] = {}
 
     def admit(
         self,
@@ -101,3 +103,19 @@ class HandPlanner:
         )
         self._admit, self._release = [], []
         return plan
+
+    def draft_step(self, num_draft: Mapping[int, int]) -> BatchPlan:
+        """Plans a step in which each row computes its last token and so many drafts, all of which may be accepted.
+
+        ``settle`` must tell of each row what was.
+        """
+        for row, count in num_draft.items():
+            self.known[row] += count
+        self._num_draft = dict(num_draft)
+        plan = self.step({row: 1 + count for row, count in num_draft.items()})
+        return dataclasses.replace(plan, num_draft=int32(list(num_draft.values())))
+
+    def settle(self, row: int, count: int) -> None:
+        """A row of the last ``draft_step`` emitted so many tokens: drafts beyond were refused."""
+        self.known[row] += count - 1 - self._num_draft[row]
+        self.computed[row] += count - 1 - self._num_draft[row]
