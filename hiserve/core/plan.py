@@ -79,7 +79,8 @@ class BatchPlan:
         release: int32 ``[R]``. Rows given back before anything else.
         admit: Requests that take a row.
         table: Page-table entries to write.
-        rows: int32 ``[B]``. Rows of this step; each appears once.
+        rows: int32 ``[B]``. Rows of this step; each appears once. Those that compute one token, and their drafts,
+            come before those with more of a prompt.
         num_new: int32 ``[B]``. Tokens to compute, drafts included; at least 1.
         num_draft: int32 ``[B]``. Of these, how many are drafts; only where ``samples``.
         samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.

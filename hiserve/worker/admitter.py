@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager, Match
-from hiserve.core.plan import Int32Array, RowAdmit
+from hiserve.core.plan import RowAdmit
 from hiserve.core.reuse import CacheUse
 from hiserve.worker.budget import Share, share_of_chunks
 from hiserve.worker.cache_stats import CacheCounts
@@ -64,7 +65,7 @@ class Admitter:
         self._waiting = waiting
         self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
 
-    def plan(self, budget: int) -> tuple[list[RowAdmit], Int32Array, Share]:
+    def plan(self, budget: int) -> tuple[list[RowAdmit], NDArray[np.int64], Share]:
         """Admits requests while rows, pages and budget last.
 
         Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hiserve.core.plan import BoolArray, Int32Array
 
@@ -23,9 +24,9 @@ class Share:
     num_draft: Int32Array
     samples: BoolArray
 
-    def pick(self, mask: BoolArray) -> Share:
-        """Returns the rows where ``mask`` (bool ``[B]``) holds."""
-        return Share(self.num_new[mask], self.num_draft[mask], self.samples[mask])
+    def pick(self, which: NDArray[np.int64]) -> Share:
+        """Returns some rows: ``which`` is int64 ``[n]``, indices into B."""
+        return Share(self.num_new[which], self.num_draft[which], self.samples[which])
 
     def join(self, other: Share) -> Share:
         """Returns these rows, then the other's."""
@@ -62,29 +63,39 @@ def share_budget(
     Returns:
         The share of each row; ``num_new`` is 0 for a row that does nothing.
     """
-    left = limit - known - pending
-    behind = np.where(left > 0, known + pending - computed, 0)
+    ahead = known + pending
+    left = limit - ahead
+    behind = np.where(left > 0, ahead - computed, 0)
     # A row drafts once it has caught up: until then it has no last token to draft from.
-    draft = np.where(behind == 1, np.minimum(max_draft, left - 1), 0)
+    draft = np.where(behind == 1, np.minimum(max_draft, left - 1), 0) if max_draft else np.zeros_like(behind)
     need = behind + draft
-    num_new = need
-    if need.sum() > budget:
-        order = np.argsort(behind > 1, kind="stable")
-        before = np.cumsum(need[order]) - need[order]
-        num_new = np.zeros_like(need)
-        num_new[order] = np.clip(budget - before, 0, need[order])
+    if need.sum() <= budget:
+        return Share(need, draft, behind > 0)
+    order = np.argsort(behind > 1, kind="stable")
+    before = np.cumsum(need[order]) - need[order]
+    num_new = np.zeros_like(need)
+    num_new[order] = np.clip(budget - before, 0, need[order])
     samples = (num_new >= behind) & (behind > 0)
-    num_draft = np.where(samples, num_new - behind, 0)
-    return Share(num_new.astype(np.int32), num_draft.astype(np.int32), np.asarray(samples))
+    return Share(num_new, np.where(samples, num_new - behind, 0), samples)
 
 
-def share_of_chunks(chunks: list[tuple[int, int, bool]]) -> tuple[Int32Array, Share]:
-    """Returns rows int32 ``[n]`` and the share of rows that start with a chunk of their prompt.
+def decode_first(rows: NDArray[np.int64], share: Share) -> tuple[NDArray[np.int64], Share]:
+    """Returns the rows that do something, those with one token before their drafts first, otherwise in order."""
+    is_long = share.num_new - share.num_draft > 1
+    if is_long.any() or not share.num_new.all():
+        order = np.argsort(is_long, kind="stable")
+        busy = order[share.num_new[order] > 0]
+        rows, share = rows[busy], share.pick(busy)
+    return rows, share
+
+
+def share_of_chunks(chunks: list[tuple[int, int, bool]]) -> tuple[NDArray[np.int64], Share]:
+    """Returns rows int64 ``[n]`` and the share of rows that start with a chunk of their prompt.
 
     Args:
         chunks: Row, tokens of the chunk, and whether it is the prompt's last.
     """
-    rows = np.array([row for row, _, _ in chunks], dtype=np.int32)
+    rows = np.array([row for row, _, _ in chunks], dtype=np.int64)
     num_new = np.array([num_new for _, num_new, _ in chunks], dtype=np.int32)
     samples = np.array([is_last for _, _, is_last in chunks], dtype=np.bool_)
     return rows, Share(num_new, np.zeros_like(num_new), samples)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import Receipt
 from hiserve.core.plan import Int32Array
@@ -102,8 +103,8 @@ class Columns:
         self.active = np.append(self.active, row)
         return row
 
-    def take_cached(self, rows: Int32Array) -> list[CacheUse | None]:
-        """Returns what is still to be reported of what the cache gave each row (int32 ``[n]``); None where it was."""
+    def take_cached(self, rows: NDArray[np.int64]) -> list[CacheUse | None]:
+        """Returns what is still to be reported of what the cache gave each row (int64 ``[n]``); None where it was."""
         if not self.cached:
             return [None] * rows.size
         return [self.cached.pop(row, None) for row in rows.tolist()]

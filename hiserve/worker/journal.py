@@ -18,15 +18,15 @@ class TableJournal:
     """
 
     def __init__(self) -> None:
-        self._writes: list[tuple[Int64Array, Int64Array, Int64Array, Int32Array]] = []
+        self._writes: list[tuple[Int64Array, Int64Array, NDArray[np.integer], Int32Array]] = []
 
-    def write(self, rows: Int64Array, admissions: Int64Array, indices: Int64Array, pages: Int32Array) -> None:
+    def write(self, rows: Int64Array, admissions: Int64Array, indices: NDArray[np.integer], pages: Int32Array) -> None:
         """Records that entry ``indices[i]`` of row ``rows[i]``'s table is now ``pages[i]``.
 
         Args:
             rows: int64 ``[n]``.
             admissions: int64 ``[n]``. Tenancy of each row.
-            indices: int64 ``[n]``.
+            indices: int32 or int64 ``[n]``.
             pages: int32 ``[n]``.
         """
         self._writes.append((rows, admissions, indices, pages))
@@ -40,7 +40,9 @@ class TableJournal:
         """
         if not self._writes:
             return TableWrites()
-        rows, tenancies, indices, pages = (np.concatenate(column) for column in zip(*self._writes, strict=True))
+        rows, tenancies, indices, pages = self._writes[0]
+        if len(self._writes) > 1:
+            rows, tenancies, indices, pages = (np.concatenate(column) for column in zip(*self._writes, strict=True))
         self._writes = []
         live = admissions[rows] == tenancies
         pages = pages[live]

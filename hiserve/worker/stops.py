@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hiserve.core.plan import BoolArray, Int32Array
 from hiserve.core.request import MAX_STOP_TOKENS, SamplingParams
@@ -36,11 +37,11 @@ class Stops:
         self._num_tokens[row] = len(stops)
         self._most = int(self._num_tokens.max())
 
-    def cut(self, rows: Int32Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
+    def cut(self, rows: NDArray[np.int64], counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
         """Cuts each row's new tokens after the first that ends its reply.
 
         Args:
-            rows: int32 ``[S]``.
+            rows: int64 ``[S]``.
             counts: int32 ``[S]``. New tokens of each row.
             tokens: int32 ``[S, W]``. Row s holds ``counts[s]`` tokens.
 
@@ -55,6 +56,7 @@ class Stops:
             is_end |= (tokens[:, :, None] == self._tokens[rows, : self._most][:, None, :]).any(axis=2)
         is_end &= np.arange(tokens.shape[1]) < counts[:, None]
         ends: BoolArray = np.any(is_end, axis=1)
-        counts = counts.copy()
-        counts[ends] = is_end[ends].argmax(axis=1) + 1
+        if ends.any():
+            counts = counts.copy()
+            counts[ends] = is_end[ends].argmax(axis=1) + 1
         return counts, ends

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.pages import SINK_PAGE
 from hiserve.core.plan import Int32Array, TableWrites
 from hiserve.worker.columns import Columns
 from hiserve.worker.journal import TableJournal
@@ -27,25 +28,26 @@ class PageTables:
     def grow(self, rows: NDArray[np.int64], num_new: Int32Array) -> bool:
         """Gives each row the pages its new tokens need; False, and nothing, when there are too few."""
         columns, page_size = self._rows, self._cache.page_size
-        held = columns.num_pages[rows]
-        extra = np.maximum((columns.computed[rows] + num_new + page_size - 1) // page_size - held, 0)
-        total = int(extra.sum())
-        if not total:
+        held, end = columns.num_pages[rows], columns.computed[rows] + num_new
+        growing = (end > held * page_size).nonzero()[0]
+        if not growing.size:
             return True
-        growing = extra > 0
-        rows, held, extra = rows[growing], held[growing], extra[growing]
-        owner = np.repeat(np.arange(rows.size), extra)
-        within = np.arange(total) - np.repeat(np.cumsum(extra) - extra, extra)
-        last = np.where(held > 0, columns.page_table[rows, np.maximum(held - 1, 0)], 0)
-        wanted = np.where(last[owner] > 0, last[owner] + 1 + within, 0)
-        pages = self._cache.take(wanted.astype(np.int32))
+        rows, held, end = rows[growing], held[growing], end[growing]
+        extra = -(-end // page_size) - held
+        before = np.where(held, columns.page_table[rows, held - 1], SINK_PAGE)
+        if (extra > 1).any():
+            ends = np.cumsum(extra, dtype=np.int32)
+            within = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - extra, extra)
+            rows, held, before = np.repeat(rows, extra), np.repeat(held, extra) + within, np.repeat(before, extra)
+            before = np.where(before, before + within, SINK_PAGE)
+        pages = self._cache.take(np.where(before, before + 1, SINK_PAGE))
         if pages is None:
             return False
-        columns.num_pages[rows] += extra
-        self.write(rows[owner], held[owner] + within, pages)
+        columns.num_pages[rows] = held + 1  # of a row's entries the last one counts
+        self.write(rows, held, pages)
         return True
 
-    def write(self, rows: NDArray[np.int64], indices: NDArray[np.int64], pages: Int32Array) -> None:
+    def write(self, rows: NDArray[np.int64], indices: NDArray[np.integer], pages: Int32Array) -> None:
         """Changes entries; one row per entry."""
         columns = self._rows
         columns.page_table[rows, indices] = pages

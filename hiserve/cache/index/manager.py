@@ -201,7 +201,8 @@ class CacheManager:
         moved: list[Int32Array] = []
         done = 0
         while done < canonical.size:
-            child = receipt.node.children.get(key[done * page_bytes : (done + 1) * page_bytes])
+            children = receipt.node.children
+            child = children.get(key[done * page_bytes : (done + 1) * page_bytes]) if children else None
             if child is None:
                 self._insert(receipt, key[done * page_bytes :], canonical[done:], step)
                 break
@@ -214,8 +215,7 @@ class CacheManager:
             self.holds.move_on(receipt.hold, child)
             ours = canonical[done : done + shared]
             if child.is_on_host_only:
-                self.device.last_step[ours] = step
-                self.tiers.put_on_device(child, ours.copy())
+                self.tiers.put_on_device(child, ours.copy(), step=step)
             else:
                 moved.append(ours)
                 canonical = np.concatenate((canonical[:done], child.pages, canonical[done + shared :]))
@@ -364,7 +364,7 @@ class CacheManager:
             receipt.hold.node = end
             self.tiers.clock += 1
             self.holds.touch(end)
-        self.device.last_step[pages] = step
+        end.written_step = step
         self.device.publish(end, end.num_pages - pages.size)
         self.versions.tree_epoch += 1
         if self._writes_through:

@@ -49,6 +49,7 @@ class Node:
         last_used: Logical time of the last lock or release through this node (see ``Tiers.clock``).
         priority: Largest priority of the requests that used it.
         is_queued: Whether it waits for a store.
+        written_step: The step whose forward wrote its pages on the device last; 0 when a load did.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class Node:
         "pages",
         "parent",
         "priority",
+        "written_step",
     )
 
     def __init__(
@@ -92,6 +94,7 @@ class Node:
         self.last_used = 0
         self.priority = 0
         self.is_queued = False
+        self.written_step = 0
 
     @property
     def is_root(self) -> bool:

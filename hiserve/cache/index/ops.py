@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 import numpy as np
 
@@ -14,13 +14,13 @@ from hiserve.cache.index.tiers import Tiers
 from hiserve.core.plan import Int32Array
 
 
-class OpKind(Enum):
+class OpKind(IntEnum):
     """Where the bytes of an op go."""
 
-    LOAD = "host to device"
-    STORE = "device to host"
-    PREFETCH = "store to host"
-    UPLOAD = "host to store"
+    LOAD = 0  # host to device
+    STORE = 1  # device to host
+    PREFETCH = 2  # store to host
+    UPLOAD = 3  # host to store
 
 
 @dataclass(slots=True, eq=False)

@@ -56,15 +56,17 @@ class PageAllocator:
         """
         if wanted.size > self.num_free:
             return None
-        wanted = np.where(wanted < self.num_pages, wanted, SINK_PAGE)
-        granted = self._is_free[wanted]
-        if wanted.size > 1:  # two rows may share their last page: only the first gets its wish
-            first = np.zeros(wanted.size, dtype=np.bool_)
-            first[np.unique(wanted, return_index=True)[1]] = True
+        pages = np.where(wanted < self.num_pages, wanted, SINK_PAGE)
+        granted = self._is_free[pages]
+        wishes = pages[granted]
+        if len(set(wishes.tolist())) < wishes.size:  # two rows may share their last page: only the first gets its wish
+            first = np.zeros(pages.size, dtype=np.bool_)
+            first[np.unique(pages, return_index=True)[1]] = True
             granted &= first
-        self._is_free[wanted[granted]] = False
-        pages = wanted.astype(np.int32)
-        pages[~granted] = self._pop(int(wanted.size - granted.sum()))
+            wishes = pages[granted]
+        self._is_free[wishes] = False
+        if wishes.size < pages.size:
+            pages[~granted] = self._pop(pages.size - wishes.size)
         return self._hand_out(pages)
 
     def take_any(self, count: int) -> Int32Array | None:

@@ -104,6 +104,7 @@ class RadixTree:
         upper.host_ready_op = node.host_ready_op
         upper.last_used = node.last_used
         upper.priority = node.priority
+        upper.written_step = node.written_step
         node.parent.children[upper.key[: self.page_bytes]] = upper
         node.key = node.key[cut:]
         node.digests = node.digests[num_pages:]
@@ -130,6 +131,7 @@ class RadixTree:
         node.pages = np.concatenate((parent.pages, node.pages))
         node.host_pages = np.concatenate((parent.host_pages, node.host_pages))
         node.num_pages += parent.num_pages
+        node.written_step = max(parent.written_step, node.written_step)
         node.parent = parent.parent
         node.parent.children[node.key[: self.page_bytes]] = node
         clear(parent)
@@ -143,7 +145,7 @@ class RadixTree:
         Returns:
             The node that ends with the new pages, and the new pages' digests.
         """
-        digests = self.chain(node.digests[-1], key)
+        digests = self._link(node.digests[-1], key, self.page_size)
         assert len(digests) == pages.size > 0, f"{pages.size} pages for a key of {len(key)} bytes"
         grows = in_place and not node.children and node.num_locks == 1 and not node.is_root
         is_plain = not node.host_pages.size and not node.device_ready_op

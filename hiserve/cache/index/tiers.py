@@ -63,8 +63,7 @@ class TierPages:
         events: Pages that can be read on this tier, or cannot any more.
         num_evictable: Pages that eviction could free, in time.
         num_evicted: Pages it did free.
-        last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it; of a published
-            one, the step that wrote it.
+        last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.
     """
 
     def __init__(
@@ -225,11 +224,12 @@ class Tiers:
         elif node.is_host_evictable:
             self.host.eviction.add(node)
 
-    def put_on_device(self, node: Node, pages: Int32Array, ready_op: int = 0) -> None:
-        """Gives a locked node that lies on the host alone a copy on the device."""
+    def put_on_device(self, node: Node, pages: Int32Array, *, ready_op: int = 0, step: int = 0) -> None:
+        """Gives a locked node that lies on the host alone a copy on the device, which a load or a step fills."""
         assert node.is_on_host_only and node.num_locks and pages.size == node.num_pages and node.parent is not None
         node.pages = pages
         node.device_ready_op = ready_op
+        node.written_step = step
         node.parent.num_device_children += 1
         self.versions.tree_epoch += 1
         if not ready_op:

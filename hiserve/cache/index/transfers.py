@@ -62,6 +62,8 @@ class Transfers:
 
     def enqueue(self, node: Node) -> None:
         """Wishes a node, and what is above it, on the host; where it is already, nothing happens."""
+        if node.is_queued:
+            return
         node = _surviving(node)
         if node.is_queued or node.host_pages.size or node.is_root:
             return
@@ -90,7 +92,7 @@ class Transfers:
         op = self._ops.begin(OpKind.LOAD, self._holds.lock(receipt.node), host_pages)
         end = pages.size
         for node in nodes:
-            tiers.put_on_device(node, pages[end - node.num_pages : end].copy(), op.number)
+            tiers.put_on_device(node, pages[end - node.num_pages : end].copy(), ready_op=op.number)
             end -= node.num_pages
         receipt.pages = np.concatenate((receipt.pages, pages))
         receipt.host_pages = NO_PAGES
@@ -191,7 +193,7 @@ class Transfers:
             key=b"".join(node.key for node in chain),
         )
         self._runs[op.number] = run
-        after_step = int(tiers.device.last_step[pages].max())
+        after_step = max(node.written_step for node in chain)
         return PageCopy(op.number, CopyKind.STORE, pages, host_pages, after_step, run)
 
     def _leading(self, chain: list[Node], room: int) -> list[Node]:

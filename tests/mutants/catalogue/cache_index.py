@@ -262,8 +262,8 @@ MUTANTS = [
     Mutant(
         name="digests of a grown run start anew",
         file=RADIX,
-        old="self.chain(node.digests[-1], key)",
-        new="self.chain(node.digests[0], key)",
+        old="self._link(node.digests[-1], key, self.page_size)",
+        new="self._link(node.digests[0], key, self.page_size)",
         test=OF_RADIX + "test_digests_go_on_from_the_parent",
     ),
     Mutant(
@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         name="a page that came and went is reported as gone and there",
         file=EVENTS,
-        old="if undone.keys().isdisjoint(digests):",
+        old="if undone.pop(digest, done) is done:",
         new="if True:",
         test=OF_MANAGER + "test_what_came_and_went_or_went_and_came_back_is_not_reported",
     ),

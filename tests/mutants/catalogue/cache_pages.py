@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         name="no wish is granted",
         file=PAGES,
-        old="granted = self._is_free[wanted]",
-        new="granted = np.zeros(wanted.size, dtype=np.bool_)",
+        old="granted = self._is_free[pages]",
+        new="granted = np.zeros(pages.size, dtype=np.bool_)",
         test=OF_PAGES + "test_a_free_page_that_is_wished_for_is_granted_and_not_handed_out_again",
     ),
     Mutant(

@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         name="a store does not wait for the step that wrote its pages",
         file=MANAGER,
-        old="        self.device.last_step[pages] = step\n        self.device.publish",
+        old="        end.written_step = step\n        self.device.publish",
         new="        self.device.publish",
         test=OF_TIERS + "test_a_store_waits_for_the_step_that_wrote_its_pages_and_no_later_one",
     ),

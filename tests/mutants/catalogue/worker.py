@@ -15,6 +15,7 @@ STOPS = "hiserve/worker/stops.py"
 OF_PLANNER = "tests/unit/worker/test_planner.py::"
 OF_PAGES = "tests/unit/worker/test_planner_pages.py::"
 OF_BUDGET = "tests/unit/worker/test_budget.py::"
+OF_DRAFTS = "tests/unit/worker/test_planner_drafts.py::"
 OF_LOOP = "tests/unit/worker/test_engine_loop.py::"
 WAITING = "hiserve/worker/waiting.py"
 SCORES = "hiserve/worker/scores.py"
@@ -37,10 +38,24 @@ MUTANTS = [
         test=OF_BUDGET + "test_a_step_samples_only_when_it_reaches_the_end",
     ),
     Mutant(
+        name="rows stand in a plan as they were admitted",
+        file=BUDGET,
+        old='order = np.argsort(is_long, kind="stable")',
+        new="order = np.arange(is_long.size)",
+        test=OF_DRAFTS + "test_every_plan_is_what_its_rows_want_one_by_one[3-11-60-0]",
+    ),
+    Mutant(
+        name="a step in flight may append its token but not its drafts",
+        file=PLANNER,
+        old="columns.pending[rows] += share.samples + share.num_draft",
+        new="columns.pending[rows] += share.samples",
+        test=OF_DRAFTS + "test_every_plan_is_what_its_rows_want_one_by_one[3-64-60-1]",
+    ),
+    Mutant(
         name="a row plans beyond its limit",
         file=BUDGET,
-        old="np.where(left > 0, known + pending - computed, 0)",
-        new="known + pending - computed",
+        old="np.where(left > 0, ahead - computed, 0)",
+        new="ahead - computed",
         test=OF_BUDGET + "test_a_row_that_may_have_reached_its_limit_in_flight_waits",
     ),
     Mutant(
@@ -104,8 +119,8 @@ MUTANTS = [
     Mutant(
         name="a late result reaches the next tenant of a row",
         file=PLANNER,
-        old="ok = columns.admission[plan.rows] == step.admissions",
-        new="ok = columns.admission[plan.rows] > 0",
+        old="ok = columns.admission[step.rows] == step.admissions",
+        new="ok = columns.admission[step.rows] > 0",
         test=OF_PLANNER + "test_a_late_result_never_reaches_the_next_tenant_of_a_row",
     ),
     Mutant(
@@ -231,8 +246,8 @@ MUTANTS = [
     Mutant(
         name="a row does not ask for the page after its last one",
         file=TABLES,
-        old="last[owner] + 1 + within",
-        new="last[owner] + 2 + within",
+        old="np.where(before, before + 1, SINK_PAGE)",
+        new="np.where(before, before + 2, SINK_PAGE)",
         test=OF_PAGES + "test_a_row_grows_into_the_pages_after_its_last_one",
     ),
     Mutant(
