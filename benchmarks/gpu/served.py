@@ -1,9 +1,13 @@
-"""What the way over HTTP costs on a GPU: requests at so many streams, against the same ones in one process."""
+"""What the way over HTTP costs on a GPU: requests at so many streams, against the same ones in one process.
+
+The server's tokenizer knows as many tokens as the shape has, so that each of them is a piece of text and an event.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -19,6 +23,7 @@ from benchmarks.gpu.driving import Bench, Part, run
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.sizes import BARS, Sizes
 from hiserve.config import flag_of
+from hiserve.models.config import NANO, find_model
 
 HISERVE = (sys.executable, "-m", "hiserve.cli")
 
@@ -33,8 +38,9 @@ def measure_http(bench: Bench, shape: str) -> Part:
         prompts = [bench.prompt(drive, sizes.request_input) for _ in range(sizes.requests)]
         batches.append(run(drive, prompts, sizes.request_output, sizes.streams))
     offline = statistics.median(batch.output_tokens / batch.seconds for batch in batches[1:])
+    vocab_size = drive.vocab_size
     bench.close()
-    with serving(settings) as (url, ready_s):
+    with tempfile.TemporaryDirectory() as folder, serving(settings, Path(folder), vocab_size) as (url, ready_s):
         summaries = [over_http(url, sizes, seed) for seed in range(sizes.request_runs + 1)]
     http = statistics.median(summary["output_tokens_per_s"] for summary in summaries[1:])
     name = f"{shape} over HTTP, {sizes.streams} streams"
@@ -44,12 +50,20 @@ def measure_http(bench: Bench, shape: str) -> Part:
 
 
 @contextmanager
-def serving(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Starts ``hiserve serve`` on a free port; gives its address and the seconds until it was ready."""
-    model = [settings["model"]] if "model" in settings else []
+def serving(settings: dict[str, Any], folder: Path, vocab_size: int) -> Iterator[tuple[str, float]]:
+    """Starts ``hiserve serve`` on a free port; gives its address and the seconds until it was ready.
+
+    Args:
+        settings: Of the engine.
+        folder: Takes the tokenizer of a built-in shape.
+        vocab_size: Of the shape.
+    """
     flags = [word for name, value in settings.items() if name != "model" for word in (flag_of(name), str(value))]
+    if "shape" in settings:
+        write_tokenizer(folder, vocab_size)
+    model = str(folder) if "shape" in settings else settings["model"]
     begin = time.perf_counter()
-    command = (*HISERVE, "serve", "--port", "0", "--log-level", "warning", *model, *flags)
+    command = (*HISERVE, "serve", "--port", "0", "--log-level", "warning", model, *flags)
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     try:
@@ -60,6 +74,18 @@ def serving(settings: dict[str, Any]) -> Iterator[tuple[str, float]]:
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Writes hiserve-nano's tokenizer with words added, one token each, until there are ``vocab_size``."""
+    nano = find_model(NANO)
+    shutil.copy(nano / "tokenizer_config.json", folder)
+    tokenizer = json.loads((nano / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab |= {f"\u0120w{number}": number for number in range(len(vocab), vocab_size)}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((nano / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
 
 
 def over_http(url: str, sizes: Sizes, seed: int) -> dict[str, Any]:
