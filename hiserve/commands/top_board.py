@@ -26,6 +26,8 @@ STORE_COUNTS = {
     "failed operations": "num_errors",
 }
 MAX_MISSES = 8
+# Verdicts of the gate, in words.
+VERDICTS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
 
 
 def draw(history: History, url: str) -> RenderableType:
@@ -76,7 +78,21 @@ def _requests(history: History) -> RenderableType:
     state = f"[bold]{running:,}[/bold] running, [bold]{waiting:,}[/bold] waiting"
     if frame.counter("num_preemptions_total"):
         state += f", {frame.counter('num_preemptions_total'):,.0f} preempted so far"
-    return Group(Text.from_markup(state), table)
+    return Group(Text.from_markup(state), table, *_graphs(frame))
+
+
+def _graphs(frame: Frame) -> list[Text]:
+    """Says how steps were run, and why so; nothing where no worker replays any."""
+    found = {word: frame.verdicts(verdict) for verdict, word in VERDICTS.items()}
+    num_steps = sum(counts.total() for counts in found.values())
+    if not frame.verdicts("replay"):
+        return []
+    words = [
+        f"{counts.total() / num_steps:.1%} {word} ({', '.join(f'{why} {count:,}' for why, count in counts.most_common())})"
+        for word, counts in found.items()
+        if counts
+    ]
+    return [Text("steps: " + ", ".join(words))]
 
 
 def _tiers(history: History) -> RenderableType:

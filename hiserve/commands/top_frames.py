@@ -119,6 +119,13 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         stores = [replica.tiers.get("store") or {} for replica in self.caches]
         return [error for store in stores if (error := str(store.get("last_error", "")))]
 
+    def verdicts(self, verdict: str) -> Counter[str]:
+        """Sums the steps of all workers with this verdict of the gate, by reason."""
+        found: Counter[str] = Counter()
+        for worker in self.workers:
+            found.update(worker.stats.get("graph_gate", {}).get(verdict, {}))
+        return found
+
     def misses(self) -> Counter[str]:
         """Sums the requests that missed over all replicas, by reason."""
         found: Counter[str] = Counter()

@@ -65,6 +65,9 @@ class Query(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # --- scheduler -> client ------------------------------------------------------------------
 
 
+GateCounts = dict[str, dict[str, int]]  # verdicts of runners/gate.py: verdict -> reason -> steps
+
+
 class WorkerStats(msgspec.Struct, frozen=True):
     """A worker's gauges and counters, as of one step. Counters never fall."""
 
@@ -81,6 +84,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     stale_rows: int = 0
     deferred_steps: int = 0
     dropped_event_batches: int = 0
+    graph_gate: GateCounts = {}
     cache: CacheStats = CacheStats()
 
 

@@ -88,6 +88,12 @@ class Metrics:
         self._steps = self._counter("engine_steps", "Steps that the workers ended.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
         self._dropped = self._counter("dropped_event_batches", "Batches of KV events dropped: routers were too slow.")
+        self._gate = Counter(
+            "hiserve:graph_gate",
+            "Steps that were replayed as a CUDA graph, run eagerly or deferred, and why.",
+            ("model_name", "verdict", "reason"),
+            registry=self._registry,
+        )
         self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
 
     def finished(self, reason: str) -> Counter:
@@ -138,6 +144,10 @@ class Metrics:
         self._steps.inc(max(0, stats.steps - before.steps))
         self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
         self._dropped.inc(max(0, stats.dropped_event_batches - before.dropped_event_batches))
+        for verdict, reasons in stats.graph_gate.items():
+            for reason, count in reasons.items():
+                old = before.graph_gate.get(verdict, {}).get(reason, 0)
+                self._gate.labels(self._model_name, verdict, reason).inc(max(0, count - old))
         self._tiers.count(before.cache, stats.cache)
         has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting
         self._workers[worker.replica] = _LastSeen(worker.incarnation, stats, now if has_moved else last.moved)

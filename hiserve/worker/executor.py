@@ -14,6 +14,7 @@ from torch import Tensor
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.messages.cache import StoreStats
+from hiserve.messages.types import GateCounts
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Loads, Reason, admit
 from hiserve.runners.rows import DeviceRows
@@ -82,9 +83,9 @@ class Executor:
         """Returns the counts of the store beyond the host; None without one."""
         return None if self._copier is None else self._copier.store_stats()
 
-    def gate_counts(self) -> dict[str, dict[str, int]]:
+    def gate_counts(self) -> GateCounts:
         """Returns the gate's verdicts until now: verdict -> reason -> steps."""
-        counts: dict[str, dict[str, int]] = {}
+        counts: GateCounts = {}
         for (action, reason), count in dict(self._verdicts).items():  # a copy: steps may run in another thread
             counts.setdefault(action.value, {})[reason.value] = count
         return counts

@@ -10,7 +10,7 @@ from typing import Protocol
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
-from hiserve.messages.types import Admit, WorkerStats
+from hiserve.messages.types import Admit, GateCounts, WorkerStats
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.planner import Planner
 from hiserve.worker.report import Report
@@ -33,6 +33,9 @@ class Executor(Protocol):
 
     def store_stats(self) -> StoreStats | None:
         """Returns the counts of the store beyond the host, without waiting for it; None without one."""
+
+    def gate_counts(self) -> GateCounts:
+        """Returns the verdicts over steps until now: verdict -> reason -> steps."""
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -163,7 +166,7 @@ class Engine:
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""
         dropped = 0 if self._kv_events is None else self._kv_events.num_dropped
-        return self._planner.stats(self._executor.store_stats(), dropped)
+        return self._planner.stats(self._executor.store_stats(), dropped, self._executor.gate_counts())
 
     def close(self) -> None:
         """Waits for the steps in flight and gives everything back."""

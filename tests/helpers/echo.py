@@ -138,6 +138,9 @@ class EchoExecutor:
     def store_stats(self) -> None:
         return None
 
+    def gate_counts(self) -> dict[str, dict[str, int]]:
+        return {}
+
     def take_found(self) -> list[tuple[int, int]]:
         return []
 

@@ -15,7 +15,6 @@ ROWS = (1, 2)
 NOBODY = 0
 OWNERS = {"a": 1, "b": 2, "c": NOBODY}  # whose prefix each load brings; that of nobody is for a row of another step
 FORWARDS = frozenset(("forwards before",))  # on the step's stream; what was freed waits for them and no others
-LAUNCH = "launch"
 
 
 class Load(NamedTuple):
@@ -146,7 +145,7 @@ def _dangers(load: Load, row: int, over: frozenset[str]) -> Iterator[str]:
     """What is wrong about reading the page of a load for a row."""
     if OWNERS[load.name] != row:
         yield f"row {row} reads {load.page}, which is the page of load {load.name}"
-    if load.name not in over and LAUNCH not in (load.over or ()):
+    if load.name not in over:
         yield f"row {row} reads {load.page} while load {load.name} writes"
     if load.answer == "failed":
         yield f"row {row} reads {load.page}, which load {load.name} never brought"

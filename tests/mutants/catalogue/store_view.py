@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         name="nobody is told what the store counts",
         file=LOOP,
-        old="self._planner.stats(self._executor.store_stats(), dropped)",
-        new="self._planner.stats(None, dropped)",
+        old="self._planner.stats(self._executor.store_stats(), ",
+        new="self._planner.stats(None, ",
         test="tests/unit/worker/test_cache_stats.py::test_the_store_is_told_as_the_executor_counts_it",
     ),
     Mutant(

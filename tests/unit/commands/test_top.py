@@ -118,6 +118,18 @@ async def test_what_a_server_does_not_show_is_said_and_the_rest_is_shown(capsys:
     assert "2 running, 3 waiting" in out and "no copies" in out
 
 
+async def test_how_steps_were_run_is_shown_where_graphs_are_replayed(capsys: Any) -> None:
+    async def shown(**counts: dict[str, int]) -> str:
+        workers = [WORKER | {"stats": STATS | {"graph_gate": counts}}] * 2
+        async with serving(server_info=(200, INFO | {"workers": workers})) as server:
+            assert await top("--url", server.url, "--once") == 0
+        return words(capsys)
+
+    replayed = await shown(replay={"decode": 8, "piecewise": 1}, eager={"tokens": 1})
+    assert "steps: 90.0% replayed as graphs (decode 16, piecewise 2), 10.0% eager (tokens 2)" in replayed
+    assert "replayed" not in await shown(eager={"graphs_off": 4})
+
+
 async def test_without_cache_stats_the_device_is_what_the_workers_tell(capsys: Any) -> None:
     async with serving(**{"cache/stats": (404, {})}) as server:
         assert await top("--url", server.url, "--once") == 0

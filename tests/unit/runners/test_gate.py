@@ -150,6 +150,7 @@ def test_a_verify_step_is_replayed_by_the_graphs_of_its_own_width() -> None:
     "columns",
     [
         {"num_new": [1, 4], "num_draft": [0, 3]},  # rows differ
+        {"num_new": [1, 5]},  # one comes to the end of its prompt
         {"num_new": 4, "num_draft": [3, 2]},  # one has a draft less
         {"num_new": 4, "num_draft": 0},  # part of a prompt
         {"samples": [True, False]},  # the last chunk but one ends short of the prompt's end

@@ -63,6 +63,18 @@ def test_a_step_in_which_no_row_samples_has_an_empty_result(folder: Path) -> Non
     assert result.tokens.shape == (0, 1)
 
 
+def test_every_step_is_counted_with_its_verdict_and_a_plan_without_rows_is_no_step(folder: Path) -> None:
+    planner = admitted()
+    executor = engine(folder).executor
+    first, second = decode_plans(planner, 2)
+    executor.submit(dataclasses.replace(first, relocation_version=5)).result()
+    stale = executor.submit(second).result()
+    planner.release(3)
+    executor.submit(dataclasses.replace(planner.step({}), relocation_version=5)).result()
+    assert stale.deferred == "stale_table" and not stale.counts.size
+    assert executor.gate_counts() == {"eager": {"graphs_off": 1}, "defer": {"stale_table": 1}}
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, seed=4)])
 def test_a_thread_computes_the_same_tokens_as_inline_steps_submitted_ahead_or_not(
     folder: Path, sampling: SamplingParams
