@@ -19,7 +19,7 @@ from hiserve.errors import EngineError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import GateCounts, WorkerStats
 from hiserve.worker.admitter import Admitter
-from hiserve.worker.budget import Share, share_budget
+from hiserve.worker.budget import Share, decode_first, share_budget
 from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.cache_tree import outline
 from hiserve.worker.columns import Columns
@@ -32,6 +32,8 @@ from hiserve.worker.stops import Stops
 from hiserve.worker.tables import PageTables
 from hiserve.worker.waiting import Request, WaitingQueue
 
+Int64Array = NDArray[np.int64]
+
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
 
 
@@ -40,7 +42,8 @@ class _InFlight:
     """What must be remembered of a plan until its result is in."""
 
     plan: BatchPlan
-    admissions: NDArray[np.int64]
+    rows: Int64Array
+    admissions: Int64Array
 
 
 class Planner:
@@ -188,10 +191,7 @@ class Planner:
         step_id = self._step_id + 1
         running, share = self._plan_running()
         admit, starting, chunks = self._admitter.plan(self._budget - int(share.num_new.sum()))
-        busy = share.num_new > 0
-        rows, share = running[busy].astype(np.int32), share.pick(busy)
-        if starting.size:
-            rows, share = np.concatenate((rows, starting)), share.join(chunks)
+        rows, share = decode_first(np.concatenate((running, starting)), share.join(chunks))
         waits: tuple[int, ...] = ()
         if not rows.size and self._overlaps_loads:
             rows, share, waits = self._plan_loading()
@@ -205,10 +205,10 @@ class Planner:
         num_scored = np.minimum(np.maximum(columns.score_end[rows] - computed, 0), share.num_new)
         computed += share.num_new
         columns.computed[rows] = computed
-        columns.pending[rows] += np.where(share.samples, 1 + share.num_draft, 0)
+        columns.pending[rows] += share.samples + share.num_draft
         plan = BatchPlan(
             step_id=step_id,
-            rows=rows,
+            rows=rows.astype(np.int32),
             num_new=share.num_new,
             num_draft=share.num_draft,
             samples=share.samples,
@@ -226,10 +226,10 @@ class Planner:
         self._released = []
         self._cache.begin_after(step_id)
         self._costs.begin_step(rows.size, plan.num_tokens)
-        self._in_flight.append(_InFlight(plan, columns.admission[rows]))
+        self._in_flight.append(_InFlight(plan, rows, columns.admission[rows]))
         return plan
 
-    def _plan_running(self) -> tuple[NDArray[np.int64], Share]:
+    def _plan_running(self) -> tuple[Int64Array, Share]:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
         while True:
             rows = self._loading.runnable(self._rows.active)
@@ -238,7 +238,7 @@ class Planner:
                 return rows, share
             self._preempt(int(rows[-1]))
 
-    def _share(self, rows: NDArray[np.int64], max_draft: int) -> Share:
+    def _share(self, rows: Int64Array, max_draft: int) -> Share:
         """Returns what each of these rows, int64 ``[B]``, does in a step that they have for themselves."""
         columns = self._rows
         return share_budget(
@@ -250,15 +250,14 @@ class Planner:
             budget=self._budget,
         )
 
-    def _plan_loading(self) -> tuple[Int32Array, Share, tuple[int, ...]]:
+    def _plan_loading(self) -> tuple[Int64Array, Share, tuple[int, ...]]:
         """Lets rows start whose loads are under way, nobody else having anything to do: their forward waits for them."""
         rows = self._loading.waiting_rows()
         share = self._share(rows, max_draft=0)
         fits = self._tables.grow(rows, share.num_new)
         assert fits, f"rows {rows} wait for loads without pages for {share.num_new} tokens"
-        busy = share.num_new > 0
-        rows, share = rows[busy], share.pick(busy)
-        return rows.astype(np.int32), share, self._loading.start(rows)
+        rows, share = decode_first(rows, share)
+        return rows, share, self._loading.start(rows)
 
     # --- commit ---------------------------------------------------------------------------
 
@@ -275,36 +274,37 @@ class Planner:
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
         self._costs.end_step()
         columns = self._rows
-        ok = columns.admission[plan.rows] == step.admissions
+        ok = columns.admission[step.rows] == step.admissions
         if result.deferred:
             self._counters["deferred_steps"] += 1
-            for row in plan.rows[ok].tolist():
+            for row in step.rows[ok].tolist():
                 self._waiting.put_back(self._release(row))
             return
         if result.faults.size:
-            faulty = np.isin(plan.rows, result.faults)
-            for row in plan.rows[faulty & ok].tolist():
+            faulty = np.isin(step.rows, result.faults)
+            for row in step.rows[faulty & ok].tolist():
                 self._handle_fault(row)
             ok &= ~faulty
-        columns.settled[plan.rows[ok]] += plan.num_new[ok]
+        settled = step.rows[ok]
+        columns.settled[settled] += plan.num_new[ok]
         sampled = ok[plan.samples]
-        rows = plan.rows[plan.samples][sampled]
+        rows = step.rows[plan.samples][sampled]
         counts, finishes, tokens = self._append_tokens(
             rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], result.tokens[sampled]
         )
         scores = pick_scores(plan, result, ok, counts, columns)
         self._tell(rows, counts, finishes, tokens, scores)
-        self._publish(plan.rows[ok], plan.step_id)
+        self._publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._release(row)
 
     def _append_tokens(
-        self, rows: Int32Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
+        self, rows: Int64Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
     ) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Corrects upper bounds and appends tokens up to a stop.
 
         Args:
-            rows: int32 ``[S]``.
+            rows: int64 ``[S]``.
             num_draft: int32 ``[S]``. Drafts the step verified.
             counts: int32 ``[S]``. Accepted drafts + 1.
             tokens: int32 ``[S, 1 + max draft]``.
@@ -314,49 +314,50 @@ class Planner:
             int32 ``[sum]`` the tokens.
         """
         columns = self._rows
-        rejected = num_draft + 1 - counts
-        assert (counts >= 1).all() and (rejected >= 0).all(), f"rows {rows} emitted {counts} of {num_draft} drafts + 1"
-        columns.computed[rows] -= rejected
-        columns.settled[rows] -= rejected
-        columns.pending[rows] -= num_draft + 1
+        most = num_draft + 1
+        columns.pending[rows] -= most
+        rejected = most - counts
+        if rejected.any():
+            assert (counts >= 1).all() and (rejected >= 0).all(), f"rows {rows} emitted {counts} of at most {most}"
+            columns.computed[rows] -= rejected
+            columns.settled[rows] -= rejected
         known = columns.known[rows]
         room = columns.limit[rows] - known
         assert (counts <= room).all(), f"rows {rows} emitted {counts} tokens with room for {room}"
         counts, stops = self._stops.cut(rows, counts, tokens)
-        width = np.arange(tokens.shape[1], dtype=np.int32)
+        width = np.arange(tokens.shape[1])
         is_new = width < counts[:, None]
-        places = known[:, None] + width
-        owners = np.broadcast_to(rows[:, None], is_new.shape)
+        places = (rows * self._max_len + known)[:, None] + width
         tokens = tokens[is_new]
-        columns.tokens[owners[is_new], places[is_new]] = tokens
-        columns.known[rows] += counts
+        columns.tokens.reshape(-1)[places[is_new]] = tokens
+        columns.known[rows] = known + counts
         finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
         finishes[stops] = int(FinishReason.STOP)
         self._counters["generated_tokens"] += int(counts.sum())
         return counts, finishes, tokens
 
     def _tell(
-        self, rows: Int32Array, counts: Int32Array, finishes: Int32Array, tokens: Int32Array, scores: dict[int, bytes]
+        self, rows: Int64Array, counts: Int32Array, finishes: Int32Array, tokens: Int32Array, scores: dict[int, bytes]
     ) -> None:
         """Reports the rows that have new tokens, then those that have but scores of their prompts."""
         columns = self._rows
         if scores:
-            others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int32)
-            rows = np.concatenate((rows, others))
-            counts = np.concatenate((counts, np.zeros_like(others)))
-            finishes = np.concatenate((finishes, np.zeros_like(others)))
+            others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int64)
+            rows, nothing = np.concatenate((rows, others)), np.zeros(others.size, dtype=np.int32)
+            counts, finishes = np.concatenate((counts, nothing)), np.concatenate((finishes, nothing))
         uids, cached = columns.uid[rows].tolist(), columns.take_cached(rows)
         self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, tokens)
         if scores:
             self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
 
-    def _publish(self, rows: Int32Array, step_id: int) -> None:
+    def _publish(self, rows: Int64Array, step_id: int) -> None:
         """Publishes every page that became full; dedup may move a row to pages that were there before."""
         columns, page_size = self._rows, self._cache.page_size
+        published = columns.num_published[rows]
         full = np.minimum(columns.settled[rows], columns.known[rows]) // page_size
-        grown = full > columns.num_published[rows]
-        for row, end in zip(rows[grown].tolist(), full[grown].tolist(), strict=True):
-            start = int(columns.num_published[row])
+        grown = (full > published).nonzero()[0]
+        ranges = zip(rows[grown].tolist(), published[grown].tolist(), full[grown].tolist(), strict=True)
+        for row, start, end in ranges:
             pages = columns.page_table[row, start:end]
             key = columns.tokens[row, start * page_size : end * page_size].tobytes()
             canonical = self._cache.publish(columns.receipt(row), key, pages, step_id)
