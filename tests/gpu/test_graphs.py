@@ -13,6 +13,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY, HandPlanner
+from tests.helpers.scripted import verify
 
 pytestmark = pytest.mark.gpu
 
@@ -192,33 +193,3 @@ def test_verify_steps_accept_the_drafts_that_plain_decoding_would_emit(nano: Pat
     counts = verdicts(subject)
     assert counts["replay/verify"] > 0
     subject.executor.close()
-
-
-def verify(
-    subject: Engine, prompts: dict[int, list[int]], expected: dict[int, list[int]], width: int
-) -> dict[int, list[int]]:
-    """Decodes with drafts, which a script writes behind what the rows know; returns as many tokens as are expected."""
-    planner = HandPlanner(PAGE, NUM_PAGES)
-    for row, prompt in prompts.items():
-        planner.admit(row, prompt)
-    result = subject.executor.submit(planner.step({row: len(prompt) for row, prompt in prompts.items()})).result()
-    out = {row: [token] for row, token in zip(prompts, result.tokens[:, 0].tolist(), strict=True)}
-    accepted = 0
-    while any(len(out[row]) < len(expected[row]) for row in prompts):
-        for row, known in out.items():
-            drafts = (expected[row] + [0] * width)[len(known) : len(known) + width - 1]
-            if len(known) % 3 == 0:
-                drafts[-1] = (drafts[-1] + 1) % 4096
-            start = len(prompts[row]) + len(known)
-            drafts_on_device = torch.tensor(drafts, dtype=torch.int32).cuda()
-            subject.rows.tokens[row, start : start + width - 1] = drafts_on_device
-        torch.cuda.current_stream().synchronize()
-        plan = planner.draft_step(dict.fromkeys(prompts, width - 1))
-        result = subject.executor.submit(plan).result()
-        assert result.faults.size == 0
-        for row, count, tokens in zip(plan.rows.tolist(), result.counts.tolist(), result.tokens.tolist(), strict=True):
-            out[row] += tokens[:count]
-            accepted += count - 1
-            planner.settle(row, count)
-    assert accepted > 0
-    return {row: tokens[: len(expected[row])] for row, tokens in out.items()}

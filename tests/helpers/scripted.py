@@ -1,0 +1,59 @@
+"""A proposer that knows the answer: drafts are what plain decoding gave, with every third one spoiled."""
+
+from __future__ import annotations
+
+import torch
+
+from hiserve.core.request import SamplingParams
+from tests.helpers.models import Engine
+from tests.helpers.plans import GREEDY, HandPlanner
+
+VOCAB = 300  # spoiled drafts lie below
+
+
+def verify(
+    subject: Engine,
+    prompts: dict[int, list[int]],
+    expected: dict[int, list[int]],
+    width: int,
+    sampling: SamplingParams = GREEDY,
+) -> dict[int, list[int]]:
+    """Decodes with ``width - 1`` drafts a step, written behind what the rows know; returns as many tokens as expected."""
+    planner = HandPlanner(subject.rows.page_size, subject.rows.num_pages)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+    result = subject.executor.submit(planner.step({row: len(prompt) for row, prompt in prompts.items()})).result()
+    out = {row: [token] for row, token in zip(prompts, result.tokens[:, 0].tolist(), strict=True)}
+    num_accepted = num_spoiled = 0
+    while any(len(out[row]) < len(expected[row]) for row in prompts):
+        for row, known in out.items():
+            drafts = (expected[row] + [0] * width)[len(known) : len(known) + width - 1]
+            if len(known) % 3 == 0:
+                drafts[-1], num_spoiled = (drafts[-1] + 1) % VOCAB, num_spoiled + 1
+            start = len(prompts[row]) + len(known)
+            written = torch.tensor(drafts, dtype=torch.int32, device=subject.rows.device)
+            subject.rows.tokens[row, start : start + width - 1] = written
+        if subject.rows.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
+        plan = planner.draft_step(dict.fromkeys(prompts, width - 1))
+        result = subject.executor.submit(plan).result()
+        assert result.faults.size == 0
+        for row, count, tokens in zip(plan.rows.tolist(), result.counts.tolist(), result.tokens.tolist(), strict=True):
+            out[row] += tokens[:count]
+            num_accepted += count - 1
+            planner.settle(row, count)
+    assert num_accepted and num_spoiled, f"{num_accepted} accepted, {num_spoiled} spoiled"
+    return {row: tokens[: len(expected[row])] for row, tokens in out.items()}
+
+
+def decode(
+    subject: Engine, prompts: dict[int, list[int]], num_new: int, sampling: SamplingParams = GREEDY
+) -> dict[int, list[int]]:
+    """Decodes without drafts."""
+    planner = HandPlanner(subject.rows.page_size, subject.rows.num_pages)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+    plans = [planner.step({row: len(prompt) for row, prompt in prompts.items()})]
+    plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(num_new - 1)]
+    steps = [subject.executor.submit(plan).result().tokens[:, 0].tolist() for plan in plans]
+    return {row: [step[index] for step in steps] for index, row in enumerate(prompts)}
