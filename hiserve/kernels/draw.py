@@ -30,7 +30,7 @@ def draw_free(
     """Draws from all tokens, in three launches: maximum, noise, join."""
     maxima, _ = _best_of_parts(logits)
     num_rows, size = logits.shape
-    values, entries, length = _new_parts(logits, _NOISY_BLOCK)
+    values, entries, num_blocks = _new_parts(logits, _NOISY_BLOCK)
     _find_drawn[(values.shape[1], num_rows)](
         logits,
         maxima,
@@ -43,7 +43,7 @@ def draw_free(
         entries,
         logits.stride(0),
         size,
-        length,
+        num_blocks,
         maxima.shape[1],
         TINY=torch.finfo(values.dtype).tiny,
         STREAM=SAMPLE_STREAM,
@@ -55,14 +55,14 @@ def draw_free(
 
 
 def _best_of_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
-    values, entries, length = _new_parts(logits, _PLAIN_BLOCK)
+    values, entries, num_blocks = _new_parts(logits, _PLAIN_BLOCK)
     _find_best[(values.shape[1], values.shape[0])](
         logits,
         values,
         entries,
         logits.stride(0),
         logits.shape[1],
-        length,
+        num_blocks,
         BLOCK=_PLAIN_BLOCK,
         num_warps=_NUM_WARPS,
     )
@@ -70,14 +70,13 @@ def _best_of_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _new_parts(logits: Tensor, block: int) -> tuple[Tensor, Tensor, int]:
-    """Returns room for the best value and entry of each part, ``[S, num_parts]``, and the length of a part."""
+    """Returns room for the best value and entry of each part, ``[S, num_parts]``, and the blocks of a part."""
     assert logits.stride(1) == 1, f"logits {logits.stride()} apart"
     num_rows, size = logits.shape
-    num_blocks = triton.cdiv(size, block)
-    length = max(1, triton.cdiv(num_rows * num_blocks, _MAX_PROGRAMS)) * block
-    shape = (num_rows, triton.cdiv(size, length))
+    num_blocks = max(1, triton.cdiv(num_rows * triton.cdiv(size, block), _MAX_PROGRAMS))
+    shape = (num_rows, triton.cdiv(size, num_blocks * block))
     values = torch.empty(shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    return values, torch.empty(shape, dtype=torch.int32, device=logits.device), length
+    return values, torch.empty(shape, dtype=torch.int32, device=logits.device), num_blocks
 
 
 def _max_parts(size: int) -> int:
@@ -93,30 +92,30 @@ def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
     return tokens
 
 
-@triton.jit(do_not_specialize=["length"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator]
 def _find_best(  # type: ignore[no-untyped-def]
     logits,
     values,
     entries,
     row_stride,
     size,
-    length,
+    num_blocks,
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     """Each program finds the best entry of one part of a row."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    first = part * length
+    first = part * num_blocks
     best = tl.full([BLOCK], -float("inf"), values.dtype.element_ty)
-    where = first + tl.arange(0, BLOCK)
-    for start in range(first, tl.minimum(first + length, size), BLOCK):
-        entry = start + tl.arange(0, BLOCK)
+    where = first * BLOCK + tl.arange(0, BLOCK)
+    for block in range(first, tl.minimum(first + num_blocks, tl.cdiv(size, BLOCK))):
+        entry = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf"))
         best, where = _better(best, where, x.to(values.dtype.element_ty), entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["temperature", "seed", "choice", "position", "is_drawn", "length", "num_maxima"]
+    do_not_specialize=["temperature", "seed", "choice", "position", "is_drawn", "num_blocks", "num_maxima"]
 )
 def _find_drawn(  # type: ignore[no-untyped-def]
     logits,
@@ -130,7 +129,7 @@ def _find_drawn(  # type: ignore[no-untyped-def]
     entries,
     row_stride,
     size,
-    length,
+    num_blocks,
     num_maxima,
     TINY: tl.constexpr,  # noqa: N803
     STREAM: tl.constexpr,  # noqa: N803
@@ -145,16 +144,16 @@ def _find_drawn(  # type: ignore[no-untyped-def]
     draws = True
     if is_drawn is not None:
         draws = tl.load(is_drawn + row) != 0
-    first = part * length
+    first = part * num_blocks
     best = tl.full([BLOCK], -float("inf"), values.dtype.element_ty)
-    where = first + tl.arange(0, BLOCK)
-    for start in range(first, tl.minimum(first + length, size), BLOCK):
-        entry = start + tl.arange(0, BLOCK)
+    where = first * BLOCK + tl.arange(0, BLOCK)
+    for block in range(first, tl.minimum(first + num_blocks, tl.cdiv(size, BLOCK))):
+        entry = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + entry, mask=entry < size, other=-float("inf")).to(
             values.dtype.element_ty
         )
         if draws:
-            words = _words(tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, start, BLOCK)
+            words = _words(tl.load(seed + row), tl.load(choice + row), tl.load(position + row), STREAM, block, BLOCK)
             x = _divide(x - maximum, divisor) + _gumbel(words).to(values.dtype.element_ty)
         best, where = _better(best, where, x, entry)
     _store_part(best, where, values, entries, row * tl.num_programs(0) + part, size)
@@ -200,10 +199,10 @@ def _divide(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _words(seed, choice, position, stream, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """One random word for each of BLOCK entries from ``start``, a multiple of 4: those of ``kernels.reference.gumbel``."""
-    block = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, block, position.to(tl.uint32), choice.to(tl.uint32), stream)
+def _words(seed, choice, position, stream, block, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """One random word for each entry of a block: those of ``kernels.reference.gumbel``, four to a counter."""
+    counter = (block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    a, b, c, d = tl.philox(seed, counter, position.to(tl.uint32), choice.to(tl.uint32), stream)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
 
 
