@@ -1,0 +1,53 @@
+"""The benchmarks of the GPU run from end to end on the CPU, at the size of a test, and measure what they say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.sizes import BARS, TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, out: Path) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, "-m", module, "--tiny", str(out), "test"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+@pytest.mark.long
+def test_every_part_of_the_gpu_benchmark_measures_what_it_says(tmp_path: Path) -> None:
+    result, told = run("benchmarks.gpu", tmp_path / "gpu.json")
+    assert result["ceilings"]["copy_bytes_per_s"] > 0
+    parts = result["parts"]
+    figures = [figure for part in parts.values() for figure in part["figures"]]
+    assert {figure["bar"] for figure in figures} >= set(BARS.values()) | {case.bar for case in TINY.decode}
+    assert all(f"{figure['name']:<46}" in told and figure["value"] >= 0 for figure in figures)
+    for case in TINY.decode:
+        found = parts["decode" if case.shape == "llama-8b" else "small-decode"]["samples"]
+        pace = found[f"{case.shape} decode, {case.rows} x {case.context}"]
+        assert len(pace["step_s"]) == TINY.steps
+        assert case.context - 32 < pace["mean_context"] < case.context + 64
+        assert pace["own_share"] < 0.1
+    traffic = parts["traffic"]["samples"]
+    assert traffic["host"]["loaded_pages"] > 0 and traffic["device"]["loaded_pages"] == 0
+    assert traffic["host"]["rows_still_decoding_at_the_end"] == TINY.traffic_rows
+    assert sum(group["host_tokens"] for group in parts["conversations"]["samples"]["groups"]) > 0
+    chats, case = parts["chats"]["samples"]["turns"], TINY.chats
+    lengths = [case.shared + (turn + 1) * case.turn_input + turn * case.turn_output for turn in range(case.turns)]
+    assert [turn["input_tokens"] for turn in chats] == [case.chats * length for length in lengths]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["benchmarks.kernels.attention", "benchmarks.kernels.layers"])
+def test_every_case_of_a_kernel_benchmark_runs(module: str, tmp_path: Path) -> None:
+    result, _ = run(module, tmp_path / "out.json")
+    assert len(result["figures"]) >= 8
+    assert all(figure["value"] > 0 for figure in result["figures"])

@@ -1,0 +1,98 @@
+"""What the benchmark of the GPU compares with is right, whatever the machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.driving import Bench
+from benchmarks.gpu.figures import Figure, table
+from benchmarks.gpu.limits import Limits
+from benchmarks.gpu.peers import against_peer
+from benchmarks.gpu.profiling import NUM_STEPS, on_device
+from benchmarks.gpu.served import write_tokenizer
+from benchmarks.gpu.sizes import FULL, PEER_CEILINGS, TINY
+from benchmarks.gpu.traffic import share_of_eligible, share_replayed
+from hiserve.models.shapes import shape_config
+from hiserve.text.tokenizer import Tokenizer
+
+
+def test_a_decode_step_reads_all_weights_but_the_embedding_and_the_keys_and_values_of_its_rows() -> None:
+    limits = Limits.of(shape_config("llama-8b"), "bfloat16")
+    assert limits.weight_bytes == pytest.approx(15.01e9, rel=1e-3)
+    assert limits.kv_bytes == 128 * 1024
+    assert limits.decode_bytes(32 * 1024) - limits.weight_bytes == 4 << 30
+
+
+def test_an_embedding_that_is_the_output_head_too_is_read_by_every_step() -> None:
+    limits = Limits.of(shape_config("qwen3-0.6b"), "bfloat16")
+    assert limits.weight_bytes == pytest.approx(1.19e9, rel=2e-3)
+    assert limits.linear_params == pytest.approx(0.440e9, rel=2e-3)
+
+
+def test_operations_of_a_prompt_are_its_products_and_half_a_square_of_attention() -> None:
+    limits = Limits.of(shape_config("llama-8b"), "bfloat16")
+    n, layers, heads, head_dim = 8192, 32, 32, 128
+    expected = 2 * 6.979e9 * n + 2 * layers * heads * head_dim * n**2
+    assert limits.prefill_flop(n) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(0.75, "ok"), (0.749, "MISSED"), (None, "MISSED")])
+def test_a_bar_is_met_by_a_ratio_that_reaches_it(ratio: float | None, verdict: str) -> None:
+    figure = Figure("decode", 4.7, "ms", ratio, 0.75, "limit")
+    assert figure.verdict == verdict
+    assert table([asdict(figure)]).splitlines()[-1].endswith(verdict)
+
+
+def test_a_peer_is_scaled_by_what_both_machines_could_do() -> None:
+    faster = {"copy_bytes_per_s": 2 * PEER_CEILINGS["copy_bytes_per_s"]}
+    figure = against_peer(Bench(TINY, faster, {}), "rows", 300.0, 100.0, "copy_bytes_per_s")
+    assert figure.ratio == pytest.approx(1.5)
+
+
+def test_time_that_two_activities_of_the_device_share_is_busy_once() -> None:
+    events: list[dict[str, Any]] = [
+        {"name": "gemm", "ts": 0.0, "dur": 40.0},
+        {"name": "copy", "ts": 20.0, "dur": 40.0},
+        {"name": "norm", "ts": 65.0, "dur": 10.0},
+        {"name": "gemm", "ts": 175.0, "dur": 25.0},
+    ]
+    found = on_device(list(reversed(events)))
+    assert found["span_us"] == pytest.approx(200 / NUM_STEPS)
+    assert found["busy_share"] == pytest.approx((60 + 10 + 25) / 200)
+    assert found["gaps_below_20_us"] == pytest.approx(5 / NUM_STEPS)
+    assert found["longest_gaps"][0] == (100.0, "gemm")
+    assert (found["top"][0]["name"], found["top"][0]["us_a_step"]) == ("gemm", pytest.approx(65 / NUM_STEPS))
+    assert on_device([]) == {}
+
+
+def test_only_what_loads_and_moved_pages_kept_from_a_replay_counts_against_the_gate() -> None:
+    gate = {
+        "replay": {"decode": 90, "piecewise": 6},
+        "eager": {"scored": 40, "strict_load": 3},
+        "defer": {"stale_table": 1},
+    }
+    assert share_of_eligible(gate) == pytest.approx(0.96)
+    assert share_replayed(gate) == pytest.approx(96 / 140)
+    assert share_of_eligible({"eager": {"graphs_off": 5}}) is None
+
+
+def test_every_token_of_a_shape_is_a_piece_of_text(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 5000)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert len(tokenizer.vocab) == 5000
+    assert tokenizer.decode([4096, 4999]) == " w4096 w4999"
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 5000
+
+
+def test_short_rows_of_the_largest_batch_come_first_so_that_others_find_them_in_the_cache() -> None:
+    for shape in FULL.shapes:
+        cases = [case for case in FULL.decode if case.shape == shape]
+        assert cases[0].rows == max(case.rows for case in cases)
+        assert cases[0].context == min(case.context for case in cases)
+        held = sum(-(-max(case.context for case in cases if case.rows > row) // 16) + 5 for row in range(cases[0].rows))
+        assert held < FULL.shapes[shape]["kv_pages"], f"{shape}: {held} pages of text"
