@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.reference import mix_experts, route
+from hiserve.kernels.experts import mix_experts, route
 
 __all__ = ["add_rms_norm", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from hiserve.kernels import fused, reference
 from hiserve.kernels.ops import Ops
+from tests.helpers.interpreted import run_interpreted
 
-ROOT = Path(__file__).parent.parent.parent.parent
 HEADER = """
 import torch
 from torch.testing import assert_close
@@ -103,12 +99,8 @@ for dtype in DTYPES:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("program", [NORMS, SILU, ROTATIONS, HEADS], ids=["norms", "silu", "rotations", "heads"])
-def test_a_fused_kernel_computes_what_its_twin_does(program: str) -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", HEADER + program + 'print("same")']
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+def test_fused_kernels_compute_what_their_twins_do() -> None:
+    run_interpreted(HEADER + NORMS + SILU + ROTATIONS + HEADS)
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Ops) if not name.startswith("_")])

@@ -9,7 +9,17 @@ import torch
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.cpu import can_pack, pack, packed_linear
-from hiserve.kernels.reference import is_last_loc_legal, is_table_owned, last_loc, rms_norm, rope, silu_mul, store_kv
+from hiserve.kernels.reference import (
+    add_rms_norm,
+    is_last_loc_legal,
+    is_table_owned,
+    last_loc,
+    rms_norm,
+    rope,
+    rotate_and_store,
+    silu_mul,
+    store_kv,
+)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -44,6 +54,27 @@ def test_rope_rotates_each_pair_by_its_angle() -> None:
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * angles).unsqueeze(1)
     torch.testing.assert_close(got, torch.cat((turned.real, turned.imag), -1))
     assert rope(x.bfloat16(), cos, sin).dtype == torch.bfloat16
+
+
+def test_what_is_added_to_the_residual_stays_there_and_is_normed() -> None:
+    delta, residual, weight = randn(4, 16), randn(4, 16) * 3, randn(16)
+    total = delta + residual
+    assert torch.equal(add_rms_norm(delta, residual, weight, 1e-6), rms_norm(total, weight, 1e-6))
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_queries_and_keys_are_normed_then_rotated_and_values_are_neither(has_norm: bool) -> None:
+    qkv, weight, angles = randn(3, 8, 4), randn(6, 4), randn(3, 1, 2)
+    cos, sin = torch.cat((angles.cos(), angles.cos()), -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    kv, slots = LayerKV(k=torch.zeros(8, 2, 4), v=torch.zeros(8, 2, 4)), torch.tensor([6, 1, 4])
+    q, k, v = rotate_and_store(qkv.clone(), weight if has_norm else None, 1e-6, cos, sin, kv, slots)
+    heads = [rms_norm(qkv[:, head], weight[head], 1e-6) if has_norm else qkv[:, head] for head in range(6)]
+    rotated = rope(torch.stack(heads, 1), cos, sin)
+    assert torch.equal(torch.cat((q, k), 1), rotated)
+    assert torch.equal(v, qkv[:, 6:])
+    assert torch.equal(kv.k[slots], k)
+    assert torch.equal(kv.v[slots], v)
 
 
 def test_silu_mul_takes_the_gate_first() -> None:

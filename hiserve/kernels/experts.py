@@ -1,0 +1,265 @@
+"""A mixture of experts as Triton kernels: fixed shapes and five launches, whatever the router chooses.
+
+Each pair of a token and one of its experts is a row of work. Rows are ordered by expert, so that a program reads
+one expert's weights for a block of rows; how many blocks an expert has is known on the device alone, so there are
+programs for the worst case, and those without a block end at once. Nothing is added by atomics: results are the
+same bits each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels import reference
+
+_SCAN_BLOCK = 1024
+_SUM_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """How a program of a product by experts is shaped.
+
+    Attributes:
+        rows: Pairs of a token and an expert.
+        columns: Rows of the expert's weights.
+        depth: Elements of a row at a time.
+        warps: Of 32 threads.
+        stages: Loads in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+_FEW_ROWS = _Tile(rows=16, columns=32, depth=128, warps=4, stages=4)
+_MANY_ROWS = _Tile(rows=64, columns=64, depth=64, warps=4, stages=4)
+
+
+def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+    """As ``reference.route``; of equally likely experts the first ones."""
+    if logits.dtype == torch.float64:
+        return reference.route(logits, num_per_token, is_normalized)
+    assert logits.is_contiguous(), f"rows {logits.stride()} apart"
+    num_tokens, num_experts = logits.shape
+    shares = torch.empty((num_tokens, num_per_token), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((num_tokens, num_per_token), dtype=torch.int64, device=logits.device)
+    _route_kernel[(num_tokens,)](
+        logits,
+        shares,
+        chosen,
+        NUM_EXPERTS=num_experts,
+        BLOCK=triton.next_power_of_2(num_experts),
+        NUM_CHOSEN=num_per_token,
+        BLOCK_CHOSEN=triton.next_power_of_2(num_per_token),
+        IS_NORMALIZED=is_normalized,
+        num_warps=1,
+    )
+    return shares, chosen
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    shares,
+    chosen,
+    NUM_EXPERTS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    NUM_CHOSEN: tl.constexpr,  # noqa: N803
+    BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
+    IS_NORMALIZED: tl.constexpr,  # noqa: N803
+):
+    """Each program routes one token. Whatever its logits are, experts are in range and differ."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
+    weight = tl.exp(logit.to(tl.float32) - tl.max(logit.to(tl.float32), 0))
+    left = weight / tl.sum(weight, 0)
+    left = tl.where(left == left, left, 0.0)  # NaN compares with nothing
+    left = tl.where(expert < NUM_EXPERTS, left, -2.0)
+    place = tl.arange(0, BLOCK_CHOSEN)
+    share = tl.zeros([BLOCK_CHOSEN], tl.float32)
+    number = tl.zeros([BLOCK_CHOSEN], tl.int32)
+    for turn in range(NUM_CHOSEN):
+        best = tl.argmax(left, 0)
+        share = tl.where(place == turn, tl.max(left, 0), share)
+        number = tl.where(place == turn, best, number)
+        left = tl.where(expert == best, -1.0, left)
+    if IS_NORMALIZED:
+        share = share / tl.sum(share, 0)
+    target = token * NUM_CHOSEN + place
+    tl.store(shares + target, share, mask=place < NUM_CHOSEN)
+    tl.store(chosen + target, number.to(tl.int64), mask=place < NUM_CHOSEN)
+
+
+def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """As ``reference.mix_experts``, each token computed by its own experts alone; float64 is as there."""
+    if x.dtype == torch.float64:
+        return reference.mix_experts(x, shares, chosen, gate_up, down)
+    assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous(), (x.stride(), gate_up.stride())
+    num_tokens, hidden = x.shape
+    num_experts, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    num_pairs = chosen.numel()
+    order, ends = _group(chosen, num_experts)
+    tile = _FEW_ROWS if num_pairs < _MANY_ROWS.rows * num_experts // 2 else _MANY_ROWS
+    # Every block holds a pair, and an expert's last block alone may hold fewer than it could.
+    max_blocks = min(num_pairs, num_pairs // tile.rows + num_experts)
+    activated, made = (x.new_empty((num_pairs, width)) for width in (inner, hidden))
+    for source, weight, out, is_gated in ((x, gate_up, activated, True), (activated, down, made, False)):
+        _product_kernel[(max_blocks * triton.cdiv(out.shape[1], tile.columns),)](
+            source,
+            weight,
+            order,
+            ends,
+            out,
+            num_experts,
+            out.shape[1],
+            source.shape[1],
+            chosen.shape[1],
+            EXPERTS=triton.next_power_of_2(num_experts),
+            IS_GATED=is_gated,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    out = torch.empty_like(x)
+    _sum_kernel[(num_tokens * triton.cdiv(hidden, _SUM_BLOCK),)](
+        made, shares, out, SIZE=hidden, NUM_CHOSEN=chosen.shape[1], BLOCK=_SUM_BLOCK, num_warps=1
+    )
+    return out
+
+
+def _group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Orders pairs by expert, and those of one expert by token.
+
+    Args:
+        chosen: int64 ``[T, k]``; pair p is token ``p // k``.
+        num_experts: Experts.
+
+    Returns:
+        int32 ``[T * k]``, the pairs in order; int32 ``[num_experts]``, where those of each expert end.
+    """
+    num_pairs = chosen.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    _group_kernel[(num_experts,)](chosen, order, ends, num_pairs, BLOCK=_SCAN_BLOCK, num_warps=4)
+    return order, ends
+
+
+@triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
+def _group_kernel(  # type: ignore[no-untyped-def]
+    chosen,
+    order,
+    ends,
+    num_pairs,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program finds the pairs of one expert."""
+    expert = tl.program_id(0)
+    end = 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        theirs = tl.load(chosen + pair, mask=pair < num_pairs, other=expert)
+        end += tl.sum((theirs < expert).to(tl.int32), 0)
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+        rank = tl.cumsum(is_mine.to(tl.int32), 0)
+        tl.store(order + end + rank - 1, pair, mask=is_mine)
+        end += tl.sum(is_mine.to(tl.int32), 0)
+    tl.store(ends + expert, end)
+
+
+@triton.jit(do_not_specialize=["num_per_token", "num_experts"])  # type: ignore[untyped-decorator]
+def _product_kernel(  # type: ignore[no-untyped-def]
+    source,
+    weight,
+    order,
+    ends,
+    out,
+    num_experts,
+    num_columns,
+    depth,
+    num_per_token,
+    EXPERTS: tl.constexpr,  # noqa: N803
+    IS_GATED: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
+):
+    """Each program multiplies a block of an expert's rows with a block of its weights.
+
+    Gated, rows are those of the pairs' tokens, weights are those of gate and up, and results lie in the order of
+    experts; else rows lie in that order and results in the order of pairs.
+    """
+    block = tl.program_id(0) // tl.cdiv(num_columns, COLUMNS)
+    expert_of = tl.arange(0, EXPERTS)
+    is_expert = expert_of < num_experts
+    end_of = tl.load(ends + expert_of, mask=is_expert, other=0)
+    start_of = tl.load(ends + expert_of - 1, mask=is_expert & (expert_of > 0), other=0)
+    blocks_of = tl.where(is_expert, (end_of - start_of + ROWS - 1) // ROWS, 0)
+    last_of = tl.cumsum(blocks_of, 0)
+    if block >= tl.max(last_of, 0):
+        return
+    is_before = last_of <= block
+    expert = tl.sum(is_before.to(tl.int32), 0)
+    block -= tl.sum(tl.where(is_before, blocks_of, 0), 0)
+    is_mine = expert_of == expert
+    row = tl.sum(tl.where(is_mine, start_of, 0), 0) + block * ROWS + tl.arange(0, ROWS)
+    is_row = row < tl.sum(tl.where(is_mine, end_of, 0), 0)
+    pair = tl.load(order + row, mask=is_row, other=0)
+    column = tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    is_column = column < num_columns
+    element = tl.arange(0, DEPTH)
+    read = pair // num_per_token if IS_GATED else row
+    rows = source + read.to(tl.int64)[:, None] * depth + element[None, :]
+    matrix_rows = 2 * num_columns if IS_GATED else num_columns
+    columns = weight + (expert.to(tl.int64) * matrix_rows + column)[None, :] * depth + element[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total_up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, depth, DEPTH):
+        is_element = element < depth - first
+        values = tl.load(rows + first, mask=is_row[:, None] & is_element[None, :], other=0.0)
+        mask = is_column[None, :] & is_element[:, None]
+        total = tl.dot(values, tl.load(columns + first, mask=mask, other=0.0), total, input_precision="ieee")
+        if IS_GATED:
+            up = tl.load(columns + num_columns.to(tl.int64) * depth + first, mask=mask, other=0.0)
+            total_up = tl.dot(values, up, total_up, input_precision="ieee")
+    dtype: tl.constexpr = out.dtype.element_ty
+    if IS_GATED:
+        gate = total.to(dtype).to(tl.float32)
+        total = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * total_up.to(dtype).to(tl.float32)
+    written = row if IS_GATED else pair
+    target = out + written.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(target, total.to(dtype), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    made,
+    shares,
+    out,
+    SIZE: tl.constexpr,  # noqa: N803
+    NUM_CHOSEN: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Each program adds up a part of one token, its likeliest expert first."""
+    blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in range(NUM_CHOSEN):
+        pair = token * NUM_CHOSEN + turn
+        value = tl.load(made + pair * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        total += value * tl.load(shares + pair)
+    tl.store(out + token * SIZE + column, total.to(out.dtype.element_ty), mask=column < SIZE)

@@ -1,0 +1,73 @@
+"""Kernels of experts against their plain twins, run by Triton's interpreter where there is no device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.interpreted import run_interpreted
+
+HEADER = """
+import torch
+from torch.testing import assert_close
+from hiserve.kernels import experts, reference
+
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(5)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2}
+
+def randn(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+"""
+ROUTES = """
+for dtype, tolerance in TOLERANCE.items():
+    for tokens, num_experts, count in ((1, 6, 2), (7, 5, 5), (3, 128, 8), (0, 6, 2)):
+        # distinct values, so that no two experts are equally likely
+        logits = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(tokens)] or
+                             [torch.zeros(num_experts)])[:tokens].to(dtype) / 16
+        for is_normalized in (True, False):
+            (shares, chosen), (their_shares, theirs) = (
+                module.route(logits, count, is_normalized) for module in (experts, reference))
+            assert chosen.dtype == theirs.dtype and torch.equal(chosen, theirs)
+            assert shares.dtype == their_shares.dtype
+            assert_close(shares, their_shares, atol=1e-6, rtol=0)
+equal = torch.zeros(2, 6)
+equal[1, 4] = 1
+assert experts.route(equal, 3, True)[1].tolist() == [[0, 1, 2], [4, 0, 1]]
+for value in (torch.nan, torch.inf, -torch.inf):
+    chosen = experts.route(torch.full((1, 5), value), 3, True)[1]
+    assert chosen.sort().values.tolist() == [[0, 1, 2]], (value, chosen)
+"""
+GROUPS = """
+for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (0, 2, 3)):
+    chosen = torch.stack([torch.randperm(num_experts, generator=generator)[:count] for _ in range(tokens)] or
+                         [torch.zeros(count, dtype=torch.int64)])[:tokens]
+    order, ends = experts._group(chosen, num_experts)
+    assert torch.equal(order.long(), chosen.flatten().argsort(stable=True))
+    assert ends.tolist() == torch.bincount(chosen.flatten(), minlength=num_experts).cumsum(0).tolist()
+"""
+MIXES = """
+# (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks
+for tokens, num_experts, count, hidden, inner in (
+    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (0, 4, 2, 16, 16)):
+    for dtype, tolerance in TOLERANCE.items():
+        x = randn(tokens, hidden, dtype=dtype)
+        gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, scale=0.2)
+        down = randn(num_experts, hidden, inner, dtype=dtype, scale=0.2)
+        shares, chosen = reference.route(randn(tokens, num_experts, dtype=dtype), count, True)
+        got = experts.mix_experts(x, shares, chosen, gate_up, down)
+        expected = reference.mix_experts(x, shares, chosen, gate_up, down)
+        assert got.dtype == dtype and got.shape == x.shape
+        assert_close(got, expected, atol=tolerance, rtol=tolerance)
+"""
+OTHERS = """
+x, gate_up, down = randn(4, 24), randn(6, 32, 24), randn(6, 24, 16)
+gate_up[2] = torch.nan
+shares, chosen = torch.ones(4, 1), torch.tensor([[0], [1], [2], [5]])
+out = experts.mix_experts(x, shares, chosen, gate_up, down)
+assert out.isfinite().all(1).tolist() == [True, True, False, True]
+"""
+
+
+@pytest.mark.timeout(120)
+def test_kernels_of_experts_compute_what_their_twins_do() -> None:
+    run_interpreted(HEADER + ROUTES + GROUPS + MIXES + OTHERS)
