@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.cache import visit
@@ -10,8 +9,7 @@ from benchmarks.drive import Drive
 from benchmarks.gpu.driving import Bench, Part
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.sizes import BARS, LARGE
-
-Counts = Mapping[str, Mapping[str, int]]
+from hiserve.messages.types import GateCounts
 
 
 def measure_traffic(bench: Bench) -> Part:
@@ -38,40 +36,35 @@ def trace(bench: Bench, drive: Drive) -> dict[str, Any]:
     drive.engine.flush()
     first = [bench.prompt(drive, case.history) for _ in range(sizes.traffic_conversations)]
     later = [[bench.prompt(drive, case.turn_input) for _ in first] for _ in range(case.turns - 1)]
-    before, before_cache = counts_of(drive), drive.engine.stats().cache
+    before = drive.engine.stats()
     prompt = case.turn_input
     room = bench.max_len(drive) - prompt - 1
     rows = [drive.add(bench.prompt(drive, prompt), room) for _ in range(sizes.traffic_rows)]
     groups = visit(drive, case, first, later)
     still = sum(not row.is_done for row in rows)
     drive.abort(*rows)
-    after, after_cache = counts_of(drive), drive.engine.stats().cache
+    after = drive.engine.stats()
     return {
         "gate": {
-            action: {reason: count - before.get(action, {}).get(reason, 0) for reason, count in reasons.items()}
-            for action, reasons in after.items()
+            action: {
+                reason: count - before.graph_gate.get(action, {}).get(reason, 0) for reason, count in reasons.items()
+            }
+            for action, reasons in after.graph_gate.items()
         },
         "rows_still_decoding_at_the_end": still,
-        "loaded_pages": after_cache.loads.num_fulfilled - before_cache.loads.num_fulfilled,
-        "stored_pages": after_cache.stores.num_fulfilled - before_cache.stores.num_fulfilled,
+        "loaded_pages": after.cache.loads.num_fulfilled - before.cache.loads.num_fulfilled,
+        "stored_pages": after.cache.stores.num_fulfilled - before.cache.stores.num_fulfilled,
         "groups": groups,
     }
 
 
-def counts_of(drive: Drive) -> Counts:
-    """Returns the gate's verdicts until now: action, reason, steps."""
-    executor: Any = drive.engine._executor
-    counts: Counts = executor.gate_counts()
-    return counts
-
-
-def share_replayed(gate: Counts) -> float:
+def share_replayed(gate: GateCounts) -> float:
     """Returns the share of steps that were replayed."""
     steps = sum(sum(reasons.values()) for reasons in gate.values())
     return sum(gate.get("replay", {}).values()) / steps
 
 
-def share_of_eligible(gate: Counts) -> float | None:
+def share_of_eligible(gate: GateCounts) -> float | None:
     """Returns the replays of those steps that only loads, or a moved page, could keep from it, by the gate's own reasons."""
     replayed = sum(gate.get("replay", {}).values())
     kept = sum(gate.get("defer", {}).values()) + gate.get("eager", {}).get("strict_load", 0)
