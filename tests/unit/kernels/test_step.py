@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 
 from hiserve.kernels import step_reference as twins
 from hiserve.kernels.step_ops import step_ops_for
+from tests.helpers.interpreted import run_interpreted
 from tests.helpers.step_cases import STALE, StepCase, copied, is_legal, num_emitted, random_case
 
-ROOT = Path(__file__).parent.parent.parent.parent
 NUM_CASES = 150
 PROGRAM = """
 import torch
 from dataclasses import fields
 from hiserve.kernels import step, step_reference
+from tests.helpers.interpreted import run_interpreted
 from tests.helpers.step_cases import copied, random_case
 
 torch.set_num_threads(1)
@@ -48,7 +44,6 @@ for number in range(NUM_CASES):
     same(made, twin_made, number)
     same(state, twin_state, number)
     assert torch.equal(counts, twin_counts) and torch.equal(words, twin_words), (number, counts, twin_counts)
-print("same")
 """
 
 
@@ -154,21 +149,6 @@ def test_a_device_finds_its_kernels_by_its_kind() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [5])
-def test_triton_does_what_the_twins_do(interpret: Callable[[str], str], seed: int) -> None:
+def test_triton_does_what_the_twins_do(seed: int) -> None:
     print(f"seed {seed}")
-    assert interpret(PROGRAM.replace("SEED", str(seed)).replace("NUM_CASES", "40")) == "same\n"
-
-
-@pytest.fixture
-def interpret() -> Callable[[str], str]:
-    """Runs a program with Triton's interpreter, which a process must ask for before it imports triton."""
-
-    def run(program: str) -> str:
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    run_interpreted(PROGRAM.replace("SEED", str(seed)).replace("NUM_CASES", "40"))
