@@ -243,6 +243,27 @@ def _gumbel(words: Tensor) -> Tensor:
     return uniform.log_().neg_().log_().neg_()
 
 
+def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor, page_size: int, out: Tensor) -> None:
+    """Writes the first pages of some rows behind each other: those of ``rows[i]`` from ``indptr[i]`` to ``indptr[i + 1]``.
+
+    The host said how many they are. Where the device knows the row to be shorter, as one that was sent to the sink is,
+    its table may hold anything: the sink is listed there.
+
+    Args:
+        page_table: int32 ``[B, W]``.
+        kv_lens: int64 ``[B]``.
+        rows: int64 ``[n]``.
+        indptr: int32 ``[n + 1]``, its steps at most W.
+        page_size: Tokens per page.
+        out: int32, at least ``indptr[n]`` long. What it holds behind that is not defined.
+    """
+    places = torch.arange(out.shape[0], device=out.device)
+    item = torch.searchsorted(indptr[1:], places, right=True).clamp_(max=rows.shape[0] - 1)
+    entry = (places - indptr[item]).clamp_(max=page_table.shape[1] - 1)
+    row = rows[item]
+    out.copy_(page_table[row, entry].masked_fill_(entry * page_size >= kv_lens[row], SINK_PAGE))
+
+
 def last_loc(page_table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
     """Slot of the token at ``computed_len - 1``, or -1 when a row has none.
 

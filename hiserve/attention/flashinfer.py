@@ -1,0 +1,161 @@
+"""Attention by FlashInfer: tokens to decode, whole prompts and chunks behind a prefix, each by the kernel made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.flashinfer_calls import Chunks, Decode, Prompts, RowLengths, Rows
+from hiserve.attention.flashinfer_graph import GraphAttention, PageList, Workspace, as_pages, window_of, windows_of
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.plan import Int32Array
+from hiserve.core.upload import upload
+from hiserve.errors import ConfigError
+
+_MAX_TILE = 128  # query vectors of one program
+_NUM_TURNS = 2  # schedules that may be on their way to the device
+
+
+class FlashInferAttention:
+    """Splits a batch by what its rows are, and gives each part to a kernel of FlashInfer's.
+
+    Rows of one token are decoded over their pages; rows without a prefix attend over their keys and values as these come
+    from the model; all others over their pages. Schedules are made on the host, hence from host lengths. Plans take
+    turns at two sets of schedules, and each waits until that of the last but one has been copied.
+
+    Compiles its kernels when it is made, or finds them compiled: minutes the first time.
+
+    Args:
+        shape: Of the model; without sinks and hidden positions.
+
+    Raises:
+        ConfigError: The kernels cannot be compiled on this machine.
+    """
+
+    needs_host_lengths = True
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._workspace = Workspace(shape, torch.device("cuda", torch.cuda.current_device()))
+        self._turns = [_Turn(shape, self._workspace) for _ in range(_NUM_TURNS)]
+        self._num_plans = 0
+        self._parts: list[_Part] = []
+        self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
+        try:
+            for turn in self._turns:
+                turn.compile()
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"flashinfer cannot compile its kernels: {(str(error).splitlines() or [''])[0]}. "
+                "Install nvcc and ninja, or use triton: --attention-backend triton.",
+                param="attention_backend",
+            ) from error
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns a backend with buffers of its own."""
+        return GraphAttention(self._shape, self._workspace, num_rows, width)
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Schedules each part of the batch."""
+        assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"
+        turn = self._turns[self._num_plans % _NUM_TURNS]
+        self._num_plans += 1
+        self._unlisted = inputs
+        self._parts = turn.plan(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+        """Attends part by part; the first call after a plan lists the pages for all layers."""
+        if self._unlisted is not None:
+            for part in self._parts:
+                if part.pages is not None:
+                    part.pages.fill(self._unlisted)
+            self._unlisted = None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        window, pool = window_of(self._shape, layer), as_pages(kv, self._shape)
+        for part in self._parts:
+            ours, rows = part.tokens, part.rows[window]
+            if isinstance(ours, slice):
+                rows.attend(q[ours], k[ours], v[ours], pool, out[ours])
+            else:
+                mine = torch.empty((ours.shape[0], *q.shape[1:]), dtype=q.dtype, device=q.device)
+                rows.attend(q[ours], k[ours], v[ours], pool, mine)
+                out.index_copy_(0, ours, mine)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Rows of one kind, scheduled.
+
+    Attributes:
+        rows: How they attend, by window.
+        tokens: Theirs: a slice, or int64 on the device where they are not adjacent.
+        pages: The list they read, if they read pages.
+    """
+
+    rows: Mapping[int | None, Rows]
+    tokens: slice | Tensor
+    pages: PageList | None
+
+
+class _Turn:
+    """Schedules for one batch, and the event that says when their pinned buffers may be written again."""
+
+    def __init__(self, shape: AttentionShape, workspace: Workspace) -> None:
+        self._shape = shape
+        self._device = workspace.device
+        group = shape.num_heads // shape.num_kv_heads
+        partials = workspace.partials(workspace.num_programs * group, _MAX_TILE)
+        prefill = "fa3" if torch.cuda.get_device_capability(workspace.device)[0] == 9 else "fa2"
+        windows = windows_of(shape)
+        self._decode = {window: Decode(shape, window, partials) for window in windows}
+        self._prompts = {window: Prompts(shape, window, partials, prefill) for window in windows}
+        self._chunks = {window: Chunks(shape, window, partials, prefill) for window in windows}
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def compile(self) -> None:
+        """Schedules one row of each kind, which loads the kernels, and compiles those that never were."""
+        self.plan(np.array([1, 2, 2], dtype=np.int32), np.array([1, 2, 3], dtype=np.int32))
+
+    def plan(self, q_lens: Int32Array, kv_lens: Int32Array) -> list[_Part]:
+        """Schedules a batch.
+
+        Args:
+            q_lens: ``[B]``, tokens of each row.
+            kv_lens: ``[B]``, tokens it attends over.
+        """
+        self._copied.synchronize()
+        is_one, is_prompt = q_lens == 1, q_lens == kv_lens
+        kinds: tuple[tuple[NDArray[np.bool_], Mapping[int | None, Rows]], ...] = (
+            (is_one, self._decode),
+            (is_prompt & ~is_one, self._prompts),
+            (~is_prompt & ~is_one, self._chunks),
+        )
+        parts = [self._schedule(np.flatnonzero(ours), rows, q_lens, kv_lens) for ours, rows in kinds if ours.any()]
+        self._copied.record()
+        return parts
+
+    def _schedule(
+        self, ours: NDArray[np.int64], rows: Mapping[int | None, Rows], q_lens: Int32Array, kv_lens: Int32Array
+    ) -> _Part:
+        page_size = self._shape.page_size
+        lengths = RowLengths(q_lens[ours], kv_lens[ours], page_size)
+        row_numbers, indptr = upload((ours, lengths.page_indptr), self._device)
+        indices = torch.empty(int(lengths.page_indptr[-1]), dtype=torch.int32, device=self._device)
+        for each in rows.values():
+            each.schedule(lengths, indices)
+        pages = None if rows is self._prompts else PageList(row_numbers, indptr, indices, page_size)
+        return _Part(rows, self._tokens(ours, np.cumsum(q_lens) - q_lens, q_lens), pages)
+
+    def _tokens(self, ours: NDArray[np.int64], starts: NDArray[np.int64], q_lens: Int32Array) -> slice | Tensor:
+        first, last = ours[0], ours[-1]
+        if last - first + 1 == ours.size:
+            return slice(int(starts[first]), int(starts[last] + q_lens[last]))
+        tokens = np.concatenate([np.arange(starts[row], starts[row] + q_lens[row]) for row in ours])
+        return upload((tokens,), self._device)[0]

@@ -1,0 +1,248 @@
+"""The calls of FlashInfer that we make: the one door to the library, whose arguments move between versions.
+
+Each class schedules rows of one kind on the host, and then attends for them in every layer of one window. FlashInfer
+stages a schedule in one pinned buffer: it must have reached the device before the next is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from flashinfer import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    fast_decode_plan,
+)
+from torch import Tensor
+
+from hiserve.attention.base import AttentionShape
+from hiserve.core.plan import Int32Array
+
+MIN_TENSOR_CORE_GROUP = 4
+"""Query heads of one KV head from which decoding is faster on tensor cores."""
+
+_GRAPH_SCHEDULE_BYTES = 1 << 20  # many times what the rows of a graph need; FlashInfer's own default is 8 MiB
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLengths:
+    """Rows of one kind, on the host.
+
+    Attributes:
+        q_lens: int32 ``[n]``, tokens of each row.
+        kv_lens: int32 ``[n]``, tokens it attends over.
+        page_size: Tokens per page.
+    """
+
+    q_lens: Int32Array
+    kv_lens: Int32Array
+    page_size: int
+
+    @property
+    def qo_indptr(self) -> Int32Array:
+        """int32 ``[n + 1]``: where the tokens of each row start."""
+        return _starts(self.q_lens)
+
+    @property
+    def page_indptr(self) -> Int32Array:
+        """int32 ``[n + 1]``: where the pages of each row start in their list."""
+        return _starts(-(-self.kv_lens // self.page_size))
+
+    @property
+    def last_page_len(self) -> Int32Array:
+        """int32 ``[n]``: tokens in the last page of each row, 1 to ``page_size``."""
+        return (self.kv_lens - 1) % np.int32(self.page_size) + 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphBuffers:
+    """Tensors on the device that a graph reads, all int32.
+
+    Attributes:
+        qo_indptr: ``[n + 1]``.
+        page_indptr: ``[n + 1]``. Filled by whoever has the graph.
+        last_page_len: ``[n]``. Likewise.
+        indices: As long as the lists of pages can become. Likewise.
+    """
+
+    qo_indptr: Tensor
+    page_indptr: Tensor
+    last_page_len: Tensor
+    indices: Tensor
+
+
+class Rows(Protocol):
+    """Rows of one kind, of layers of one window."""
+
+    def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
+        """Makes the schedule and copies it to the device.
+
+        Args:
+            lengths: Of the rows.
+            indices: int32, on the device: the list of their pages, which may be filled later.
+        """
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Writes ``out``, like ``q`` ``[tokens of the rows, num_heads, head_dim]``.
+
+        Args:
+            q: Their queries.
+            k: Their keys.
+            v: Their values.
+            pool: ``[num_pages, page_size, num_kv_heads, head_dim]`` of keys, and of values.
+            out: Contiguous.
+        """
+
+
+class Decode:
+    """One token a row.
+
+    Args:
+        shape: Of the model.
+        window: Of the layers.
+        partials: Zeroed memory for parts of rows.
+        buffers: Of the graph, if it is for one; its rows and addresses are then fixed.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, window: int | None, partials: Tensor, buffers: GraphBuffers | None = None
+    ) -> None:
+        of_graph = {}
+        if buffers is not None:
+            of_graph = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": buffers.page_indptr,
+                "paged_kv_indices_buffer": buffers.indices,
+                "paged_kv_last_page_len_buffer": buffers.last_page_len,
+            }
+        uses_tensor_cores = shape.num_heads // shape.num_kv_heads >= MIN_TENSOR_CORE_GROUP
+        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            partials, "NHD", use_tensor_cores=uses_tensor_cores, backend="fa2", **of_graph
+        )
+        if buffers is not None:
+            self._wrapper.reset_workspace_buffer(partials, _graph_schedule(partials))
+        self._arguments = _of_model(shape, window) | {"head_dim": shape.head_dim, "page_size": shape.page_size}
+        self._keeps_buffers = buffers is not None
+        self._is_compiled = False
+
+    def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
+        """As ``Rows.schedule``."""
+        indptr, last = _pin(lengths.page_indptr), _pin(lengths.last_page_len)
+        if self._keeps_buffers and self._is_compiled:
+            # ``plan`` would look for the longest row in a Python loop: 0.6 ms for 256 rows.
+            fast_decode_plan(self._wrapper, indptr, indices, last, global_override_indptr_cpu=indptr, **self._arguments)
+        else:
+            self._wrapper.plan(indptr, indices, last, **self._arguments)
+        self._is_compiled = True
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """As ``Rows.attend``, over the pool."""
+        self._wrapper.run(q, pool, out=out)
+
+
+class Prompts:
+    """Rows without a prefix: they read their keys and values as these come from the model.
+
+    Args:
+        shape: Of the model.
+        window: Of the layers.
+        partials: Zeroed memory for parts of rows.
+        backend: ``fa2`` or ``fa3``.
+    """
+
+    def __init__(self, shape: AttentionShape, window: int | None, partials: Tensor, backend: str) -> None:
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(partials, "NHD", backend=backend)
+        self._arguments = _of_model(shape, window) | {"head_dim_qk": shape.head_dim, "causal": True}
+
+    def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
+        """As ``Rows.schedule``; there are no pages."""
+        indptr = _pin(lengths.qo_indptr)
+        self._wrapper.plan(indptr, indptr, **self._arguments)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """As ``Rows.attend``, over ``k`` and ``v``."""
+        self._wrapper.run(q, k, v, out=out)
+
+
+class Chunks:
+    """Several tokens a row behind a prefix.
+
+    Args:
+        shape: Of the model.
+        window: Of the layers.
+        partials: Zeroed memory for parts of rows.
+        backend: ``fa2``, which makes one product of all heads of a KV head and all tokens of a row, or ``fa3``.
+        buffers: As in ``Decode``.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        window: int | None,
+        partials: Tensor,
+        backend: str,
+        buffers: GraphBuffers | None = None,
+    ) -> None:
+        of_graph = {}
+        if buffers is not None:
+            of_graph = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": buffers.qo_indptr,
+                "paged_kv_indptr_buf": buffers.page_indptr,
+                "paged_kv_indices_buf": buffers.indices,
+                "paged_kv_last_page_len_buf": buffers.last_page_len,
+            }
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(partials, "NHD", backend=backend, **of_graph)
+        if buffers is not None:
+            self._wrapper.reset_workspace_buffer(partials, _graph_schedule(partials))
+        self._arguments = _of_model(shape, window) | {
+            "head_dim_qk": shape.head_dim,
+            "page_size": shape.page_size,
+            "causal": True,
+        }
+
+    def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
+        """As ``Rows.schedule``."""
+        self._wrapper.plan(
+            _pin(lengths.qo_indptr),
+            _pin(lengths.page_indptr),
+            indices,
+            _pin(lengths.last_page_len),
+            max_token_per_sequence=int(lengths.q_lens.max()),
+            **self._arguments,
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """As ``Rows.attend``, over the pool."""
+        self._wrapper.run(q, pool, out=out)
+
+
+def _of_model(shape: AttentionShape, window: int | None) -> dict[str, Any]:
+    """What FlashInfer is told of the model. Its window counts the tokens before the query, ours the query too."""
+    return {
+        "num_qo_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "window_left": -1 if window is None else window - 1,
+        "q_data_type": shape.dtype,
+        "kv_data_type": shape.dtype,
+        "sm_scale": shape.head_dim**-0.5,
+    }
+
+
+def _starts(counts: Int32Array) -> Int32Array:
+    starts = np.zeros(counts.size + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _pin(array: Int32Array) -> Tensor:
+    """FlashInfer reads it on the host, and copies it to the device without a wait."""
+    return torch.from_numpy(array).pin_memory()
+
+
+def _graph_schedule(partials: Tensor) -> Tensor:
+    return torch.empty(_GRAPH_SCHEDULE_BYTES, dtype=torch.uint8, device=partials.device)

@@ -1,0 +1,176 @@
+"""FlashInfer in captured graphs, and what it shares with the steps that are not captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.flashinfer_calls import Chunks, Decode, GraphBuffers, RowLengths, Rows
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.upload import upload
+from hiserve.kernels.page_lists import list_pages
+
+_TILES = (16, 64, 128)  # query vectors of one program
+
+
+class Workspace:
+    """Memory that all schedules share, since their kernels run one after the other.
+
+    Args:
+        shape: Of the model.
+        device: A CUDA device.
+
+    Attributes:
+        device: Where it lies.
+        num_programs: How many programs FlashInfer splits rows among.
+    """
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self.device = device
+        self.num_programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        self._shape = shape
+        self._partials = torch.empty(0, dtype=torch.uint8, device=device)
+        self._indices = torch.empty(0, dtype=torch.int32, device=device)
+
+    def partials(self, num_tiles: int, tile: int) -> Tensor:
+        """Returns memory for what programs that share a row leave for each other.
+
+        Args:
+            num_tiles: Programs, times the query heads that each computes.
+            tile: Query vectors of one.
+        """
+        num_bytes = 4 * num_tiles * tile * (self._shape.head_dim + 1) + 4096  # float32; a weight with each vector
+        if self._partials.numel() < num_bytes:
+            self._partials = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)  # FlashInfer asks for zeros
+        return self._partials
+
+    def indices(self, count: int) -> Tensor:
+        """Returns memory for the lists of pages of a graph, int32 ``[count]``."""
+        if self._indices.numel() < count:
+            self._indices = torch.empty(count, dtype=torch.int32, device=self.device)
+        return self._indices[:count]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageList:
+    """The pages of some rows, behind each other; all on the device.
+
+    Attributes:
+        rows: int64 ``[n]``.
+        indptr: int32 ``[n + 1]``: where the pages of each row start.
+        indices: int32, at least ``indptr[n]`` long.
+        page_size: Tokens per page.
+    """
+
+    rows: Tensor
+    indptr: Tensor
+    indices: Tensor
+    page_size: int
+
+    def fill(self, inputs: ForwardInputs) -> None:
+        """Lists the pages that the table holds now."""
+        list_pages(inputs.page_table, inputs.kv_lens, self.rows, self.indptr, self.page_size, self.indices)
+
+
+class GraphAttention:
+    """Rows of one width in a graph: addresses and grids stay, and a schedule is copied in before each replay.
+
+    A plan made while the graph is captured binds its tensors, from which the graph itself lists the pages.
+
+    Args:
+        shape: Of the model.
+        workspace: Shared with others.
+        num_rows: Rows of the graph.
+        width: Tokens of each row.
+    """
+
+    needs_host_lengths = True
+
+    def __init__(self, shape: AttentionShape, workspace: Workspace, num_rows: int, width: int) -> None:
+        self._shape = shape
+        self._workspace = workspace
+        self._width = width
+        self._pages = PageList(
+            rows=torch.arange(num_rows, device=workspace.device),
+            indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=workspace.device),
+            indices=torch.empty(0, dtype=torch.int32, device=workspace.device),
+            page_size=shape.page_size,
+        )
+        self._last_page_len = torch.ones(num_rows, dtype=torch.int32, device=workspace.device)
+        self._rows: Mapping[int | None, Rows] = {}
+        self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def captured(self, num_rows: int, width: int) -> Attention:
+        """Returns itself: it is one."""
+        assert (num_rows, width) == (self._pages.rows.shape[0], self._width), f"{num_rows} rows of {width} tokens"
+        return self
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Schedules the rows."""
+        assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"
+        self._unlisted = inputs
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if not self._rows:
+            self._make(inputs.page_table.shape[1])
+        lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
+        indptr = lengths.page_indptr
+        ours = upload((indptr, lengths.last_page_len), self._workspace.device)
+        for buffer, its in zip((self._pages.indptr, self._last_page_len), ours, strict=True):
+            buffer.copy_(its)
+        self._copied.synchronize()
+        for rows in self._rows.values():
+            rows.schedule(lengths, self._pages.indices[: int(indptr[-1])])
+        self._copied.record()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+        """Attends; the first call after a plan lists the pages for all layers."""
+        if self._unlisted is not None:
+            self._pages.fill(self._unlisted)
+            self._unlisted = None
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._rows[window_of(self._shape, layer)].attend(q, k, v, as_pages(kv, self._shape), out)
+        return out
+
+    def _make(self, table_width: int) -> None:
+        shape, workspace, num_rows = self._shape, self._workspace, self._pages.rows.shape[0]
+        group = shape.num_heads // shape.num_kv_heads
+        tile = next((tile for tile in _TILES if self._width * group <= tile), _TILES[-1])
+        num_tiles = -(-num_rows * self._width * group // tile) + num_rows
+        num_tiles = max(num_tiles, workspace.num_programs // shape.num_kv_heads)
+        partials = workspace.partials(num_tiles * shape.num_heads, tile)
+        self._pages = PageList(
+            self._pages.rows, self._pages.indptr, workspace.indices(num_rows * table_width), shape.page_size
+        )
+        buffers = GraphBuffers(
+            qo_indptr=self._width * torch.arange(num_rows + 1, dtype=torch.int32, device=workspace.device),
+            page_indptr=self._pages.indptr,
+            last_page_len=self._last_page_len,
+            indices=self._pages.indices,
+        )
+        if self._width == 1:
+            self._rows = {window: Decode(shape, window, partials, buffers) for window in windows_of(shape)}
+        else:
+            self._rows = {window: Chunks(shape, window, partials, "fa2", buffers) for window in windows_of(shape)}
+
+
+def windows_of(shape: AttentionShape) -> tuple[int | None, ...]:
+    """Returns the different windows of the layers: each has a schedule of its own."""
+    return tuple(dict.fromkeys(shape.windows)) or (None,)
+
+
+def window_of(shape: AttentionShape, layer: int) -> int | None:
+    """Returns the window of a layer."""
+    return shape.windows[layer] if shape.windows else None
+
+
+def as_pages(kv: LayerKV, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Returns keys and values as ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+    by_page = (-1, shape.page_size, *kv.k.shape[1:])
+    return kv.k.view(by_page), kv.v.view(by_page)

@@ -1,0 +1,47 @@
+"""The kernel that turns rows of a page table into one list, for attention that takes pages so."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor, page_size: int, out: Tensor) -> None:
+    """Writes the pages of some rows behind each other; ``kernels.reference.list_pages`` says how. Waits for nothing.
+
+    Args:
+        page_table: int32 ``[B, W]``, entries adjacent.
+        kv_lens: int64 ``[B]``.
+        rows: int64 ``[n]``.
+        indptr: int32 ``[n + 1]``, its steps at most W.
+        page_size: Tokens per page.
+        out: int32, at least ``indptr[n]`` long.
+    """
+    assert page_table.stride(1) == 1, f"table entries {page_table.stride()} apart"
+    grid = (rows.shape[0], triton.cdiv(page_table.shape[1], _BLOCK))
+    _list_pages[grid](page_table, kv_lens, rows, indptr, out, page_table.stride(0), PAGE_SIZE=page_size, BLOCK=_BLOCK)
+
+
+@triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
+def _list_pages(  # type: ignore[no-untyped-def]
+    page_table,
+    kv_lens,
+    rows,
+    indptr,
+    out,
+    table_stride,
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One program copies one block of entries of one row."""
+    first = tl.load(indptr + tl.program_id(0))
+    count = tl.load(indptr + tl.program_id(0) + 1) - first
+    row = tl.load(rows + tl.program_id(0))
+    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_listed = entry < count
+    is_used = is_listed & (entry.to(tl.int64) * PAGE_SIZE < tl.load(kv_lens + row))
+    pages = tl.load(page_table + row * table_stride + entry, mask=is_used, other=0)
+    tl.store(out + first + entry, pages, mask=is_listed)
