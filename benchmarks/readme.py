@@ -7,13 +7,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.gpu.figures import Figure
+
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+# Parts of benchmarks.gpu, and what is said of their figures, which are shares of a limit or times as fast as something.
+GPU_PARTS = {
+    "decode": "Llama-8B shape, decode step of rows x context, against reading weights, keys and values at a copy's rate",
+    "prefill": "the same, prompts at once: against the rate of a matrix product; against vLLM 0.26.0",
+    "peers": "the same, rows x prompt -> output tokens, against vLLM 0.26.0",
+    "chats": "the same, 1024 tokens in common, 512 new and 64 out a turn, against vLLM 0.26.0",
+    "conversations": "the same, over a device pool of 64k tokens with a host tier, 256 new and 16 out a turn, against vLLM 0.26.0",
+    "graphs": "the same, as fast as without graphs",
+    "traffic": "the same, conversations that come from the host beside 8 decoding rows: steps replayed as graphs",
+    "small-decode": "Qwen3-0.6B shape, decode step of rows x context, as above",
+    "overlap": "the same, as fast as steps planned one after the other",
+    "http": "Llama-8B shape over HTTP, as fast as in one process",
+    "small-http": "Qwen3-0.6B shape over HTTP, as fast as in one process",
+}
 START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures -->\n"
 
 
 def result(name: str) -> dict[str, Any]:
     """Reads one result file."""
-    return dict(json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()))
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def source(found: dict[str, Any]) -> str:
@@ -70,6 +89,7 @@ def rows() -> list[tuple[str, str, str]]:
         ("the same, every page written through to the host", ", ".join(plans[2:]), source(planner)),
         ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
         *tiers(),
+        *gpu(),
         (
             "the same server on a GPU, eager: 128 streams; first token of the second turn",
             f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
@@ -117,6 +137,29 @@ def tiers() -> list[tuple[str, str, str]]:
             source(copy),
         ),
     ]
+
+
+def gpu() -> list[tuple[str, str, str]]:
+    """Returns the rows of the parts of all runs of ``benchmarks.gpu``; of a part that ran twice the later file's."""
+    found = {}
+    for path in sorted(RESULTS.glob("gpu*.json")):
+        run = result(path.stem)
+        found |= {name: (part["figures"], run) for name, part in run["parts"].items() if part["figures"]}
+    lines = [(said, *found[name]) for name, said in GPU_PARTS.items() if name in found]
+    for path in sorted(RESULTS.glob("attention.json")):
+        run = result(path.stem)
+        barred = [figure for figure in run["figures"] if figure["bar"] is not None]
+        lines.append(("attention on the heads of Llama-8B, our Triton kernels against FlashInfer", barred, run))
+    return [(said, "; ".join(map(figure_of, figures)), source(run)) for said, figures, run in lines]
+
+
+def figure_of(given: dict[str, Any]) -> str:
+    """Returns a figure of a GPU with its ratio and bar."""
+    figure = Figure(**given)
+    value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.3g}"
+    ratio = "-" if figure.ratio is None else f"{figure.ratio:.2f}"
+    name = figure.name.split(" decode, ")[-1]  # the row says which shape it is
+    return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar}{missed(figure.is_met)})"
 
 
 def main() -> int:

@@ -29,8 +29,8 @@ def measure_profile(bench: Bench, shape: str) -> Part:
     part, drive = Part(), bench.engine(shape)
     context = min(case.context for case in bench.sizes.decode if case.shape == shape)
     cases = [case for case in bench.sizes.decode if case.shape == shape and case.context == context]
-    for case in (max(cases, key=rows_of), min(cases, key=rows_of)):
-        name = f"{shape}, {case.rows} x {context}"
+    for rows in sorted({max(map(rows_of, cases)), min(map(rows_of, cases))}, reverse=True):
+        name = f"{shape}, {rows} x {context}"
         found: dict[str, Any] = {}
 
         def during(step: Callable[[], None], found: dict[str, Any] = found) -> None:
@@ -40,7 +40,7 @@ def measure_profile(bench: Bench, shape: str) -> Part:
             found["host_us"] = {call: 1e6 * statistics.median(seconds) for call, seconds in calls.items() if seconds}
             found["device"] = profiled(step) if torch.cuda.is_available() else {}
 
-        pace = decode(bench, drive, case.rows, context, during=during)
+        pace = decode(bench, drive, rows, context, during=during)
         found["step_us"] = 1e6 * statistics.median(pace.step_s[: bench.sizes.steps])
         part.samples[name] = found
         part.notes += lines(name, found)

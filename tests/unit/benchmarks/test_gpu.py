@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import readme
 from benchmarks.gpu.driving import Bench
 from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.limits import Limits
@@ -96,3 +97,23 @@ def test_short_rows_of_the_largest_batch_come_first_so_that_others_find_them_in_
         assert cases[0].context == min(case.context for case in cases)
         held = sum(-(-max(case.context for case in cases if case.rows > row) // 16) + 5 for row in range(cases[0].rows))
         assert held < FULL.shapes[shape]["kv_pages"], f"{shape}: {held} pages of text"
+
+
+def test_the_readme_tells_the_later_run_of_a_part_and_flags_what_missed_its_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(name: str, ratio: float) -> None:
+        missing, reached = (
+            Figure("llama-8b decode, 1 x 1024", 4.2, "ms", ratio, 0.75),
+            Figure("8", 5.0, "ms", 0.8, 0.75),
+        )
+        parts = {"decode": {"figures": [asdict(missing), asdict(reached)]}, "traffic": {"figures": []}}
+        about = {"hardware": "H", "command": name, "date": "today"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(about | {"parts": parts}))
+
+    write("gpu", 0.9)
+    write("gpu_later", 0.5)
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    ((what, figure, where),) = readme.gpu()
+    assert "Llama-8B" in what and "`gpu_later`" in where
+    assert figure == "1 x 1024: 4.2 ms, 0.50 (≥ 0.75: missed); 8: 5 ms, 0.80 (≥ 0.75)"

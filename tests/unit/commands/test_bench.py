@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,6 +258,42 @@ def test_offline_measures_the_engine_with_its_settings(tmp_path: Path, capsys: A
     assert all(10 <= num_input <= 30 and 2 <= num_output <= 6 for num_input, num_output in lengths)
     assert found["summary"]["num_output"] == sum(num_output for _, num_output in lengths)
     assert "offline on hiserve-nano" in capsys.readouterr().out
+
+
+def test_offline_runs_a_built_in_shape_with_prompts_of_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    class Engine:
+        config = make_config(max_model_len=100)
+
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def generate(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
+            seen["tokens"] = max(map(max, prompts))
+            reply = SimpleNamespace(token_ids=[1] * 4)
+            return [
+                SimpleNamespace(prompt_token_ids=prompt, outputs=[reply], num_cached_tokens=0) for prompt in prompts
+            ]
+
+    def engine(**settings: Any) -> Engine:
+        seen.update(settings)
+        return Engine()
+
+    monkeypatch.setattr(hiserve, "LLM", engine, raising=False)
+    shape = ["--shape", "llama-8b", "--load-format", "dummy", "--in-process", "--graphs", "off"]
+    sizes = ["--num-prompts", "8", "--input-length", "40", "--output-length", "4"]
+    assert cli.main(["bench", "offline", *shape, *sizes]) == 0
+    assert (seen["shape"], seen["load_format"], seen["in_process"], seen["graphs"]) == (
+        "llama-8b",
+        "dummy",
+        True,
+        "off",
+    )
+    assert 100_000 < seen["tokens"] < 128_256
 
 
 def test_offline_requests_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
