@@ -8,9 +8,13 @@ _ON_CPU = "the CPU's own; never on CUDA"
 _DEBUGGING = "with --kv-canary alone, whose steps are never captured"
 _AT_START = "while graphs are captured, before the first request"
 
+_COPIED = "until an earlier step's schedule was copied, which lies before the forward that runs now"
+
 ALLOWED = (
     Allowed("attention/cpu.py", "CpuAttention.plan", ".numpy()", _ON_CPU),
     Allowed("attention/cpu.py", "CpuAttention.plan", ".tolist()", _ON_CPU),
+    Allowed("attention/flashinfer.py", "_Turn.plan", "synchronize", _COPIED),
+    Allowed("attention/flashinfer_graph.py", "GraphAttention.plan", "synchronize", _COPIED),
     Allowed("kernels/sampling.py", "ascending", ".numpy()", _ON_CPU),
     Allowed("kernels/sampling.py", "argmax", ".numpy()", _ON_CPU),
     Allowed("layers/moe.py", "SparseExperts.__call__", ".tolist()", _ON_CPU),

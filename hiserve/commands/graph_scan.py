@@ -256,12 +256,11 @@ class _Reader:
             case ast.Compare():
                 is_value = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
                 return is_value and any(map(self._is_tensor, (node.left, *node.comparators)))
-            case ast.Call(func=ast.Attribute()):
-                return self._gives_tensor(node.func)
+            case ast.Call(func=ast.Attribute() as function):
+                return self._gives_tensor(function)
         return False
 
-    def _gives_tensor(self, function: ast.expr) -> bool:
-        assert isinstance(function, ast.Attribute)
+    def _gives_tensor(self, function: ast.Attribute) -> bool:
         if _root(function) == "torch":
             return function.attr not in _HOST_CALLS and not _HOST_MODULES & set(ast.unparse(function).split("."))
         return function.attr not in _HOST_METHODS and self._is_tensor(function.value)
@@ -279,8 +278,8 @@ class _Reader:
             case ast.BinOp():
                 is_logic = isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
                 return is_logic and (self._is_mask(node.left) or self._is_mask(node.right))
-            case ast.Call(func=ast.Attribute()):
-                return node.func.attr in _MASK_CALLS and self._is_tensor(node)
+            case ast.Call(func=ast.Attribute(attr=name)):
+                return name in _MASK_CALLS and self._is_tensor(node)
         return False
 
 
