@@ -186,7 +186,7 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: Annotated[
         int | Auto,
         about(
-            "Tokens computed per step, prefill chunks and decodes together; auto is 512 on cpu and 2048 on cuda.",
+            "Tokens computed per step, prefill chunks and decodes together; auto is 512 on cpu and 8192 on cuda.",
             unit="tokens",
             least=1,
             most=MAX_INT32,

@@ -20,6 +20,7 @@ Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 WORD_BYTES = 4  # of a packed score, as of a token id
+MAX_SCORED_TOKENS = 512  # of prompts in one step: each takes a row of logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, flag_of, settings
+from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, Graphs, flag_of, known, settings
 from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.endpoints import check_kv_events
 from hiserve.core.groups import debug_groups
+from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, StepShape, step_memory
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
@@ -27,14 +28,14 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         checkpoint_dtype: Type name of the stored weights.
         num_params: Parameters.
         slot_elements: KV elements per token, all layers together.
-        vocab_size: Tokens in the vocabulary.
+        step: What a step of it is made of.
     """
 
     context_length: int
     checkpoint_dtype: str
     num_params: int
     slot_elements: int
-    vocab_size: int
+    step: StepShape
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,39 +81,31 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         ResourceError: Weights, KV pool and tables do not fit in memory; the message says what to lower.
     """
     check_kv_events(config)
-    device = _device(config, machine)
-    on_cpu = device == "cpu"
-    dtype = _dtype(config, model, on_cpu=on_cpu)
-    replicas = config.parallel.replicas
-    rows = _or(config.scheduler.max_running_requests, 32 if on_cpu else 256)
-    tokens = _or(config.scheduler.max_batched_tokens, 512 if on_cpu else 2048)
-    threads = _or(config.runner.cpu_threads, max(1, max(1, machine.cores - 1) // replicas))
-    overlap = _or(config.runner.overlap, 0 if on_cpu else 1)
-    length = _or(config.model.max_model_len, model.context_length)
-    if length > model.context_length:
-        raise ConfigError(
-            f"--max-model-len is {length} but the model's context is {model.context_length} tokens. Lower it.",
-            param="max_model_len",
-        )
-    weights = model.num_params * DTYPE_BYTES[dtype]
-    page = _page_bytes(config, model, dtype)
+    chosen = _choose(config, model, machine)
+    on_cpu, replicas = chosen.model.device == "cpu", config.parallel.replicas
+    weights = model.num_params * DTYPE_BYTES[chosen.model.dtype]
+    page = _page_bytes(config, model, chosen.model.dtype)
     free = (machine.memory_bytes if on_cpu else machine.cuda_memory_bytes) // replicas
     if weights >= free:
         raise ResourceError(
-            f"the weights need {_gib(weights)} as {dtype} but {_gib(free)} are free for each worker. "
+            f"the weights need {_gib(weights)} as {chosen.model.dtype} but {_gib(free)} are free for each worker. "
             "Lower --replicas, use a narrower --dtype or a smaller model.",
             param="replicas" if replicas > 1 else "dtype",
         )
-    pages, length = _size_pool(config, length, rows, page=page, room=free - weights, on_cpu=on_cpu)
-    tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // config.cache.page_size) * PAGE_ENTRY_BYTES)
-    memory = {"weights": weights, "KV pool": pages * page, "token and page tables": tables}
-    if staging := _staging_bytes(config, page, on_cpu=on_cpu):
-        memory["staging of host pages"] = staging
+    length = known(chosen.model.max_model_len)
+    may_shrink = config.model.max_model_len == "auto"
+    if may_shrink:  # what no pool could hold needs no tables either
+        length = min(length, max(2, (free - weights) // page * config.cache.page_size))
+    needed = sum(_beside_pool(chosen, model, machine, length, page).values())
+    pages, length = _size_pool(chosen, length, may_shrink=may_shrink, page=page, room=free - weights, needed=needed)
+    others = _beside_pool(chosen, model, machine, length, page)
+    memory = {"weights": weights, "KV pool": pages * page} | others
     if sum(memory.values()) > free:
-        others = sum(memory.values()) - tables
+        rows, tokens = chosen.scheduler.max_running_requests, chosen.scheduler.max_batched_tokens
         raise ResourceError(
-            f"token and page tables of {rows} requests need {_gib(tables)} but {_gib(max(0, free - others))} "
-            "are free beside weights and KV pool. Lower --max-running-requests, --max-model-len or --kv-pages.",
+            f"{rows} requests at once, of up to {length} tokens and {tokens} of them in a step, need "
+            f"{_gib(sum(others.values()))} but {_gib(max(0, free - weights - pages * page))} are free beside weights and "
+            "KV pool. Lower --max-running-requests, --max-model-len, --max-batched-tokens or --kv-pages.",
             param="max_running_requests",
         )
     room = free - sum(memory.values()) if on_cpu else machine.memory_bytes // replicas
@@ -124,13 +117,10 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
             param="store",
         )
     host = {"host cache": int(host_gib * GIB)} if host_gib else {}
-    resolved = Config(
-        model=msgspec.structs.replace(config.model, device=device, dtype=dtype, max_model_len=length),
+    resolved = msgspec.structs.replace(
+        chosen,
+        model=msgspec.structs.replace(chosen.model, max_model_len=length),
         cache=msgspec.structs.replace(config.cache, kv_pages=pages, host_cache_gib=host_gib),
-        scheduler=msgspec.structs.replace(config.scheduler, max_running_requests=rows, max_batched_tokens=tokens),
-        runner=msgspec.structs.replace(config.runner, overlap=overlap, cpu_threads=threads),
-        parallel=config.parallel,
-        server=config.server,
     )
     return Resolved(
         config=resolved,
@@ -138,6 +128,66 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         memory=memory | host if on_cpu else memory,
         host_memory={} if on_cpu else host,
     )
+
+
+def _choose(config: Config, model: ModelFacts, machine: Machine) -> Config:
+    """Returns the configuration without any ``auto`` but those that depend on how much memory is left."""
+    device = _device(config, machine)
+    on_cpu = device == "cpu"
+    _check_backend(config, on_cpu=on_cpu)
+    scheduler, runner = config.scheduler, config.runner
+    threads = max(1, max(1, machine.cores - 1) // config.parallel.replicas)
+    length = _or(config.model.max_model_len, model.context_length)
+    if length > model.context_length:
+        raise ConfigError(
+            f"--max-model-len is {length} but the model's context is {model.context_length} tokens. Lower it.",
+            param="max_model_len",
+        )
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(
+            config.model, device=device, dtype=_dtype(config, model, on_cpu=on_cpu), max_model_len=length
+        ),
+        scheduler=msgspec.structs.replace(
+            scheduler,
+            max_running_requests=_or(scheduler.max_running_requests, 32 if on_cpu else 256),
+            max_batched_tokens=_or(scheduler.max_batched_tokens, 512 if on_cpu else 8192),
+        ),
+        runner=msgspec.structs.replace(
+            runner,
+            overlap=_or(runner.overlap, 0 if on_cpu else 1),
+            cpu_threads=_or(runner.cpu_threads, threads),
+            graphs=_graphs(config, on_cpu=on_cpu),
+        ),
+    )
+
+
+def _beside_pool(chosen: Config, model: ModelFacts, machine: Machine, length: int, page: int) -> dict[str, int]:
+    """Returns the bytes that each worker needs beside weights and pool, item by item.
+
+    Args:
+        chosen: As ``_choose`` returns it.
+        model: Which one.
+        machine: Where it runs.
+        length: Longest request, in tokens.
+        page: Bytes of a page.
+    """
+    rows, page_size = known(chosen.scheduler.max_running_requests), chosen.cache.page_size
+    tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // page_size) * PAGE_ENTRY_BYTES)
+    items = {"token and page tables": tables}
+    if chosen.model.device == "cpu":
+        return items
+    if chosen.cache.host_cache_gib != 0:  # large pages pass through: two each way at least
+        items["staging of host pages"] = max(STAGING_BYTES, 4 * page)
+    items |= step_memory(
+        model.step,
+        dtype_bytes=DTYPE_BYTES[chosen.model.dtype],
+        max_rows=rows,
+        max_tokens=known(chosen.scheduler.max_batched_tokens),
+        max_len=length,
+        graphs=chosen.runner.graphs,
+    )
+    return items | {"driver, libraries and spare": CONTEXT_BYTES + machine.cuda_memory_bytes // SPARE_SHARE}
 
 
 def _device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:
@@ -155,9 +205,27 @@ def _dtype(config: Config, model: ModelFacts, *, on_cpu: bool) -> Any:
     return "float32" if on_cpu else model.checkpoint_dtype
 
 
-def _staging_bytes(config: Config, page: int, *, on_cpu: bool) -> int:
-    """Returns the memory of a CUDA device that host pages pass through: that of two pages each way at least."""
-    return 0 if on_cpu or config.cache.host_cache_gib == 0 else max(STAGING_BYTES, 4 * page)
+def _graphs(config: Config, *, on_cpu: bool) -> Graphs:
+    graphs = config.runner.graphs
+    if graphs == "auto":
+        return "off" if on_cpu else "all"
+    if on_cpu and graphs != "off":
+        raise ConfigError(
+            f"--graphs is {graphs} but the model runs on cpu, and CUDA graphs need a CUDA device. Leave --graphs out, or "
+            "use --device cuda.",
+            param="graphs",
+        )
+    return graphs
+
+
+def _check_backend(config: Config, *, on_cpu: bool) -> None:
+    backend = config.runner.attention_backend
+    if on_cpu and backend in ("triton", "flashinfer"):
+        raise ConfigError(
+            f"--attention-backend is {backend}, which needs a CUDA device, but the model runs on cpu. Leave it out, or use "
+            "reference.",
+            param="attention_backend",
+        )
 
 
 def _or(value: int | Auto, otherwise: int) -> int:
@@ -173,18 +241,28 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
 
 
-def _size_pool(config: Config, length: int, rows: int, *, page: int, room: int, on_cpu: bool) -> tuple[int, int]:
-    """Returns (pages, longest request), shrinking whichever of the two was ``auto``."""
-    page_size, given = config.cache.page_size, config.cache.kv_pages
+def _size_pool(chosen: Config, length: int, *, may_shrink: bool, page: int, room: int, needed: int) -> tuple[int, int]:
+    """Returns (pages, longest request), shrinking whichever of the two was ``auto``.
+
+    Args:
+        chosen: As ``_choose`` returns it.
+        length: Longest request, if the pool holds it.
+        may_shrink: Nobody asked for requests of that length.
+        page: Bytes of a page.
+        room: Bytes that are free beside the weights.
+        needed: Of them, bytes that are needed for other things, at most.
+    """
+    page_size, given = chosen.cache.page_size, chosen.cache.kv_pages
     if isinstance(given, int):
         pages = given
     else:
-        share = min(room // 4, 2 * GIB) if on_cpu else int(room * 0.85)
+        rows = known(chosen.scheduler.max_running_requests)
+        share = min(room // 4, 2 * GIB) if chosen.model.device == "cpu" else max(0, room - needed)
         pages = min(share // page, 1 + rows * -(-length // page_size), MAX_INT32)
         if pages < 2:  # one for padding, one to use
             raise ResourceError(
-                f"a KV page of {page_size} tokens takes {_gib(page)}: fewer than two fit in {_gib(share)}. "
-                "Lower --page-size or --replicas, or set --kv-pages.",
+                f"a KV page of {page_size} tokens takes {_gib(page)}: fewer than two fit in {_gib(share)}. Lower "
+                "--page-size, --replicas, --max-running-requests or --max-batched-tokens, or set --kv-pages.",
                 param="page_size",
             )
     if pages * page > room:
@@ -196,7 +274,7 @@ def _size_pool(config: Config, length: int, rows: int, *, page: int, room: int, 
     longest = (pages - 1) * page_size
     if longest >= length:
         return pages, length
-    if config.model.max_model_len == "auto" and longest >= 2:
+    if may_shrink and longest >= 2:
         return pages, longest
     raise ConfigError(
         f"{pages} KV pages hold {longest} tokens, fewer than the {length} of the longest request. "

@@ -10,6 +10,7 @@ import msgspec
 from hiserve.config import DTYPE_BYTES
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import ModelFacts
+from hiserve.core.step_memory import StepShape
 from hiserve.errors import ModelError
 from hiserve.models.family import FAMILIES
 from hiserve.models.fields import ConfigFields, convert, read_json, respell
@@ -123,8 +124,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             checkpoint_dtype=self.dtype,
             num_params=self.num_params,
             slot_elements=2 * self.num_layers * self.num_kv_heads * self.head_dim,
-            vocab_size=self.vocab_size,
+            step=StepShape(
+                num_layers=self.num_layers,
+                hidden_size=self.hidden_size,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                mlp_elements=self._mlp_elements(),
+                vocab_size=self.vocab_size,
+            ),
         )
+
+    def _mlp_elements(self) -> int:
+        """Elements a token has in the MLP, or in its experts: gate and up and their product; likewise what they give."""
+        experts = self.experts
+        if experts is None:
+            return 3 * self.intermediate_size
+        mixed = experts.num_per_token * (experts.intermediate_size + self.hidden_size) + 4 * experts.num_experts
+        return max(3 * self.intermediate_size, mixed)
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups its layers write, stored as ``dtype``: one, as in every ordinary decoder."""

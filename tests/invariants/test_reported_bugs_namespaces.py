@@ -31,6 +31,7 @@ from hiserve.core.copies import PageRun
 from hiserve.core.digest import chain, namespace_digest, pack_tokens, strong_chain
 from hiserve.core.machine import probe
 from hiserve.core.resolve import ModelFacts, resolve
+from hiserve.core.step_memory import StepShape
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.identity import cache_namespace
 from tests.helpers.host import PAGE_BYTES, make_layout, store
@@ -39,7 +40,13 @@ PAGE_SIZE = 4
 TENANT = b"tenant"
 GIB = 2**30
 NANO = ModelFacts(
-    context_length=8192, checkpoint_dtype="bfloat16", num_params=7_344_384, slot_elements=2048, vocab_size=4096
+    context_length=8192,
+    checkpoint_dtype="bfloat16",
+    num_params=7_344_384,
+    slot_elements=2048,
+    step=StepShape(
+        num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_elements=2304, vocab_size=4096
+    ),
 )
 KEY = pack_tokens(np.arange(12, dtype=np.int32))
 PROMPT = KEY + bytes(4)

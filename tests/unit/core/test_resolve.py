@@ -13,18 +13,33 @@ from hypothesis import strategies as st
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import Machine, ModelFacts, resolve
+from hiserve.core.step_memory import StepShape
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 
 MIB, GIB = 2**20, 2**30
 NANO = ModelFacts(
-    context_length=8192, checkpoint_dtype="bfloat16", num_params=7_344_384, slot_elements=2048, vocab_size=4096
+    context_length=8192,
+    checkpoint_dtype="bfloat16",
+    num_params=7_344_384,
+    slot_elements=2048,
+    step=StepShape(
+        num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_elements=3 * 768, vocab_size=4096
+    ),
 )
 LARGE = ModelFacts(
     context_length=131_072,
     checkpoint_dtype="bfloat16",
     num_params=8_030_261_248,
     slot_elements=65_536,
-    vocab_size=128_256,
+    step=StepShape(
+        num_layers=32,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_elements=3 * 14_336,
+        vocab_size=128_256,
+    ),
 )
 LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
 SERVER = Machine(cores=64, memory_bytes=256 * GIB, cuda_memory_bytes=80 * GIB)
@@ -48,6 +63,7 @@ def test_defaults_on_cpu() -> None:
         "overlap": 0,
         "cpu_threads": 3,
         "host_cache_gib": 0.25,
+        "graphs": "off",
     }
 
 
@@ -56,7 +72,8 @@ def test_defaults_on_cuda() -> None:
     found = values(resolved.config)
     assert found["device"] == "cuda"
     assert found["dtype"] == "bfloat16"
-    assert (found["max_running_requests"], found["max_batched_tokens"], found["overlap"]) == (256, 2048, 1)
+    assert (found["max_running_requests"], found["max_batched_tokens"], found["overlap"]) == (256, 8192, 1)
+    assert (found["graphs"], found["attention_backend"]) == ("all", "auto")
     assert found["max_model_len"] == 131_072
     assert resolved.memory["KV pool"] > 0.8 * (80 * GIB - resolved.memory["weights"])
 
@@ -72,6 +89,7 @@ def test_what_was_given_stays() -> None:
         "overlap": 1,
         "cpu_threads": 2,
         "host_cache_gib": 0.25,
+        "graphs": "off",
     }
     resolved = resolve(make_config(**chosen), NANO, SERVER)
     assert resolved.config == make_config(**chosen)
@@ -83,7 +101,9 @@ def test_one_decision_a_line() -> None:
     assert "--device auto -> cpu" in lines
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
-    assert len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 1  # load_format stays
+    assert (
+        len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 2
+    )  # load_format and attention_backend stay
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4), (3, 8, 1)])
@@ -174,6 +194,12 @@ REFUSED: list[tuple[str, dict[str, Any], ModelFacts, Machine, type[HiserveError]
     ("pages", {"kv_pages": 10**8}, NANO, LAPTOP, ResourceError, "--kv-pages"),
     ("a huge page", {"page_size": 10**6}, NANO, LAPTOP, ResourceError, "--page-size"),
     ("tables", {"max_running_requests": 10**6}, NANO, LAPTOP, ResourceError, "--max-running-requests"),
+    ("a huge step", {"max_batched_tokens": 10**6, "kv_pages": 9000}, LARGE, SERVER, ResourceError, "batched-tokens"),
+    ("a step and a page", {"max_batched_tokens": 10**6}, LARGE, SERVER, ResourceError, "--max-batched-tokens"),
+    ("graphs on cpu", {"graphs": "all"}, NANO, LAPTOP, ConfigError, "--graphs is all but the model runs on cpu"),
+    ("graphs of decode on cpu", {"graphs": "decode", "device": "cpu"}, NANO, SERVER, ConfigError, "--graphs is dec"),
+    ("triton on cpu", {"attention_backend": "triton"}, NANO, LAPTOP, ConfigError, "--attention-backend is triton"),
+    ("flashinfer on cpu", {"attention_backend": "flashinfer"}, NANO, LAPTOP, ConfigError, "use reference"),
     ("pool below the length", {"kv_pages": 4, "max_model_len": 64}, NANO, LAPTOP, ConfigError, "--kv-pages"),
     ("pool below two tokens", {"kv_pages": 2, "page_size": 1}, NANO, LAPTOP, ConfigError, "--kv-pages"),
     ("host cache", {"host_cache_gib": 14}, NANO, LAPTOP, ResourceError, r"14.00 GiB but 13.\d\d GiB of memory"),
@@ -231,7 +257,16 @@ models = st.builds(
     checkpoint_dtype=st.sampled_from(list(DTYPE_BYTES)),
     num_params=magnitudes(10**10),
     slot_elements=magnitudes(2**18).map(lambda half: half * 2),
-    vocab_size=st.integers(1, 200_000),
+    step=st.builds(
+        StepShape,
+        num_layers=st.integers(1, 128),
+        hidden_size=magnitudes(2**14),
+        num_heads=st.integers(1, 64).map(lambda half: half * 2),
+        num_kv_heads=st.sampled_from([1, 2]),
+        head_dim=st.sampled_from([64, 80, 128]),
+        mlp_elements=magnitudes(2**17),
+        vocab_size=st.integers(1, 200_000),
+    ),
 )
 givens = st.fixed_dictionaries(
     {"page_size": st.sampled_from([1, 7, 16, 256]), "replicas": st.integers(1, 4)},
@@ -240,6 +275,8 @@ givens = st.fixed_dictionaries(
         "max_model_len": magnitudes(10**6).map(lambda length: length + 1),
         "max_running_requests": magnitudes(10**5),
         "dtype": st.sampled_from(list(DTYPE_BYTES)),
+        "max_batched_tokens": magnitudes(10**5),
+        "graphs": st.sampled_from(["off", "decode", "all"]),
         "device": st.sampled_from(["cpu", "cuda"]),
         "host_cache_gib": st.sampled_from([0.0, 0.001, 1.0, 30.0]),
         "host_cache_name": st.just("n"),
@@ -265,7 +302,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
         return
     assert resolve(config, model, machine) == resolved
     found = values(resolved.config)
-    assert [name for name, value in found.items() if value == "auto"] in ([], ["load_format"])
+    assert [name for name, value in found.items() if value == "auto"] == ["load_format", "attention_backend"]
     assert {name: found[name] for name in given} == given
     on_cpu = found["device"] == "cpu"
     memory = machine.memory_bytes if on_cpu else machine.cuda_memory_bytes
@@ -300,3 +337,39 @@ def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
         host = Columns(7, 500, page_size)
         tables = (device.tokens, device.page_table, device.entry_owner, host.tokens, host.page_table)
         assert sum(table.nbytes for table in tables) == resolved.memory["token and page tables"]
+
+
+def test_on_cuda_the_pool_takes_what_a_step_leaves() -> None:
+    small, large = (resolve(make_config(max_batched_tokens=tokens), LARGE, SERVER).memory for tokens in (2048, 16_384))
+    assert sum(large.values()) <= 80 * GIB < sum(large.values()) + 16 * 65_536 * 2  # a page more would not fit
+    per_token = (large["activations of the largest step"] - small["activations of the largest step"]) / 14_336
+    assert 2 * (3 * 14_336 + 4096) < per_token < 2 * 80_000
+    assert small["KV pool"] > large["KV pool"]
+
+
+def test_graphs_are_paid_for_only_where_they_are_captured() -> None:
+    held = [
+        resolve(make_config(graphs=graphs), LARGE, SERVER).memory.get("captured graphs", 0)
+        for graphs in ("off", "decode", "all")
+    ]
+    assert held[0] == 0 < held[1] < held[2]
+
+
+def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
+    drawing = [
+        resolve(make_config(max_batched_tokens=tokens), LARGE, SERVER).memory["logits, drawing and scores"]
+        for tokens in (8192, 32_768)
+    ]
+    assert drawing[0] == drawing[1]
+
+
+def test_sizes_of_graphs_are_no_more_than_planned() -> None:
+    from hiserve.core.step_memory import MAX_PIECE_TOKENS, NUM_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS
+    from hiserve.runners.buckets import row_buckets, token_buckets
+
+    for most in (*range(1, 600), 10_000):
+        rows, tokens = row_buckets(most), token_buckets(most)
+        assert max(len(rows), len(tokens)) <= NUM_BUCKETS
+        assert sum(rows) <= ROW_BUCKETS * most
+        assert sum(tokens) <= TOKEN_BUCKETS * min(most, MAX_PIECE_TOKENS), most
+        assert tokens[-1] <= MAX_PIECE_TOKENS
