@@ -99,7 +99,7 @@ def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -
     entry_owner = page_owner[page_table.long()]
     entry_owner[0] = -1
     state = RowState(
-        tokens=torch.randint(0, 3, (NUM_ROWS, capacity), generator=generator, dtype=torch.int32),
+        tokens=torch.randint(0, 2, (NUM_ROWS, capacity), generator=generator, dtype=torch.int32),
         computed_len=torch.zeros(NUM_ROWS, dtype=torch.int64),
         known_len=torch.zeros(NUM_ROWS, dtype=torch.int64),
         page_table=page_table,
@@ -129,7 +129,7 @@ def _case(
         ),
         state=state,
         sampling=sampling,
-        drawn=torch.randint(0, 3, (len(sampling), width), generator=generator),
+        drawn=torch.randint(0, 2, (len(sampling), width), generator=generator),
         page_size=page_size,
         width=int(torch.randint(-(-max(max_len) // page_size), state.page_table.shape[1] + 1, (), generator=generator)),
     )
