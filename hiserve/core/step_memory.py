@@ -20,7 +20,7 @@ SCORED_SLICE, SCORED_BYTES = 128, 24
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
 # Graphs of all sizes together have at most so many times the rows, or tokens, of the largest; a graph of any size
 # costs the driver some memory, too.
-ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 6, 5, 2048
+ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 5, 2048
 NUM_BUCKETS, GRAPH_BYTES = 18, 512 << 10
 # Bytes of a token's columns: ids, positions, slots, rows, offsets, and its angles twice in float32 for each element.
 COLUMN_BYTES, ANGLE_BYTES = 48, 8
