@@ -99,6 +99,7 @@ def timed_part(bench: Bench, name: str) -> dict[str, Any]:
     except Exception:  # noqa: BLE001 - the other parts are worth having
         error = traceback.format_exc()
         print(f"{name} failed: {error[-600:]}", flush=True)
+    if error:
         bench.close()
     wall_s = time.perf_counter() - begin
     print("\n".join([f"{name} took {wall_s:.1f} s", *part.notes, *rows(part.figures)]), flush=True)

@@ -29,7 +29,7 @@ def measure(device: str) -> dict[str, float]:
     if device == "cpu":
         return {"copy_bytes_per_s": copy_rate(device, 64 * MIB), "matmul_flop_per_s": matmul_rate(device, 512)}
     found = {"copy_bytes_per_s": copy_rate(device, 8192 * MIB), "matmul_flop_per_s": matmul_rate(device, 8192)}
-    found |= link_rates(1024 * MIB) | launch_costs()
+    found |= link_rates(512 * MIB) | launch_costs()
     torch.cuda.empty_cache()
     return found
 
@@ -51,8 +51,8 @@ def matmul_rate(device: str, size: int) -> float:
 
 def link_rates(num_bytes: int) -> dict[str, float]:
     """Bytes per second between pinned memory and the device: each way alone, and both at once, added up."""
-    host = torch.randint(0, 255, (2, num_bytes), dtype=torch.uint8).pin_memory()
-    device = torch.empty((2, num_bytes), dtype=torch.uint8, device="cuda")
+    device = torch.randint(0, 255, (2, num_bytes), dtype=torch.uint8, device="cuda")
+    host = torch.empty((2, num_bytes), dtype=torch.uint8, pin_memory=True).copy_(device)
     other = torch.cuda.Stream()
 
     def load() -> None:

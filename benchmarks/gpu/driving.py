@@ -66,7 +66,7 @@ class Bench:
         """Returns the engine of a shape: the one that is there, if it has these settings, or a new one in its place."""
         settings = self.settings(shape, **more)
         if self._drive is None or settings != self._settings:
-            self.close()
+            self.close()  # of callers none may keep the one before
             self._drive = Drive(**settings)
             self._settings = settings
             told = {"settings": settings, "build_s": self._drive.build_s, "memory_bytes": self._drive.memory}

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.driving import Bench, Part, run
+from benchmarks.gpu.driving import Batch, Bench, Part, run
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.sizes import BARS, Sizes
 from hiserve.config import flag_of
@@ -29,16 +29,10 @@ HISERVE = (sys.executable, "-m", "hiserve.cli")
 
 
 def measure_http(bench: Bench, shape: str) -> Part:
-    """Runs the workload in this process, then over HTTP, on engines of the same settings."""
+    """Runs the workload in this process, then over HTTP, on engines of the same settings; first runs are not counted."""
     sizes, settings = bench.sizes, bench.settings(shape)
-    drive = bench.engine(shape)
-    batches = []
-    for _ in range(sizes.request_runs + 1):  # the first is not counted
-        drive.engine.flush()
-        prompts = [bench.prompt(drive, sizes.request_input) for _ in range(sizes.requests)]
-        batches.append(run(drive, prompts, sizes.request_output, sizes.streams))
+    batches, vocab_size = in_process(bench, shape)
     offline = statistics.median(batch.output_tokens / batch.seconds for batch in batches[1:])
-    vocab_size = drive.vocab_size
     bench.close()
     with tempfile.TemporaryDirectory() as folder, serving(settings, Path(folder), vocab_size) as (url, ready_s):
         summaries = [over_http(url, sizes, seed) for seed in range(sizes.request_runs + 1)]
@@ -47,6 +41,17 @@ def measure_http(bench: Bench, shape: str) -> Part:
     figure = Figure(name, http, "tokens/s", http / offline, BARS["http"], "offline in one process")
     runs = {"offline": [batch.told() for batch in batches], "http": summaries, "ready_s": ready_s}
     return Part([figure], {"offline_tokens_per_s": offline} | runs)
+
+
+def in_process(bench: Bench, shape: str) -> tuple[list[Batch], int]:
+    """Returns the runs of the workload in this process, and the shape's vocabulary; keeps no engine."""
+    drive, sizes = bench.engine(shape), bench.sizes
+    batches = []
+    for _ in range(sizes.request_runs + 1):
+        drive.engine.flush()
+        prompts = [bench.prompt(drive, sizes.request_input) for _ in range(sizes.requests)]
+        batches.append(run(drive, prompts, sizes.request_output, sizes.streams))
+    return batches, drive.vocab_size
 
 
 @contextmanager
