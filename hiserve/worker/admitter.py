@@ -65,16 +65,22 @@ class Admitter:
         self._waiting = waiting
         self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
 
-    def plan(self, budget: int) -> tuple[list[RowAdmit], NDArray[np.int64], Share]:
+    def plan(self, budget: int, num_to_score: int) -> tuple[list[RowAdmit], NDArray[np.int64], Share]:
         """Admits requests while rows, pages and budget last.
+
+        Args:
+            budget: Tokens of the step.
+            num_to_score: Of them, those of prompts that may be scored.
 
         Returns:
             Who was admitted; those of them that start now, and their chunks. The others wait for loads.
         """
         admit: list[RowAdmit] = []
-        chunks: list[tuple[int, int, bool]] = []
+        chunks: list[tuple[int, int, bool, int]] = []
         for request in self._waiting:
             if budget <= 0 or not self._rows.has_free_row:
+                break
+            if request.sampling.prompt_logprobs is not None and num_to_score <= 0:
                 break
             if must_wait_for(request.forerunner, self._rows) or self._prefetches.is_awaited(request):
                 continue
@@ -90,10 +96,15 @@ class Admitter:
             if self._loading.watch(row):
                 continue
             chunk = min(request.tokens.size - num_computed, budget)
+            scored = int(self._rows.to_score(np.array([row]))[0])
+            if scored > num_to_score:
+                chunk = min(chunk, num_to_score)
+            scored = min(scored, chunk)
+            num_to_score -= scored
             fits = self._tables.grow(np.array([row]), np.array([chunk], dtype=np.int32))
             assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
             budget -= chunk
-            chunks.append((row, chunk, num_computed + chunk == request.tokens.size))
+            chunks.append((row, chunk, num_computed + chunk == request.tokens.size, scored))
         return admit, *share_of_chunks(chunks)
 
     def _admit(self, request: Request) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.plan import BoolArray, Int32Array
+from hiserve.core.plan import MAX_SCORED_TOKENS, BoolArray, Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,15 +18,17 @@ class Share:
         num_new: int32 ``[B]``. Tokens to compute, drafts included.
         num_draft: int32 ``[B]``. Of these, drafts.
         samples: bool ``[B]``. Whether the row reaches the end of what is known.
+        num_scored: int32 ``[B]``. Of the new tokens, the first that many are scored.
     """
 
     num_new: Int32Array
     num_draft: Int32Array
     samples: BoolArray
+    num_scored: Int32Array
 
     def pick(self, which: NDArray[np.int64]) -> Share:
         """Returns some rows: ``which`` is int64 ``[n]``, indices into B."""
-        return Share(self.num_new[which], self.num_draft[which], self.samples[which])
+        return Share(self.num_new[which], self.num_draft[which], self.samples[which], self.num_scored[which])
 
     def join(self, other: Share) -> Share:
         """Returns these rows, then the other's."""
@@ -34,6 +36,7 @@ class Share:
             np.concatenate((self.num_new, other.num_new)),
             np.concatenate((self.num_draft, other.num_draft)),
             np.concatenate((self.samples, other.samples)),
+            np.concatenate((self.num_scored, other.num_scored)),
         )
 
 
@@ -43,6 +46,7 @@ def share_budget(
     pending: Int32Array,
     computed: Int32Array,
     limit: Int32Array,
+    to_score: Int32Array,
     max_draft: int,
     budget: int,
 ) -> Share:
@@ -57,6 +61,8 @@ def share_budget(
         pending: int32 ``[B]``. Tokens that steps in flight may still append, at most.
         computed: int32 ``[B]``. Tokens whose KV is computed once the steps in flight end, at most.
         limit: int32 ``[B]``. Longest the row may get; a row that may have reached it in flight waits.
+        to_score: int32 ``[B]``. The first that many tokens to compute are scored: of all rows, a step scores
+            ``MAX_SCORED_TOKENS``.
         max_draft: Drafts to verify per row and step.
         budget: Tokens of the whole step.
 
@@ -69,14 +75,20 @@ def share_budget(
     # A row drafts once it has caught up: until then it has no last token to draft from.
     draft = np.where(behind == 1, np.minimum(max_draft, left - 1), 0) if max_draft else np.zeros_like(behind)
     need = behind + draft
-    if need.sum() <= budget:
-        return Share(need, draft, behind > 0)
+    scored = np.minimum(to_score, behind)
+    scores_fit = scored.sum() <= MAX_SCORED_TOKENS
+    if scores_fit and need.sum() <= budget:
+        return Share(need, draft, behind > 0, scored)
+    most = need
+    if not scores_fit:
+        room = np.maximum(MAX_SCORED_TOKENS - (np.cumsum(scored) - scored), 0)
+        most = np.where(scored > room, room, need)
     order = np.argsort(behind > 1, kind="stable")
-    before = np.cumsum(need[order]) - need[order]
+    before = np.cumsum(most[order]) - most[order]
     num_new = np.zeros_like(need)
-    num_new[order] = np.clip(budget - before, 0, need[order])
+    num_new[order] = np.clip(budget - before, 0, most[order])
     samples = (num_new >= behind) & (behind > 0)
-    return Share(num_new, np.where(samples, num_new - behind, 0), samples)
+    return Share(num_new, np.where(samples, num_new - behind, 0), samples, np.minimum(to_score, num_new))
 
 
 def decode_first(rows: NDArray[np.int64], share: Share) -> tuple[NDArray[np.int64], Share]:
@@ -89,13 +101,14 @@ def decode_first(rows: NDArray[np.int64], share: Share) -> tuple[NDArray[np.int6
     return rows, share
 
 
-def share_of_chunks(chunks: list[tuple[int, int, bool]]) -> tuple[NDArray[np.int64], Share]:
+def share_of_chunks(chunks: list[tuple[int, int, bool, int]]) -> tuple[NDArray[np.int64], Share]:
     """Returns rows int64 ``[n]`` and the share of rows that start with a chunk of their prompt.
 
     Args:
-        chunks: Row, tokens of the chunk, and whether it is the prompt's last.
+        chunks: Row, tokens of the chunk, whether it is the prompt's last, and how many of its tokens are scored.
     """
-    rows = np.array([row for row, _, _ in chunks], dtype=np.int64)
-    num_new = np.array([num_new for _, num_new, _ in chunks], dtype=np.int32)
-    samples = np.array([is_last for _, _, is_last in chunks], dtype=np.bool_)
-    return rows, Share(num_new, np.zeros_like(num_new), samples)
+    rows = np.array([row for row, _, _, _ in chunks], dtype=np.int64)
+    num_new = np.array([num_new for _, num_new, _, _ in chunks], dtype=np.int32)
+    samples = np.array([is_last for _, _, is_last, _ in chunks], dtype=np.bool_)
+    num_scored = np.array([num_scored for _, _, _, num_scored in chunks], dtype=np.int32)
+    return rows, Share(num_new, np.zeros_like(num_new), samples, num_scored)

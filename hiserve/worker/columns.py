@@ -103,6 +103,11 @@ class Columns:
         self.active = np.append(self.active, row)
         return row
 
+    def to_score(self, rows: NDArray[np.int64]) -> Int32Array:
+        """Returns how many of the tokens that each row (int64 ``[n]``) computes next are scored: int32 ``[n]``."""
+        left: Int32Array = np.maximum(self.score_end[rows] - self.computed[rows], 0)
+        return left
+
     def take_cached(self, rows: NDArray[np.int64]) -> list[CacheUse | None]:
         """Returns what is still to be reported of what the cache gave each row (int64 ``[n]``); None where it was."""
         if not self.cached:

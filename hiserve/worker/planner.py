@@ -13,7 +13,7 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tiers import Tier
 from hiserve.config import StorePrefetch
 from hiserve.core.copies import CopyAck
-from hiserve.core.plan import BatchPlan, Int32Array, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int32Array, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
@@ -190,7 +190,8 @@ class Planner:
         """Returns the next step, or None when no row can do anything now."""
         step_id = self._step_id + 1
         running, share = self._plan_running()
-        admit, starting, chunks = self._admitter.plan(self._budget - int(share.num_new.sum()))
+        budget, num_to_score = self._budget - int(share.num_new.sum()), MAX_SCORED_TOKENS - int(share.num_scored.sum())
+        admit, starting, chunks = self._admitter.plan(budget, num_to_score)
         rows, share = decode_first(np.concatenate((running, starting)), share.join(chunks))
         waits: tuple[int, ...] = ()
         if not rows.size and self._overlaps_loads:
@@ -201,9 +202,7 @@ class Planner:
             return None
         self._step_id = step_id
         columns = self._rows
-        computed = columns.computed[rows]
-        num_scored = np.minimum(np.maximum(columns.score_end[rows] - computed, 0), share.num_new)
-        computed += share.num_new
+        computed = columns.computed[rows] + share.num_new
         columns.computed[rows] = computed
         columns.pending[rows] += share.samples + share.num_draft
         plan = BatchPlan(
@@ -212,7 +211,7 @@ class Planner:
             num_new=share.num_new,
             num_draft=share.num_draft,
             samples=share.samples,
-            num_scored=num_scored,
+            num_scored=share.num_scored,
             max_len=computed,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
@@ -246,6 +245,7 @@ class Planner:
             pending=columns.pending[rows],
             computed=columns.computed[rows],
             limit=columns.limit[rows],
+            to_score=columns.to_score(rows),
             max_draft=max_draft,
             budget=self._budget,
         )

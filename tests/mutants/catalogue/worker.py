@@ -52,6 +52,20 @@ MUTANTS = [
         test=OF_DRAFTS + "test_every_plan_is_what_its_rows_want_one_by_one[3-64-60-1]",
     ),
     Mutant(
+        name="a step scores whatever prompts ask for",
+        file=BUDGET,
+        old="scores_fit = scored.sum() <= MAX_SCORED_TOKENS",
+        new="scores_fit = True",
+        test=OF_BUDGET + "test_a_prompt_longer_than_a_step_may_score_comes_in_pieces",
+    ),
+    Mutant(
+        name="new requests score beside those that run",
+        file=PLANNER,
+        old="MAX_SCORED_TOKENS - int(share.num_scored.sum())",
+        new="MAX_SCORED_TOKENS",
+        test=OF_SCORES + "test_a_new_request_scores_what_running_ones_leave",
+    ),
+    Mutant(
         name="a row plans beyond its limit",
         file=BUDGET,
         old="np.where(left > 0, ahead - computed, 0)",

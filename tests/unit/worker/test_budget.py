@@ -14,6 +14,7 @@ def share(
     budget: int,
     pending: list[int] | None = None,
     limit: list[int] | None = None,
+    to_score: list[int] | None = None,
     max_draft: int = 0,
 ) -> Share:
     def column(values: list[int]) -> np.ndarray:
@@ -24,6 +25,7 @@ def share(
         pending=column(pending or [0] * len(known)),
         computed=column(computed),
         limit=column(limit or [1000] * len(known)),
+        to_score=column(to_score or [0] * len(known)),
         max_draft=max_draft,
         budget=budget,
     )
@@ -74,6 +76,20 @@ def test_drafts_are_cut_by_the_budget_but_the_last_token_is_not() -> None:
     assert got.num_new.tolist() == [4, 2, 0]
     assert got.num_draft.tolist() == [3, 1, 0]
     assert got.samples.tolist() == [True, True, False]
+
+
+def test_a_step_scores_no_more_than_it_may_and_others_compute_on() -> None:
+    lengths = [2000, 300, 400, 51]
+    got = share(known=lengths, computed=[0, 0, 0, 50], to_score=[0, 299, 399, 0], limit=[3000] * 4, budget=5000)
+    assert got.num_new.tolist() == [2000, 300, 512 - 299, 1]
+    assert got.num_scored.tolist() == [0, 299, 512 - 299, 0]
+    assert got.samples.tolist() == [True, True, False, True]
+
+
+def test_a_prompt_longer_than_a_step_may_score_comes_in_pieces() -> None:
+    got = share(known=[2000, 900], computed=[0, 0], to_score=[1999, 899], limit=[3000] * 2, budget=5000)
+    assert (got.num_new.tolist(), got.num_scored.tolist()) == ([512, 0], [512, 0])
+    assert share(known=[2000], computed=[1900], to_score=[99], limit=[3000], budget=5000).num_new.tolist() == [100]
 
 
 rows = st.lists(

@@ -216,3 +216,29 @@ def test_the_next_tenant_of_a_row_is_told_no_scores() -> None:
     steps.add(3, prompt(9, seed=3), 2)
     steps.finish()
     assert steps.scores[3] == b""
+
+
+def test_scored_prompts_share_what_a_step_may_score() -> None:
+    steps = Steps(num_pages=800, max_len=800, budget=2000)
+    params = {}
+    for uid, length in enumerate((600, 20, 300, 30)):
+        params[uid] = steps.add(uid, prompt(length, seed=uid), max_tokens=2, prompt_logprobs=1 if length > 20 else None)
+    plans = [steps.step() for _ in range(2)]
+    assert [int(plan.num_scored.sum()) for plan in plans] == [512, 599 - 512 + 299 + 29]
+    assert [each.row for each in plans[0].admit] == [1, 2]
+    steps.finish()
+    for uid, length in enumerate((600, 20, 300, 30)):
+        ours = prompt(length, seed=uid)
+        assert steps.said[uid] == oracle(ours, 2)
+        assert steps.scores.get(uid, b"") == oracle_scores(ours, steps.said[uid], params[uid])
+
+
+def test_a_new_request_scores_what_running_ones_leave() -> None:
+    steps = Steps(num_pages=800, max_len=800, budget=2000)
+    first = steps.add(1, prompt(790, seed=1), max_tokens=2, prompt_logprobs=0)
+    steps.step()
+    second = steps.add(2, prompt(700, seed=2), max_tokens=2, prompt_logprobs=0)
+    assert steps.step().num_scored.tolist() == [789 - 512, 2 * 512 - 789]
+    steps.finish()
+    assert steps.scores[1] == oracle_scores(prompt(790, seed=1), steps.said[1], first)
+    assert steps.scores[2] == oracle_scores(prompt(700, seed=2), steps.said[2], second)
