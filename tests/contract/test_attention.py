@@ -114,7 +114,7 @@ def test_equals_the_oracle_whatever_the_rows_are(
 
 
 @pytest.mark.parametrize("subject", WINDOWED)
-@pytest.mark.parametrize("window", [1, 7, 16, 33])
+@pytest.mark.parametrize("window", [1, 7, 33])
 def test_a_window_hides_what_is_behind_it_in_its_layers_only(subject: Subject, window: int) -> None:
     case = subject.case((*RAGGED, (200, 1)), window=window)
     attention = subject.open(case.shape)
@@ -159,6 +159,7 @@ def test_everything_at_once(subject: Subject) -> None:
         subject.check(subject.case(TREES, window=window, **options), layer=1, has_trees=True)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # by numpy, in Triton's interpreter
 @pytest.mark.parametrize("subject", PLAIN)
 def test_a_row_sent_to_the_sink_leaves_its_neighbours_alone(subject: Subject) -> None:
     """Its table is all page 0, for longer than page 0 is, and page 0 holds NaN."""
@@ -193,7 +194,7 @@ def test_each_plan_stands_until_the_next(subject: Subject) -> None:
     """Steps follow each other without anybody waiting for the device."""
     cases = [subject.case(lengths, group=4) for lengths in (RAGGED, ORDERED, CHAINS, ((300, 1), (40, 1)))]
     attention = subject.open(cases[0].shape)
-    outs = [case.run(attention) for _ in range(6) for case in cases]
+    outs = [case.run(attention) for _ in range(6 if subject.device == "cuda" else 1) for case in cases]
     for index, case in enumerate(cases):
         tolerance = TOLERANCE[subject.dtype]
         expected = case.oracle()[0]

@@ -26,7 +26,7 @@ class Case:
         window: Of the first of two layers; the other has none.
         sinks: The first layer has sinks.
         hides_first: Nobody sees position 0, and its slot holds NaN.
-        trees: New tokens are the nodes of a random tree, each row one.
+        trees: New tokens are the nodes of random trees, of any number in a row.
     """
 
     def __init__(
@@ -80,8 +80,9 @@ class Case:
         """Which new tokens each new token sees, itself among them: bool ``[num_new, num_new]``."""
         seen = torch.eye(num_new, dtype=torch.bool)
         for token in range(1, num_new):
-            parent = int(torch.randint(token, (1,), generator=self._generator)) if trees else token - 1
-            seen[token] |= seen[parent]
+            parent = int(torch.randint(token + 1, (1,), generator=self._generator)) - 1 if trees else token - 1
+            if parent >= 0:
+                seen[token] |= seen[parent]
         return seen
 
     def _slots(self, row: int) -> Tensor:

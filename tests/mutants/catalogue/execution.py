@@ -1,4 +1,4 @@
-"""Guards of the executing half: rows, inputs, kernels, attention, executor, pool."""
+"""Guards of the executing half: rows, inputs, kernels, executor, pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ KERNELS = "hiserve/kernels/reference.py"
 OF_ROWS = "tests/unit/runners/test_rows.py::"
 OF_INPUTS = "tests/unit/runners/test_inputs.py::"
 OF_KERNELS = "tests/unit/kernels/test_reference.py::"
-OF_ATTENTION = "tests/contract/test_attention.py::"
 OF_EXECUTOR = "tests/unit/worker/test_executor.py::"
 
 MUTANTS = [
@@ -84,21 +83,6 @@ MUTANTS = [
         old="counter[1] = position[:, None]",
         new="counter[1] = 0",
         test="tests/unit/kernels/test_random.py::test_each_part_of_the_key_gives_other_noise",
-    ),
-    # --- attention ---
-    Mutant(
-        name="a chunk's causal mask ignores its prefix",
-        file="hiserve/attention/cpu.py",
-        old=".triu_(kv_len - num_new + 1)",
-        new=".triu_(1)",
-        test=OF_ATTENTION + "test_one_row_alone",
-    ),
-    Mutant(
-        name="values of slots nobody owns are read",
-        file="hiserve/attention/reference.py",
-        old=".masked_fill_(self._unread[:, :, None, None], 0)",
-        new="",
-        test=OF_ATTENTION + "test_float64_stays_float64",
     ),
     # --- executor ---
     Mutant(

@@ -24,3 +24,9 @@ def test_a_prompt_without_a_prefix_is_never_gathered(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(CpuAttention, "_gather", None)
     case = Case(((0, 40), (0, 33)), adjacent=False)
     case.run(CpuAttention(case.shape))
+
+
+def test_a_tree_is_refused() -> None:
+    case = Case(((20, 3),), trees=True)
+    with pytest.raises(AssertionError, match="no tree masks"):
+        case.run(CpuAttention(case.shape))

@@ -1,0 +1,94 @@
+"""Which backend is opened for what, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.attention.backends import fitting_backends, open_attention
+from hiserve.attention.base import AttentionShape
+from hiserve.attention.cpu import CpuAttention
+from hiserve.attention.reference import ReferenceAttention
+from hiserve.errors import ConfigError
+
+SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)
+SINKS = (torch.zeros(8), None)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+
+
+def test_a_backend_is_opened_by_its_name() -> None:
+    assert isinstance(open_attention("cpu", SHAPE, CPU), CpuAttention)
+    assert isinstance(open_attention("reference", SHAPE, CPU), ReferenceAttention)
+
+
+@pytest.mark.usefixtures("all_installed")
+@pytest.mark.parametrize(
+    ("name", "device", "changes", "trees", "fact"),
+    [
+        ("flashinfer", CUDA, {"sinks": SINKS}, False, "has no attention sinks"),
+        ("flashinfer", CUDA, {"hides_first": True}, False, "has no hidden first positions"),
+        (
+            "flashinfer",
+            CUDA,
+            {"hides_first": True, "sinks": SINKS},
+            True,
+            "sinks and no hidden first .* and no tree masks",
+        ),
+        ("flashinfer", CUDA, {"head_dim": 80}, False, "has no heads of 80 elements, only of 64, 128, 256"),
+        ("flashinfer", CUDA, {"dtype": torch.float32}, False, "float32, only in bfloat16 and float16"),
+        ("flashinfer", CUDA, {"num_heads": 64}, False, "at most 16 query heads for each KV head; the model has 32"),
+        ("cpu", CUDA, {}, False, "does not run on cuda"),
+    ],
+)
+def test_a_refusal_names_the_fact_and_the_backend_that_would_do(
+    name: str, device: torch.device, changes: dict[str, Any], trees: bool, fact: str
+) -> None:
+    with pytest.raises(ConfigError, match=fact) as raised:
+        open_attention(name, dataclasses.replace(SHAPE, **changes), device, has_trees=trees)
+    assert raised.value.param == "attention_backend"
+    assert raised.value.message.endswith("--attention-backend triton.")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "trees", "fact"),
+    [
+        ("cpu", {"windows": (16, None)}, False, "has no sliding windows"),
+        ("cpu", {"sinks": SINKS}, False, "has no attention sinks"),
+        ("cpu", {"hides_first": True}, False, "has no hidden first positions"),
+        ("cpu", {}, True, "has no tree masks"),
+        ("triton", {}, False, "does not run on cpu"),
+        ("flashinfer", {}, False, "does not run on cpu"),
+    ],
+)
+def test_on_a_cpu_the_reference_does_what_the_fast_path_cannot(
+    name: str, changes: dict[str, Any], trees: bool, fact: str
+) -> None:
+    shape = dataclasses.replace(SHAPE, **changes)
+    with pytest.raises(ConfigError, match=fact) as raised:
+        open_attention(name, shape, CPU, has_trees=trees)
+    would_do = fitting_backends(shape, CPU, has_trees=trees)[0]
+    assert raised.value.message.endswith(f"--attention-backend {would_do}.")
+    assert would_do == ("cpu" if name != "cpu" else "reference")
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package flashinfer, which is not installed\. Use reference"):
+        open_attention("flashinfer", SHAPE, CUDA)
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_windows_that_no_layer_has_refuse_nothing() -> None:
+    shape = dataclasses.replace(SHAPE, windows=(None, None), sinks=(None, None))
+    assert fitting_backends(shape, CPU) == ("cpu", "reference")
+    assert fitting_backends(shape, CUDA, has_trees=True) == ("triton", "reference")
+    assert fitting_backends(shape, CUDA) == ("triton", "flashinfer", "reference")
