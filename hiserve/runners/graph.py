@@ -16,7 +16,7 @@ from hiserve.core.plan import BatchPlan
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.gate import FullGraphs
-from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
+from hiserve.runners.inputs import StepInputs, gather_inputs, uniform_columns
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Outcome, finish_step, record
 
@@ -32,7 +32,6 @@ class _Captured:
 
     Attributes:
         varying: int64 ``[2, rows]``: what changes between replays; see ``uniform_columns``.
-        columns: Around it.
         inputs: Written by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
         forward: From the columns to the logits.
@@ -42,7 +41,6 @@ class _Captured:
     """
 
     varying: Tensor
-    columns: Columns
     inputs: StepInputs
     logits: Tensor
     forward: Graph
@@ -130,26 +128,25 @@ class GraphRunner:
         varying = torch.zeros((2, num_rows), dtype=torch.int64, device=rows.device)
         columns = uniform_columns(varying, self._width, rows.max_len)
         attention = self._attention.captured(num_rows, self._width)
-        made: list[tuple[StepInputs, Tensor]] = []
+        inputs = gather_inputs(columns, rows)
+        attention.plan(inputs.forward)  # keeps these tensors, so all steps write into them
+        made: dict[str, Tensor] = {}
 
         def forward() -> None:
-            inputs = gather_inputs(columns, rows)
-            made[:] = [(inputs, self._model.forward(inputs.forward, self._layers, attention).logits)]
-
-        attention.plan(gather_inputs(columns, rows).forward)
-        forward()
-        expected = made[0][1].clone()
-        forward_graph = self._capture.record(forward)
-        inputs, logits = made[0]
-        drawn: list[Tensor] = []
+            gather_inputs(columns, rows, out=inputs)
+            made["logits"] = self._model.forward(inputs.forward, self._layers, attention).logits
 
         def greedy() -> None:
-            drawn[:] = [record(inputs, rows.ops.greedy(logits).view(num_rows, self._width), rows)]
+            drawn = rows.ops.greedy(made["logits"]).view(num_rows, self._width)
+            made["words"] = record(inputs, drawn, rows)
 
+        forward()
+        expected = made["logits"].clone()
         greedy()
+        forward_graph = self._capture.record(forward)
         greedy_graph = self._capture.record(greedy)
-        _check_replay(forward_graph, logits, expected)
-        return _Captured(varying, columns, inputs, logits, forward_graph, drawn[0], greedy_graph, attention)
+        _check_replay(forward_graph, made["logits"], expected)
+        return _Captured(varying, inputs, made["logits"], forward_graph, made["words"], greedy_graph, attention)
 
     def run(self, plan: BatchPlan, bucket: int) -> Outcome:
         """Replays the graphs of a bucket on the current stream.

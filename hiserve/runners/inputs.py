@@ -11,7 +11,7 @@ from torch import Tensor
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.upload import upload
-from hiserve.kernels.step_ops import StepColumns
+from hiserve.kernels.step_ops import StepColumns, StepMetadata
 from hiserve.runners.rows import DeviceRows
 
 
@@ -151,12 +151,20 @@ def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
     return gather_inputs(upload_columns(plan, rows), rows)
 
 
-def gather_inputs(columns: Columns, rows: DeviceRows) -> StepInputs:
-    """Gathers the step's tokens, positions, slots and page tables. Lengths are the device's own; nothing waits for them."""
+def gather_inputs(columns: Columns, rows: DeviceRows, out: StepInputs | None = None) -> StepInputs:
+    """Gathers the step's tokens, positions, slots and page tables. Lengths are the device's own; nothing waits for them.
+
+    Args:
+        columns: The plan.
+        rows: Unchanged.
+        out: Inputs of the same columns to write into, of which none are scored; None for new ones.
+    """
     step = columns.step
-    made = rows.ops.step_inputs(
-        step, rows.state, page_size=rows.page_size, width=-(-columns.max_kv_len // rows.page_size)
-    )
+    width = -(-columns.max_kv_len // rows.page_size)
+    if out is not None:
+        rows.ops.step_inputs(step, rows.state, page_size=rows.page_size, width=width, out=_metadata(out))
+        return out
+    made = rows.ops.step_inputs(step, rows.state, page_size=rows.page_size, width=width)
     return StepInputs(
         forward=ForwardInputs(
             input_ids=made.input_ids,
@@ -177,6 +185,18 @@ def gather_inputs(columns: Columns, rows: DeviceRows) -> StepInputs:
         sampling=columns.sampling,
         width=columns.width,
         scored_tokens=_next_tokens(columns, made.positions, rows) if columns.scored.shape[0] else None,
+    )
+
+
+def _metadata(inputs: StepInputs) -> StepMetadata:
+    forward = inputs.forward
+    return StepMetadata(
+        legal=inputs.legal,
+        kv_lens=forward.kv_lens,
+        page_table=forward.page_table,
+        input_ids=forward.input_ids,
+        positions=forward.positions,
+        slots=forward.slots,
     )
 
 

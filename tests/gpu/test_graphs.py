@@ -44,14 +44,14 @@ def engine(folder: Path, graphs: str, dtype: str = "bfloat16", widths: tuple[int
 
 @pytest.fixture(scope="module")
 def replayed(nano: Path) -> Iterator[Engine]:
-    subject = engine(nano, "decode")
+    subject = engine(nano, "decode", "float32")
     yield subject
     subject.executor.close()
 
 
 @pytest.fixture(scope="module")
 def eager(nano: Path) -> Iterator[Engine]:
-    subject = engine(nano, "off")
+    subject = engine(nano, "off", "float32")
     yield subject
     subject.executor.close()
 
@@ -95,6 +95,7 @@ def verdicts(subject: Engine) -> dict[str, int]:
 def test_replays_equal_eager_steps_around_every_bucket(
     replayed: Engine, eager: Engine, bucket: int, offset: int
 ) -> None:
+    """In float32: a padded batch is another shape, whose roundings in bfloat16 may choose another token."""
     num_rows = bucket + offset
     if not 1 <= num_rows <= MAX_ROWS:
         pytest.skip("no such batch")
@@ -102,11 +103,18 @@ def test_replays_equal_eager_steps_around_every_bucket(
     prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=bucket)
     tokens = generate(replayed, prompts, 6)
     assert verdicts(replayed)["replay/decode"] - before == 5
-    if offset == 0:
-        assert tokens == generate(eager, prompts, 6)
-    else:  # padded: another shape, so other roundings; the margin is that of the batch of the bucket's size
-        same = sum(tokens[row] == other for row, other in generate(eager, prompts, 6).items())
-        assert same >= 0.8 * num_rows
+    assert tokens == generate(eager, prompts, 6)
+
+
+@pytest.mark.parametrize("num_rows", BUCKETS)
+def test_replays_of_full_buckets_equal_eager_steps_bit_by_bit_in_bfloat16(nano: Path, num_rows: int) -> None:
+    prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=num_rows)
+    tokens = []
+    for graphs in ("off", "decode"):
+        subject = engine(nano, graphs)
+        tokens.append(generate(subject, prompts, 20, SAMPLED if num_rows == 4 else GREEDY))
+        subject.executor.close()
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -151,7 +159,7 @@ def test_padding_rows_write_only_the_sink(replayed: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def pieces(nano: Path) -> Iterator[Engine]:
-    subject = engine(nano, "all")
+    subject = engine(nano, "all", "float32")
     yield subject
     subject.executor.close()
 
@@ -186,7 +194,7 @@ def test_pieces_of_padded_buckets_and_mixed_steps_keep_float64_tokens(nano: Path
 @pytest.mark.parametrize("width", [2, 4])
 def test_verify_steps_accept_the_drafts_that_plain_decoding_would_emit(nano: Path, eager: Engine, width: int) -> None:
     """A proposer that knows the answer, and spoils every third draft."""
-    subject = engine(nano, "decode", widths=(1, width))
+    subject = engine(nano, "decode", "float32", widths=(1, width))
     prompts = prompts_of([20, 45, 33], seed=width)
     expected = generate(eager, prompts, 24)
     assert verify(subject, prompts, expected, width) == expected
