@@ -14,11 +14,19 @@ SEED = 20261121
 
 
 class Visits(Protocol):
-    """How conversations are visited: as in ``Sizes``."""
+    """How conversations are visited."""
 
-    group: int
-    turn_output: int
-    turns: int
+    @property
+    def group(self) -> int:
+        """Conversations at once."""
+
+    @property
+    def turn_output(self) -> int:
+        """Tokens generated in each turn."""
+
+    @property
+    def turns(self) -> int:
+        """Of each conversation."""
 
 
 @dataclass(frozen=True)

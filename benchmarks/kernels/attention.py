@@ -1,7 +1,7 @@
 """Attention backends beside each other and beside what the device can do, on the heads of Llama-8B.
 
-Usage: ``python -m benchmarks.kernels.attention OUT.json COMMIT [--tiny]``. Each case is planned once and timed alone:
-batches of one width as a graph over all layers, others by events, layer by layer. The limit is the longer of reading all
+Usage: ``python -m benchmarks.kernels.attention OUT.json COMMIT [--tiny]``. Batches of one width are timed as a graph over
+all layers, which could hold rows of ``GRAPH_MAX_LEN`` tokens, as those of the engine; others by events, layer by layer. The limit is the longer of reading all
 keys and values once at the rate of a copy, and of all products at the rate of a matrix product. Bars: Triton at least 0.8 of
 FlashInfer where a case says so. ``--tiny`` runs small cases on the CPU, as a test of this file.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from hiserve.core.groups import CacheGroupSpec
 
 SEED = 20261121
 PAGE_SIZE = 16
+GRAPH_MAX_LEN = 9216  # tokens of the longest row that a graph must do
 BAR = 0.8
 MAX_DIFFERENCE = 0.02  # of bfloat16 outputs, relative
 
@@ -86,9 +87,10 @@ class Batch:
         cached, new = (np.array(column, dtype=np.int32) for column in zip(*case.rows, strict=True))
         ends = cached + new
         counts = -(-ends // PAGE_SIZE)
-        table_ = np.zeros((len(ends), counts.max()), dtype=np.int32)
+        max_len = GRAPH_MAX_LEN if case.is_even and device == "cuda" else int(ends.max())
+        table_ = np.zeros((len(ends), -(-max_len // PAGE_SIZE)), dtype=np.int32)
         pages = rng.permutation(np.arange(1, num_pages, dtype=np.int32))[: counts.sum()]
-        table_[np.arange(counts.max()) < counts[:, None]] = pages
+        table_[np.arange(table_.shape[1]) < counts[:, None]] = pages
         rows = np.repeat(np.arange(len(ends)), new)
         indptr = np.concatenate(([0], new.cumsum()))
         positions = cached[rows] + np.arange(len(rows)) - indptr[rows]
@@ -108,7 +110,7 @@ class Batch:
             logits_rows=put(indptr[1:] - 1),
             q_lens=new,
             kv_bounds=ends,
-            max_kv_len=int(ends.max()),
+            max_kv_len=max_len,
         )
         self.layers: Sequence[LayerKV] = pool.layers("kv")
         self.q = torch.randn((len(rows), shape.num_heads, shape.head_dim), dtype=shape.dtype, device=device)
@@ -125,17 +127,13 @@ class Batch:
 def seconds(batch: Batch, attention: Attention, case: Case, num_layers: int, device: str) -> float:
     """Seconds of one layer."""
 
-    def layers(count: int) -> Callable[[], None]:
-        def work() -> None:
-            for layer in range(count):
-                batch.forward(attention, layer)
+    def step() -> None:
+        attention.plan(batch.inputs)
+        for layer in range(num_layers):
+            batch.forward(attention, layer)
 
-        return work
-
-    if device == "cuda" and case.is_even:
-        return median_s(device, recorded(layers(num_layers)), 20) / num_layers
-    count = min(4, num_layers)
-    return median_s(device, layers(count), 10) / count
+    is_graph = device == "cuda" and case.is_even
+    return median_s(device, recorded(step) if is_graph else step, 10) / num_layers
 
 
 def measure(case: Case, batch: Batch, shape: AttentionShape, names: Sequence[str], device: str) -> dict[str, Any]:
