@@ -63,6 +63,7 @@ class Columns:
         self.active = np.empty(0, dtype=np.int64)
         self._free = list(range(1, count))
         self._admissions = 0
+        self._num_scoring = 0  # rows with a ``score_end``
 
     @property
     def has_free_row(self) -> bool:
@@ -96,6 +97,7 @@ class Columns:
         self.num_top[row] = -1 if logprobs is None else logprobs
         last = request.num_prompt - 1
         self.score_end[row] = last if request.num_scored < last else 0
+        self._num_scoring += bool(self.score_end[row])
         if request.cached is not None:
             self.cached[row] = request.cached
         self.requests[row] = request
@@ -105,6 +107,8 @@ class Columns:
 
     def to_score(self, rows: NDArray[np.int64]) -> Int32Array:
         """Returns how many of the tokens that each row (int64 ``[n]``) computes next are scored: int32 ``[n]``."""
+        if not self._num_scoring:
+            return np.zeros(rows.size, dtype=np.int32)
         left: Int32Array = np.maximum(self.score_end[rows] - self.computed[rows], 0)
         return left
 
@@ -124,6 +128,7 @@ class Columns:
         assert receipt is not None
         private = self.page_table[row, self.num_published[row] : self.num_pages[row]].copy()
         self.admission[row] = 0
+        self._num_scoring -= bool(self.score_end[row])
         self.requests[row] = None
         self.receipts[row] = None
         self.active = self.active[self.active != row]

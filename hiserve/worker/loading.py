@@ -15,8 +15,9 @@ from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
 
 MAX_LOADS = 64  # under way at once; requests with more to load wait for their turn
-# Begun with one plan: bounds on what publishing costs a step. A store takes the planning thread as long as 100 pages.
-MAX_STORED_PAGES, MAX_STORES = 64, 4
+# Begun with one plan: bounds on what publishing costs a step. A store takes the planning thread as long as 100 pages,
+# so they are few while few nodes wait, and each takes more of what a row has published meanwhile.
+MAX_STORED_PAGES, MAX_STORES, NODES_PER_STORE = 64, 4, 128
 
 
 class Loading:
@@ -92,7 +93,8 @@ class Loading:
 
     def take(self) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan: loads, then stores."""
-        copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES, MAX_STORES))
+        num_stores = min(MAX_STORES, 1 + self._cache.num_to_store // NODES_PER_STORE)
+        copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES, num_stores))
         self._loads = []
         self._open |= {copy.op: copy for copy in copies}
         return copies

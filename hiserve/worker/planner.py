@@ -13,7 +13,7 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tiers import Tier
 from hiserve.config import StorePrefetch
 from hiserve.core.copies import CopyAck
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int32Array, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int32Array, RowAdmit, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
@@ -189,10 +189,13 @@ class Planner:
     def plan(self) -> BatchPlan | None:
         """Returns the next step, or None when no row can do anything now."""
         step_id = self._step_id + 1
-        running, share = self._plan_running()
+        rows, share = self._plan_running()
         budget, num_to_score = self._budget - int(share.num_new.sum()), MAX_SCORED_TOKENS - int(share.num_scored.sum())
-        admit, starting, chunks = self._admitter.plan(budget, num_to_score)
-        rows, share = decode_first(np.concatenate((running, starting)), share.join(chunks))
+        admit: list[RowAdmit] = []
+        if len(self._waiting):
+            admit, starting, chunks = self._admitter.plan(budget, num_to_score)
+            rows, share = np.concatenate((rows, starting)), share.join(chunks)
+        rows, share = decode_first(rows, share)
         waits: tuple[int, ...] = ()
         if not rows.size and self._overlaps_loads:
             rows, share, waits = self._plan_loading()

@@ -253,6 +253,11 @@ class CacheManager:
         """Whether ``begin_stores`` has anything to do."""
         return self.transfers.has_stores
 
+    @property
+    def num_to_store(self) -> int:
+        """Nodes that wait to be stored."""
+        return self.transfers.num_to_store
+
     def begin_stores(self, max_pages: int, max_copies: int = MANY_COPIES) -> list[PageCopy]:
         """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_stores``."""
         return self.transfers.begin_stores(max_pages, max_copies)
@@ -354,14 +359,15 @@ class CacheManager:
         return self.tree.split(node, node.num_pages - num_beyond) if num_beyond else node
 
     def _insert(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int) -> None:
-        node = receipt.node
+        hold = receipt.hold
+        node = hold.node
         is_chosen = self._stores_hits and node.is_queued  # what is new below it was not used twice
-        in_place = not is_chosen and node.priority == receipt.hold.priority
+        in_place = not is_chosen and node.priority == hold.priority
         end, _ = self.tree.extend(node, key, pages, in_place=in_place)
         if end is not node:
             end.num_locks = 1
-            end.priority = receipt.hold.priority
-            receipt.hold.node = end
+            end.priority = hold.priority
+            hold.node = end
             self.tiers.clock += 1
             self.holds.touch(end)
         end.written_step = step

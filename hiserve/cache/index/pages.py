@@ -95,9 +95,11 @@ class PageAllocator:
 
     def _hand_out(self, pages: Int32Array) -> Int32Array:
         """Numbers an allocation of pages that were free."""
-        end = self._num_taken + pages.size
-        self.owner[pages] = np.arange(self._num_taken, end) % MAX_OWNER + 1
-        self._num_taken = end
+        if self._num_taken + pages.size > MAX_OWNER:
+            self._num_taken = 0
+        first = self._num_taken + 1
+        self._num_taken += pages.size
+        self.owner[pages] = np.arange(first, first + pages.size)
         self.num_free -= pages.size
         return pages
 

@@ -60,6 +60,11 @@ class Transfers:
         host = self._tiers.host
         return bool(self._queue) and (host.num_available > 0 or host.pages.num_ready == host.pages.num_pages)
 
+    @property
+    def num_to_store(self) -> int:
+        """Nodes that wait to be stored; some may have left the tree."""
+        return len(self._queue)
+
     def enqueue(self, node: Node) -> None:
         """Wishes a node, and what is above it, on the host; where it is already, nothing happens."""
         if node.is_queued:

@@ -15,6 +15,20 @@ OF_COSTS = "tests/unit/worker/test_costs.py::"
 
 MUTANTS = [
     Mutant(
+        name="a plan begins one store however many nodes wait",
+        file="hiserve/worker/loading.py",
+        old="min(MAX_STORES, 1 + self._cache.num_to_store // NODES_PER_STORE)",
+        new="1",
+        test="tests/unit/worker/test_loading.py::test_the_more_nodes_wait_the_more_of_them_a_plan_stores[300-3]",
+    ),
+    Mutant(
+        name="rows that score are not counted when they are given back",
+        file="hiserve/worker/columns.py",
+        old="        self._num_scoring -= bool(self.score_end[row])\n",
+        new="        self._num_scoring = 0\n",
+        test="tests/unit/worker/test_planner_scores.py::test_a_new_request_scores_what_running_ones_leave",
+    ),
+    Mutant(
         name="a row that waits for its load joins the steps of others",
         file=LOADING,
         old="return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows",

@@ -236,6 +236,7 @@ def test_scored_prompts_share_what_a_step_may_score() -> None:
 def test_a_new_request_scores_what_running_ones_leave() -> None:
     steps = Steps(num_pages=800, max_len=800, budget=2000)
     first = steps.add(1, prompt(790, seed=1), max_tokens=2, prompt_logprobs=0)
+    steps.add(3, prompt(5), max_tokens=1)  # ends with the first step
     steps.step()
     second = steps.add(2, prompt(700, seed=2), max_tokens=2, prompt_logprobs=0)
     assert steps.step().num_scored.tolist() == [789 - 512, 2 * 512 - 789]
