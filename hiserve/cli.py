@@ -24,7 +24,7 @@ COMMANDS = {
     "generate": ("hiserve.commands.generate", "Generate for a batch of prompts, JSON lines out.", True),
     "bench": ("hiserve.commands.bench", "Measure a server under load, or the offline API.", True),
     "top": ("hiserve.commands.top", "Watch a running server: its cache tier by tier, copies, requests.", True),
-    "doctor": ("hiserve.commands.doctor", "Check this machine, one line for each thing that hiserve needs.", False),
+    "doctor": ("hiserve.commands.doctor", "Check this machine, one line for each thing that hiserve needs.", True),
     "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan.", False),
 }
 

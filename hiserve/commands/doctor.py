@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import resource
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -19,10 +20,11 @@ from rich.text import Text
 
 from hiserve import __version__
 from hiserve.cache.pools.host_segment import survey
+from hiserve.commands import doctor_graphs
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
-from hiserve.errors import HiserveError
+from hiserve.errors import ConfigError, HiserveError
 from hiserve.models.shapes import read_model
 
 LEAST_PYTHON = (3, 11)
@@ -85,8 +87,46 @@ class Package(msgspec.Struct, kw_only=True):
     is_missing: bool = False
 
 
-def run(config: Config) -> int:
-    """Prints every finding; returns 1 when one of them keeps hiserve from running with these settings."""
+class _Graphs(argparse.Action):
+    """Of the setting ``--graphs`` what the doctor makes: without a value too, it is told to look at graphs alone."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Takes the argument in."""
+        namespace.graphs, namespace.has_graphs = values, True
+
+
+def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Adds the settings of the engine, then the command's own arguments."""
+    add_settings(parser)
+    group = parser.add_argument_group("doctor", conflict_handler="resolve")  # in place of the setting
+    group.add_argument(
+        "--graphs",
+        action=_Graphs,
+        nargs="?",
+        dest="has_graphs",
+        default=False,
+        metavar="auto|off|decode|all",
+        help="Check instead whether steps are ready to be replayed as CUDA graphs.",
+    )
+    group.add_argument("--json", action="store_true", help="With --graphs: print JSON.")
+
+
+def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
+    """Prints every finding; returns 1 when one of them keeps hiserve from running with these settings.
+
+    Args:
+        config: As given.
+        has_graphs: Look at graphs alone.
+        json: Print that as JSON.
+
+    Raises:
+        ConfigError: JSON of what is a list for people.
+        HiserveError: With ``has_graphs``: the model cannot be read, or the configuration is not possible here.
+    """
+    if has_graphs:
+        return doctor_graphs.run(config, as_json=json)
+    if json:
+        raise ConfigError("--json goes with --graphs: hiserve doctor --graphs --json.", param="json")
     console = Console(highlight=False, soft_wrap=True)
     machine = probe()
     findings = [Finding("ok", "hiserve", __version__), _python(), *_packages(import_package, machine)]

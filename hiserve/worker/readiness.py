@@ -1,0 +1,256 @@
+"""Runs a step of every kind, eagerly and as graphs, and tells what keeps it from being ready for graphs.
+
+``python -m hiserve.worker.readiness`` reads a resolved ``Config`` as JSON and writes a ``GraphReport``.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.cache.pools.device import DevicePool
+from hiserve.config import Config
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, TableWrites
+from hiserve.core.request import SamplingParams
+from hiserve.messages.readiness import GraphReport, StepCheck
+from hiserve.messages.types import GateCounts
+from hiserve.models.attention import attention_shape
+from hiserve.models.config import ModelConfig
+from hiserve.models.decoder import Decoder, load_decoder
+from hiserve.models.shapes import read_model
+from hiserve.runners.rows import DeviceRows
+from hiserve.worker.executor import Executor
+from hiserve.worker.runners import make_runners
+
+PROMPT_LEN, WIDTH, CHUNK_LEN, MAX_LEN = 16, 4, 61, 128
+ROWS, LATE_ROW = (1, 2, 3, 4), 5
+NUM_WARM, NUM_STEADY = 2, 8
+MAX_DIFFERENCE = 0.05  # kernels of graphs may add up in another order; what is wrong is off by its own size
+
+
+class Part(NamedTuple):
+    """What a row does in a step: its first tokens are computed, some are known, the rest are drafts."""
+
+    computed: int
+    known: int
+    num_draft: int = 0
+
+    @property
+    def num_new(self) -> int:
+        """Tokens to compute."""
+        return self.known - self.computed + self.num_draft
+
+
+DECODING = Part(PROMPT_LEN, PROMPT_LEN + 1)
+# Batches that are exactly as large as a graph, so that eager steps compute the same shapes.
+STEPS: dict[str, dict[int, Part]] = {
+    "prefill": dict.fromkeys(ROWS, Part(0, PROMPT_LEN)),
+    "decode": dict.fromkeys(ROWS, DECODING),
+    "verify": dict.fromkeys(ROWS, DECODING._replace(num_draft=WIDTH - 1)),
+    "mixed": dict.fromkeys(ROWS[:-1], DECODING) | {LATE_ROW: Part(0, CHUNK_LEN)},
+}
+GRAPHS = {"prefill": "piecewise", "decode": "decode", "verify": "verify", "mixed": "piecewise"}
+WHOLE = ("decode", "verify")
+_ASKED, _GRABBED = "allocation.all.allocated", "num_device_alloc"  # counts of torch's allocator
+
+
+def check_graphs(config: Config) -> GraphReport:
+    """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        HiserveError: The model or the attention backend cannot be used.
+    """
+    folder, model_config = read_model(config.model)
+    device, dtype = config.model.device, config.model.dtype
+    load_format = config.model.load_format
+    model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=load_format, max_len=MAX_LEN)
+    eager = Subject(config, model, model_config, has_graphs=False)
+    checks = [eager.check(kind, eager) for kind in STEPS]
+    if device == "cpu":
+        eager.executor.close()
+        return GraphReport(device=device, num_nodes=0, checks=checks)
+    graphs = Subject(config, model, model_config, has_graphs=True)
+    checks += [graphs.check(kind, eager) for kind in STEPS]
+    for subject in (eager, graphs):
+        subject.executor.close()
+    return GraphReport(device=torch.cuda.get_device_name(), num_nodes=graphs.runners.num_nodes, checks=checks)
+
+
+class Subject:
+    """A pool, a few rows and an executor.
+
+    Args:
+        config: Resolved.
+        model: The decoder.
+        model_config: Its configuration.
+        has_graphs: Steps are replayed.
+
+    Attributes:
+        runners: Those of the executor.
+        executor: Runs steps.
+    """
+
+    def __init__(self, config: Config, model: Decoder, model_config: ModelConfig, *, has_graphs: bool) -> None:
+        dtype, page_size = config.model.dtype, config.cache.page_size
+        self._num_pages = -(-MAX_LEN // page_size)  # of each row
+        num_pages = 1 + LATE_ROW * self._num_pages
+        pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, config.model.device)
+        self._layers = pool.layers("kv")
+        self._rows = DeviceRows(LATE_ROW, MAX_LEN, page_size, num_pages, config.model.device)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(model_config.vocab_size, self._rows.tokens.shape, generator=generator)
+        self._prompts = prompts.to(self._rows.tokens)
+        self._host_prompts: Int32Array = prompts.to(torch.int32).numpy()
+        self._has_graphs = has_graphs
+        self.runners = make_runners(
+            msgspec.structs.replace(config.runner, graphs="all" if has_graphs else "off"),
+            model,
+            self._layers,
+            self._rows,
+            attention_shape(model_config, dtype=getattr(torch, dtype), page_size=page_size),
+            max_batched_tokens=len(ROWS) * PROMPT_LEN,
+            widths=(1, WIDTH),
+        )
+        self.executor = Executor(self.runners, self._rows)
+        self._step_id = 0
+
+    def check(self, kind: str, eager: Subject) -> StepCheck:
+        """Runs a step until it is warm, then once more under guard.
+
+        Args:
+            kind: Of ``STEPS``; those before it were checked.
+            eager: Has checked the same step; what is compared with, unless it is this one.
+        """
+        problems: list[str] = []
+        parts = STEPS[kind]
+        for _ in range(NUM_WARM):
+            self._run(parts)
+        before, grabbed = self.executor.gate_counts(), _num_grabbed(self._rows.device)
+        try:
+            result = self._run(parts, is_guarded=True)
+        except RuntimeError as error:
+            problems.append(f"does not run: {_place(error)}")
+            result = self._run(parts)
+        ran = _news(before, self.executor.gate_counts())
+        wanted = f"replay/{GRAPHS[kind]}" if self._has_graphs else "eager/graphs_off"
+        if ran != wanted:
+            problems.append(f"ran as {ran}, not as {wanted}")
+        if result.faults.size or (result.counts < 1).any():
+            problems.append(f"rows {result.faults} are at fault, counts are {result.counts}")
+        difference = 0.0 if self is eager else self._difference(eager, parts)
+        if not difference <= MAX_DIFFERENCE:
+            problems.append(f"differs from the eager step by {difference:.3f} of its largest value")
+        allocations = float(_num_grabbed(self._rows.device) - grabbed)
+        if self._has_graphs and kind in WHOLE:
+            allocations += self._num_allocated(parts)
+        if allocations:
+            problems.append(f"allocates memory {allocations:g} times in each step")
+        return StepCheck(kind=kind, ran=ran, allocations=allocations, difference=difference, problems=problems)
+
+    def _run(self, parts: Mapping[int, Part], *, is_guarded: bool = False) -> StepResult:
+        """Runs a step of rows that are admitted with it, over tokens that are always the same."""
+        self._rows.tokens.copy_(self._prompts)
+        if self._rows.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
+        plan = self._plan(parts, is_new=True)
+        if not is_guarded or self._rows.device.type == "cpu":
+            return self.executor.submit(plan).result()
+        with _no_sync():
+            return self.executor.submit(plan).result()
+
+    def _plan(self, parts: Mapping[int, Part], *, is_new: bool) -> BatchPlan:
+        """Plans a step; new rows are admitted with it, each with all the pages that it will ever need."""
+        self._step_id += 1
+        rows = np.array(list(parts), dtype=np.int32)
+        columns = np.array([(part.num_new, part.num_draft, part.computed) for part in parts.values()], dtype=np.int32)
+        num_new, num_draft, computed = columns.T
+        places = np.arange(rows.size * self._num_pages if is_new else 0, dtype=np.int32)
+        tables, indices = rows[places // self._num_pages], places % self._num_pages
+        pages = 1 + (tables - 1) * self._num_pages + indices
+        return BatchPlan(
+            step_id=self._step_id,
+            rows=rows,
+            num_new=num_new,
+            num_draft=num_draft,
+            samples=np.ones(rows.size, dtype=np.bool_),
+            num_scored=np.zeros_like(rows),
+            max_len=computed + num_new,
+            admit=tuple(self._admit(row, part) for row, part in parts.items()) if is_new else (),
+            table=TableWrites(tables, indices, pages, np.full_like(places, self._step_id)),
+        )
+
+    def _admit(self, row: int, part: Part) -> RowAdmit:
+        tokens = self._host_prompts[row, : part.known]
+        return RowAdmit(row, tokens, part.known, part.computed, SamplingParams(temperature=0.0, seed=0))
+
+    def _num_allocated(self, parts: Mapping[int, Part]) -> float:
+        """Goes on from a step, and returns how often each of the next ones asks the allocator for memory."""
+        parts, result = dict(parts), self._run(parts)
+        before = torch.cuda.memory_stats()[_ASKED]
+        for _ in range(NUM_STEADY):
+            for (row, part), count in zip(parts.items(), result.counts.tolist(), strict=True):
+                parts[row] = part._replace(computed=part.computed + count, known=part.known + count)
+            result = self.executor.submit(self._plan(parts, is_new=False)).result()
+        return float((torch.cuda.memory_stats()[_ASKED] - before) / NUM_STEADY)
+
+    def _difference(self, eager: Subject, parts: Mapping[int, Part]) -> float:
+        """Compares the keys and values that a step writes with the eager step's."""
+        ours, theirs = self._written(parts), eager._written(parts)
+        return float((ours - theirs).abs().max() / theirs.abs().max())
+
+    def _written(self, parts: Mapping[int, Part]) -> Tensor:
+        """Keys and values of a step's tokens, of all layers."""
+        page_size = self._rows.page_size
+        firsts = [page_size * (1 + (row - 1) * self._num_pages) + part.computed for row, part in parts.items()]
+        slots = [torch.arange(part.num_new) + first for first, part in zip(firsts, parts.values(), strict=True)]
+        places = torch.cat(slots).to(self._rows.device)
+        return torch.stack([plane.index_select(0, places).float() for kv in self._layers for plane in (kv.k, kv.v)])
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    """Makes whatever waits for the device raise instead."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _num_grabbed(device: torch.device) -> int:
+    """Returns how often the allocator has asked the driver for memory."""
+    return torch.cuda.memory_stats()[_GRABBED] if device.type == "cuda" else 0
+
+
+def _news(before: GateCounts, now: GateCounts) -> str:
+    """Returns the verdicts and reasons that came up since."""
+    return ", ".join(
+        f"{verdict}/{reason}"
+        for verdict, reasons in now.items()
+        for reason, count in reasons.items()
+        if count > before.get(verdict, {}).get(reason, 0)
+    )
+
+
+def _place(error: RuntimeError) -> str:
+    """Says where in the package it came from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hiserve" in Path(frame.filename).parts]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].line}" if frames else "elsewhere"
+    return f"{where} ({str(error).splitlines()[0]})"
+
+
+if __name__ == "__main__":
+    report = check_graphs(msgspec.json.decode(sys.stdin.buffer.read(), type=Config))
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")

@@ -1,0 +1,110 @@
+"""Guards of the readiness check: what the scan sees, what a step is compared with, what is counted of the gate."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+SCAN = "hiserve/commands/graph_scan.py"
+DOCTOR = "hiserve/commands/doctor_graphs.py"
+READINESS = "hiserve/worker/readiness.py"
+METRICS = "hiserve/server/metrics.py"
+OF_SCAN = "tests/unit/test_graph_scan.py::"
+OF_CAUGHT = OF_SCAN + "test_each_pattern_is_caught"
+OF_HARMLESS = OF_SCAN + "test_what_does_no_harm_is_not_caught"
+OF_EXCEPTION = OF_SCAN + "test_an_exception_covers_its_function_and_pattern_alone_and_is_told_when_it_covers_nothing"
+OF_DOCTOR = "tests/unit/commands/test_doctor_graphs.py::test_it_is_ready_when_neither_the_code_nor_a_step_is_wrong"
+OF_READINESS = "tests/unit/worker/test_readiness.py::"
+
+MUTANTS = [
+    Mutant(
+        name="a mask in a name is not seen",
+        file=SCAN,
+        old="return node.id in self._masks",
+        new="return False",
+        test=OF_CAUGHT,
+    ),
+    Mutant(
+        name="a tensor that the function makes itself is not known for one",
+        file=SCAN,
+        old="            if isinstance(target, ast.Name) and self._is_tensor(node.value):",
+        new="            if False:",
+        test=OF_CAUGHT,
+    ),
+    Mutant(
+        name="what torch tells the host counts as a tensor",
+        file=SCAN,
+        old='and not _HOST_MODULES & set(ast.unparse(function).split("."))',
+        new="",
+        test=OF_HARMLESS,
+    ),
+    Mutant(
+        name="a comparison with None counts as a tensor",
+        file=SCAN,
+        old="return is_value and any(",
+        new="return any(",
+        test=OF_HARMLESS,
+    ),
+    Mutant(
+        name="kernels are read like host code",
+        file=SCAN,
+        old="and not any(map(_is_jit, node.decorator_list))",
+        new="",
+        test=OF_SCAN + "test_findings_name_the_innermost_function_and_kernels_are_left_out",
+    ),
+    Mutant(
+        name="an exception covers all of its file",
+        file=SCAN,
+        old="fnmatchcase(finding.function, self.function)",
+        new="True",
+        test=OF_EXCEPTION,
+    ),
+    Mutant(
+        name="an exception that covers nothing stays",
+        file=SCAN,
+        old="if not any(map(each.covers, excused))]",
+        new="if False]",
+        test=OF_EXCEPTION,
+    ),
+    Mutant(
+        name="steps that could not be run are no reason to worry",
+        file=DOCTOR,
+        old="found.violations or found.idle or is_broken or has_problems",
+        new="found.violations or found.idle or has_problems",
+        test=OF_DOCTOR,
+    ),
+    Mutant(
+        name="problems of a step are no reason to worry",
+        file=DOCTOR,
+        old="found.violations or found.idle or is_broken or has_problems",
+        new="found.violations or found.idle or is_broken",
+        test=OF_DOCTOR,
+    ),
+    Mutant(
+        name="not a number is no difference",
+        file=READINESS,
+        old="if not difference <= MAX_DIFFERENCE:",
+        new="if difference > MAX_DIFFERENCE:",
+        test=OF_READINESS + "test_values_that_differ_are_told",
+    ),
+    Mutant(
+        name="a step that should be replayed may run eagerly",
+        file=READINESS,
+        old="if ran != wanted:",
+        new="if False:",
+        test=OF_READINESS + "test_a_step_that_ran_otherwise_than_it_should_is_told",
+    ),
+    Mutant(
+        name="a step at fault is ready",
+        file=READINESS,
+        old="if result.faults.size or (result.counts < 1).any():",
+        new="if False:",
+        test=OF_READINESS + "test_a_step_that_waits_for_the_device_or_faults_is_told",
+    ),
+    Mutant(
+        name="verdicts count again from nothing at each look",
+        file=METRICS,
+        old="inc(max(0, count - old))",
+        new="inc(count)",
+        test="tests/unit/server/test_metrics.py::test_verdicts_of_the_gate_are_counted_by_reason_and_never_fall",
+    ),
+]

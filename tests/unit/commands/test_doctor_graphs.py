@@ -1,0 +1,92 @@
+"""``hiserve doctor --graphs``: what it prints, and when it says that something is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from rich.text import Text
+
+from hiserve import cli
+from hiserve.commands import doctor_graphs
+from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
+from hiserve.commands.graph_scan import Allowed, Finding, Scan
+from hiserve.config import make_config
+from hiserve.core.machine import probe
+from hiserve.core.resolve import resolve
+from hiserve.messages.readiness import GraphReport, StepCheck
+from hiserve.models.shapes import read_model
+
+ON_CUDA, ON_CPU = make_config(device="cuda"), make_config(device="cpu")
+CLEAN = Scan([], [Finding("runners/x.py", 3, "f", ".cpu()", "x.cpu()")], [])
+READY = StepCheck(kind="decode", ran="replay/decode", allocations=0.0, difference=0.001, problems=[])
+LATE = msgspec.structs.replace(READY, kind="mixed", ran="eager/width", problems=["ran as eager/width"])
+
+
+def report(*checks: StepCheck) -> GraphReport:
+    return GraphReport(device="a GPU", num_nodes=7, checks=list(checks))
+
+
+def test_a_machine_without_a_gpu_reads_the_code_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--graphs"]) == 0
+    code, steps = capsys.readouterr().out.splitlines()
+    assert code.startswith("ok   code") and "waits for nothing" in code
+    assert steps.startswith("note steps") and "CPU" in steps
+
+
+def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--graphs", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["is_ready"] and answer["report"] is None and answer["num_exceptions"] > 0
+    assert answer["violations"] == answer["idle_exceptions"] == []
+
+
+def test_the_settings_graphs_is_read_too_and_json_is_of_graphs_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--graphs", "some"]) == 1
+    assert cli.main(["doctor", "--graphs", "decode", "--device", "cpu"]) == 1
+    assert cli.main(["doctor", "--json"]) == 1
+    some, cpu, alone = capsys.readouterr().err.splitlines()
+    assert "give one of auto, off, decode, all" in some
+    assert "--graphs is decode" in cpu
+    assert "hiserve doctor --graphs --json" in alone
+
+
+@pytest.mark.parametrize(
+    ("found", "told", "is_ready"),
+    [
+        (CLEAN, report(READY), True),
+        (CLEAN, report(READY, LATE), False),
+        (CLEAN, "no kernel image", False),
+        (CLEAN._replace(violations=CLEAN.excused), report(READY), False),
+        (CLEAN._replace(idle=[Allowed("runners/x.py", "g", "*", "of a test")]), report(READY), False),
+    ],
+)
+def test_it_is_ready_when_neither_the_code_nor_a_step_is_wrong(
+    found: Scan, told: GraphReport | str, is_ready: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = judge(found, ON_CUDA, lambda config: told)
+    assert answer.is_ready == is_ready
+    doctor_graphs._show(answer, found)
+    out = Text.from_ansi(capsys.readouterr().out).plain
+    assert ("fail" in out) == (not is_ready)
+    assert msgspec.json.decode(msgspec.json.encode(answer), type=Answer) == answer
+
+
+def test_on_the_cpu_nothing_is_run() -> None:
+    def run_steps(config: object) -> GraphReport:
+        raise AssertionError("there is no GPU")
+
+    answer = judge(CLEAN, ON_CPU, run_steps)
+    assert answer.is_ready and answer.not_run
+
+
+def test_steps_run_in_another_process_and_what_it_dies_of_is_told() -> None:
+    resolved = resolve(ON_CPU, read_model(ON_CPU.model)[1].facts(), probe()).config
+    told = run_on_device(resolved)
+    assert isinstance(told, GraphReport)
+    assert [(check.kind, check.problems) for check in told.checks] == [
+        (kind, []) for kind in ("prefill", "decode", "verify", "mixed")
+    ]
+    broken = msgspec.structs.replace(resolved, model=msgspec.structs.replace(resolved.model, model="/no/such/folder"))
+    assert "/no/such/folder" in str(run_on_device(broken))
