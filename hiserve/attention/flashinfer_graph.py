@@ -80,7 +80,7 @@ class PageList:
 class GraphAttention:
     """Rows of one width in a graph: addresses and grids stay, and a schedule is copied in before each replay.
 
-    A plan made while the graph is captured binds its tensors, from which the graph itself lists the pages.
+    The graph itself lists the pages, from the tensors of the plan, which it may have filled just before.
 
     Args:
         shape: Of the model.
@@ -103,7 +103,7 @@ class GraphAttention:
         )
         self._last_page_len = torch.ones(num_rows, dtype=torch.int32, device=workspace.device)
         self._rows: Mapping[int | None, Rows] = {}
-        self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
+        self._inputs: ForwardInputs | None = None
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def captured(self, num_rows: int, width: int) -> Attention:
@@ -114,9 +114,7 @@ class GraphAttention:
     def plan(self, inputs: ForwardInputs) -> None:
         """Schedules the rows."""
         assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"
-        self._unlisted = inputs
-        if torch.cuda.is_current_stream_capturing():
-            return
+        self._inputs = inputs
         if not self._rows:
             self._make(inputs.page_table.shape[1])
         lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
@@ -130,10 +128,10 @@ class GraphAttention:
         self._copied.record()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
-        """Attends; the first call after a plan lists the pages for all layers."""
-        if self._unlisted is not None:
-            self._pages.fill(self._unlisted)
-            self._unlisted = None
+        """Attends; the first layer lists the pages for all."""
+        assert self._inputs is not None, "forward before plan"
+        if layer == 0:
+            self._pages.fill(self._inputs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         self._rows[window_of(self._shape, layer)].attend(q, k, v, as_pages(kv, self._shape), out)
         return out

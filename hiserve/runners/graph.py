@@ -129,7 +129,9 @@ class GraphRunner:
         columns = uniform_columns(varying, self._width, rows.max_len)
         attention = self._attention.captured(num_rows, self._width)
         inputs = gather_inputs(columns, rows)
-        attention.plan(inputs.forward)  # keeps these tensors, so all steps write into them
+        # It keeps these tensors, so all steps write into them. Every row pads the batch here: exact lengths are those.
+        bounds = inputs.forward.q_lens if attention.needs_host_lengths else inputs.forward.kv_bounds
+        attention.plan(replace(inputs.forward, kv_bounds=bounds))
         made: dict[str, Tensor] = {}
 
         def forward() -> None:
