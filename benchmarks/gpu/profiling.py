@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.drive import Drive
+from benchmarks.gpu.clock import clocked
 from benchmarks.gpu.driving import Bench, Part, decode
-from benchmarks.gpu.sizes import DecodeCase
+from benchmarks.gpu.sizes import LARGE, DecodeCase
 
 NUM_STEPS = 5
 NUM_TOP = 14
@@ -25,26 +27,37 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def measure_profile(bench: Bench, shape: str) -> Part:
-    """Profiles steady decoding of the fewest and the most rows, at the shortest context."""
+    """Profiles steady decoding of the fewest and the most rows, at the shortest context; then steps of long prompts."""
     part, drive = Part(), bench.engine(shape)
     context = min(case.context for case in bench.sizes.decode if case.shape == shape)
     cases = [case for case in bench.sizes.decode if case.shape == shape and case.context == context]
     for rows in sorted({max(map(rows_of, cases)), min(map(rows_of, cases))}, reverse=True):
         name = f"{shape}, {rows} x {context}"
         found: dict[str, Any] = {}
-
-        def during(step: Callable[[], None], found: dict[str, Any] = found) -> None:
-            with timed_calls(drive) as calls:
-                for _ in range(bench.sizes.steps):
-                    step()
-            found["host_us"] = {call: 1e6 * statistics.median(seconds) for call, seconds in calls.items() if seconds}
-            found["device"] = profiled(step) if torch.cuda.is_available() else {}
-
-        pace = decode(bench, drive, rows, context, during=during)
-        found["step_us"] = 1e6 * statistics.median(pace.step_s[: bench.sizes.steps])
+        decode(bench, drive, rows, context, during=partial(watch, bench, drive, found, bench.sizes.steps))
+        part.samples[name] = found
+        part.notes += lines(name, found)
+    if shape == LARGE:
+        num_prompts, length = bench.sizes.prefill
+        name, found = f"{shape}, prefill {num_prompts} x {length}", {}
+        drive.engine.flush()
+        prompts = [drive.add(bench.prompt(drive, length), 1) for _ in range(num_prompts)]
+        watch(bench, drive, found, 2, drive.step)  # few: the largest budget leaves eight steps
+        drive.finish(*prompts)
         part.samples[name] = found
         part.notes += lines(name, found)
     return part
+
+
+def watch(bench: Bench, drive: Drive, found: dict[str, Any], num_steps: int, step: Callable[[], None]) -> None:
+    """Times the calls of some steps; on a CUDA device profiles some more of them."""
+    seconds = []
+    with timed_calls(drive) as calls:
+        for _ in range(num_steps):
+            seconds.append(clocked(step))
+    found["step_us"] = 1e6 * statistics.median(seconds)
+    found["host_us"] = {call: 1e6 * statistics.median(times) for call, times in calls.items() if times}
+    found["device"] = profiled(step) if bench.sizes.settings["device"] == "cuda" else {}
 
 
 def rows_of(case: DecodeCase) -> int:
