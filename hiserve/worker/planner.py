@@ -188,7 +188,6 @@ class Planner:
 
     def plan(self) -> BatchPlan | None:
         """Returns the next step, or None when no row can do anything now."""
-        step_id = self._step_id + 1
         rows, share = self._plan_running()
         budget, num_to_score = self._budget - int(share.num_new.sum()), MAX_SCORED_TOKENS - int(share.num_scored.sum())
         admit: list[RowAdmit] = []
@@ -203,13 +202,13 @@ class Planner:
         lookups, exchanged = self._prefetches.take()
         if not (rows.size or copies or lookups or exchanged):
             return None
-        self._step_id = step_id
+        self._step_id += 1
         columns = self._rows
         computed = columns.computed[rows] + share.num_new
         columns.computed[rows] = computed
         columns.pending[rows] += share.samples + share.num_draft
         plan = BatchPlan(
-            step_id=step_id,
+            step_id=self._step_id,
             rows=rows.astype(np.int32),
             num_new=share.num_new,
             num_draft=share.num_draft,
@@ -226,7 +225,7 @@ class Planner:
             relocation_version=self._cache.versions.relocation_version,
         )
         self._released = []
-        self._cache.begin_after(step_id)
+        self._cache.begin_after(self._step_id)
         self._costs.begin_step(rows.size, plan.num_tokens)
         self._in_flight.append(_InFlight(plan, rows, columns.admission[rows]))
         return plan
@@ -257,8 +256,8 @@ class Planner:
         """Lets rows start whose loads are under way, nobody else having anything to do: their forward waits for them."""
         rows = self._loading.waiting_rows()
         share = self._share(rows, max_draft=0)
-        fits = self._tables.grow(rows, share.num_new)
-        assert fits, f"rows {rows} wait for loads without pages for {share.num_new} tokens"
+        if not self._tables.grow(rows, share.num_new):  # stores, or drafts in flight, still hold what was promised
+            rows, share = rows[:0], share.pick(rows[:0])
         rows, share = decode_first(rows, share)
         return rows, share, self._loading.start(rows)
 

@@ -168,14 +168,14 @@ MUTANTS = [
     Mutant(
         name="new pages take over the priority of the leaf they grow",
         file=MANAGER,
-        old=" and node.priority == receipt.hold.priority",
+        old=" and node.priority == hold.priority",
         new="",
         test=MACHINE,
     ),
     Mutant(
         name="new pages have no priority",
         file=MANAGER,
-        old="            end.priority = receipt.hold.priority\n",
+        old="            end.priority = hold.priority\n",
         new="",
         test=MACHINE + " " + TRACE,
     ),

@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         name="two allocations get the same number",
         file=PAGES,
-        old="        self._num_taken = end\n",
+        old="        self._num_taken += pages.size\n",
         new="",
         test=OF_PAGES + "test_each_allocation_of_a_page_has_a_number_of_its_own",
     ),

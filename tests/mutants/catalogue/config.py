@@ -18,6 +18,34 @@ SECTIONS = "hiserve/config/sections.py"
 
 MUTANTS = [
     Mutant(
+        name="graphs are captured on cpu",
+        file="hiserve/core/resolve.py",
+        old='if on_cpu and graphs != "off":',
+        new="if False:",
+        test="tests/unit/core/test_resolve.py::test_what_does_not_fit_names_what_to_change[graphs on cpu]",
+    ),
+    Mutant(
+        name="Triton attends on cpu",
+        file="hiserve/core/resolve.py",
+        old='if on_cpu and backend in ("triton", "flashinfer"):',
+        new='if on_cpu and backend == "flashinfer":',
+        test="tests/unit/core/test_resolve.py::test_what_does_not_fit_names_what_to_change[triton on cpu]",
+    ),
+    Mutant(
+        name="the pool takes what a step needs",
+        file="hiserve/core/resolve.py",
+        old="else max(0, room - needed)",
+        new="else room",
+        test="tests/unit/core/test_resolve.py::test_on_cuda_the_pool_takes_what_a_step_leaves",
+    ),
+    Mutant(
+        name="larger steps need no more memory",
+        file="hiserve/core/step_memory.py",
+        old='"activations of the largest step": max_tokens *',
+        new='"activations of the largest step": 2048 *',
+        test="tests/unit/core/test_resolve.py::test_on_cuda_the_pool_takes_what_a_step_leaves",
+    ),
+    Mutant(
         name="True is the number 1",
         file=CONFIG,
         old="if number is None or isinstance(value, bool) or math.isnan(number):",

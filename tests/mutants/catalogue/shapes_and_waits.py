@@ -48,8 +48,8 @@ MUTANTS = [
     Mutant(
         name="staging memory is not planned for",
         file="hiserve/core/resolve.py",
-        old="config.cache.host_cache_gib == 0 else max(STAGING_BYTES, 4 * page)",
-        new="config.cache.host_cache_gib == 0 else 0",
+        old='items["staging of host pages"] = max(STAGING_BYTES, 4 * page)',
+        new="pass",
         test="tests/unit/core/test_resolve.py::"
         "test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_through_the_device",
     ),

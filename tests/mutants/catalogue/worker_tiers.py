@@ -22,6 +22,13 @@ MUTANTS = [
         test="tests/unit/worker/test_loading.py::test_the_more_nodes_wait_the_more_of_them_a_plan_stores[300-3]",
     ),
     Mutant(
+        name="rows start behind their loads without pages for it",
+        file="hiserve/worker/planner.py",
+        old="        if not self._tables.grow(rows, share.num_new):  # stores",
+        new="        if self._tables.grow(rows, share.num_new) is None:  # stores",
+        test="tests/invariants/test_planner_tiers.py::test_random_workloads_over_both_tiers_match_the_oracle[2-True-write_through]",
+    ),
+    Mutant(
         name="rows that score are not counted when they are given back",
         file="hiserve/worker/columns.py",
         old="        self._num_scoring -= bool(self.score_end[row])\n",
