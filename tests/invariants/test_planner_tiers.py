@@ -54,6 +54,7 @@ def test_random_workloads_over_both_tiers_match_the_oracle(
         stats, host = done.engine.stats(), done.executor.host
         assert host is not None
         assert not done.failed
+        assert not stats.stale_rows  # whoever ran had its pages
         seen += Counter(
             loaded=stats.cache.loads.num_fulfilled,
             stored=stats.cache.stores.num_fulfilled,
