@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 CANARY = "hiserve/runners/canary.py"
-EXECUTOR = "hiserve/worker/executor.py"
+DISPATCH = "hiserve/runners/dispatch.py"
 LOADING = "hiserve/worker/loading.py"
 OF_CANARY = "tests/unit/runners/test_canary.py::"
 OF_ENGINE = "tests/e2e/test_canary.py::"
@@ -49,14 +49,14 @@ MUTANTS = [
     ),
     Mutant(
         name="prefixes are read unchecked",
-        file=EXECUTOR,
+        file=DISPATCH,
         old="            self._canary.verify(plan, inputs)\n",
         new="",
         test=OF_ENGINE + "test_a_garbled_device_page_stops_the_engine",
     ),
     Mutant(
         name="slots are not marked",
-        file=EXECUTOR,
+        file=DISPATCH,
         old="            self._canary.write(forward)\n",
         new="",
         test=OF_ENGINE + "test_a_page_of_each_tier_passes",

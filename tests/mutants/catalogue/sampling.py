@@ -10,7 +10,7 @@ SAMPLER = "hiserve/sampling/sampler.py"
 LOGPROBS = "hiserve/sampling/logprobs.py"
 KERNELS = "hiserve/kernels/sampling.py"
 INPUTS = "hiserve/runners/inputs.py"
-EXECUTOR = "hiserve/worker/executor.py"
+STEP = "hiserve/runners/step.py"
 OF_SAMPLER = "tests/unit/sampling/test_sampler.py::"
 OF_PARAMS = "tests/unit/sampling/test_params.py::"
 RULES = "tests/unit/sampling/test_reference.py::test_scores_less_their_noise_are_what_the_rules_say"
@@ -173,13 +173,13 @@ MUTANTS = [
     Mutant(
         name="prompt scores are shifted by one",
         file=INPUTS,
-        old="(flat.index_select(0, scored) + 1)",
-        new="flat.index_select(0, scored)",
+        old="positions.index_select(0, columns.scored) + 1",
+        new="positions.index_select(0, columns.scored)",
         test=OF_SCORES + "test_scores_are_those_of_transformers",
     ),
     Mutant(
         name="prompt scores come from the logits of sampling rows",
-        file=EXECUTOR,
+        file=STEP,
         old="pack_scores(scored_logits, inputs",
         new="pack_scores(logits[: scored_logits.shape[0]], inputs",
         test=OF_SCORES + "test_scores_are_those_of_transformers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SHAPES = "hiserve/models/shapes.py"
-EXECUTOR = "hiserve/worker/executor.py"
+DISPATCH = "hiserve/runners/dispatch.py"
 OF_SHAPES = "tests/unit/models/test_shapes.py::"
 OF_EAGER = "tests/unit/runners/test_eager.py::"
 
@@ -62,9 +62,9 @@ MUTANTS = [
     ),
     Mutant(
         name="a forward does not wait for its loads",
-        file=EXECUTOR,
-        old="return replace(inputs, before_layer=partial(self._copier.wait, loads))",
-        new="return inputs",
+        file=DISPATCH,
+        old="forward = replace(forward, before_layer=wait)",
+        new="pass",
         test=OF_EAGER + "test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others",
     ),
     Mutant(
