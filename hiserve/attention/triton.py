@@ -9,37 +9,33 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.kernels.attention_decode import MAX_TOKENS, choose_num_splits, decode
+from hiserve.kernels.attention_decode import MAX_TOKENS, decode
 from hiserve.kernels.attention_extend import extend
+from hiserve.kernels.attention_schedule import Rows, Schedule, choose_num_extra, schedule, tile_for
 
 _SMS_OF_THE_INTERPRETER = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rows:
-    """Some adjacent rows of the step; tensors are views of the step's.
+class _Others:
+    """Rows behind those of one small width.
 
     Attributes:
-        num_tokens: Tokens of these rows.
-        qo_indptr: Counts from the first token of the step.
-        kv_lens: As in the step.
-        page_table: As in the step.
-        max_q_len: Most tokens of one row.
+        rows: Views of the step's; ``qo_indptr`` counts from the first token of the step.
         has_fresh: There are rows that have no prefix.
         has_prefixed: There may be rows that have one.
     """
 
-    num_tokens: int
-    qo_indptr: Tensor
-    kv_lens: Tensor
-    page_table: Tensor
-    max_q_len: int
+    rows: Rows
     has_fresh: bool
     has_prefixed: bool
 
 
 class TritonAttention:
     """Reads lengths on the device; of the host's it uses only how many tokens rows have.
+
+    The first layer of each window splits the rows of one small width for the layers behind it. So a graph splits them anew
+    in each replay, by the lengths that its tensors hold then.
 
     Args:
         shape: Of the model.
@@ -49,10 +45,14 @@ class TritonAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
+        self._tile = tile_for(shape.head_dim, shape.dtype)
+        self._splits_at = {shape.windows.index(window) for window in shape.windows} or {0}
         self._tree_mask: Tensor | None = None
-        self._even: _Rows | None = None
-        self._others: _Rows | None = None
-        self._num_splits = 1
+        self._even: Rows | None = None
+        self._others: _Others | None = None
+        self._num_even = 0
+        self._num_extra = 1
+        self._schedules: dict[int | None, Schedule] = {}
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns itself: for rows of one small width, launches depend on nothing but the arguments."""
@@ -60,56 +60,52 @@ class TritonAttention:
         return self
 
     def plan(self, inputs: ForwardInputs) -> None:
-        """Decides which kernel computes which rows, and into how many parts rows are split."""
+        """Decides which kernel computes which rows."""
         q_lens, width = inputs.q_lens, int(inputs.q_lens[0])
         num_even = 0
         if width <= MAX_TOKENS:
             differs = q_lens != width
             num_even = int(differs.argmax()) if differs.any() else len(q_lens)
         self._tree_mask = inputs.tree_mask
-        self._even = _cut(inputs, 0, num_even) if num_even else None
-        self._others = _cut(inputs, num_even, len(q_lens)) if num_even < len(q_lens) else None
-        self._num_splits = choose_num_splits(
-            max(1, num_even),
-            width,
-            inputs.max_kv_len,
-            (self._shape.num_heads, self._shape.num_kv_heads),
-            _num_sms(inputs),
-        )
+        self._schedules = {}
+        self._even = self._others = None
+        if num_even:
+            self._even, self._num_even = _cut(inputs, 0, num_even), num_even * width
+            heads = (self._shape.num_heads, self._shape.num_kv_heads)
+            self._num_extra = choose_num_extra(self._even, heads, _num_sms(inputs), self._tile.num_keys)
+        if num_even < len(q_lens):
+            new, bounds = q_lens[num_even:], inputs.kv_bounds[num_even:]
+            rows = _cut(inputs, num_even, len(q_lens))
+            self._others = _Others(rows, has_fresh=bool((bounds == new).any()), has_prefixed=bool((bounds > new).any()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
-        """Attends in one or two launches for each kind of rows."""
+        """Attends in at most three launches for each kind of rows."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        shape, rows = self._shape, self._even
+        shape = self._shape
         window = shape.windows[layer] if shape.windows else None
         sinks = shape.sinks[layer] if shape.sinks else None
-        if rows is not None:
+        if self._even is not None:
             decode(
-                q[: rows.num_tokens],
+                q[: self._num_even],
                 kv,
-                rows.qo_indptr,
-                rows.kv_lens,
-                rows.page_table,
-                max_q_len=rows.max_q_len,
+                self._even,
+                self._schedule(self._even, window, layer),
                 page_size=shape.page_size,
                 scale=shape.head_dim**-0.5,
-                num_splits=self._num_splits,
-                out=out[: rows.num_tokens],
-                window=window,
+                out=out[: self._num_even],
                 sinks=sinks,
-                hides_first=shape.hides_first,
                 tree_mask=self._tree_mask,
             )
-        if (rows := self._others) is not None:
+        if (others := self._others) is not None:
             extend(
                 q,
                 k,
                 v,
                 kv,
-                rows.qo_indptr,
-                rows.kv_lens,
-                rows.page_table,
-                max_q_len=rows.max_q_len,
+                others.rows.qo_indptr,
+                others.rows.kv_lens,
+                others.rows.page_table,
+                max_q_len=others.rows.max_q_len,
                 page_size=shape.page_size,
                 scale=shape.head_dim**-0.5,
                 out=out,
@@ -117,22 +113,26 @@ class TritonAttention:
                 sinks=sinks,
                 hides_first=shape.hides_first,
                 tree_mask=self._tree_mask,
-                has_fresh=rows.has_fresh,
-                has_prefixed=rows.has_prefixed,
+                has_fresh=others.has_fresh,
+                has_prefixed=others.has_prefixed,
             )
         return out
 
+    def _schedule(self, rows: Rows, window: int | None, layer: int) -> Schedule:
+        if layer in self._splits_at or window not in self._schedules:
+            hides_first = self._shape.hides_first
+            made = schedule(rows, self._num_extra, self._tile, window=window, hides_first=hides_first)
+            self._schedules[window] = made
+        return self._schedules[window]
 
-def _cut(inputs: ForwardInputs, first: int, end: int) -> _Rows:
-    q_lens, kv_bounds = inputs.q_lens[first:end], inputs.kv_bounds[first:end]
-    return _Rows(
-        num_tokens=int(q_lens.sum()),
+
+def _cut(inputs: ForwardInputs, first: int, end: int) -> Rows:
+    return Rows(
         qo_indptr=inputs.qo_indptr[first : end + 1],
         kv_lens=inputs.kv_lens[first:end],
         page_table=inputs.page_table[first:end],
-        max_q_len=int(q_lens.max()),
-        has_fresh=bool((kv_bounds == q_lens).any()),
-        has_prefixed=bool((kv_bounds > q_lens).any()),
+        max_q_len=int(inputs.q_lens[first:end].max()),
+        max_kv_len=inputs.max_kv_len,
     )
 
 
