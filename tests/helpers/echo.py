@@ -187,6 +187,10 @@ class EchoExecutor:
         counts, tokens, faults = [], [], []
         for i, row in enumerate(plan.rows.tolist()):
             start = int(self.computed[row])
+            planned = self.entry_owner[row, : -(-int(plan.max_len[i]) // self.page_size)]
+            assert self.known[row] == 0 or (planned >= 0).all(), (
+                f"row {row} has not the pages for {plan.max_len[i]} tokens"
+            )
             emitted = self._row(row, int(plan.num_new[i]), int(plan.num_draft[i]), bool(plan.samples[i]))
             if emitted is None:
                 faults.append(row)
