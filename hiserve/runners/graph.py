@@ -16,7 +16,7 @@ from hiserve.core.plan import BatchPlan
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.gate import FullGraphs
-from hiserve.runners.inputs import StepInputs, gather_inputs, uniform_columns
+from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Outcome, finish_step, record
 
@@ -32,6 +32,7 @@ class _Captured:
 
     Attributes:
         varying: int64 ``[2, rows]``: what changes between replays; see ``uniform_columns``.
+        columns: Around it; the rest of them is constant.
         inputs: Written by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
         forward: From the columns to the logits.
@@ -41,6 +42,7 @@ class _Captured:
     """
 
     varying: Tensor
+    columns: Columns
     inputs: StepInputs
     logits: Tensor
     forward: Graph
@@ -148,7 +150,9 @@ class GraphRunner:
         forward_graph = self._capture.record(forward)
         greedy_graph = self._capture.record(greedy)
         _check_replay(forward_graph, made["logits"], expected)
-        return _Captured(varying, inputs, made["logits"], forward_graph, made["words"], greedy_graph, attention)
+        return _Captured(
+            varying, columns, inputs, made["logits"], forward_graph, made["words"], greedy_graph, attention
+        )
 
     def run(self, plan: BatchPlan, bucket: int) -> Outcome:
         """Replays the graphs of a bucket on the current stream.
