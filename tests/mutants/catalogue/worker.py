@@ -22,6 +22,28 @@ SCORES = "hiserve/worker/scores.py"
 OF_SCORES = "tests/unit/worker/test_planner_scores.py::"
 
 MUTANTS = [
+    # --- what is measured at start ---
+    Mutant(
+        name="rows that were profiled are not given back",
+        file="hiserve/worker/profile.py",
+        old="            rows.apply(_release(plan))\n",
+        new="",
+        test="tests/unit/worker/test_profile.py::test_the_largest_steps_run_and_leave_nothing_behind[40-chunks0]",
+    ),
+    Mutant(
+        name="a step that takes too much is no warning",
+        file="hiserve/worker/profile.py",
+        old="logging.INFO if peaks[name] <= budget_bytes else logging.WARNING",
+        new="logging.INFO",
+        test="tests/unit/worker/test_profile.py::test_a_step_that_takes_more_than_was_planned_is_a_warning",
+    ),
+    Mutant(
+        name="a step without memory ends without advice",
+        file="hiserve/worker/profile.py",
+        old="    except torch.OutOfMemoryError as error:",
+        new="    except MemoryError as error:",
+        test="tests/unit/worker/test_profile.py::test_a_step_without_memory_says_what_to_lower",
+    ),
     # --- who runs ---
     Mutant(
         name="prompts come before decode rows",

@@ -1,0 +1,98 @@
+"""The largest steps run at start; they leave nothing behind, and say when they took more than was planned."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.core.plan import BatchPlan
+from hiserve.errors import ResourceError
+from hiserve.runners.gate import Verdict
+from hiserve.runners.step import Outcome
+from hiserve.worker.profile import profile_steps
+from tests.helpers.models import Engine, save_llama
+from tests.helpers.plans import HandPlanner
+
+PAGE, NUM_PAGES = 4, 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+class Scale:
+    """Says what the test wants; counts how often it was reset."""
+
+    def __init__(self, *peaks: int) -> None:
+        self._peaks = list(peaks)
+        self.num_begun = 0
+
+    def begin(self) -> None:
+        self.num_begun += 1
+
+    def peak_bytes(self) -> int:
+        return self._peaks.pop(0)
+
+
+class Watched:
+    """Runs steps, and keeps their plans."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.plans: list[BatchPlan] = []
+
+    def run(self, plan: BatchPlan, verdict: Verdict) -> Outcome:
+        self.plans.append(plan)
+        return self._engine.runners.run(plan, verdict)
+
+
+class Full:
+    """Has no memory for any step."""
+
+    def run(self, plan: BatchPlan, verdict: Verdict) -> Outcome:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore follows")
+
+
+def make(folder: Path, **options: Any) -> Engine:
+    return Engine(folder, page_size=PAGE, num_pages=NUM_PAGES, max_rows=5, max_len=60, **options)
+
+
+def say(engine: Engine) -> list[int]:
+    planner = HandPlanner(PAGE, NUM_PAGES)
+    planner.admit(1, list(range(9)))
+    plans = [planner.step({1: 9}), *(planner.step({1: 1}) for _ in range(5))]
+    return [int(engine.executor.submit(plan).result().tokens[0, 0]) for plan in plans]
+
+
+@pytest.mark.parametrize(("num_tokens", "chunks"), [(40, [40]), (59, [59]), (130, [59, 59, 12]), (999, [59] * 5)])
+def test_the_largest_steps_run_and_leave_nothing_behind(folder: Path, num_tokens: int, chunks: list[int]) -> None:
+    engine = make(folder)
+    watched, scale = Watched(engine), Scale(3, 4)
+    peaks = profile_steps(watched, engine.rows, scale, max_batched_tokens=num_tokens, budget_bytes=10)  # type: ignore[arg-type]
+    assert peaks == {"prefill": 3, "decode": 4}
+    assert [plan.num_new.tolist() for plan in watched.plans] == [chunks, [1] * 5]
+    assert watched.plans[1].max_len.tolist() == [60] * 5
+    assert scale.num_begun == 3
+    assert not engine.rows.known_len.any() and not engine.rows.computed_len.any()
+    assert say(engine) == say(make(folder))
+
+
+def test_a_step_that_takes_more_than_was_planned_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = make(folder)
+    with caplog.at_level(logging.INFO):
+        profile_steps(engine.runners, engine.rows, Scale(2**30, 2**31), max_batched_tokens=40, budget_bytes=2**30)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "largest decode step took 2.00 GiB of the device; 1.00 GiB were planned" in caplog.text
+
+
+def test_a_step_without_memory_says_what_to_lower(folder: Path) -> None:
+    engine = make(folder)
+    with pytest.raises(ResourceError, match=r"allocate 9 GiB\. Lower --kv-pages") as caught:
+        profile_steps(Full(), engine.rows, Scale(), max_batched_tokens=40, budget_bytes=1)  # type: ignore[arg-type]
+    assert caught.value.param == "kv_pages"
