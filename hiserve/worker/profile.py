@@ -61,7 +61,7 @@ def profile_steps(
 ) -> dict[str, int]:
     """Runs the largest prefill step and the largest decode step eagerly; returns the bytes that each took, by name.
 
-    Their rows have no pages, so all that they store goes to the sink, and they fail as such rows do.
+    Their rows have no pages: all that they store goes to the sink, and afterwards they have forgotten it, as such rows do.
 
     Args:
         runners: Of the device.
@@ -84,7 +84,6 @@ def profile_steps(
             rows.apply(plan)
             runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF))
             peaks[name] = meter.peak_bytes()
-            rows.apply(_release(plan))
         level = logging.INFO if peaks[name] <= budget_bytes else logging.WARNING
         logger.log(
             level,
@@ -125,20 +124,6 @@ def _plan(num_new: np.ndarray, max_len: int | None, sampling: SamplingParams) ->
             RowAdmit(row, np.zeros(count, dtype=np.int32), count, 0, sampling)
             for row, count in zip(numbers.tolist(), counts.tolist(), strict=True)
         ),
-    )
-
-
-def _release(plan: BatchPlan) -> BatchPlan:
-    nothing = np.empty(0, dtype=np.int32)
-    return BatchPlan(
-        step_id=0,
-        rows=nothing,
-        num_new=nothing,
-        num_draft=nothing,
-        samples=nothing.astype(np.bool_),
-        num_scored=nothing,
-        max_len=nothing,
-        release=plan.rows,
     )
 
 

@@ -24,13 +24,6 @@ OF_SCORES = "tests/unit/worker/test_planner_scores.py::"
 MUTANTS = [
     # --- what is measured at start ---
     Mutant(
-        name="rows that were profiled are not given back",
-        file="hiserve/worker/profile.py",
-        old="            rows.apply(_release(plan))\n",
-        new="",
-        test="tests/unit/worker/test_profile.py::test_the_largest_steps_run_and_leave_nothing_behind[40-chunks0]",
-    ),
-    Mutant(
         name="a step that takes too much is no warning",
         file="hiserve/worker/profile.py",
         old="logging.INFO if peaks[name] <= budget_bytes else logging.WARNING",
