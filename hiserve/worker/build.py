@@ -16,14 +16,17 @@ from hiserve.cache.pools.host_segment import namespace_of
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.stores import open_store
-from hiserve.config import Config, known
+from hiserve.config import DTYPE_BYTES, Config, known
 from hiserve.core.digest import chain_of
 from hiserve.core.groups import CANARY, CacheGroupSpec, debug_groups
+from hiserve.core.step_memory import step_memory
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.attention import attention_shape
-from hiserve.models.decoder import load_decoder
+from hiserve.models.config import ModelConfig
+from hiserve.models.decoder import Decoder, load_decoder
 from hiserve.models.shapes import read_model
 from hiserve.runners.canary import Canary
+from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.adopt import adopt
 from hiserve.worker.copier import Copier
@@ -31,6 +34,7 @@ from hiserve.worker.executor import Executor
 from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
+from hiserve.worker.profile import CudaMeter, profile_steps
 from hiserve.worker.runners import make_runners
 from hiserve.worker.transfers import make_registrar, make_transfers
 
@@ -72,14 +76,8 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     max_rows = known(config.scheduler.max_running_requests)
     num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
     with _phase(startup_s, "load weights"):
-        model = load_decoder(
-            folder,
-            model_config,
-            dtype=dtype,
-            device=device,
-            load_format=config.model.load_format,
-            max_len=max_len,
-        )
+        load_format = config.model.load_format
+        model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
     groups = (*model_config.kv_groups(dtype), *debug_groups(config))
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         pool = DevicePool(groups, num_pages, page_size, device)
@@ -87,29 +85,12 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
     namespace = namespace_of(config, folder)
     cache = _cache(config, namespace, segment, kv_events)
-    host = None if segment is None else _host_pool(config, segment, groups, namespace)
-    if host is not None:
-        with _phase(startup_s, "adopt host cache"):
-            adopt(host, cache)
-    linger_s = 0.0 if config.cache.host_cache_name is None else LINGER_S
     copier = None
-    if host is not None:
-        with _phase(startup_s, "open store"):
-            beyond = _beyond(config, host)
-        copier = Copier(make_transfers(device, pool, host), host, beyond, linger_s=linger_s)
-    shape = attention_shape(model_config, dtype=getattr(torch, dtype), page_size=page_size)
+    if segment is not None:
+        copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s)
+    with _phase(startup_s, "prepare runners"):
+        runners = _runners(config, model, model_config, pool, rows)
     depth = known(config.runner.overlap)
-    planner = Planner(
-        cache=cache,
-        max_rows=max_rows,
-        max_len=max_len,
-        max_batched_tokens=known(config.scheduler.max_batched_tokens),
-        eos_token_ids=model_config.eos_token_ids,
-        # A canary is read when a row starts: its load must have arrived, and not failed, by then.
-        overlaps_loads=device == "cuda" and not config.cache.kv_canary,
-        store_prefetch=None if copier is None or config.cache.store is None else config.cache.store_prefetch,
-        store_timeout_s=config.cache.store_prefetch_timeout_s,
-    )
     facts = EngineFacts(
         max_running=max_rows,
         max_len=max_len,
@@ -118,20 +99,59 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         namespace=namespace,
         startup_s=startup_s,
     )
-    canary = Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None
-    with _phase(startup_s, "prepare runners"):
-        runners = make_runners(
-            config.runner,
-            model,
-            pool.layers("kv"),
-            rows,
-            shape,
-            max_batched_tokens=known(config.scheduler.max_batched_tokens),
-            canary=canary,
+    return Engine(
+        _planner(config, cache, model_config),
+        Executor(runners, rows, threaded=depth > 0, copier=copier),
+        depth,
+        facts,
+        shares_prefixes=not config.cache.disable_prefix_cache,
+        kv_events=kv_events,
+    )
+
+
+def _planner(config: Config, cache: CacheManager, model: ModelConfig) -> Planner:
+    return Planner(
+        cache=cache,
+        max_rows=known(config.scheduler.max_running_requests),
+        max_len=known(config.model.max_model_len),
+        max_batched_tokens=known(config.scheduler.max_batched_tokens),
+        eos_token_ids=model.eos_token_ids,
+        # A canary is read when a row starts: its load must have arrived, and not failed, by then.
+        overlaps_loads=config.model.device == "cuda" and not config.cache.kv_canary,
+        store_prefetch=None if config.cache.store is None else config.cache.store_prefetch,
+        store_timeout_s=config.cache.store_prefetch_timeout_s,
+    )
+
+
+def _runners(config: Config, model: Decoder, model_config: ModelConfig, pool: DevicePool, rows: DeviceRows) -> Dispatch:
+    """Prepares the runners; on CUDA measures the largest steps, beside what was planned for them."""
+    dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
+    runners = make_runners(
+        config.runner,
+        model,
+        pool.layers("kv"),
+        rows,
+        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
+        max_batched_tokens=max_tokens,
+        canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
+    )
+    if rows.device.type == "cuda":
+        budget = step_memory(
+            model_config.facts().step,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            max_rows=known(config.scheduler.max_running_requests),
+            max_tokens=max_tokens,
+            max_len=rows.max_len,
+            graphs="off",
         )
-    executor = Executor(runners, rows, threaded=depth > 0, copier=copier)
-    shares = not config.cache.disable_prefix_cache
-    return Engine(planner, executor, depth, facts, shares_prefixes=shares, kv_events=kv_events)
+        profile_steps(
+            runners,
+            rows,
+            CudaMeter(rows.device),
+            max_batched_tokens=max_tokens,
+            budget_bytes=sum(budget.values()),
+        )
+    return runners
 
 
 def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEvents | None) -> CacheManager:
@@ -152,9 +172,17 @@ def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events:
     )
 
 
-def _beyond(config: Config, host: HostPool) -> StoreTransfers | None:
-    store = open_store(config.cache)
-    return None if store is None else StoreTransfers(store, host)
+def _copier(
+    config: Config, host: HostPool, cache: CacheManager, pool: DevicePool, startup_s: dict[str, float]
+) -> Copier:
+    """Adopts what a former process left on the host, and opens what lies beyond."""
+    with _phase(startup_s, "adopt host cache"):
+        adopt(host, cache)
+    with _phase(startup_s, "open store"):
+        store = open_store(config.cache)
+        beyond = None if store is None else StoreTransfers(store, host)
+    linger_s = 0.0 if config.cache.host_cache_name is None else LINGER_S
+    return Copier(make_transfers(config.model.device, pool, host), host, beyond, linger_s=linger_s)
 
 
 def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:

@@ -63,9 +63,7 @@ def make_runners(
     }
     piecewise = None
     if settings.graphs == "all":
-        piecewise = PiecewiseRunner(
-            model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens)
-        )
+        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens))
     is_strict = settings.graph_gate == "strict"
     runners = Dispatch(rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
