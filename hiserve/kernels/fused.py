@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.experts import mix_experts, route
+from hiserve.kernels.linear import linear
 
-__all__ = ["add_rms_norm", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
+__all__ = ["add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
 
 _MAX_WARPS = 8
 _ELEMENTS_PER_WARP = 512

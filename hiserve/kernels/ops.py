@@ -43,6 +43,9 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms and rotates queries and keys, and writes keys and values into their slots."""
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Projects ``[T, n]``."""
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Returns ``silu(gate) * up``."""
 

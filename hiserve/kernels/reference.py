@@ -127,6 +127,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Projects ``[T, in_features]`` by ``[out_features, in_features]`` and adds a bias ``[out_features]``, if there is one."""
+    return F.linear(x, weight, bias)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 n]``, gate first; returns ``[T, n]``."""
     gate, up = gate_up.chunk(2, -1)

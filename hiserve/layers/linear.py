@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from hiserve.kernels.cpu import can_pack, pack, packed_linear
+from hiserve.kernels.ops import ops_for
 
 
 class Linear:
@@ -22,7 +22,9 @@ class Linear:
         is_packed = can_pack(weight)
         self._weight = pack(weight) if is_packed else weight
         self._bias = bias
-        self._project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = packed_linear if is_packed else F.linear
+        self._project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
+            packed_linear if is_packed else ops_for(weight.device).linear
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Projects ``[T, in_features]``."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 FUSED = "hiserve/kernels/fused.py"
+LINEAR = "hiserve/kernels/linear.py"
 EXPERTS = "hiserve/kernels/experts.py"
 REFERENCE = "hiserve/kernels/reference.py"
 DECODER = "hiserve/models/decoder.py"
 OF_FUSED = "tests/unit/kernels/test_fused.py::test_fused_kernels_compute_what_their_twins_do"
+OF_LINEAR = "tests/unit/kernels/test_linear.py::test_one_row_is_projected_as_rows_are"
 OF_EXPERTS = "tests/unit/kernels/test_experts.py::test_kernels_of_experts_compute_what_their_twins_do"
 OF_REFERENCE = "tests/unit/kernels/test_reference.py::"
 OF_LOGITS = "tests/e2e/test_transformers_oracle.py::test_float32_logits_of_every_position_agree"
@@ -48,6 +50,27 @@ MUTANTS = [
         old="            tl.store(source, turned, mask=mask)\n",
         new="",
         test=OF_FUSED,
+    ),
+    Mutant(
+        name="a row's elements past its end count",
+        file=LINEAR,
+        old="is_element = element < depth - first",
+        new="is_element = element < depth",
+        test=OF_LINEAR,
+    ),
+    Mutant(
+        name="a row's projection is without its bias",
+        file=LINEAR,
+        old="    if bias is not None:\n",
+        new="    if bias is not None and DEPTH == 0:\n",
+        test=OF_LINEAR,
+    ),
+    Mutant(
+        name="rows beyond the first are projected as if there were one",
+        file=LINEAR,
+        old="if x.shape[0] != 1 or",
+        new="if x.shape[0] == 0 or",
+        test=OF_LINEAR,
     ),
     Mutant(
         name="a router's NaN leads anywhere",
