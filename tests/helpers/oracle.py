@@ -107,6 +107,7 @@ def engine_of(
             max_running_requests=8,
             max_batched_tokens=chunk,
             overlap=depth,
+            graphs="off" if device == "cpu" else "all",
             cpu_threads=1,
         )
     )

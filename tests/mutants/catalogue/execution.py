@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ROWS = "hiserve/runners/rows.py"
-INPUTS = "hiserve/runners/inputs.py"
+STEP = "hiserve/kernels/step_reference.py"
 KERNELS = "hiserve/kernels/reference.py"
 OF_ROWS = "tests/unit/runners/test_rows.py::"
 OF_INPUTS = "tests/unit/runners/test_inputs.py::"
@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a faulted row keeps its tokens",
-        file=ROWS,
+        file=STEP,
         old="known_len * legal)",
         new="known_len)",
         test=OF_INPUTS + "test_a_step_already_launched_for_a_faulted_row_faults_too",
@@ -50,15 +50,15 @@ MUTANTS = [
     # --- inputs ---
     Mutant(
         name="an illegal row keeps its page table",
-        file=INPUTS,
-        old="table = table * legal[:, None]",
+        file=STEP,
+        old="table = torch.where(legal[:, None], table, SINK_PAGE)",
         new="table = table * 1",
         test=OF_INPUTS + "test_a_stale_entry_read_or_written_sends_the_whole_row_to_the_sink",
     ),
     Mutant(
         name="nobody checks who owns a row's pages",
-        file=INPUTS,
-        old="        & is_table_owned(table, owners, rows.page_owner, end, rows.page_size)\n",
+        file=STEP,
+        old="        & is_table_owned(table, owners, state.page_owner, end, page_size)\n",
         new="",
         test=OF_EXECUTOR + "test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched",
     ),
@@ -84,12 +84,34 @@ MUTANTS = [
         new="counter[1] = 0",
         test="tests/unit/kernels/test_random.py::test_each_part_of_the_key_gives_other_noise",
     ),
+    # --- what follows the forward ---
+    Mutant(
+        name="a draft is drawn at the position of the last token",
+        file="hiserve/runners/step.py",
+        old="(first + torch.minimum(nodes, num_draft))",
+        new="(first + 0 * torch.minimum(nodes, num_draft))",
+        test="tests/unit/runners/test_verify.py::test_tokens_are_those_of_plain_decoding",
+    ),
+    Mutant(
+        name="rows with fewer drafts than others draw from beyond their tokens",
+        file="hiserve/runners/inputs.py",
+        old="np.minimum(np.arange(width), drafts)",
+        new="np.arange(width)",
+        test="tests/unit/runners/test_verify.py::test_rows_with_fewer_drafts_share_a_step_with_rows_that_have_more",
+    ),
+    Mutant(
+        name="what is refused counts as computed",
+        file=STEP,
+        old="(kv_lens - num_refused) * legal)",
+        new="kv_lens * legal)",
+        test="tests/unit/runners/test_verify.py::test_tokens_are_those_of_plain_decoding",
+    ),
     # --- executor ---
     Mutant(
         name="a faulted row's token counts",
-        file="hiserve/worker/executor.py",
-        old="counts=legal[plan.samples].astype(np.int32)",
-        new="counts=np.ones(int(plan.samples.sum()), dtype=np.int32)",
+        file=STEP,
+        old="counts = counts * legal.index_select(0, sampling)",
+        new="counts = counts * 1",
         test=OF_EXECUTOR + "test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched",
     ),
     # --- pool ---

@@ -238,8 +238,8 @@ MUTANTS = [
     Mutant(
         name="longrope knows nothing of the longest request",
         file=BUILD,
-        old="            max_len=max_len,\n        )\n    groups",
-        new="        )\n    groups",
+        old="load_format=load_format, max_len=max_len)",
+        new="load_format=load_format)",
         test=OF_FAMILIES + "test_a_model_gives_the_logits_and_tokens_of_transformers",
     ),
     Mutant(

@@ -122,6 +122,7 @@ def test_caches_of_two_shapes_never_meet(monkeypatch: pytest.MonkeyPatch) -> Non
                 max_batched_tokens=16,
                 cpu_threads=1,
                 overlap=0,
+                graphs="off",
                 host_cache_gib=0,
             )
         )
