@@ -51,9 +51,10 @@ class Attention(Protocol):
     def plan(self, inputs: ForwardInputs) -> None:
         """Prepares one step. Host work is allowed here, and only here."""
 
-    def captured(self, num_rows: int, width: int) -> Attention:
+    def captured(self, num_rows: int, width: int) -> Attention | None:
         """Returns a backend for a graph of batches with so many rows of ``width`` tokens each; it may be itself.
 
+        None is none: plans make tensors, which a graph would read when they are gone. Such steps run without a graph.
         It is planned once before the capture. Those that need host lengths are planned before each replay too, with
         inputs of the same tensors and other lengths.
         """

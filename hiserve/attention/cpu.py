@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.base import AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
@@ -51,9 +51,8 @@ class CpuAttention:
         self._dtype = shape.dtype
         self._rows: list[_Row] = []
 
-    def captured(self, num_rows: int, width: int) -> Attention:
-        """Returns itself."""
-        return self
+    def captured(self, num_rows: int, width: int) -> None:
+        """Returns none: there are no graphs on a CPU."""
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides for each row whether its keys are one stretch of the pool."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.base import AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 
 
@@ -21,9 +21,8 @@ class ReferenceAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
-    def captured(self, num_rows: int, width: int) -> Attention:
-        """Returns itself."""
-        return self
+    def captured(self, num_rows: int, width: int) -> None:
+        """Returns none."""
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Lays out the padded batch: queries ``[B, Q]`` and keys ``[B, N]``."""

@@ -63,7 +63,7 @@ class Dispatch:
             runner.capture()
         self.coverage = replace(
             limits,
-            full={width: runner.coverage for width, runner in self._full.items()},
+            full={width: covered for width, runner in self._full.items() if (covered := runner.coverage).buckets},
             piecewise=None if self._piecewise is None else self._piecewise.coverage,
         )
 

@@ -64,7 +64,7 @@ class GraphRunner:
         rows: The permanent rows.
         capture: Where graphs are captured.
         width: Tokens of each row: 1, and its drafts.
-        buckets: Rows of each graph, ascending.
+        buckets: Rows of each graph, ascending; those that attention has nothing for are left out.
 
     Attributes:
         failed: (rows, sampling) of captures that failed.
@@ -95,7 +95,7 @@ class GraphRunner:
     def coverage(self) -> FullGraphs:
         """What was captured, for the gate."""
         return FullGraphs(
-            buckets=self._buckets,
+            buckets=tuple(sorted(self._captured.keys() | {num_rows for num_rows, _ in self.failed})),
             max_len=self._rows.max_len,
             table_width=self._rows.page_table.shape[1],
             sampling=frozenset((GREEDY, ANY)),
@@ -115,7 +115,9 @@ class GraphRunner:
         with self._capture.on_stream(), torch.inference_mode():
             for num_rows in reversed(self._buckets):
                 try:
-                    self._captured[num_rows] = self._capture_bucket(num_rows)
+                    captured = self._capture_bucket(num_rows)
+                    if captured is not None:
+                        self._captured[num_rows] = captured
                 except RuntimeError as error:
                     self.failed.update(((num_rows, GREEDY), (num_rows, ANY)))
                     logger.warning(
@@ -124,12 +126,18 @@ class GraphRunner:
                         self._width,
                         str(error).splitlines()[0],
                     )
+        if not self.coverage.buckets:
+            logger.warning(
+                "steps of %d tokens a row run without a graph: their attention cannot be captured", self._width
+            )
 
-    def _capture_bucket(self, num_rows: int) -> _Captured:
+    def _capture_bucket(self, num_rows: int) -> _Captured | None:
         rows = self._rows
         varying = torch.zeros((2, num_rows), dtype=torch.int64, device=rows.device)
         columns = uniform_columns(varying, self._width, rows.max_len)
         attention = self._attention.captured(num_rows, self._width)
+        if attention is None:
+            return None
         inputs = gather_inputs(columns, rows)
         # It keeps these tensors, so all steps write into them. Every row pads the batch here: exact lengths are those.
         bounds = inputs.forward.q_lens if attention.needs_host_lengths else inputs.forward.kv_bounds
