@@ -119,7 +119,7 @@ class TritonAttention:
         return out
 
     def _schedule(self, rows: Rows, window: int | None, layer: int) -> Schedule:
-        if layer in self._splits_at or window not in self._schedules:
+        if layer in self._splits_at:
             hides_first = self._shape.hides_first
             made = schedule(rows, self._num_extra, self._tile, window=window, hides_first=hides_first)
             self._schedules[window] = made

@@ -278,9 +278,9 @@ def _join(rows, results, max_q_len, SHAPE: tl.constexpr):  # type: ignore[no-unt
     """One program joins the parts of one head of one token, if its row is split."""
     at = rows.split + tl.program_id(0) // max_q_len * 4
     row, first_part, num_parts = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    start = tl.load(rows.qo_indptr + row)
-    token = tl.program_id(0) % max_q_len
-    if (num_parts == 0) | (token >= tl.load(rows.qo_indptr + row + 1) - start):
+    start, token = tl.load(rows.qo_indptr + row), tl.program_id(0) % max_q_len
+    q_len = tl.load(rows.qo_indptr + row + 1) - start
+    if (num_parts == 0) | (token >= q_len):
         return
     DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
     head, dim = tl.program_id(1) + tl.zeros([1], tl.int32), tl.arange(0, DIM)[None, :]

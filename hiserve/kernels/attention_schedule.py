@@ -149,7 +149,6 @@ def _schedule(  # type: ignore[no-untyped-def]
         other = start + tl.arange(0, _BLOCK)
         _, others_blocks, _ = _seen_blocks(qo_indptr, kv_lens, other, num_rows, window, KEYS, HIDES_FIRST)
         is_before = (others_blocks > num_blocks) | ((others_blocks == num_blocks) & (other < row))
-        is_before &= other < num_rows
         rank += is_before.to(tl.int32)
         place += tl.where(is_before, (others_blocks - 1) // share + 1, 0)
     first_part, num_parts = tl.sum(place), (num_blocks - 1) // share + 1
@@ -179,7 +178,10 @@ def _seen_blocks(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
 ):
-    """The first block of keys that any token of a row sees; how many there are from it on, at least 1; the row's length."""
+    """The first block of keys that any token of a row sees; how many there are from it on, at least 1; the row's length.
+
+    Behind the last row all have one block, which is never before that of a row.
+    """
     is_row = row < num_rows
     kv_len = tl.load(kv_lens + row, is_row, other=1).to(tl.int32)
     q_len = tl.load(qo_indptr + row + 1, is_row, other=1) - tl.load(qo_indptr + row, is_row, other=0)
