@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import torch
 from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
 from tests.helpers import oracle
+from tests.helpers.cuda import no_sync
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine, save_family, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY, HandPlanner
@@ -31,18 +29,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_moe": save_family("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe")),
         "nano": find_model(NANO),
     }
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Makes any implicit wait for the device an error."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def prompts_of(name: str, folder: Path) -> dict[int, list[int]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ import torch
 from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.kernels.page_copy import copy_pages
+from tests.helpers.cuda import no_sync
 from tests.helpers.transfers import DIRECT, LAYERED, PAGE_BYTES, STAGED, TransferBench, ints
 
 pytestmark = pytest.mark.gpu
@@ -21,18 +20,6 @@ pytestmark = pytest.mark.gpu
 LONG = 400_000_000  # cycles: 0.2 s
 LARGE = (CacheGroupSpec(name="kv", num_layers=32, num_kv_heads=32, head_dim=128, dtype="bfloat16"),)  # 2 MiB a page
 MakeBench = Callable[..., TransferBench]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Makes any implicit wait for the device an error, in every thread."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(params=[DIRECT, LAYERED, STAGED])

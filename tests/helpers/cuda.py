@@ -1,0 +1,251 @@
+"""What tests on CUDA share: engines with graphs, what the gate said, garbage in whatever nobody should read."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiserve.core.request import SamplingParams
+from hiserve.runners.capture import Capture
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.graph import GraphRunner
+from hiserve.runners.rows import DeviceRows
+from hiserve.worker.executor import Executor
+from tests.helpers.attention import NO_PAGE
+from tests.helpers.models import Engine
+from tests.helpers.plans import GREEDY, HandPlanner
+
+DEVICE = "cuda"
+PAGE, NUM_PAGES, MAX_LEN, MAX_ROWS = 16, 600, 512, 40
+BUCKETS = (1, 2, 4, 8, 16, 32, 40)
+TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)
+SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
+_GAPS = (
+    1 << 24,
+    (1 << 20) + 512,
+    1 << 20,
+    1 << 16,
+    1 << 12,
+    512,
+)  # bytes; large and small ones have pools of their own
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Makes any implicit wait for the device an error, in every thread."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def wait_for_stream() -> None:
+    """Waits for what the test itself has launched: the executor has a stream of its own."""
+    torch.cuda.current_stream().synchronize()
+
+
+# --- engines ----------------------------------------------------------------------------------------------
+
+
+def graph_engine(
+    folder: Path, graphs: str, dtype: str = "float32", *, attention: str = "triton", **options: Any
+) -> Engine:
+    sizes = {"num_pages": NUM_PAGES, "max_len": MAX_LEN, "max_rows": MAX_ROWS, "max_batched_tokens": TOKEN_BUCKETS[-1]}
+    return Engine(folder, dtype=dtype, device=DEVICE, attention=attention, graphs=graphs, **sizes | options)
+
+
+def with_decode_graphs(
+    subject: Engine,
+    buckets: tuple[int, ...],
+    *,
+    model: Any = None,
+    rows: Any = None,
+) -> GraphRunner:
+    """Gives an engine without graphs those of decode steps, captured as the test wants it; returns their runner.
+
+    Args:
+        subject: Its executor is replaced.
+        buckets: Rows of each graph.
+        model: Stands in for the engine's.
+        rows: Likewise.
+    """
+    runner = GraphRunner(
+        model or subject.model,
+        subject.pool.layers("kv"),
+        subject.attention,
+        rows or subject.rows,
+        Capture(subject.rows.device),
+        width=1,
+        buckets=buckets,
+    )
+    dtype = str(subject.pool.layers("kv")[0].k.dtype).removeprefix("torch.")
+    subject.runners = Dispatch(subject.rows, subject.runner, dtype=dtype, full={1: runner})
+    subject.runners.capture()
+    subject.executor.close()
+    subject.executor = Executor(subject.runners, subject.rows)
+    return runner
+
+
+class NarrowRows:
+    """Rows that are shorter than those they stand for, so that graphs captured with them have narrower tables."""
+
+    def __init__(self, rows: DeviceRows, max_len: int) -> None:
+        self._rows = rows
+        self.max_len = max_len
+        self.page_table = rows.page_table[:, : -(-max_len // rows.page_size)]  # for its shape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+
+# --- steps ------------------------------------------------------------------------------------------------
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0, vocab: int = 4096) -> dict[int, list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        row: torch.randint(7, vocab, (length,), generator=generator).tolist()
+        for row, length in enumerate(lengths, start=1)
+    }
+
+
+def generate(
+    subject: Engine,
+    prompts: Mapping[int, list[int]],
+    num_new: int,
+    sampling: SamplingParams = GREEDY,
+    chunk: int = 100,
+) -> dict[int, list[int]]:
+    """Chunked prefill of two rows at a time, then decoding with all; the next call admits over these rows."""
+    planner = HandPlanner(PAGE, NUM_PAGES, shuffle_seed=1)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+    plans = []
+    while left := {row: count for row, prompt in prompts.items() if (count := len(prompt) - planner.computed[row]) > 0}:
+        plans.append(planner.step({row: min(chunk, count) for row, count in list(left.items())[:2]}))
+    plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(num_new - 1)]
+    return run_all(subject, plans)
+
+
+def run_all(subject: Engine, plans: Sequence[Any]) -> dict[int, list[int]]:
+    """Submits all plans before the first result is read; returns the tokens of each row."""
+    flying = [(plan, subject.executor.submit(plan)) for plan in plans]
+    out: dict[int, list[int]] = {}
+    for plan, future in flying:
+        result = future.result()
+        assert result.faults.size == 0
+        for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
+            out.setdefault(row, []).append(token)
+    return out
+
+
+def verdicts(subject: Any) -> dict[str, int]:
+    """Counts of an executor, or of an engine that has one."""
+    executor = getattr(subject, "executor", subject)
+    counts = executor.gate_counts()
+    return {f"{action}/{reason}": count for action, reasons in counts.items() for reason, count in reasons.items()}
+
+
+def news(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    """Returns the verdicts that came since."""
+    return {verdict: count - before.get(verdict, 0) for verdict, count in now.items() if count > before.get(verdict, 0)}
+
+
+# --- garbage ----------------------------------------------------------------------------------------------
+
+
+class Poisoned:
+    """A runner of whole steps that finds garbage, before each replay, in all that its graphs should write first.
+
+    Args:
+        runner: Replays.
+    """
+
+    def __init__(self, runner: GraphRunner) -> None:
+        self._runner: Any = runner
+        self.num_replays = 0
+
+    def run(self, plan: Any, bucket: int) -> Any:
+        captured = self._runner._captured[bucket]
+        inputs = captured.inputs
+        forward = inputs.forward
+        for ints in (captured.varying, captured.words, forward.input_ids, forward.positions):
+            ints.fill_(NO_PAGE)
+        for ints in (forward.slots, forward.kv_lens, forward.page_table):
+            ints.fill_(NO_PAGE)
+        inputs.legal.fill_(True)
+        captured.logits.fill_(torch.nan)
+        for kv in self._runner._layers:
+            for plane in (kv.k, kv.v):
+                plane[:PAGE].fill_(torch.nan)  # the sink
+        self.num_replays += 1
+        return self._runner.run(plan, bucket)
+
+
+class PoisonedPieces:
+    """Likewise of pieces; padding tokens are any tokens.
+
+    Args:
+        runner: Replays.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.num_replays = 0
+
+    def run(self, inputs: Any, bucket: int) -> Any:
+        captured, bridge = self._runner._captured[bucket], self._runner._bridge
+        for floats in (bridge.q, bridge.k, bridge.v, bridge.out, captured.hidden):
+            floats.fill_(torch.nan)
+        captured.inputs.input_ids.fill_(11)
+        captured.inputs.positions.fill_(MAX_LEN - 1)
+        captured.inputs.slots.fill_(NO_PAGE)
+        self.num_replays += 1
+        return self._runner.run(inputs, bucket)
+
+
+def poison(subject: Engine) -> list[Any]:
+    """Puts garbage into what nobody has written, now and before each replay from now on; returns the runners."""
+    subject.pool.storage("kv").fill_(torch.nan)
+    wait_for_stream()
+    runners: Any = subject.runners
+    runners._full = {width: Poisoned(runner) for width, runner in runners._full.items()}
+    poisoned = list(runners._full.values())
+    if runners._piecewise is not None:
+        runners._piecewise = PoisonedPieces(runners._piecewise)
+        poisoned.append(runners._piecewise)
+    return poisoned
+
+
+def fill_freed_memory(subject: Engine) -> None:
+    """Writes NaN into all memory of torch's that nobody holds: whoever still reads it is found out.
+
+    Freed memory belongs to the stream that it was taken on, so each of them takes it again.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    executor: Any = subject.executor
+    runners: Any = subject.runners
+    captures = {id(each._capture): each._capture for each in (*runners._full.values(), runners._piecewise) if each}
+    streams = [torch.cuda.current_stream(), executor._stream, *(each._stream for each in captures.values())]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            _fill_gaps()
+            stream.synchronize()
+
+
+def _fill_gaps() -> None:
+    held = []
+    for size in _GAPS:
+        reserved = torch.cuda.memory_reserved()
+        while torch.cuda.memory_reserved() == reserved:  # until it has to ask for more
+            held.append(torch.full((size // 4,), torch.nan, device=DEVICE))
