@@ -129,6 +129,7 @@ class Engine:
         graphs: As the setting.
         max_batched_tokens: Tokens of the largest step for which pieces are captured.
         widths: Tokens of each row for which whole steps are captured.
+        windows: Of each layer, whatever the model's own are; empty leaves those.
     """
 
     def __init__(
@@ -147,12 +148,15 @@ class Engine:
         graphs: str = "off",
         max_batched_tokens: int = 64,
         widths: tuple[int, ...] = (1,),
+        windows: tuple[int | None, ...] = (),
     ) -> None:
         config = read_model_config(folder)
         self.model = load_decoder(folder, config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
         self.pool = DevicePool(config.kv_groups(dtype), num_pages, page_size, device)
         self.rows = DeviceRows(max_rows, max_len, page_size, num_pages, device)
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
+        if windows:
+            shape = dataclasses.replace(shape, windows=windows)
         self.attention = open_attention(attention, shape, torch.device(device))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
         self.runners = Dispatch(self.rows, self.runner)
