@@ -10,11 +10,12 @@ from hiserve.core.plan import BatchPlan
 from hiserve.runners.canary import Canary
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.gate import Action, Coverage, Reason, StepFacts, Verdict
-from hiserve.runners.graph import ANY, GREEDY, GraphRunner
+from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Outcome, finish_step
+from hiserve.sampling.params import Drawing
 
 # Waits on the device for one layer's part of what the step loads, or for all of it (None).
 Wait = Callable[[int | None], None]
@@ -75,15 +76,18 @@ class Dispatch:
 
     def facts(self, plan: BatchPlan) -> StepFacts:
         """Returns what the gate compares with the coverage."""
-        sampling, rows = self._rows.sampling, plan.rows[plan.samples]
-        is_greedy = sampling.are_greedy(rows) and sampling.num_top(rows) is None
         return StepFacts.of(
             plan,
-            sampling=GREEDY if is_greedy else ANY,
+            sampling=self._drawing(plan).value,
             has_canary=self._canary is not None,
             device=self._device,
             dtype=self._dtype,
         )
+
+    def _drawing(self, plan: BatchPlan) -> Drawing:
+        """How a graph would draw the tokens; scores are more than it computes."""
+        sampling, rows = self._rows.sampling, plan.rows[plan.samples]
+        return sampling.drawing(rows) if sampling.num_top(rows) is None else Drawing.ANY
 
     def note(self, plan: BatchPlan) -> None:
         """Takes notice of an applied plan, whatever becomes of its step."""
@@ -101,7 +105,7 @@ class Dispatch:
         if verdict.action is Action.REPLAY and verdict.reason is not Reason.PIECEWISE:
             if wait is not None:
                 wait(None)
-            return self._full[int(plan.num_new[0])].run(plan, verdict.bucket)
+            return self._full[int(plan.num_new[0])].run(plan, verdict.bucket, self._drawing(plan))
         inputs = build_inputs(plan, self._rows)
         forward = inputs.forward
         if self._canary is not None:

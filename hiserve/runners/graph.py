@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.gate import FullGraphs
 from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
 from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Outcome, finish_step, record
+from hiserve.runners.step import Outcome, draw, finish_step, record
+from hiserve.sampling.params import Drawing
 
 logger = logging.getLogger(__name__)
 
-# What a graph draws by itself. ``ANY`` ends with the logits; what follows runs eagerly.
-GREEDY, ANY = "greedy", "any"
+# What graphs draw by themselves; what else there is runs eagerly on the logits.
+_DRAWINGS = (Drawing.GREEDY, Drawing.FREE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +38,7 @@ class _Captured:
         inputs: Written by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
         forward: From the columns to the logits.
-        words: int32, written by the second graph.
-        greedy: From the logits to the words, where every row takes its likeliest token.
+        draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
         attention: What the first graph attends with.
     """
 
@@ -46,8 +47,7 @@ class _Captured:
     inputs: StepInputs
     logits: Tensor
     forward: Graph
-    words: Tensor
-    greedy: Graph
+    draws: dict[Drawing, tuple[Graph, Tensor]]
     attention: Attention
 
 
@@ -98,14 +98,16 @@ class GraphRunner:
             buckets=tuple(sorted(self._captured.keys() | {num_rows for num_rows, _ in self.failed})),
             max_len=self._rows.max_len,
             table_width=self._rows.page_table.shape[1],
-            sampling=frozenset((GREEDY, ANY)),
+            sampling=frozenset(each.value for each in Drawing),
             failed=frozenset(self.failed),
         )
 
     @property
     def num_nodes(self) -> int:
         """Nodes of all graphs."""
-        return sum(each.forward.num_nodes + each.greedy.num_nodes for each in self._captured.values())
+        graphs = [each.forward for each in self._captured.values()]
+        graphs += [graph for each in self._captured.values() for graph, _ in each.draws.values()]
+        return sum(graph.num_nodes for graph in graphs)
 
     def capture(self) -> None:
         """Captures every bucket, the largest first: smaller ones then find room in its memory.
@@ -119,7 +121,7 @@ class GraphRunner:
                     if captured is not None:
                         self._captured[num_rows] = captured
                 except RuntimeError as error:
-                    self.failed.update(((num_rows, GREEDY), (num_rows, ANY)))
+                    self.failed.update((num_rows, each.value) for each in Drawing)
                     logger.warning(
                         "steps of %d rows with %d tokens each run without a graph: %s",
                         num_rows,
@@ -148,33 +150,37 @@ class GraphRunner:
             gather_inputs(columns, rows, out=inputs)
             made["logits"] = self._model.forward(inputs.forward, self._layers, attention).logits
 
-        def greedy() -> None:
-            drawn = rows.ops.greedy(made["logits"]).view(num_rows, self._width)
-            made["words"] = record(inputs, drawn, rows)
+        def finish(drawing: Drawing) -> None:
+            drawn = draw(inputs, made["logits"], rows, drawing)
+            made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
         forward()
         expected = made["logits"].clone()
-        greedy()
+        for drawing in _DRAWINGS:
+            finish(drawing)
         forward_graph = self._capture.record(forward)
-        greedy_graph = self._capture.record(greedy)
+        draws = {}
+        for drawing in _DRAWINGS:
+            graph = self._capture.record(partial(finish, drawing))
+            draws[drawing] = graph, made["words"]
         _check_replay(forward_graph, made["logits"], expected)
-        return _Captured(
-            varying, columns, inputs, made["logits"], forward_graph, made["words"], greedy_graph, attention
-        )
+        return _Captured(varying, columns, inputs, made["logits"], forward_graph, draws, attention)
 
-    def run(self, plan: BatchPlan, bucket: int) -> Outcome:
+    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Outcome:
         """Replays the graphs of a bucket on the current stream.
 
         Args:
             plan: Of at most ``bucket`` rows, as the coverage says.
             bucket: Whose capture did not fail.
+            drawing: How its tokens are drawn; ``ANY`` runs eagerly behind the forward.
         """
-        captured, rows = self._captured[bucket], self._rows
+        captured = self._captured[bucket]
         self._fill(captured, plan)
         captured.forward.replay()
-        if rows.sampling.are_greedy(plan.rows) and rows.sampling.num_top(plan.rows) is None:
-            captured.greedy.replay()
-            return Outcome(captured.words, bucket, bucket, self._width)
+        if drawing in captured.draws:
+            graph, words = captured.draws[drawing]
+            graph.replay()
+            return Outcome(words, bucket, bucket, self._width)
         num_rows = plan.rows.size
         return finish_step(
             plan, _first(captured.inputs, num_rows), captured.logits[: num_rows * self._width], self._rows

@@ -11,8 +11,8 @@ from torch import Tensor
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.runners.inputs import StepInputs
 from hiserve.runners.rows import DeviceRows
-from hiserve.sampling.batch import SamplingBatch
 from hiserve.sampling.logprobs import pack_scores
+from hiserve.sampling.params import Drawing
 from hiserve.sampling.sampler import sample
 
 
@@ -53,7 +53,11 @@ def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: Devic
     num_drawn = num_sampling * width
     sampled_logits, scored_logits = logits[:num_drawn], logits[num_drawn:]
     host_rows = plan.rows[plan.samples]
-    drawn = _draw(inputs, sampled_logits, np.repeat(host_rows, width), rows)
+    drawing = rows.sampling.drawing(host_rows)
+    if drawing is Drawing.ANY:
+        drawn = _draw_any(inputs, sampled_logits, rows, host_rows)
+    else:
+        drawn = draw(inputs, sampled_logits, rows, drawing)
     words = [record(inputs, drawn.view(num_sampling, width), rows)]
     num_top = rows.sampling.num_top(host_rows)
     if num_top is not None:
@@ -67,17 +71,38 @@ def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: Devic
     return Outcome(all_words, plan.rows.size, num_sampling, width, num_top, num_prompt_top)
 
 
-def _draw(inputs: StepInputs, logits: Tensor, host_rows: Int32Array, rows: DeviceRows) -> Tensor:
-    """Returns the token drawn at each place, int64 ``[S * width]``."""
-    if rows.sampling.are_greedy(host_rows):
+def draw(inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing) -> Tensor:
+    """Draws where all rows are greedy or draw from all tokens: in a few launches, which a graph can hold.
+
+    Args:
+        inputs: Of S sampling rows.
+        logits: ``[S * width, vocab_size]``. Unchanged.
+        rows: Unchanged.
+        drawing: Not ``ANY``.
+
+    Returns:
+        int64 ``[S * width]``.
+    """
+    assert drawing is not Drawing.ANY, "there is more to do"
+    if drawing is Drawing.GREEDY:
         return rows.ops.greedy(logits)
-    batch: SamplingBatch = rows.sampling.gather(
-        host_rows=host_rows,
-        rows=inputs.rows.index_select(0, inputs.sampling).repeat_interleave(inputs.width),
+    temperature, seed, choice = rows.sampling.free_draws(_owners(inputs))
+    return rows.ops.draw_free(logits, temperature, seed, choice, _places(inputs), temperature > 0)
+
+
+def _draw_any(inputs: StepInputs, logits: Tensor, rows: DeviceRows, host_rows: Int32Array) -> Tensor:
+    batch = rows.sampling.gather(
+        host_rows=np.repeat(host_rows, inputs.width),
+        rows=_owners(inputs),
         position=_places(inputs),
         tokens=rows.tokens.narrow(1, 0, inputs.forward.max_kv_len),
     )
     return sample(logits, batch)
+
+
+def _owners(inputs: StepInputs) -> Tensor:
+    """Returns the row of each token to draw, int64 ``[S * width]``."""
+    return inputs.rows.index_select(0, inputs.sampling)[:, None].expand(-1, inputs.width).reshape(-1)
 
 
 def _places(inputs: StepInputs) -> Tensor:

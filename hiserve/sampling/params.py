@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ from hiserve.sampling.batch import MAX_FEW, Biases, Draws, Penalties, SamplingBa
 
 # What a row may need, as bits.
 _BIAS, _PENALTY, _FREE, _FEW, _FILTERED, _MIN_P = (1 << bit for bit in range(6))
+
+
+class Drawing(Enum):
+    """How the tokens of some rows are drawn: the simplest way that is right for all of them."""
+
+    GREEDY = "greedy"  # the likeliest token of unchanged logits
+    FREE = "free"  # that, or a draw from all tokens
+    ANY = "any"  # as ``gather`` says
 
 
 class SamplingRows:
@@ -83,9 +92,17 @@ class SamplingRows:
         self._bias_tokens.index_copy_(0, on_device, new_tokens)
         self._bias_values.index_copy_(0, on_device, new_values)
 
-    def are_greedy(self, host_rows: Int32Array) -> bool:
-        """Whether all of the rows take the likeliest token of unchanged logits."""
-        return not self._needs[host_rows].any()
+    def drawing(self, host_rows: Int32Array) -> Drawing:
+        """Returns how the tokens of these rows are drawn."""
+        needs = int(np.bitwise_or.reduce(self._needs[host_rows], initial=0))
+        if not needs:
+            return Drawing.GREEDY
+        return Drawing.FREE if needs == _FREE else Drawing.ANY
+
+    def free_draws(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns temperature, float64, 0 where the likeliest token is taken, seed and choice of some rows, int64 ``[S]``."""
+        ints = self._ints.index_select(0, rows)
+        return self._floats[:, 0].index_select(0, rows), ints[:, 1].contiguous(), ints[:, 2].contiguous()
 
     def num_top(self, host_rows: Int32Array) -> int | None:
         """Likeliest tokens to tell of for each sampled token: the most any of the rows wants; None if none does."""

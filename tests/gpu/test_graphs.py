@@ -75,7 +75,7 @@ def test_replays_of_full_buckets_equal_eager_steps_bit_by_bit_in_bfloat16(nano: 
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, FREE, SAMPLED], ids=["greedy", "free", "filtered"])
 @pytest.mark.parametrize("length", [PAGE * 3 - 1, PAGE * 3, PAGE * 3 + 1, MAX_LEN - 20])
 def test_replays_equal_eager_steps_across_pages(
     replayed: Engine, eager: Engine, length: int, sampling: SamplingParams
