@@ -100,7 +100,7 @@ def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys:
 def schedule(
     rows: Rows, num_extra: int, tile: Tile, *, window: int | None = None, hides_first: bool = False
 ) -> Schedule:
-    """Splits rows, in one launch for all layers of one window.
+    """Splits rows, in one fill and one launch for all layers of one window.
 
     Args:
         rows: Not kept.
@@ -111,8 +111,8 @@ def schedule(
     """
     assert num_extra >= 1, f"{num_extra} more parts"
     num_rows = rows.kv_lens.shape[0]
-    parts = rows.kv_lens.new_zeros((num_rows + num_extra, _FIELDS.value), dtype=torch.int32)
-    split = rows.kv_lens.new_zeros((num_extra, _FIELDS.value), dtype=torch.int32)
+    made = torch.zeros((num_rows + 2 * num_extra, _FIELDS.value), dtype=torch.int32, device=rows.kv_lens.device)
+    parts, split = made[:-num_extra], made[-num_extra:]
     _schedule[(num_rows,)](
         rows.qo_indptr, rows.kv_lens, parts, split, num_rows, num_extra, window, tile.num_keys, hides_first
     )
