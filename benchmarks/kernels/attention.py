@@ -150,7 +150,7 @@ def measure(case: Case, batch: Batch, shape: AttentionShape, names: Sequence[str
         try:
             attention = open_attention(name, shape, torch.device(device))
             if case.is_even:
-                attention = attention.captured(len(case.rows), case.rows[0][1])
+                attention = attention.captured(len(case.rows), case.rows[0][1]) or attention
             attention.plan(batch.inputs)
             out = batch.forward(attention, 0).float()
             expected = out if expected is None else expected

@@ -39,11 +39,16 @@ class AttentionShape:
     hides_first: bool = False
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of the generation that FlashInfer's fa3 is made for."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 class Attention(Protocol):
     """Causal attention of a ragged batch over paged keys and values; or by a tree's mask over the new ones.
 
     Attributes:
-        needs_host_lengths: It plans with ``q_lens`` and ``kv_bounds``, which must then be exact.
+        needs_host_lengths: It plans with ``q_lens`` and ``kv_bounds``, all of which must then be exact.
     """
 
     needs_host_lengths: bool

@@ -45,6 +45,7 @@ class ForwardInputs:
         q_lens: int32 ``[B]``, on the host. Tokens of each row.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of ``kv_lens``, exact but for drafts.
         max_kv_len: Upper bound of all ``kv_lens``; in a captured graph that of any replay.
+        num_decode: Rows up to the last that decodes: the ``kv_bounds`` of those behind it are exact.
         tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these.
             At most 63 new tokens a row then. None is causal.
         before_layer: Called with the index of each layer before it reads keys and values that may still be on their way;
@@ -62,6 +63,7 @@ class ForwardInputs:
     q_lens: Int32Array
     kv_bounds: Int32Array
     max_kv_len: int
+    num_decode: int = 0
     tree_mask: Tensor | None = None
     before_layer: Callable[[int], None] | None = None
 

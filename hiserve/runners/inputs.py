@@ -27,6 +27,7 @@ class Columns:
         scored: int64 ``[P]``. Tokens, as indices into T, whose next token is scored.
         q_lens: int32 ``[B]``, on the host. Tokens of each row.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of their lengths.
+        num_decode: Rows up to the last that has one token before its drafts. See ``ForwardInputs``.
         width: Most tokens that a row may emit: 1, and its drafts.
         max_kv_len: Upper bound of all lengths, of any step that these tensors will stand for.
     """
@@ -38,6 +39,7 @@ class Columns:
     scored: Tensor
     q_lens: Int32Array
     kv_bounds: Int32Array
+    num_decode: int
     width: int
     max_kv_len: int
 
@@ -80,6 +82,7 @@ def upload_columns(plan: BatchPlan, rows: DeviceRows) -> Columns:
     offsets = np.arange(indptr[-1]) - indptr[token_rows]
     sampling = np.flatnonzero(plan.samples)
     scored = np.flatnonzero(offsets < plan.num_scored[token_rows])
+    decoding = np.flatnonzero(num_new - num_draft == 1)
     width = 1 + int(num_draft.max())
     # A row's last token and the drafts behind it; the last of them stands for drafts that it lacks.
     drafts = num_draft[sampling, None]
@@ -109,6 +112,7 @@ def upload_columns(plan: BatchPlan, rows: DeviceRows) -> Columns:
         scored=scored_tokens,
         q_lens=plan.num_new,
         kv_bounds=plan.max_len,
+        num_decode=int(decoding[-1]) + 1 if decoding.size else 0,
         width=width,
         max_kv_len=max_kv_len,
     )
@@ -141,6 +145,7 @@ def uniform_columns(varying: Tensor, width: int, max_kv_len: int) -> Columns:
         scored=each_token[:0],
         q_lens=np.full(num_rows, width, dtype=np.int32),
         kv_bounds=np.full(num_rows, max_kv_len, dtype=np.int32),
+        num_decode=num_rows,
         width=width,
         max_kv_len=max_kv_len,
     )
@@ -177,6 +182,7 @@ def gather_inputs(columns: Columns, rows: DeviceRows, out: StepInputs | None = N
             logits_rows=columns.logits_rows,
             q_lens=columns.q_lens,
             kv_bounds=columns.kv_bounds,
+            num_decode=columns.num_decode,
             max_kv_len=columns.max_kv_len,
         ),
         rows=step.rows,

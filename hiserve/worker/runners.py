@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hiserve.attention.backends import fitting_backends, open_attention
-from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.backends import open_attention
+from hiserve.attention.base import AttentionShape
 from hiserve.config import Runner
 from hiserve.core.forward import LayerKV
 from hiserve.models.decoder import Decoder
@@ -51,7 +51,7 @@ def make_runners(
     Raises:
         ConfigError: The backend is not installed or does not support the model.
     """
-    attention = _open(settings, shape, rows.device)
+    attention = open_attention(settings.attention_backend, shape, rows.device)
     eager = EagerRunner(model, layers, attention)
     dtype = str(shape.dtype).removeprefix("torch.")
     if settings.graphs == "off" or canary is not None:
@@ -72,8 +72,3 @@ def make_runners(
     seconds = time.perf_counter() - begin
     logger.info("captured %d graph nodes in %.1f s; they hold %.2f GiB", runners.num_nodes, seconds, held / 2**30)
     return runners
-
-
-def _open(settings: Runner, shape: AttentionShape, device: torch.device) -> Attention:
-    name = "cpu" if device.type == "cpu" and settings.attention_backend == "auto" else settings.attention_backend
-    return open_attention(fitting_backends(shape, device)[0] if name == "auto" else name, shape, device)

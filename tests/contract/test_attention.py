@@ -11,11 +11,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import Attention, AttentionShape
+from hiserve.attention.paired import PairedAttention
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.reference import merge
@@ -48,15 +50,23 @@ class Subject:
     device: str
     dtype: torch.dtype
 
+    @property
+    def uses_flashinfer(self) -> bool:
+        return self.name == "flashinfer" or (self.name, self.device) == ("paired", "cuda")
+
     def open(self, shape: AttentionShape, **options: bool) -> Attention:
         if self.name == "triton" and self.device == "cpu":  # the interpreter; no user's choice
             from hiserve.attention.triton import TritonAttention
 
             return TritonAttention(shape)
-        return open_attention(self.name, shape, torch.device(self.device), **options)
+        device = torch.device(self.device)
+        if self.name == "paired":
+            names = ("reference", "cpu") if self.device == "cpu" else ("triton", "flashinfer")
+            return PairedAttention(*(open_attention(name, shape, device, **options) for name in names))
+        return open_attention(self.name, shape, device, **options)
 
     def case(self, *arguments: Any, **options: Any) -> Case:
-        if self.name == "flashinfer":  # compiles a module for each size of head
+        if self.uses_flashinfer:  # compiles a module for each size of head
             options = {"head_dim": 128} | options
         return Case(*arguments, **{"dtype": self.dtype, "device": self.device} | options)
 
@@ -82,8 +92,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 else:
     FULL = [_on_cpu("reference"), _on_cpu("reference", "float64")]
     FULL += [_on_gpu("triton", dtype) for dtype in ("bfloat16", "float16", "float32")]
-    WINDOWED = [*FULL, _on_gpu("flashinfer", "bfloat16")]
-    PLAIN = [*WINDOWED, _on_cpu("cpu"), _on_cpu("cpu", "float64"), _on_cpu("cpu", "bfloat16")]
+    WINDOWED = [*FULL, _on_gpu("flashinfer", "bfloat16"), _on_gpu("paired", "bfloat16")]
+    PLAIN = [*WINDOWED, _on_cpu("cpu"), _on_cpu("cpu", "float64"), _on_cpu("cpu", "bfloat16"), _on_cpu("paired")]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +105,7 @@ def one_thread() -> None:
 @pytest.mark.parametrize("subject", PLAIN)
 def test_equals_the_oracle_on_ragged_batches(subject: Subject, layout: tuple[int, bool, int, int]) -> None:
     page_size, adjacent, group, head_dim = layout
-    if subject.name == "flashinfer" and head_dim != 128:
+    if subject.uses_flashinfer and head_dim != 128:
         pytest.skip("a module for each size of head takes minutes to compile")
     subject.check(subject.case(RAGGED, page_size=page_size, group=group, head_dim=head_dim, adjacent=adjacent))
 
@@ -181,9 +191,12 @@ def test_bounds_larger_than_the_lengths_change_nothing(subject: Subject) -> None
     attention = subject.open(case.shape)
     expected = case.run(attention)
     wide = torch.nn.functional.pad(case.inputs.page_table, (0, 3), value=1)
-    slack = 0 if attention.needs_host_lengths else 9
+    slack = np.where(np.arange(len(RAGGED)) < case.inputs.num_decode, 0 if attention.needs_host_lengths else 9, 0)
     case.inputs = dataclasses.replace(
-        case.inputs, page_table=wide, kv_bounds=case.inputs.kv_bounds + slack, max_kv_len=16 * wide.shape[1]
+        case.inputs,
+        page_table=wide,
+        kv_bounds=case.inputs.kv_bounds + slack.astype(np.int32),
+        max_kv_len=16 * wide.shape[1],
     )
     tolerance = TOLERANCE[subject.dtype]
     torch.testing.assert_close(case.run(attention), expected, atol=tolerance, rtol=tolerance)
@@ -230,7 +243,7 @@ def test_parts_of_the_keys_merge_to_the_whole() -> None:
     assert all(torch.equal(ours, its) for ours, its in zip(merge(*nothing, *nothing), nothing, strict=True))
 
 
-@pytest.mark.parametrize("subject", [_on_gpu("triton", "bfloat16"), _on_gpu("flashinfer", "bfloat16")])
+@pytest.mark.parametrize("subject", [_on_gpu(name, "bfloat16") for name in ("triton", "flashinfer", "paired")])
 def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject) -> None:
     """A graph of four rows: each replay reads what its tensors hold then; the last row pads."""
     steps = [
@@ -245,6 +258,7 @@ def test_decode_rows_are_replayed_with_other_lengths_and_pages(subject: Subject)
         *(case_pool.new_zeros((num_slots, *case_pool.shape[1:])) for case_pool in (cases[0].kv.k, cases[0].kv.v))
     )
     attention = subject.open(cases[0].shape).captured(4, 1)
+    assert attention is not None
     inputs = dataclasses.replace(
         cases[0].inputs,
         page_table=torch.zeros((4, width), dtype=torch.int32, device="cuda"),

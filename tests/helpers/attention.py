@@ -131,6 +131,7 @@ class Case:
             q_lens=np.array(news, dtype=np.int32),
             kv_bounds=np.array(ends, dtype=np.int32),
             max_kv_len=max(ends),
+            num_decode=max((row + 1 for row, new in enumerate(news) if new == 1), default=0),
             tree_mask=torch.tensor(bits) if trees else None,
         )
         moved = {name: value.to(self._device) for name, value in fields(inputs).items() if isinstance(value, Tensor)}

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+BACKENDS = "hiserve/attention/backends.py"
+PAIRED = "hiserve/attention/paired.py"
+OF_BACKENDS = "tests/unit/attention/test_backends.py::"
+OF_PAIRS = "tests/unit/attention/test_paired.py::"
 OF_COVERAGE = "tests/unit/runners/test_graph_coverage.py::"
 
 MUTANTS = [
@@ -27,5 +31,64 @@ MUTANTS = [
         old=" if (covered := runner.coverage).buckets},",
         new=" if (covered := runner.coverage)},",
         test=OF_COVERAGE + "test_steps_of_a_backend_that_cannot_be_captured_run_without_full_graphs",
+    ),
+    # --- pairs ---
+    Mutant(
+        name="a row that decodes behind prompts is planned by its bound",
+        file="hiserve/runners/inputs.py",
+        old="int(decoding[-1]) + 1 if decoding.size else 0",
+        new="decoding.size",
+        test="tests/unit/runners/test_inputs.py::"
+        "test_rows_whose_length_drafts_may_change_are_told_from_those_behind_them",
+    ),
+    Mutant(
+        name="rows with drafts are planned by their bounds",
+        file="hiserve/runners/inputs.py",
+        old="np.flatnonzero(num_new - num_draft == 1)",
+        new="np.flatnonzero(num_new == 1)",
+        test="tests/unit/runners/test_inputs.py::"
+        "test_rows_whose_length_drafts_may_change_are_told_from_those_behind_them",
+    ),
+    Mutant(
+        name="tokens of prompts count from the step's first",
+        file=PAIRED,
+        old="inputs.qo_indptr[first : end + 1] - start",
+        new="inputs.qo_indptr[first : end + 1]",
+        test=OF_PAIRS + "test_each_part_is_a_batch_of_its_own",
+    ),
+    Mutant(
+        name="a part has the whole step's mask",
+        file=PAIRED,
+        old="inputs.tree_mask[start:stop]",
+        new="inputs.tree_mask",
+        test=OF_PAIRS + "test_each_part_is_a_batch_of_its_own",
+    ),
+    Mutant(
+        name="a pair's graphs are those of prompts",
+        file=PAIRED,
+        old="return self._decoding.captured(",
+        new="return self._prompts.captured(",
+        test=OF_PAIRS + "test_graphs_have_what_rows_that_decode_have",
+    ),
+    Mutant(
+        name="a server without a compiler does not start",
+        file=BACKENDS,
+        old="    except (ConfigError, ImportError) as error:",
+        new="    except ImportError as error:",
+        test=OF_BACKENDS + "test_auto_goes_on_with_triton_where_flashinfer_cannot_be_compiled",
+    ),
+    Mutant(
+        name="flashinfer computes prompts where its kernels are slower",
+        file=BACKENDS,
+        old='"flashinfer" not in fits[1:] or not is_hopper(device)',
+        new='"flashinfer" not in fits[1:]',
+        test=OF_BACKENDS + "test_auto_is_triton_alone_on_other_devices",
+    ),
+    Mutant(
+        name="auto asks flashinfer for what it lacks",
+        file=BACKENDS,
+        old='"flashinfer" not in fits[1:] or not is_hopper(device)',
+        new="not is_hopper(device)",
+        test=OF_BACKENDS + "test_auto_is_triton_alone_where_flashinfer_does_not_fit",
     ),
 ]

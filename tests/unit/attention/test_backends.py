@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hiserve.attention.backends import fitting_backends, open_attention
 from hiserve.attention.base import AttentionShape
 from hiserve.attention.cpu import CpuAttention
+from hiserve.attention.paired import PairedAttention
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.errors import ConfigError
 
@@ -92,3 +95,73 @@ def test_windows_that_no_layer_has_refuse_nothing() -> None:
     assert fitting_backends(shape, CPU) == ("cpu", "reference")
     assert fitting_backends(shape, CUDA, has_trees=True) == ("triton", "reference")
     assert fitting_backends(shape, CUDA) == ("triton", "flashinfer", "reference")
+
+
+class Fake:
+    """A backend that is opened and no more."""
+
+    needs_host_lengths = False
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self.shape = shape
+
+    def captured(self, num_rows: int, width: int) -> Fake:
+        return self
+
+
+@pytest.fixture
+def hopper(all_installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine with an H200; what its modules hold may be replaced."""
+    there: dict[str, Any] = {"TritonAttention": Fake, "FlashInferAttention": Fake, "ReferenceAttention": Fake}
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(**there))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return there
+
+
+@pytest.mark.usefixtures("hopper")
+def test_auto_decodes_with_triton_and_computes_prompts_with_flashinfer_on_hopper(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        attention = open_attention("auto", SHAPE, CUDA)
+    assert isinstance(attention, PairedAttention)
+    assert not attention.needs_host_lengths
+    assert "it compiles its kernels first" in caplog.text
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("changes", "trees"),
+    [({"head_dim": 80}, False), ({"sinks": SINKS}, False), ({"dtype": torch.float32}, False), ({}, True)],
+)
+def test_auto_is_triton_alone_where_flashinfer_does_not_fit(changes: dict[str, Any], trees: bool) -> None:
+    shape = dataclasses.replace(SHAPE, **changes)
+    assert isinstance(open_attention("auto", shape, CUDA, has_trees=trees), Fake)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_auto_is_triton_alone_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert isinstance(open_attention("auto", SHAPE, CUDA), Fake)
+
+
+@pytest.mark.parametrize("error", [ConfigError("no nvcc"), ImportError("no nvcc")])
+def test_auto_goes_on_with_triton_where_flashinfer_cannot_be_compiled(
+    hopper: dict[str, Any], error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(shape: AttentionShape) -> Fake:
+        raise error
+
+    hopper["FlashInferAttention"] = fail
+    assert isinstance(open_attention("auto", SHAPE, CUDA), Fake)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "prompts are computed by triton, which is slower: no nvcc"
+    ]
+    with pytest.raises(type(error)):
+        open_attention("flashinfer", SHAPE, CUDA)
+
+
+def test_auto_is_the_first_that_fits_on_a_cpu() -> None:
+    assert isinstance(open_attention("auto", SHAPE, CPU), CpuAttention)
+    assert isinstance(open_attention("auto", dataclasses.replace(SHAPE, sinks=SINKS), CPU), ReferenceAttention)
+    assert isinstance(open_attention("auto", SHAPE, CPU, has_trees=True), ReferenceAttention)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,19 @@ def test_a_chunk_and_a_decode_share_a_batch(rows: DeviceRows, planner: HandPlann
     assert inputs.logits_rows.tolist() == [3]
     assert step.sampling.tolist() == [1]
     assert (inputs.max_q_len, inputs.max_kv_len) == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_new", "num_draft", "num_decode"),
+    [([1, 1, 3, 4], [0, 0, 0, 0], 2), ([4, 2, 1, 5], [3, 1, 0, 0], 3), ([3, 5, 1], [0, 0, 0], 3), ([3, 5], [0, 0], 0)],
+    ids=["decode", "drafts", "out of order", "prompts"],
+)
+def test_rows_whose_length_drafts_may_change_are_told_from_those_behind_them(
+    rows: DeviceRows, num_new: list[int], num_draft: list[int], num_decode: int
+) -> None:
+    plan = bare(dict(enumerate(num_new, 1)), [True] * len(num_new), [9] * len(num_new))
+    plan = dataclasses.replace(plan, num_draft=int32(num_draft))
+    assert build_inputs(plan, rows).forward.num_decode == num_decode
 
 
 def test_scored_tokens_follow_the_sampling_rows_in_plan_order(rows: DeviceRows, planner: HandPlanner) -> None:

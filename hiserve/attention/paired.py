@@ -1,0 +1,76 @@
+"""Two backends as one: rows that decode are computed by the first, prompts behind them by the second."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention
+from hiserve.core.forward import ForwardInputs, LayerKV
+
+
+class PairedAttention:
+    """Splits each batch behind the last row that decodes.
+
+    Of a row that decodes the host may know no more than a bound of its length, as long as drafts of it are on their way;
+    of the rows behind it knows the lengths. So ``prompts`` may plan with host lengths in steps that have drafts, too.
+
+    Args:
+        decoding: For rows that decode, and for graphs.
+        prompts: For the rows behind them.
+    """
+
+    def __init__(self, decoding: Attention, prompts: Attention) -> None:
+        self.needs_host_lengths = decoding.needs_host_lengths
+        self._decoding = decoding
+        self._prompts = prompts
+        self._num_tokens = 0  # of the rows that decode
+        self._has_prompts = False
+
+    def captured(self, num_rows: int, width: int) -> Attention | None:
+        """Returns what rows that decode have."""
+        return self._decoding.captured(num_rows, width)
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Plans the parts that there are; a part that is the whole batch without a launch."""
+        num_rows, num_decode = len(inputs.q_lens), inputs.num_decode
+        self._num_tokens = int(inputs.q_lens[:num_decode].sum())
+        self._has_prompts = num_decode < num_rows
+        if num_decode:
+            self._decoding.plan(_cut(inputs, 0, num_decode) if self._has_prompts else inputs)
+        if self._has_prompts:
+            self._prompts.plan(_cut(inputs, num_decode, num_rows) if num_decode else inputs)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+        """Attends part by part."""
+        cut = self._num_tokens
+        if not self._has_prompts:
+            return self._decoding.forward(q, k, v, kv, layer)
+        if not cut:
+            return self._prompts.forward(q, k, v, kv, layer)
+        decoded = self._decoding.forward(q[:cut], k[:cut], v[:cut], kv, layer)
+        return torch.cat((decoded, self._prompts.forward(q[cut:], k[cut:], v[cut:], kv, layer)))
+
+
+def _cut(inputs: ForwardInputs, first: int, end: int) -> ForwardInputs:
+    """Returns some rows, of which all decode or none does, as a batch of their own."""
+    start, stop = int(inputs.q_lens[:first].sum()), int(inputs.q_lens[:end].sum())
+    bounds = inputs.kv_bounds[first:end]
+    return replace(
+        inputs,
+        input_ids=inputs.input_ids[start:stop],
+        positions=inputs.positions[start:stop],
+        slots=inputs.slots[start:stop],
+        token_rows=inputs.token_rows[start:stop] - first,
+        qo_indptr=inputs.qo_indptr[first : end + 1] - start,
+        kv_lens=inputs.kv_lens[first:end],
+        page_table=inputs.page_table[first:end],
+        logits_rows=inputs.logits_rows[:0],
+        q_lens=inputs.q_lens[first:end],
+        kv_bounds=bounds,
+        num_decode=0 if first else end,
+        max_kv_len=int(bounds.max()),
+        tree_mask=None if inputs.tree_mask is None else inputs.tree_mask[start:stop],
+    )

@@ -1,0 +1,97 @@
+"""Which rows go to which of two backends, and what each is told of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hiserve.attention.paired import PairedAttention
+from hiserve.attention.reference import ReferenceAttention
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.plan import Int32Array
+from tests.helpers.attention import Case
+
+DECODES, PROMPTS = ((16, 1), (40, 1), (0, 1)), ((0, 33), (16, 5), (40, 7))
+
+
+class Recorded:
+    """Attends as the reference does, and keeps what it was given."""
+
+    def __init__(self, case: Case, *, needs_host_lengths: bool = False) -> None:
+        self.needs_host_lengths = needs_host_lengths
+        self._attention = ReferenceAttention(case.shape)
+        self.planned: list[ForwardInputs] = []
+        self.num_tokens: list[int] = []
+
+    def captured(self, num_rows: int, width: int) -> Recorded:
+        return self
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        self.planned.append(inputs)
+        self._attention.plan(inputs)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+        self.num_tokens.append(q.shape[0])
+        return self._attention.forward(q, k, v, kv, layer)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_decode"),
+    [(DECODES + PROMPTS, 3), (DECODES, 3), (PROMPTS, 0), (PROMPTS + DECODES, 6), (((8, 4), (9, 2), *PROMPTS), 2)],
+    ids=["mixed", "decode", "prompts", "out of order", "drafts"],
+)
+def test_rows_go_to_the_first_up_to_the_last_that_decodes(
+    lengths: tuple[tuple[int, int], ...], num_decode: int
+) -> None:
+    case = Case(lengths, adjacent=False)
+    case.inputs = dataclasses.replace(case.inputs, num_decode=num_decode)
+    decoding, prompts = Recorded(case), Recorded(case)
+    out = case.run(PairedAttention(decoding, prompts))
+    torch.testing.assert_close(out.double(), case.oracle()[0], atol=2e-5, rtol=2e-5)
+    news = [new for _, new in lengths]
+    for part, rows in ((decoding, slice(0, num_decode)), (prompts, slice(num_decode, None))):
+        assert [inputs.q_lens.tolist() for inputs in part.planned] == ([news[rows]] if news[rows] else [])
+        assert part.num_tokens == ([sum(news[rows])] if news[rows] else [])
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_each_part_is_a_batch_of_its_own(trees: bool) -> None:
+    """As if the other rows were not there."""
+    mixed = Case(DECODES + PROMPTS, trees=trees)
+    decoding, prompts = Recorded(mixed), Recorded(mixed)
+    mixed.run(PairedAttention(decoding, prompts))
+    for part, lengths, num_decode in ((decoding, DECODES, 3), (prompts, PROMPTS, 0)):
+        (given,), alone = part.planned, Case(lengths, trees=trees).inputs
+        for name in ("token_rows", "qo_indptr", "kv_lens"):
+            assert torch.equal(getattr(given, name), getattr(alone, name)), name
+        assert np.array_equal(given.kv_bounds, alone.kv_bounds)
+        assert (given.max_kv_len, given.max_q_len, given.num_decode) == (alone.max_kv_len, alone.max_q_len, num_decode)
+        assert given.input_ids.shape == given.positions.shape == given.slots.shape == alone.slots.shape
+        assert (given.tree_mask is None) == (alone.tree_mask is None)
+        assert given.tree_mask is None or given.tree_mask.shape == alone.slots.shape
+
+
+def test_what_plans_on_the_host_is_told_no_bounds_that_drafts_make_too_large() -> None:
+    """Rows that decode may be shorter than the host knows."""
+    case = Case(DECODES + PROMPTS)
+    exact: Int32Array = case.inputs.kv_bounds
+    slack = np.array([3, 3, 3, 0, 0, 0], dtype=np.int32)
+    case.inputs = dataclasses.replace(case.inputs, kv_bounds=exact + slack)
+    decoding, prompts = Recorded(case), Recorded(case, needs_host_lengths=True)
+    pair = PairedAttention(decoding, prompts)
+    assert not pair.needs_host_lengths
+    case.run(pair)
+    assert decoding.planned[0].kv_bounds.tolist() == (exact[:3] + 3).tolist()
+    assert prompts.planned[0].kv_bounds.tolist() == exact[3:].tolist()
+
+
+def test_graphs_have_what_rows_that_decode_have() -> None:
+    case = Case(DECODES)
+    decoding, prompts = Recorded(case), Recorded(case, needs_host_lengths=True)
+    assert PairedAttention(decoding, prompts).captured(4, 1) is decoding
+    assert PairedAttention(Recorded(case, needs_host_lengths=True), prompts).needs_host_lengths
+    assert PairedAttention(ReferenceAttention(case.shape), prompts).captured(4, 1) is None
