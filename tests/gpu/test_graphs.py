@@ -11,6 +11,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
 from tests.helpers.cuda import (
     BUCKETS,
+    FREE,
     MAX_LEN,
     MAX_ROWS,
     NUM_PAGES,

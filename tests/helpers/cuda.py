@@ -15,6 +15,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.graph import GraphRunner
+from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.executor import Executor
 from tests.helpers.attention import NO_PAGE
@@ -26,6 +27,8 @@ PAGE, NUM_PAGES, MAX_LEN, MAX_ROWS = 16, 600, 512, 40
 BUCKETS = (1, 2, 4, 8, 16, 32, 40)
 TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
+FREE = SamplingParams(temperature=0.9, seed=9)
+FREE = SamplingParams(temperature=0.8, seed=9)
 _GAPS = (
     1 << 24,
     (1 << 20) + 512,
@@ -64,11 +67,7 @@ def graph_engine(
 
 
 def with_decode_graphs(
-    subject: Engine,
-    buckets: tuple[int, ...],
-    *,
-    model: Any = None,
-    rows: Any = None,
+    subject: Engine, buckets: tuple[int, ...], *, model: Any = None, rows: Any = None
 ) -> GraphRunner:
     """Gives an engine without graphs those of decode steps, captured as the test wants it; returns their runner.
 
@@ -87,12 +86,30 @@ def with_decode_graphs(
         width=1,
         buckets=buckets,
     )
-    dtype = str(subject.pool.layers("kv")[0].k.dtype).removeprefix("torch.")
-    subject.runners = Dispatch(subject.rows, subject.runner, dtype=dtype, full={1: runner})
+    _capture(subject, full={1: runner})
+    return runner
+
+
+def with_pieces(subject: Engine, buckets: tuple[int, ...], *, model: Any = None) -> PiecewiseRunner:
+    """Likewise those of what lies between attentions; ``buckets`` are tokens."""
+    runner = PiecewiseRunner(
+        model or subject.model,
+        subject.pool.layers("kv"),
+        subject.attention,
+        subject.shape,
+        Capture(subject.rows.device),
+        buckets=buckets,
+    )
+    _capture(subject, piecewise=runner)
+    return runner
+
+
+def _capture(subject: Engine, **runners: Any) -> None:
+    dtype = str(subject.shape.dtype).removeprefix("torch.")
+    subject.runners = Dispatch(subject.rows, subject.runner, dtype=dtype, **runners)
     subject.runners.capture()
     subject.executor.close()
     subject.executor = Executor(subject.runners, subject.rows)
-    return runner
 
 
 class NarrowRows:
@@ -174,21 +191,19 @@ class Poisoned:
         self._runner: Any = runner
         self.num_replays = 0
 
-    def run(self, plan: Any, bucket: int) -> Any:
+    def run(self, plan: Any, bucket: int, *how: Any) -> Any:
         captured = self._runner._captured[bucket]
-        inputs = captured.inputs
-        forward = inputs.forward
-        for ints in (captured.varying, captured.words, forward.input_ids, forward.positions):
+        forward = captured.inputs.forward
+        written = (forward.input_ids, forward.positions, forward.slots, forward.kv_lens, forward.page_table)
+        for ints in (captured.varying, *written, *(words for _, words in captured.draws.values())):
             ints.fill_(NO_PAGE)
-        for ints in (forward.slots, forward.kv_lens, forward.page_table):
-            ints.fill_(NO_PAGE)
-        inputs.legal.fill_(True)
+        captured.inputs.legal.fill_(True)
         captured.logits.fill_(torch.nan)
         for kv in self._runner._layers:
             for plane in (kv.k, kv.v):
                 plane[:PAGE].fill_(torch.nan)  # the sink
         self.num_replays += 1
-        return self._runner.run(plan, bucket)
+        return self._runner.run(plan, bucket, *how)
 
 
 class PoisonedPieces:
