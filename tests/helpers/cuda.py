@@ -27,7 +27,6 @@ PAGE, NUM_PAGES, MAX_LEN, MAX_ROWS = 16, 600, 512, 40
 BUCKETS = (1, 2, 4, 8, 16, 32, 40)
 TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
-FREE = SamplingParams(temperature=0.9, seed=9)
 FREE = SamplingParams(temperature=0.8, seed=9)
 _GAPS = (
     1 << 24,
