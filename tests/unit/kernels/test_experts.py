@@ -38,7 +38,7 @@ for value in (torch.nan, torch.inf, -torch.inf):
     assert chosen.sort().values.tolist() == [[0, 1, 2]], (value, chosen)
 """
 GROUPS = """
-for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (0, 2, 3)):
+for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (4700, 2, 3), (0, 2, 3)):
     chosen = torch.stack([torch.randperm(num_experts, generator=generator)[:count] for _ in range(tokens)] or
                          [torch.zeros(count, dtype=torch.int64)])[:tokens]
     order, ends = experts._group(chosen, num_experts)
@@ -48,7 +48,7 @@ for tokens, count, num_experts in ((1, 1, 1), (50, 3, 4), (700, 2, 3), (0, 2, 3)
 MIXES = """
 # (tokens, experts, experts per token, hidden, inner): one token, uneven sizes, experts without tokens, tall blocks
 for tokens, num_experts, count, hidden, inner in (
-    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (0, 4, 2, 16, 16)):
+    (1, 6, 2, 40, 24), (9, 5, 2, 70, 40), (35, 2, 2, 48, 33), (70, 2, 2, 48, 33), (0, 4, 2, 16, 16)):
     for dtype, tolerance in TOLERANCE.items():
         x = randn(tokens, hidden, dtype=dtype)
         gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, scale=0.2)
