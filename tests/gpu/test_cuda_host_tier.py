@@ -119,6 +119,7 @@ def test_what_left_the_device_comes_back_with_the_cpu_s_tokens(
         assert loaded.evicted_pages > stored.evicted_pages
         assert loaded.cache.loads.num_fulfilled > PAGES[page_size] // 2
         assert loaded.cache.loads.unfulfilled.keys() <= {"not_worth_loading"}
+        assert loaded.graph_gate.keys() == {"replay"} and loaded.graph_gate["replay"].keys() == {"decode", "piecewise"}
         check_pages(llm, page_size)
 
 
@@ -152,21 +153,24 @@ def test_a_host_that_is_small_evicts_and_stays_right(expected: list[list[int]]) 
 
 
 class Delayed:
-    """A runner whose forwards begin and end late on the device, so that whatever does not wait for them is early."""
+    """Runners whose steps begin and end late on the device, so that whatever does not wait for them is early."""
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
+    def __init__(self, runners: Any) -> None:
+        self._runners = runners
 
-    def run(self, *arguments: Any, **options: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runners, name)
+
+    def run(self, *arguments: Any) -> Any:
         torch.cuda._sleep(SHORT)
-        outputs = self._runner.run(*arguments, **options)
+        outcome = self._runners.run(*arguments)
         torch.cuda._sleep(SHORT)
-        return outputs
+        return outcome
 
 
 def delay(llm: LLM) -> None:
     executor: Any = engine_of(llm)._executor
-    executor._runner = Delayed(executor._runner)
+    executor._runners = Delayed(executor._runners)
 
 
 def test_tc_20_a_store_begins_when_the_forward_that_writes_its_pages_is_done(

@@ -157,6 +157,7 @@ class Engine:
         shape = attention_shape(config, dtype=getattr(torch, dtype), page_size=page_size)
         if windows:
             shape = dataclasses.replace(shape, windows=windows)
+        self.shape = shape
         self.attention = open_attention(attention, shape, torch.device(device))
         self.runner = EagerRunner(self.model, self.pool.layers("kv"), self.attention)
         self.runners = Dispatch(self.rows, self.runner)

@@ -1,0 +1,242 @@
+"""Where graphs end and what they cross: windows, table widths, batches that shrink and grow, captures that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.core.plan import BatchPlan
+from hiserve.models.config import NANO, find_model
+from tests.helpers import cuda
+from tests.helpers.cuda import (
+    BUCKETS,
+    MAX_LEN,
+    MAX_ROWS,
+    NUM_PAGES,
+    PAGE,
+    TOKEN_BUCKETS,
+    generate,
+    prompts_of,
+    run_all,
+    verdicts,
+)
+from tests.helpers.models import Engine
+from tests.helpers.plans import HandPlanner
+from tests.helpers.scripted import verify
+
+pytestmark = pytest.mark.gpu
+
+WINDOW, NUM_LAYERS = 40, 8
+WINDOWS = (WINDOW, None) * (NUM_LAYERS // 2)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return find_model(NANO)
+
+
+@pytest.fixture(scope="module")
+def eager(folder: Path) -> Iterator[Engine]:
+    subject = cuda.graph_engine(folder, "off")
+    yield subject
+    subject.executor.close()
+
+
+# --- windows ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def windowed(folder: Path) -> Iterator[dict[str, Engine]]:
+    """The reference, our kernels, and our kernels in graphs, with a window in every other layer."""
+    subjects = {
+        "reference": cuda.graph_engine(folder, "off", attention="reference", windows=WINDOWS),
+        "off": cuda.graph_engine(folder, "off", windows=WINDOWS),
+        "all": cuda.graph_engine(folder, "all", windows=WINDOWS, widths=(1, 4)),
+    }
+    yield subjects
+    for subject in subjects.values():
+        subject.executor.close()
+
+
+@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
+def test_replays_equal_eager_steps_around_the_edge_of_a_window(
+    windowed: dict[str, Engine], eager: Engine, length: int
+) -> None:
+    prompts = prompts_of([length, length, 5], seed=length)
+    before = verdicts(windowed["all"])
+    tokens = {name: generate(subject, prompts, 24) for name, subject in windowed.items()}
+    assert tokens["all"] == tokens["off"] == tokens["reference"]
+    assert cuda.news(before, verdicts(windowed["all"]))["replay/decode"] == 23
+    assert tokens["all"] != generate(eager, prompts, 24), "the window hides nothing"
+
+
+def test_a_context_crosses_the_edge_of_a_window_between_two_replays(windowed: dict[str, Engine], eager: Engine) -> None:
+    prompts = prompts_of([WINDOW - 10, 3, WINDOW - 1], seed=2)
+    expected = generate(windowed["off"], prompts, 2 * WINDOW)
+    assert generate(windowed["all"], prompts, 2 * WINDOW) == expected
+    assert verify(windowed["all"], prompts, expected, 4) == expected
+    assert expected != generate(eager, prompts, 2 * WINDOW), "the window hides nothing"
+
+
+# --- what graphs do not cover -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["context", "table_width"])
+def test_a_captured_table_narrower_than_the_batch_is_not_replayed(folder: Path, eager: Engine, reason: str) -> None:
+    """Tables of three pages; rows that outgrow them go on eagerly."""
+    subject = cuda.graph_engine(folder, "off")
+    narrow: Any = cuda.NarrowRows(subject.rows, 3 * PAGE)
+    cuda.with_decode_graphs(subject, (1, 2, 4), rows=narrow)
+    if reason == "table_width":
+        coverage = subject.runners.coverage
+        full = {1: dataclasses.replace(coverage.full[1], max_len=MAX_LEN)}  # nothing but the table is in the way
+        subject.runners.coverage = dataclasses.replace(coverage, full=full)
+    prompts = prompts_of([3 * PAGE - 6, 20, 3], seed=3)
+    tokens = generate(subject, prompts, 30)
+    ran = verdicts(subject)
+    assert tokens == generate(eager, prompts, 30)
+    assert ran.pop("replay/decode") == 6
+    assert ran.pop(f"eager/{reason}") == 23
+    assert ran.keys() == {"eager/width"}  # prefill
+    subject.executor.close()
+
+
+def test_a_batch_larger_than_the_largest_bucket_runs_eagerly(folder: Path, eager: Engine) -> None:
+    subject = cuda.graph_engine(folder, "off")
+    cuda.with_decode_graphs(subject, (1, 2, 4))
+    for num_rows, verdict in ((4, "replay/decode"), (5, "eager/rows"), (3, "replay/decode")):
+        before = verdicts(subject)
+        prompts = prompts_of([20] * num_rows, seed=num_rows)
+        assert generate(subject, prompts, 5) == generate(eager, prompts, 5)
+        assert cuda.news(before, verdicts(subject))[verdict] == 4
+    subject.executor.close()
+
+
+# --- batches that change ----------------------------------------------------------------------------------
+
+
+def sawtooth() -> list[BatchPlan]:
+    """All rows decode, fewer and fewer, and more and more; each that comes back has a new prompt, and decodes with all.
+
+    Steps in which one comes back have one token less than a bucket, as many, and one more, or more than the largest.
+    """
+    planner = HandPlanner(PAGE, NUM_PAGES, shuffle_seed=2)
+    rows = list(range(1, MAX_ROWS + 1))
+    prompts = prompts_of([5 + row % 23 for row in rows], seed=1)
+    plans = []
+    for row in rows:
+        planner.admit(row, prompts[row])
+        plans.append(planner.step({row: len(prompts[row])}))
+    for num_rows in range(MAX_ROWS, 0, -1):
+        plans.append(planner.step(dict.fromkeys(rows[:num_rows], 1)))
+        planner.release(num_rows)
+    totals = [bucket + offset for bucket in TOKEN_BUCKETS for offset in (-1, 0, 1)]
+    new = torch.randint(7, 4096, (MAX_ROWS, MAX_LEN), generator=torch.Generator().manual_seed(4)).tolist()
+    for row in rows:
+        others = rows[: row - 1]
+        total = next(total for total in totals[row % len(totals) :] + totals[::-1] if total > len(others) + 1)
+        length = total - len(others)
+        planner.admit(row, new[row - 1][:length])
+        plans.append(planner.step(dict.fromkeys(others, 1) | {row: length}))
+        plans.append(planner.step(dict.fromkeys(rows[:row], 1)))
+    return plans
+
+
+def test_batches_shrink_and_grow_across_all_buckets_amid_mixed_steps(folder: Path, eager: Engine) -> None:
+    subject = cuda.graph_engine(folder, "all")
+    plans = sawtooth()
+    assert {plan.num_tokens for plan in plans if not plan.samples.all() or (plan.num_new > 1).any()} >= {
+        bucket + offset for bucket in TOKEN_BUCKETS[3:] for offset in (-1, 0, 1)
+    }
+    tokens = run_all(subject, plans)
+    assert tokens == run_all(eager, plans)
+    ran = verdicts(subject)
+    assert ran.pop("replay/decode") >= 2 * MAX_ROWS
+    assert ran.pop("replay/piecewise") > MAX_ROWS
+    assert ran.keys() == {"eager/tokens"}
+    subject.executor.close()
+
+
+# --- captures that fail -----------------------------------------------------------------------------------
+
+
+class Breaking:
+    """A model that cannot be captured for one number of tokens: it asks the device for a number, or raises.
+
+    Args:
+        model: Computes.
+        num_tokens: Of the steps that break.
+        how: ``syncs`` or ``raises``.
+    """
+
+    def __init__(self, model: Any, num_tokens: int, how: str) -> None:
+        self._model = model
+        self._num_tokens = num_tokens
+        self._how = how
+        self._num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, inputs: Any, layers: Any, attention: Any) -> Any:
+        self._break(inputs)
+        return self._model.forward(inputs, layers, attention)
+
+    def hidden(self, inputs: Any, layers: Any, attention: Any) -> Any:
+        self._break(inputs)
+        return self._model.hidden(inputs, layers, attention)
+
+    def _break(self, inputs: Any) -> None:
+        if inputs.input_ids.shape[0] == self._num_tokens:
+            self._num_calls += 1
+            if self._how == "syncs":
+                inputs.positions.max().item()
+            elif self._num_calls == 2:  # the first one warms up
+                raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize("how", ["syncs", "raises"])
+def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
+    folder: Path, eager: Engine, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    subject = cuda.graph_engine(folder, "off")
+    with caplog.at_level(logging.WARNING):
+        runner = cuda.with_decode_graphs(subject, BUCKETS, model=Breaking(subject.model, 8, how))
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    print(told)
+    assert told.startswith("steps of 8 rows with 1 tokens each run without a graph: ")
+    assert {num_rows for num_rows, _ in runner.failed} == {8}
+    gc.collect()
+    torch.cuda.empty_cache()  # a capture that torch believes to be under way would be in the way
+    cuda.fill_freed_memory(subject)
+    for num_rows in (1, 2, 4, 5, 8, 9, 40, 3):
+        before = verdicts(subject)
+        prompts = prompts_of([20] * num_rows, seed=num_rows)
+        assert generate(subject, prompts, 5) == generate(eager, prompts, 5)
+        verdict = "eager/capture_failed" if num_rows in (5, 8) else "replay/decode"
+        assert cuda.news(before, verdicts(subject))[verdict] == 4
+    subject.executor.close()
+
+
+def test_pieces_whose_capture_fails_leave_the_others_alone(
+    folder: Path, eager: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    subject = cuda.graph_engine(folder, "off")
+    with caplog.at_level(logging.WARNING):
+        runner = cuda.with_pieces(subject, (8, 16, 32), model=Breaking(subject.model, 16, "syncs"))
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert told.startswith("steps of up to 16 tokens run without graphs: ")
+    assert runner.failed == {16}
+    for length, verdict in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
+        before = verdicts(subject)
+        prompts = prompts_of([length], seed=length)
+        assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
+        assert cuda.news(before, verdicts(subject)) == {verdict: 1}
+    subject.executor.close()

@@ -1,0 +1,130 @@
+"""Hands on a whole engine with graphs: what passed its gate, loads that take their time, what happens before a launch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hiserve import LLM
+from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.core.plan import BatchPlan, TableWrites
+from hiserve.runners.gate import Verdict
+from tests.helpers import cuda
+from tests.helpers.tiered import engine_of, rest, transfers_of
+from tests.helpers.tiers import squeeze
+
+CYCLES_PER_S = 2_000_000_000
+NOTHING = np.empty(0, dtype=np.int32)
+
+
+class Seen(NamedTuple):
+    """A step that ran.
+
+    Attributes:
+        plan: As the engine made it.
+        verdict: The gate's.
+        num_open: Loads that were under way.
+    """
+
+    plan: BatchPlan
+    verdict: Verdict
+    num_open: int
+
+
+class Watched:
+    """Runners that remember what they ran.
+
+    Args:
+        executor: Whose runners they are from now on.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self._runners = executor._runners
+        self._copier = executor._copier
+        self.seen: list[Seen] = []
+        executor._runners = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runners, name)
+
+    def run(self, plan: BatchPlan, verdict: Verdict, wait: Any = None) -> Any:
+        self.seen.append(Seen(plan, verdict, len(self._copier.loads.open)))
+        return self._runners.run(plan, verdict, wait)
+
+
+class Between:
+    """Stands between an engine and its executor.
+
+    Args:
+        llm: Whose engine it is.
+        act: Takes a plan and returns the one to launch instead.
+
+    Attributes:
+        executor: The engine's.
+        acks: Are handed to the engine when it asks next.
+    """
+
+    def __init__(self, llm: LLM, act: Callable[[Between, BatchPlan], BatchPlan]) -> None:
+        engine: Any = engine_of(llm)
+        self.executor = engine._executor
+        self.acks: list[CopyAck] = []
+        self._act = act
+        engine._executor = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.executor, name)
+
+    def submit(self, plan: BatchPlan) -> Any:
+        return self.executor.submit(self._act(self, plan))
+
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        held, self.acks = self.acks, []
+        return held or self.executor.take_acks(wait_s)
+
+
+def watch(llm: LLM) -> list[Seen]:
+    """Returns the steps that run from now on."""
+    return Watched(engine_of(llm)._executor).seen
+
+
+def hold_loads(llm: LLM, seconds: float, reason: str = "") -> None:
+    """Lets loads begin so much later on the device, or fail."""
+    transfers = transfers_of(llm)
+
+    def hold(copy: PageCopy) -> str:
+        if copy.kind is CopyKind.LOAD and not reason:
+            if cuda.DEVICE == "cpu":
+                time.sleep(seconds)
+            else:
+                with torch.cuda.stream(transfers._streams[CopyKind.LOAD]._first):
+                    torch.cuda._sleep(int(seconds * CYCLES_PER_S))
+        return reason if copy.kind is CopyKind.LOAD else ""
+
+    transfers._hold = hold
+
+
+def spoil_device(llm: LLM) -> None:
+    """Evicts everything from the device and fills its pages with NaN: a read that is too early is found out."""
+    rest(llm)
+    squeeze(engine_of(llm)._planner._cache)
+    for kv in engine_of(llm)._executor._runners._eager._layers:  # type: ignore[attr-defined]
+        for plane in (kv.k, kv.v):
+            plane.fill_(torch.nan)
+    cuda.wait_for_stream()
+
+
+def without_rows(plan: BatchPlan) -> BatchPlan:
+    """The same plan, of which nothing is computed."""
+    no_flags = np.empty(0, dtype=np.bool_)
+    numbers = dict.fromkeys(("rows", "num_new", "num_draft", "num_scored", "max_len"), NOTHING)
+    return replace(plan, samples=no_flags, waits=(), **numbers)
+
+
+def rows_alone(plan: BatchPlan) -> BatchPlan:
+    """The step of a plan whose writes and copies were begun before."""
+    return replace(plan, release=NOTHING, admit=(), table=TableWrites(), host_release=NOTHING, copies=(), lookups=())
