@@ -10,7 +10,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.attention_decode import MAX_TOKENS, decode
-from hiserve.kernels.attention_extend import extend
+from hiserve.kernels.attention_extend import choose_num_parts, extend
 from hiserve.kernels.attention_schedule import Rows, Schedule, choose_num_extra, schedule, tile_for
 
 _SMS_OF_THE_INTERPRETER = 16
@@ -24,11 +24,13 @@ class _Others:
         rows: Views of the step's; ``qo_indptr`` counts from the first token of the step.
         has_fresh: There are rows that have no prefix.
         has_prefixed: There may be rows that have one.
+        num_parts: Parts the keys of each row are split into, in layers without a window.
     """
 
     rows: Rows
     has_fresh: bool
     has_prefixed: bool
+    num_parts: int
 
 
 class TritonAttention:
@@ -69,14 +71,21 @@ class TritonAttention:
         self._tree_mask = inputs.tree_mask
         self._schedules = {}
         self._even = self._others = None
+        shape = self._shape
+        heads = (shape.num_heads, shape.num_kv_heads)
         if num_even:
             self._even, self._num_even = _cut(inputs, 0, num_even), num_even * width
-            heads = (self._shape.num_heads, self._shape.num_kv_heads)
             self._num_extra = choose_num_extra(self._even, heads, _num_sms(inputs), self._tile.num_keys)
         if num_even < len(q_lens):
             new, bounds = q_lens[num_even:], inputs.kv_bounds[num_even:]
-            rows = _cut(inputs, num_even, len(q_lens))
-            self._others = _Others(rows, has_fresh=bool((bounds == new).any()), has_prefixed=bool((bounds > new).any()))
+            self._others = _Others(
+                _cut(inputs, num_even, len(q_lens)),
+                has_fresh=bool((bounds == new).any()),
+                has_prefixed=bool((bounds > new).any()),
+                num_parts=choose_num_parts(
+                    new, int(bounds.max()), heads, shape.head_dim, shape.dtype, num_sms=_num_sms(inputs)
+                ),
+            )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
         """Attends in at most three launches for each kind of rows."""
@@ -115,6 +124,7 @@ class TritonAttention:
                 tree_mask=self._tree_mask,
                 has_fresh=others.has_fresh,
                 has_prefixed=others.has_prefixed,
+                num_parts=others.num_parts if window is None else 1,
             )
         return out
 

@@ -1,8 +1,8 @@
 """Attention of rows with many new tokens over paged keys and values: prefill, chunks behind a prefix, trees.
 
-A program computes some new tokens of a row for all query heads that share one KV head. Key blocks that all its queries
-see are not masked at all; the others, at most a few, come first. The softmax is the online one of Milakov and
-Gimelshein (2018), cut into tiles as in FlashAttention-2 (Dao, 2023).
+A program computes some new tokens of a row for all query heads that share one KV head. Blocks of keys that all its
+queries see are not masked at all; the others, at most a few, come first. Where rows are too few to fill the device, their
+keys are split among programs, whose parts a second kernel joins (the split-KV of FlashDecoding).
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hiserve.core.forward import LayerKV
+from hiserve.core.plan import Int32Array
+from hiserve.kernels.attention_blocks import close, fold, fold_all_seen, gather
 
-_LOG2_E = math.log2(math.e)
-_LN_2 = tl.constexpr(math.log(2))
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _MIN_QUERIES = 16
 _MAX_QUERIES = 128
+_MAX_PARTS = 16
+_BLOCKS_TO_START = 3  # a program starts and ends in about the time that it takes for this many blocks
+_BLOCKS_TO_JOIN = 4
+_JOINED = 16
 
 
 class Tile(NamedTuple):
@@ -51,6 +56,7 @@ class _Results(NamedTuple):
 class _Shape(NamedTuple):
     """What compilation depends on, besides types."""
 
+    num_kv_heads: int
     group: int
     head_dim: int
     block_dim: int
@@ -60,23 +66,51 @@ class _Shape(NamedTuple):
     hides_first: bool
     is_fresh: bool
     leaves_fresh: bool
+    is_part: bool
 
 
-def tile_for(num_queries: int, head_dim: int, dtype: torch.dtype, is_fresh: bool) -> Tile:
-    """Chooses a tile.
+def tile_for(num_queries: int, head_dim: int, dtype: torch.dtype) -> Tile:
+    """Returns the tile that was fastest on one H200.
 
     Args:
         num_queries: Upper bound of a row's query vectors for one KV head.
         head_dim: Elements per head.
         dtype: Of queries, keys and values.
-        is_fresh: Keys are adjacent.
     """
     num_queries = min(max(_MIN_QUERIES, triton.next_power_of_2(num_queries)), _MAX_QUERIES)
     if dtype.itemsize > 2:  # products without tensor cores
         return Tile(min(num_queries, 32), 32, 4, 1)
     if num_queries < _MAX_QUERIES:
         return Tile(num_queries, 64, 4, 3)
-    return Tile(_MAX_QUERIES, 128 if is_fresh and head_dim <= 128 else 64, 8, 2)
+    return Tile(_MAX_QUERIES, 128, 8, 3) if head_dim <= 128 else Tile(_MAX_QUERIES, 64, 8, 2)
+
+
+def choose_num_parts(
+    q_lens: Int32Array, max_kv_len: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, *, num_sms: int
+) -> int:
+    """Returns into how many parts to split the keys of each row, so that the programs fill the multiprocessors.
+
+    Args:
+        q_lens: int32 ``[B]``. New tokens of each row.
+        max_kv_len: Upper bound of the tokens a row attends over.
+        heads: Query heads; key and value heads.
+        head_dim: Elements per head.
+        dtype: Of queries, keys and values.
+        num_sms: Multiprocessors of the device.
+    """
+    num_heads, num_kv_heads = heads
+    group = num_heads // num_kv_heads
+    cut = tile_for(int(q_lens.max()) * group, head_dim, dtype)
+    num_programs = int((-(-q_lens // (cut.num_queries // group))).sum()) * num_kv_heads
+    num_blocks = -(-max_kv_len // cut.num_keys)
+    if num_programs >= 2 * num_sms:
+        return 1
+
+    def cost(num_parts: int) -> int:
+        num_waves = -(-num_programs * num_parts // num_sms)
+        return num_waves * (-(-num_blocks // num_parts) + _BLOCKS_TO_START) + (num_parts > 1) * _BLOCKS_TO_JOIN
+
+    return min(range(1, _MAX_PARTS + 1), key=cost)
 
 
 def extend(
@@ -99,6 +133,7 @@ def extend(
     tree_mask: Tensor | None = None,
     has_fresh: bool = False,
     has_prefixed: bool = True,
+    num_parts: int = 1,
     tile: Tile | None = None,
 ) -> None:
     """Attends for the tokens of some rows, and writes nothing of others. Waits for nothing.
@@ -122,58 +157,85 @@ def extend(
         tree_mask: int64 ``[T]``. Bit j of a token: it sees the j-th of its row's new tokens, besides all before these.
         has_fresh: There may be rows without a prefix, and these are to read ``k`` and ``v``.
         has_prefixed: There may be rows with a prefix; or without, if ``has_fresh`` is false.
+        num_parts: Parts the keys of each row are split into.
         tile: Instead of the one chosen.
     """
-    num_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
-    group, block_dim = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_dim))
     for x in (q, k, v, kv.k, kv.v):
-        assert x.stride()[1:] == (head_dim, 1), f"elements {x.stride()} apart"
-    assert kv.k.stride(0) == kv.v.stride(0) and page_table.stride(1) == 1 and out.is_contiguous()
+        assert x.stride()[1:] == (q.shape[2], 1), f"elements {x.stride()} apart"
+    assert kv.k.stride(0) == kv.v.stride(0) and k.stride(0) == v.stride(0), (kv.k.stride(), k.stride())
+    assert page_table.stride(1) == 1 and out.is_contiguous() and (lse is None or lse.is_contiguous())
+    cut = tile or tile_for(max_q_len * q.shape[1] // k.shape[1], q.shape[2], q.dtype)
+    shape = _shape(q, k, page_size, hides_first, num_parts > 1, cut)
+    results = _Results(out, lse, sinks)
+    parts = _parts(q, num_parts) if num_parts > 1 else results
+    grid = (shape.num_kv_heads * num_parts, triton.cdiv(max_q_len, cut.num_queries // shape.group), kv_lens.shape[0])
     for is_fresh in [is_fresh for is_fresh, is_wanted in ((True, has_fresh), (False, has_prefixed)) if is_wanted]:
-        cut = tile or tile_for(max_q_len * group, head_dim, q.dtype, is_fresh)
-        _extend[(triton.cdiv(max_q_len, cut.num_queries // group), num_kv_heads, kv_lens.shape[0])](
+        keys, values = (k, v) if is_fresh else (kv.k, kv.v)
+        _extend[grid](
             q,
-            _blocks(k, cut.num_keys, block_dim) if is_fresh else kv.k,
-            _blocks(v, cut.num_keys, block_dim) if is_fresh else kv.v,
+            keys,
+            values,
+            _blocks(keys, shape),
+            _blocks(values, shape),
             qo_indptr,
             kv_lens,
             page_table,
             tree_mask,
-            _Results(out, lse, sinks),
+            parts,
             q.stride(0),
-            kv.k.stride(0),
+            keys.stride(0),
             page_table.stride(0),
+            q.shape[0],
             window,
-            scale * _LOG2_E,
-            _Shape(
-                group=group,
-                head_dim=head_dim,
-                block_dim=block_dim,
-                page_size=page_size,
-                num_queries=cut.num_queries,
-                num_keys=cut.num_keys,
-                hides_first=hides_first,
-                is_fresh=is_fresh,
-                leaves_fresh=has_fresh and not is_fresh,
-            ),
+            scale * math.log2(math.e),
+            shape._replace(is_fresh=is_fresh, leaves_fresh=has_fresh and not is_fresh),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
         )
+    if num_parts > 1:
+        num_cells, num_rows = q.shape[0] * q.shape[1], kv_lens.shape[0]
+        _join[(triton.cdiv(num_cells, _JOINED),)](
+            parts, results, qo_indptr, num_rows, num_parts, num_cells, _JOINED, shape
+        )
 
 
-def _blocks(x: Tensor, num_tokens: int, block_dim: int) -> TensorDescriptor:
+def _shape(q: Tensor, k: Tensor, page_size: int, hides_first: bool, is_part: bool, cut: Tile) -> _Shape:
+    num_kv_heads, head_dim = k.shape[1:]
+    return _Shape(
+        num_kv_heads=num_kv_heads,
+        group=q.shape[1] // num_kv_heads,
+        head_dim=head_dim,
+        block_dim=max(16, triton.next_power_of_2(head_dim)),
+        page_size=page_size,
+        num_queries=cut.num_queries,
+        num_keys=cut.num_keys,
+        hides_first=hides_first,
+        is_fresh=False,
+        leaves_fresh=False,
+        is_part=is_part,
+    )
+
+
+def _parts(q: Tensor, num_parts: int) -> _Results:
+    out = torch.empty((num_parts, *q.shape), dtype=torch.float32, device=q.device)
+    return _Results(out, torch.empty(out.shape[:-1], dtype=torch.float32, device=q.device), None)
+
+
+def _blocks(x: Tensor, shape: _Shape) -> TensorDescriptor:
     """Describes ``[T, num_kv_heads, head_dim]`` as blocks of one head, for the copy engine. Outside it reads 0."""
-    return TensorDescriptor.from_tensor(x, [num_tokens, 1, block_dim])
+    return TensorDescriptor.from_tensor(x, [shape.num_keys, 1, shape.block_dim])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride", "window", "scale"],
+    do_not_specialize=["table_stride", "num_tokens", "window", "scale"],
     do_not_specialize_on_alignment=["qo_indptr", "kv_lens", "page_table", "tree_mask"],
 )
 def _extend(  # type: ignore[no-untyped-def]
     q,
     k,
     v,
+    k_blocks,
+    v_blocks,
     qo_indptr,
     kv_lens,
     page_table,
@@ -182,55 +244,52 @@ def _extend(  # type: ignore[no-untyped-def]
     q_stride,
     kv_stride,
     table_stride,
+    num_tokens,
     window,
     scale,
     shape: tl.constexpr,
 ):
-    """Some new tokens of a row, one KV head; those with the most keys first."""
+    """Some new tokens of a row, one KV head, one part of the keys; those with the most keys first, heads side by side."""
     num_queries: tl.constexpr = shape.num_queries
-    num_keys: tl.constexpr = shape.num_keys
     block_dim: tl.constexpr = shape.block_dim
-    num_tokens: tl.constexpr = num_queries // shape.group
-    row, kv_head = tl.program_id(2), tl.program_id(1)
+    tokens: tl.constexpr = num_queries // shape.group
+    row, kv_head, part = tl.program_id(2), tl.program_id(0) % shape.num_kv_heads, tl.program_id(0) // shape.num_kv_heads
     start = tl.load(qo_indptr + row)
     q_len = tl.load(qo_indptr + row + 1) - start
     prefix = tl.load(kv_lens + row).to(tl.int32) - q_len
-    first = (tl.cdiv(q_len, num_tokens) - 1 - tl.program_id(0)) * num_tokens
+    first = (tl.cdiv(q_len, tokens) - 1 - tl.program_id(1)) * tokens
     if first < 0 or (shape.is_fresh and prefix > 0) or (shape.leaves_fresh and prefix == 0):
         return
 
     lane = tl.arange(0, num_queries)
     token, head = first + lane // shape.group, kv_head * shape.group + lane % shape.group
-    is_query = (lane < num_tokens * shape.group) & (token < q_len)
+    is_query = (lane < tokens * shape.group) & (token < q_len)
     queries = _load_queries(q, start + token, head, is_query, q_stride, shape)
     seen = None
     if tree_mask is not None:
         seen = tl.load(tree_mask + start + token, is_query, other=0)
-    begin, end, low, low_all, high_all, high = _span(prefix, q_len, first, num_tokens, window, seen, shape)
+    begin, end, low, low_all, high_all, high = _span(prefix, q_len, first, tokens, window, seen, shape)
+    if shape.is_part:
+        low, low_all, high_all, high = _share(low, low_all, high_all, high, part, shape)
 
     top = tl.full([num_queries], -float("inf"), tl.float32)
     total = tl.zeros([num_queries], tl.float32)
     mixed = tl.zeros([num_queries, block_dim], tl.float32)
     pages = page_table + row.to(tl.int64) * table_stride
-    for number in range(low_all - low + high - high_all):
+    k, v = k + kv_head * shape.head_dim, v + kv_head * shape.head_dim
+    for number in tl.range(0, low_all - low + high - high_all, num_stages=2):
         block = low + number + tl.where(low + number < low_all, 0, high_all - low_all)
-        key = block * num_keys + tl.arange(0, num_keys)
+        key = block * shape.num_keys + tl.arange(0, shape.num_keys)
         is_key = (key >= begin) & (key < end)
-        sees = _sees(key, prefix, prefix + token, window, seen) & is_key[None, :] & is_query[:, None]
-        place = _place(block, key, is_key, start, pages, shape)
-        keys, values = (
-            _load(k, kv_head, place, None, kv_stride, shape),
-            _load(v, kv_head, place, is_key, kv_stride, shape),
-        )
-        top, total, mixed = _fold(queries, keys, values, sees, scale, top, total, mixed)
-    for block in range(low_all, high_all):
-        place = _place(block, block * num_keys + tl.arange(0, num_keys), None, start, pages, shape)
-        keys, values = (
-            _load(k, kv_head, place, None, kv_stride, shape),
-            _load(v, kv_head, place, None, kv_stride, shape),
-        )
-        top, total, mixed = _fold(queries, keys, values, None, scale, top, total, mixed)
-    _write(mixed, top, total, start + token, head, is_query, results, shape)
+        place = _places(key, is_key, start, pages, shape)
+        keys, values = gather(k, place, is_key, kv_stride, shape), gather(v, place, is_key, kv_stride, shape)
+        sees = _sees(key, is_key, prefix, prefix + token, window, seen, shape)
+        top, total, mixed = fold(queries, keys, values, sees, scale, top, total, mixed)
+    top, total, mixed = fold_all_seen(
+        queries, k, v, k_blocks, v_blocks, kv_head, pages, start, low_all, high_all, kv_stride, scale, top, total, mixed, shape
+    )  # fmt: skip
+    cell = (part * num_tokens + start + token) * (shape.num_kv_heads * shape.group) + head
+    close(mixed, top, total, cell, head, is_query, results, shape)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -251,6 +310,16 @@ def _span(prefix, q_len, first, tokens, window, seen, shape: tl.constexpr):  # t
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _share(low, low_all, high_all, high, part, shape: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The part's share of the blocks."""
+    share = tl.cdiv(high - low, tl.num_programs(0) // shape.num_kv_heads)
+    low = tl.minimum(low + part * share, high)
+    high = tl.minimum(low + share, high)
+    low_all = tl.minimum(tl.maximum(low_all, low), high)
+    return low, low_all, tl.minimum(tl.maximum(high_all, low_all), high), high
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _load_queries(q, token, head, is_query, q_stride, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Query vectors, ``[num_queries, block_dim]``; zeros where there is none."""
     dim = tl.arange(0, shape.block_dim)
@@ -259,8 +328,19 @@ def _load_queries(q, token, head, is_query, q_stride, shape: tl.constexpr):  # t
     return tl.load(q + at[:, None] + dim[None, :], is_element, other=0)
 
 
-@triton.jit
-def _sees(key, prefix, position, window, seen):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def _places(key, is_key, start, pages, shape: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where keys lie: among the new ones or in the pool; anywhere, where ``is_key`` is false."""
+    if shape.is_fresh:
+        place = start + key
+    else:
+        page = tl.load(pages + key // shape.page_size, is_key, other=0)
+        place = page * shape.page_size + key % shape.page_size
+    return place
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which query sees which key."""
     if seen is None:
         sees = key[None, :] <= position[:, None]
@@ -271,71 +351,33 @@ def _sees(key, prefix, position, window, seen):  # type: ignore[no-untyped-def]
         position = prefix - 1 + tl.sum(ones, 1).to(tl.int32)  # as deep in the tree as it has ancestors
     if window is not None:
         sees &= key[None, :] > position[:, None] - window
+    if seen is not None or shape.hides_first:  # else these conditions imply it
+        sees &= is_key[None, :]
     return sees
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _place(block, key, is_key, start, pages, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a block of keys lies: its first token among the new ones, or the slot of each key."""
-    if shape.is_fresh:
-        place = start + block * shape.num_keys
-    else:
-        at = pages + key // shape.page_size
-        page = tl.load(at) if is_key is None else tl.load(at, is_key, other=0)
-        place = page.to(tl.int64) * shape.page_size + key % shape.page_size
-    return place
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(x, kv_head, place, is_key, kv_stride, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys or values of one head, ``[num_keys, block_dim]``; zeros where ``is_key`` is false."""
-    num_keys: tl.constexpr = shape.num_keys
+@triton.jit(do_not_specialize=["num_rows", "num_parts", "num_cells"])  # type: ignore[untyped-decorator]
+def _join(  # type: ignore[no-untyped-def]
+    parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr  # noqa: N803
+):  # fmt: skip
+    """Some heads of the rows' tokens, from all parts."""
+    num_heads: tl.constexpr = shape.num_kv_heads * shape.group
     block_dim: tl.constexpr = shape.block_dim
-    if shape.is_fresh:
-        tile = x.load([place, kv_head, 0]).reshape(num_keys, block_dim)
-        if is_key is not None:
-            tile = tl.where(is_key[:, None], tile, 0.0)
-    else:
-        dim = tl.arange(0, block_dim)
-        at = x + place[:, None] * kv_stride + (kv_head * shape.head_dim + dim)[None, :]
-        if is_key is not None:
-            tile = tl.load(at, is_key[:, None] & (dim < shape.head_dim)[None, :], other=0)
-        elif shape.head_dim < block_dim:
-            tile = tl.load(at, (dim < shape.head_dim)[None, :], other=0)
-        else:
-            tile = tl.load(at)
-    return tile
-
-
-@triton.jit
-def _fold(queries, keys, values, sees, scale, top, total, mixed):  # type: ignore[no-untyped-def]
-    """Takes some keys into the softmax, in powers of 2: its largest score, its sum of weights and the mix of values so far."""
-    scores = tl.dot(queries, keys.T, input_precision="ieee")
-    if sees is not None:
-        scores = tl.where(sees, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)  # of a query that has seen nothing yet
-    weights, decay = tl.exp2(scores * scale - base[:, None]), tl.exp2(top - base)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * decay[:, None], input_precision="ieee")
-    return new_top, total * decay + tl.sum(weights, 1), mixed
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(mixed, top, total, token, head, is_query, results, shape: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Divides by the sum of weights, and stores."""
-    if results.sinks is not None:
-        sink = tl.load(results.sinks + head) / _LN_2
-        new_top = tl.maximum(top, sink)
-        decay = tl.exp2(top - new_top)
-        mixed, total, top = mixed * decay[:, None], total * decay + tl.exp2(sink - new_top), new_top
-    total = tl.where(total == 0.0, 1.0, total)  # of a query that sees nothing
-    cell = token.to(tl.int64) * (shape.group * tl.num_programs(1)) + head
-    if results.lse is not None:
-        tl.store(results.lse + cell, (top + tl.log2(total)) * _LN_2, is_query)
+    cell = tl.program_id(0) * NUM_JOINED + tl.arange(0, NUM_JOINED)
+    token = cell // num_heads
+    is_cell = (token >= tl.load(qo_indptr)) & (token < tl.load(qo_indptr + num_rows))
     dim = tl.arange(0, shape.block_dim)
-    is_element = is_query[:, None] & (dim < shape.head_dim)[None, :]
-    tl.store(
-        results.out + cell[:, None] * shape.head_dim + dim[None, :],
-        (mixed / total[:, None]).to(results.out.dtype.element_ty),
-        is_element,
-    )
+    is_element = is_cell[:, None] & (dim < shape.head_dim)[None, :]
+    top = tl.full([NUM_JOINED], -float("inf"), tl.float32)
+    total = tl.zeros([NUM_JOINED], tl.float32)
+    mixed = tl.zeros([NUM_JOINED, block_dim], tl.float32)
+    at = cell.to(tl.int64)
+    for _ in range(num_parts):
+        logs = tl.load(parts.lse + at, is_cell, other=-float("inf")) * _LOG2_E
+        values = tl.load(parts.out + at[:, None] * shape.head_dim + dim[None, :], is_element, other=0)
+        new_top = tl.maximum(top, logs)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights, decay = tl.exp2(logs - base), tl.exp2(top - base)
+        mixed, total, top = mixed * decay[:, None] + values * weights[:, None], total * decay + weights, new_top
+        at += num_cells
+    close(mixed, top, total, cell, cell % num_heads, is_cell, results, shape)
