@@ -29,7 +29,6 @@ class _Backend:
         head_dims: Those it knows; None is any.
         dtypes: Likewise.
         max_group: Most query heads of one KV head; None is any.
-        has_windows: Of a length for each layer.
         has_sinks: Scores that take part in the softmax and give nothing.
         has_hidden_first: ``AttentionShape.hides_first``.
         has_trees: ``ForwardInputs.tree_mask``.
@@ -42,7 +41,6 @@ class _Backend:
     head_dims: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     max_group: int | None = None
-    has_windows: bool = True
     has_sinks: bool = True
     has_hidden_first: bool = True
     has_trees: bool = True
@@ -61,7 +59,6 @@ class _Backend:
         if self.max_group is not None and group > self.max_group:
             return f"has at most {self.max_group} query heads for each KV head; the model has {group}"
         asked = {
-            "sliding windows": (any(window is not None for window in shape.windows), self.has_windows),
             "attention sinks": (any(sink is not None for sink in shape.sinks), self.has_sinks),
             "hidden first positions": (shape.hides_first, self.has_hidden_first),
             "tree masks": (has_trees, self.has_trees),
@@ -92,7 +89,6 @@ _BACKENDS = {
         "hiserve.attention.cpu",
         "CpuAttention",
         devices=("cpu",),
-        has_windows=False,
         has_sinks=False,
         has_hidden_first=False,
         has_trees=False,

@@ -38,6 +38,15 @@ class AttentionShape:
     sinks: tuple[Tensor | None, ...] = ()
     hides_first: bool = False
 
+    @property
+    def distinct_windows(self) -> tuple[int | None, ...]:
+        """The different windows of the layers."""
+        return tuple(dict.fromkeys(self.windows)) or (None,)
+
+    def window(self, layer: int) -> int | None:
+        """Returns the window of a layer."""
+        return self.windows[layer] if self.windows else None
+
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of the generation that FlashInfer's fa3 is made for."""

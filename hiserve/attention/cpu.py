@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,19 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What a row's tokens see in layers of one window.
+
+    Attributes:
+        first: Position of the first key that one of them sees.
+        mask: ``[num_new, kv_len - first]``, added to the scores; None where it hides nothing, or a prompt's future alone.
+    """
+
+    first: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Row:
     """One row of the step.
 
@@ -23,7 +37,7 @@ class _Row:
         kv_len: Tokens it attends over.
         first_slot: Where its keys begin, when its pages are adjacent.
         pages: int64 ``[n]``, its pages in order, when they are not; else None.
-        mask: ``[num_new, kv_len]``, added to the scores of a chunk behind a prefix; else None.
+        seen: By window.
     """
 
     start: int
@@ -31,7 +45,7 @@ class _Row:
     kv_len: int
     first_slot: int
     pages: Tensor | None
-    mask: Tensor | None
+    seen: Mapping[int | None, _Seen]
 
 
 class CpuAttention:
@@ -41,14 +55,14 @@ class CpuAttention:
     its pages. A gather by runs of adjacent pages was measured no faster than by pages, so there is none.
 
     Args:
-        shape: Of the model; without windows and sinks.
+        shape: Of the model; without sinks and hidden positions.
     """
 
     needs_host_lengths = False
 
     def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
         self._page_size = shape.page_size
-        self._dtype = shape.dtype
         self._rows: list[_Row] = []
 
     def captured(self, num_rows: int, width: int) -> None:
@@ -62,6 +76,7 @@ class CpuAttention:
         after_first = np.arange(1, table.shape[1])
         adjacent = ((np.diff(table) == 1) | (after_first >= num_pages[:, None])).all(1)
         starts, kv_lens = inputs.qo_indptr.tolist(), inputs.kv_lens.tolist()
+        windows = self._shape.distinct_windows
         self._rows = []
         for row, (count, one_stretch) in enumerate(zip(num_pages.tolist(), adjacent.tolist(), strict=True)):
             num_new, kv_len = starts[row + 1] - starts[row], kv_lens[row]
@@ -72,43 +87,53 @@ class CpuAttention:
                     kv_len=kv_len,
                     first_slot=int(table[row, 0]) * self._page_size,
                     pages=None if one_stretch else torch.from_numpy(table[row, :count].astype(np.int64)),
-                    mask=self._mask(num_new, kv_len) if 1 < num_new < kv_len else None,
+                    seen={window: self._seen(num_new, kv_len, window) for window in windows},
                 )
             )
 
-    def _mask(self, num_new: int, kv_len: int) -> Tensor:
-        return torch.full((num_new, kv_len), -torch.inf, dtype=self._dtype).triu_(kv_len - num_new + 1)
+    def _seen(self, num_new: int, kv_len: int, window: int | None) -> _Seen:
+        reach = kv_len if window is None else min(window, kv_len)  # keys that a token sees, at most
+        first = max(0, kv_len - num_new - reach + 1)
+        if num_new == 1 or num_new == reach == kv_len:
+            return _Seen(first, None)
+        before = kv_len - first - num_new
+        hidden = torch.full((num_new, before + num_new), -torch.inf, dtype=self._shape.dtype)
+        return _Seen(first, hidden.triu(before + 1) + hidden.tril(before - reach))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
         """Attends row by row; a row without a prefix reads ``k`` and ``v`` themselves."""
+        window = self._shape.window(layer)
         queries = _heads_first(q)
         new_keys, new_values = _heads_first(k), _heads_first(v)
         pool_keys, pool_values = _heads_first(kv.k), _heads_first(kv.v)
         outputs = []
         for row in self._rows:
+            seen = row.seen[window]
+            first, num_keys = seen.first, row.kv_len - seen.first
             if row.num_new == row.kv_len:
-                keys = new_keys.narrow(2, row.start, row.kv_len)
-                values = new_values.narrow(2, row.start, row.kv_len)
+                keys = new_keys.narrow(2, row.start + first, num_keys)
+                values = new_values.narrow(2, row.start + first, num_keys)
             elif row.pages is None:
-                keys = pool_keys.narrow(2, row.first_slot, row.kv_len)
-                values = pool_values.narrow(2, row.first_slot, row.kv_len)
+                keys = pool_keys.narrow(2, row.first_slot + first, num_keys)
+                values = pool_values.narrow(2, row.first_slot + first, num_keys)
             else:
-                keys = self._gather(kv.k, row.pages, row.kv_len)
-                values = self._gather(kv.v, row.pages, row.kv_len)
+                keys = self._gather(kv.k, row.pages, first, num_keys)
+                values = self._gather(kv.v, row.pages, first, num_keys)
             out = F.scaled_dot_product_attention(
                 queries.narrow(2, row.start, row.num_new),
                 keys,
                 values,
-                attn_mask=row.mask,
-                is_causal=row.num_new == row.kv_len,
+                attn_mask=seen.mask,
+                is_causal=seen.mask is None and row.num_new == row.kv_len,
                 enable_gqa=True,
             )
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _gather(self, pool: Tensor, pages: Tensor, kv_len: int) -> Tensor:
-        found = pool.view(-1, self._page_size, *pool.shape[1:]).index_select(0, pages).flatten(0, 1)
-        return _heads_first(found.narrow(0, 0, kv_len))
+    def _gather(self, pool: Tensor, pages: Tensor, first: int, num_keys: int) -> Tensor:
+        skipped, offset = divmod(first, self._page_size)
+        found = pool.view(-1, self._page_size, *pool.shape[1:]).index_select(0, pages[skipped:]).flatten(0, 1)
+        return _heads_first(found.narrow(0, offset, num_keys))
 
 
 def _heads_first(x: Tensor) -> Tensor:

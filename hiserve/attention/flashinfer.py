@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape, is_hopper
 from hiserve.attention.flashinfer_calls import Chunks, Decode, Prompts, RowLengths, Rows
-from hiserve.attention.flashinfer_graph import GraphAttention, PageList, Workspace, as_pages, window_of, windows_of
+from hiserve.attention.flashinfer_graph import GraphAttention, PageList, Workspace, as_pages
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
@@ -80,7 +80,7 @@ class FlashInferAttention:
                     part.pages.fill(self._unlisted)
             self._unlisted = None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        window, pool = window_of(self._shape, layer), as_pages(kv, self._shape)
+        window, pool = self._shape.window(layer), as_pages(kv, self._shape)
         for part in self._parts:
             ours, rows = part.tokens, part.rows[window]
             if isinstance(ours, slice):
@@ -116,7 +116,7 @@ class _Turn:
         group = shape.num_heads // shape.num_kv_heads
         partials = workspace.partials(workspace.num_programs * group, _MAX_TILE)
         prefill = "fa3" if is_hopper(workspace.device) else "fa2"
-        windows = windows_of(shape)
+        windows = shape.distinct_windows
         self._decode = {window: Decode(shape, window, partials) for window in windows}
         self._prompts = {window: Prompts(shape, window, partials, prefill) for window in windows}
         self._chunks = {window: Chunks(shape, window, partials, prefill) for window in windows}

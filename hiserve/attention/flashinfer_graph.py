@@ -133,7 +133,7 @@ class GraphAttention:
         if layer == 0:
             self._pages.fill(self._inputs)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._rows[window_of(self._shape, layer)].attend(q, k, v, as_pages(kv, self._shape), out)
+        self._rows[self._shape.window(layer)].attend(q, k, v, as_pages(kv, self._shape), out)
         return out
 
     def _make(self, table_width: int) -> None:
@@ -153,19 +153,9 @@ class GraphAttention:
             indices=self._pages.indices,
         )
         if self._width == 1:
-            self._rows = {window: Decode(shape, window, partials, buffers) for window in windows_of(shape)}
+            self._rows = {window: Decode(shape, window, partials, buffers) for window in shape.distinct_windows}
         else:
-            self._rows = {window: Chunks(shape, window, partials, "fa2", buffers) for window in windows_of(shape)}
-
-
-def windows_of(shape: AttentionShape) -> tuple[int | None, ...]:
-    """Returns the different windows of the layers: each has a schedule of its own."""
-    return tuple(dict.fromkeys(shape.windows)) or (None,)
-
-
-def window_of(shape: AttentionShape, layer: int) -> int | None:
-    """Returns the window of a layer."""
-    return shape.windows[layer] if shape.windows else None
+            self._rows = {window: Chunks(shape, window, partials, "fa2", buffers) for window in shape.distinct_windows}
 
 
 def as_pages(kv: LayerKV, shape: AttentionShape) -> tuple[Tensor, Tensor]:

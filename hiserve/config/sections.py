@@ -245,7 +245,10 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     attention_backend: Annotated[
         AttentionBackend,
-        about("Attention kernels on cuda; auto is the fastest of those that are installed and support the model."),
+        about(
+            "Attention kernels on cuda; auto decodes with triton, and computes prompts with flashinfer where that is "
+            "installed, supports the model and is faster."
+        ),
     ] = "auto"
     graphs: Annotated[
         Graphs,

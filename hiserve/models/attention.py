@@ -23,4 +23,5 @@ def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) 
         head_dim=config.head_dim,
         page_size=page_size,
         dtype=dtype,
+        windows=config.windows,
     )

@@ -17,6 +17,7 @@ from hiserve.models.fields import ConfigFields, convert, read_json, respell
 from hiserve.models.generation import Generation, SamplingDefaults, as_ids, read_generation
 from hiserve.models.hub import Download, fetch, is_hub_name
 from hiserve.models.rope import RopeConfig, read_rope, stretched_context
+from hiserve.models.windows import read_windows
 
 NANO = "hiserve-nano"
 
@@ -64,6 +65,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         intermediate_size: Width of the MLP.
         norm_eps: Epsilon of every RMSNorm.
         rope: How positions become angles.
+        windows: Of each layer: a token at position p sees positions above p - window. Empty is none anywhere.
         context_length: Tokens the model is good for.
         tie_embeddings: The output head is the embedding.
         has_qk_norm: RMSNorm on each query and key head before RoPE (Qwen3).
@@ -87,6 +89,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int
     norm_eps: float
     rope: RopeConfig
+    windows: tuple[int | None, ...]
     context_length: int
     tie_embeddings: bool
     has_qk_norm: bool
@@ -219,7 +222,6 @@ def parse_config(raw: dict[str, Any], path: Path, generation: Generation) -> Mod
     _refuse_nonsense(fields, path.parent, kv_heads, head_dim, dtype)
     rope = read_rope(fields, head_dim)
     context_length = stretched_context(fields, rope)
-    _refuse_window(fields, architecture, context_length)
     ends = as_ids(fields.eos_token_id) if generation.eos_token_ids is None else generation.eos_token_ids
     return ModelConfig(
         architecture=architecture,
@@ -232,6 +234,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: Generation) -> Mod
         intermediate_size=fields.intermediate_size,
         norm_eps=fields.rms_norm_eps,
         rope=rope,
+        windows=read_windows(fields, context_length),
         context_length=context_length,
         tie_embeddings=bool(fields.tie_word_embeddings),
         has_qk_norm=family.has_qk_norm,
@@ -298,18 +301,3 @@ def _refuse_unsupported(fields: ConfigFields, architecture: str) -> None:
     named = [name for name, is_set in refused.items() if is_set]
     if named:
         raise ModelError(f"{architecture} with {', '.join(named)} is not supported yet.", param="model")
-
-
-def _refuse_window(fields: ConfigFields, architecture: str, context_length: int) -> None:
-    """Refuses a sliding window that any request could outgrow."""
-    window = fields.sliding_window
-    if fields.layer_types is not None:
-        is_used = "sliding_attention" in fields.layer_types
-    else:
-        is_used = fields.num_hidden_layers > (fields.max_window_layers or 0)
-    if window is not None and is_used and fields.use_sliding_window is not False and window < context_length:
-        raise ModelError(
-            f"{architecture} with sliding_window {window} and a context of {context_length} tokens is not supported "
-            f"yet. Set max_position_embeddings to {window} in config.json: up to there the window changes nothing.",
-            param="model",
-        )

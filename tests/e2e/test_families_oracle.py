@@ -168,6 +168,46 @@ def check_tokens(subject: Subject, chunk: int, depth: int) -> None:
     engine.close()
 
 
+WINDOW = 16
+SLIDING: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2, all but one": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3, one": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {"use_sliding_window": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "chunk", "depth"),
+    [*zip(SLIDING, itertools.cycle((WINDOW + 1, 64)), itertools.cycle((0, 1))), ("mistral", 64, 1)],
+)
+def test_a_sliding_window_moves_as_in_transformers(tmp_path: Path, case: str, chunk: int, depth: int) -> None:
+    """Prompts end around the window and around its double; others reach it, and its double, while they are decoded."""
+    torch.set_num_threads(1)
+    name, overrides = SLIDING[case]
+    save_family(name, tmp_path, sliding_window=WINDOW, **overrides)
+    config = read_model_config(tmp_path)
+    assert WINDOW in config.windows
+    generator = torch.Generator().manual_seed(6)
+    lengths = (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1, 3, 70)
+    prompts = {
+        row: torch.randint(0, 320, (length,), generator=generator).tolist() for row, length in enumerate(lengths, 1)
+    }
+    oracle = load_transformers(tmp_path, torch.float32)
+    for attention in ("cpu", "reference"):
+        check_logits(oracle, Engine(tmp_path, attention=attention, num_pages=NUM_PAGES), prompts)
+    oracle = oracle.double()
+    greedy = {row: continuation(oracle, prompt) for row, prompt in prompts.items()}
+    check_tokens(Subject(tmp_path, prompts, greedy, sampled={}), chunk, depth)
+
+
 def test_the_usual_cases_bring_every_pair_together() -> None:
     for one, other in itertools.combinations(range(len(AXES)), 2):
         values = list(AXES.values())

@@ -16,8 +16,8 @@ MUTANTS = [
     Mutant(
         name="a chunk's causal mask ignores its prefix",
         file=CPU,
-        old=".triu_(kv_len - num_new + 1)",
-        new=".triu_(1)",
+        old="hidden.triu(before + 1)",
+        new="hidden.triu(1)",
         test=CONTRACT + "test_equals_the_oracle_whatever_the_rows_are",
     ),
     Mutant(
@@ -105,10 +105,10 @@ MUTANTS = [
         test=OF_BACKENDS + "test_a_refusal_names_the_fact_and_the_backend_that_would_do",
     ),
     Mutant(
-        name="windows that no layer has count as windows",
+        name="sinks that no layer has count as sinks",
         file=BACKENDS,
-        old="any(window is not None for window in shape.windows)",
-        new="bool(shape.windows)",
-        test=OF_BACKENDS + "test_windows_that_no_layer_has_refuse_nothing",
+        old="any(sink is not None for sink in shape.sinks)",
+        new="bool(shape.sinks)",
+        test=OF_BACKENDS + "test_sinks_that_no_layer_has_refuse_nothing",
     ),
 ]

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 BACKENDS = "hiserve/attention/backends.py"
 PAIRED = "hiserve/attention/paired.py"
+CONTRACT = "tests/contract/test_attention.py::"
 OF_BACKENDS = "tests/unit/attention/test_backends.py::"
 OF_PAIRS = "tests/unit/attention/test_paired.py::"
 OF_COVERAGE = "tests/unit/runners/test_graph_coverage.py::"
@@ -90,5 +91,34 @@ MUTANTS = [
         old='"flashinfer" not in fits[1:] or not is_hopper(device)',
         new="not is_hopper(device)",
         test=OF_BACKENDS + "test_auto_is_triton_alone_where_flashinfer_does_not_fit",
+    ),
+    # --- windows ---
+    Mutant(
+        name="a window on the CPU is a token too long",
+        file="hiserve/attention/cpu.py",
+        old="hidden.tril(before - reach)",
+        new="hidden.tril(before - reach - 1)",
+        test=CONTRACT + "test_a_window_hides_what_is_behind_it_in_its_layers_only",
+    ),
+    Mutant(
+        name="a row that decodes sees a token too many",
+        file="hiserve/attention/cpu.py",
+        old="max(0, kv_len - num_new - reach + 1)",
+        new="max(0, kv_len - num_new - reach)",
+        test=CONTRACT + "test_a_window_hides_what_is_behind_it_in_its_layers_only",
+    ),
+    Mutant(
+        name="a prompt longer than its window sees all of itself",
+        file="hiserve/attention/cpu.py",
+        old="if num_new == 1 or num_new == reach == kv_len:",
+        new="if num_new == 1 or num_new == kv_len:",
+        test=CONTRACT + "test_a_window_hides_what_is_behind_it_in_its_layers_only",
+    ),
+    Mutant(
+        name="a row in scattered pages starts at a page's first token",
+        file="hiserve/attention/cpu.py",
+        old="found.narrow(0, offset, num_keys)",
+        new="found.narrow(0, 0, num_keys)",
+        test="tests/unit/attention/test_cpu.py::test_a_row_in_scattered_pages_gathers_those_that_its_window_reaches",
     ),
 ]

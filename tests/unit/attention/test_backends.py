@@ -64,7 +64,6 @@ def test_a_refusal_names_the_fact_and_the_backend_that_would_do(
 @pytest.mark.parametrize(
     ("name", "changes", "trees", "fact"),
     [
-        ("cpu", {"windows": (16, None)}, False, "has no sliding windows"),
         ("cpu", {"sinks": SINKS}, False, "has no attention sinks"),
         ("cpu", {"hides_first": True}, False, "has no hidden first positions"),
         ("cpu", {}, True, "has no tree masks"),
@@ -90,8 +89,8 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("all_installed")
-def test_windows_that_no_layer_has_refuse_nothing() -> None:
-    shape = dataclasses.replace(SHAPE, windows=(None, None), sinks=(None, None))
+def test_sinks_that_no_layer_has_refuse_nothing() -> None:
+    shape = dataclasses.replace(SHAPE, windows=(16, None), sinks=(None, None))
     assert fitting_backends(shape, CPU) == ("cpu", "reference")
     assert fitting_backends(shape, CUDA, has_trees=True) == ("triton", "reference")
     assert fitting_backends(shape, CUDA) == ("triton", "flashinfer", "reference")

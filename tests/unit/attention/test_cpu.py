@@ -30,3 +30,19 @@ def test_a_tree_is_refused() -> None:
     case = Case(((20, 3),), trees=True)
     with pytest.raises(AssertionError, match="no tree masks"):
         case.run(CpuAttention(case.shape))
+
+
+def test_a_row_in_scattered_pages_gathers_those_that_its_window_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = ((100, 1), (90, 7), (3, 2))
+    case = Case(lengths, window=20, adjacent=False)
+    num_pages, gather = [], CpuAttention._gather
+
+    def count(self: CpuAttention, pool: torch.Tensor, pages: torch.Tensor, first: int, num_keys: int) -> torch.Tensor:
+        assert len(pages) == -(-(first + num_keys) // 16)
+        num_pages.append(len(pages) - first // 16)
+        return gather(self, pool, pages, first, num_keys)
+
+    monkeypatch.setattr(CpuAttention, "_gather", count)
+    out = case.run(CpuAttention(case.shape))
+    torch.testing.assert_close(out.double(), case.oracle()[0], atol=2e-5, rtol=2e-5)
+    assert num_pages == [2, 2, 3, 3]

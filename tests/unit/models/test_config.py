@@ -169,39 +169,52 @@ def test_fields_of_other_families_are_not_read(tmp_path: Path) -> None:
     assert read_model_config(odd) == plain
 
 
-WINDOWS: list[tuple[str, dict[str, Any], bool]] = [
-    ("Mistral", {}, True),
-    ("Mistral", {"sliding_window": 511}, False),
-    ("Mistral", {"sliding_window": 512}, True),
-    ("Mistral", {"sliding_window": None}, True),
-    ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, False),
-    ("Mistral", {"max_position_embeddings": 8192}, False),
-    ("Mixtral", {"sliding_window": 16}, False),
-    ("Mixtral", {"max_position_embeddings": 8192}, True),
-    ("Qwen2", {"sliding_window": 16}, True),
-    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, True),
-    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, False),
-    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, True),
-    ("Qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, True),
-    ("Qwen3", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, False),
-    ("Qwen3", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, True),
-    ("Qwen3Moe", {"sliding_window": 16}, True),
-    ("Qwen3Moe", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 9}, False),
+SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
+WINDOWS: list[tuple[str, dict[str, Any], list[int]]] = [
+    # architecture, changes, layers that have the window
+    ("Mistral", {}, []),
+    ("Mistral", {"sliding_window": 511}, [0, 1, 2]),
+    ("Mistral", {"sliding_window": 512}, []),
+    ("Mistral", {"sliding_window": None}, []),
+    ("Mistral", {"sliding_window": 16, "use_sliding_window": False}, [0, 1, 2]),
+    ("Mistral", {"sliding_window": 16, "max_window_layers": 2}, [0, 1, 2]),
+    ("Mistral", {"max_position_embeddings": 8192}, [0, 1, 2]),
+    ("Mixtral", {"sliding_window": 16}, [0, 1, 2]),
+    ("Mixtral", {"max_position_embeddings": 8192}, []),
+    ("Llama", {"sliding_window": 16, "use_sliding_window": True, "layer_types": SLIDES}, []),
+    ("Qwen2", {"sliding_window": 16}, []),
+    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True}, []),
+    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2}, [2]),
+    ("Qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, []),
+    ("Qwen2", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, []),
+    ("Qwen3", {"sliding_window": 16, "use_sliding_window": True, "layer_types": SLIDES}, [1, 2]),
+    ("Qwen3", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["full_attention"] * 3}, []),
+    ("Qwen3Moe", {"sliding_window": 16}, []),
+    ("Qwen3Moe", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 9}, [0, 1, 2]),
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "is_served"), WINDOWS)
-def test_a_sliding_window_is_refused_where_a_request_could_outgrow_it(
-    tmp_path: Path, family: str, changes: dict[str, Any], is_served: bool
+@pytest.mark.parametrize(("family", "changes", "sliding"), WINDOWS)
+def test_windows_are_those_that_a_request_could_outgrow(
+    tmp_path: Path, family: str, changes: dict[str, Any], sliding: list[int]
 ) -> None:
-    place = folder(tmp_path, **{"architectures": [f"{family}ForCausalLM"]} | changes)
-    if is_served:
-        assert read_model_config(place).context_length >= 512
-        return
-    message = refusal(place)
-    assert "sliding_window" in message
-    assert "not supported yet" in message
-    assert "Set max_position_embeddings to" in message
+    found = read_model_config(folder(tmp_path, **{"architectures": [f"{family}ForCausalLM"]} | changes))
+    window = changes.get("sliding_window", 4096)
+    assert found.windows == (tuple(window if layer in sliding else None for layer in range(3)) if sliding else ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"layer_types": SLIDES[1:]}, "names 2 layers, and num_hidden_layers is 3"),
+        ({"layer_types": SLIDES, "use_sliding_window": False}, "there is no sliding_window"),
+        ({"layer_types": SLIDES, "sliding_window": None}, "there is no sliding_window"),
+        ({"layer_types": ["linear_attention", *SLIDES[1:]]}, "linear_attention are not supported yet"),
+    ],
+)
+def test_types_of_layers_that_make_no_sense_are_refused(tmp_path: Path, changes: dict[str, Any], fact: str) -> None:
+    given = {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 16, "use_sliding_window": True}
+    assert fact in refusal(folder(tmp_path, **given | changes))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +243,7 @@ def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path, fami
     assert found.tie_embeddings == tie
     facts = found.facts()
     assert facts.slot_elements == 2 * 3 * 2 * found.head_dim
-    assert (facts.num_params, facts.context_length, facts.vocab_size) == (found.num_params, 512, 320)
+    assert (facts.num_params, facts.context_length, facts.step.vocab_size) == (found.num_params, 512, 320)
     assert facts.checkpoint_dtype == "float32"
 
 

@@ -80,7 +80,7 @@ def test_a_chunk_and_a_decode_share_a_batch(rows: DeviceRows, planner: HandPlann
 
 @pytest.mark.parametrize(
     ("num_new", "num_draft", "num_decode"),
-    [([1, 1, 3, 4], [0, 0, 0, 0], 2), ([4, 2, 1, 5], [3, 1, 0, 0], 3), ([3, 5, 1], [0, 0, 0], 3), ([3, 5], [0, 0], 0)],
+    [([1, 1, 3, 4], [0, 0, 0, 0], 2), ([1, 4, 2, 5], [0, 3, 1, 0], 3), ([3, 5, 1], [0, 0, 0], 3), ([3, 5], [0, 0], 0)],
     ids=["decode", "drafts", "out of order", "prompts"],
 )
 def test_rows_whose_length_drafts_may_change_are_told_from_those_behind_them(
