@@ -30,7 +30,7 @@ class DeviceRows:
         page_table: int32 ``[R, max_pages]``.
         entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
-        version: int64 ``[R]``, on the host. Relocation version under which each row's page table was last written.
+        version: int64 ``[R]``, on the host. Latest relocation version under which each row's page table was written.
         sampling: Sampling parameters.
 
     Args:
@@ -75,11 +75,12 @@ class DeviceRows:
             self._admit(plan.admit)
         if plan.table.rows.size:
             self._write_table(plan.table)
-            self.version[plan.table.rows] = plan.relocation_version
+            np.maximum.at(self.version, plan.table.rows, plan.relocation_version)  # an older plan hides no newer write
 
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
         """Forgets the previous tenant, so that none of its entries can pass for the next one's."""
         host_rows = np.concatenate((release, np.array([each.row for each in admit], dtype=np.int32)))
+        self.version[host_rows] = 0
         (rows,) = upload((host_rows.astype(np.int64),), self.device)
         self.computed_len.index_fill_(0, rows, 0)
         self.known_len.index_fill_(0, rows, 0)

@@ -19,6 +19,7 @@ from tests.helpers.tiered import engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
 
 CYCLES_PER_S = 2_000_000_000
+MAX_WAIT_S = 0.01
 NOTHING = np.empty(0, dtype=np.int32)
 
 
@@ -81,6 +82,15 @@ class Between:
 
     def submit(self, plan: BatchPlan) -> Any:
         return self.executor.submit(self._act(self, plan))
+
+    def submit_alone(self, plan: BatchPlan) -> None:
+        """Launches a plan that the engine does not know of."""
+        self.executor.submit(plan).result()
+
+    def await_acks(self, ops: tuple[int, ...]) -> None:
+        """Takes acks until these copies have ended; the engine is told when it asks."""
+        while not {ack.op for ack in self.acks}.issuperset(ops):
+            self.acks += self.executor.take_acks(MAX_WAIT_S)
 
     def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
         held, self.acks = self.acks, []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -120,3 +122,11 @@ def test_upload_carries_arrays_of_every_kind_and_copies_them() -> None:
     assert [each.tolist() for each in moved] == [each.tolist() for each in arrays]
     arrays[4][0] = 9.0
     assert moved[4].item() == 0.5
+
+
+def test_a_plan_from_before_a_relocation_does_not_make_a_table_look_older(rows: DeviceRows) -> None:
+    for version, index in ((3, 0), (5, 1), (4, 2)):
+        rows.apply(replace(plan(writes=[(1, index, 1 + index, 7)]), relocation_version=version))
+    assert rows.version.tolist() == [0, 5, 0, 0]
+    rows.apply(replace(plan(release=[1]), relocation_version=5))
+    assert rows.version.tolist() == [0, 0, 0, 0]

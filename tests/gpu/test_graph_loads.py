@@ -1,0 +1,233 @@
+"""Graphs beside loads from the host, through the whole engine: others' loads, a row's own, those that fail; moved tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.plan import BatchPlan, TableWrites
+from hiserve.messages.types import Admit
+from hiserve.runners.gate import Action, Reason
+from hiserve.worker.loop import Engine
+from tests.helpers import cuda
+from tests.helpers.gated import Between, Seen, hold_loads, rows_alone, spoil_device, watch, without_rows
+from tests.helpers.tiered import check_whole, engine_of
+
+pytestmark = pytest.mark.gpu
+
+SEED = 23
+PAGE = 16
+# Loaded are whole pages before the last token: these leave 16 tokens to compute, 1, and 15.
+LENGTHS = (160, 161, 175, 193)
+NUM_NEW = 12
+LOAD_S = 0.3
+
+
+def settings(**options: Any) -> dict[str, Any]:
+    return {
+        "in_process": True,
+        "device": cuda.DEVICE,
+        "dtype": "float32",
+        "page_size": PAGE,
+        "max_model_len": 512,
+        "kv_pages": 100,
+        "max_running_requests": 4,
+        "max_batched_tokens": 64,
+        "cpu_threads": 1,
+        "log_level": "warning",
+        "host_cache_gib": 0.2,
+    } | options
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    prompts = [rng.integers(7, 4096, size).tolist() for size in LENGTHS]
+    greedy = SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True)
+    free = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_NEW, ignore_eos=True)
+    drawn = msgspec.structs.replace(free, top_p=0.95, seed=4)
+    return prompts, [greedy, greedy, free, drawn]
+
+
+PROMPTS, SAMPLING = workload()
+
+
+def tokens_of(llm: LLM, which: tuple[int, ...] = (0, 1, 2, 3)) -> list[list[int]]:
+    results = llm.generate([PROMPTS[index] for index in which], [SAMPLING[index] for index in which])
+    return [result.outputs[0].token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Of an engine without graphs and without a cache."""
+    with LLM(**settings(graphs="off", disable_prefix_cache=True, host_cache_gib=0)) as llm:
+        tokens = tokens_of(llm)
+    assert len({token for each in tokens for token in each}) >= 20
+    return tokens
+
+
+@pytest.fixture(params=[0, 1], ids=["depth 0", "depth 1"])
+def depth(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
+
+
+@contextmanager
+def stored(expected: list[list[int]], **options: Any) -> Iterator[LLM]:
+    """An engine whose host has all prompts, and whose device has none."""
+    with LLM(**settings(**options)) as llm:
+        assert tokens_of(llm) == expected
+        spoil_device(llm)
+        yield llm
+        hold_loads(llm, 0.0)
+        assert tokens_of(llm) == expected  # whatever happened, it goes on
+        check_whole(llm)
+
+
+def send(engine: Engine, uid: int, tokens: list[int], sampling: SamplingParams) -> None:
+    engine.add(Admit(uid, len(tokens), sampling, b"", 0), np.array(tokens, dtype=np.int32))
+
+
+def run_until(engine: Engine, tokens: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
+    """Steps and appends what comes."""
+    while not is_over():
+        report = engine.step()
+        if report is not None:
+            assert not report.failed
+            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
+            for uid, part in zip(report.uids, parts, strict=True):
+                tokens.setdefault(uid, []).extend(part.tolist())
+
+
+# --- loads of others --------------------------------------------------------------------------------------
+
+
+def decode_beside_a_load(llm: LLM) -> tuple[list[Seen], dict[int, list[int]]]:
+    """One row decodes while another's load takes its time; returns the steps until that has its first token."""
+    engine, tokens = engine_of(llm), dict[int, list[int]]()
+    hold_loads(llm, LOAD_S)
+    lengthy = msgspec.structs.replace(SAMPLING[0], max_tokens=400)
+    send(engine, 1, PROMPTS[0][:40][::-1], lengthy)
+    run_until(engine, tokens, lambda: len(tokens.get(1, ())) >= 3)
+    seen = watch(llm)
+    send(engine, 2, PROMPTS[1], SAMPLING[1])
+    run_until(engine, tokens, lambda: 2 in tokens)
+    steps = list(seen)
+    run_until(engine, tokens, lambda: not engine.has_work)
+    return steps, tokens
+
+
+@pytest.mark.parametrize(
+    ("gate", "action", "reason"),
+    [("precise", Action.REPLAY, Reason.DECODE), ("strict", Action.EAGER, Reason.STRICT_LOAD)],
+)
+def test_others_loads_keep_no_step_from_being_replayed_unless_the_gate_is_strict(
+    expected: list[list[int]], depth: int, gate: str, action: Action, reason: Reason
+) -> None:
+    with stored(expected, overlap=depth, graph_gate=gate) as llm:
+        steps, tokens = decode_beside_a_load(llm)
+        meanwhile = [seen.verdict for seen in steps if seen.num_open and not seen.verdict.loads]
+        assert len(meanwhile) >= 10
+        assert {(verdict.action, verdict.reason) for verdict in meanwhile} == {(action, reason)}
+        assert tokens[2] == expected[1]
+    with LLM(**settings(graphs="off", disable_prefix_cache=True, host_cache_gib=0)) as plain:
+        lengthy = msgspec.structs.replace(SAMPLING[0], max_tokens=400)
+        assert plain.generate([PROMPTS[0][:40][::-1]], [lengthy])[0].outputs[0].token_ids == tokens[1]
+
+
+# --- a row's own loads ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"), [(1, Reason.DECODE), (3, Reason.DECODE), (0, Reason.PIECEWISE), (2, Reason.PIECEWISE)]
+)
+def test_a_graph_waits_on_the_device_for_the_loads_that_it_reads(
+    expected: list[list[int]], depth: int, index: int, reason: Reason
+) -> None:
+    """One token is left to compute, or a chunk, which waits layer by layer."""
+    with stored(expected, overlap=depth) as llm:
+        hold_loads(llm, LOAD_S)
+        seen = watch(llm)
+        assert tokens_of(llm, (index,)) == [expected[index]]
+        (first,) = [each.verdict for each in seen if each.verdict.loads]
+        assert (first.action, first.reason) == (Action.REPLAY, reason)
+        assert {each.verdict.action for each in seen} == {Action.REPLAY}
+
+
+def test_a_strict_gate_waits_for_own_loads_too(expected: list[list[int]], depth: int) -> None:
+    with stored(expected, overlap=depth, graph_gate="strict") as llm:
+        hold_loads(llm, LOAD_S)
+        seen = watch(llm)
+        assert tokens_of(llm, (1,)) == [expected[1]]
+        (first,) = [each.verdict for each in seen if each.verdict.loads]
+        assert (first.action, first.reason) == (Action.EAGER, Reason.STRICT_LOAD)
+
+
+def test_a_load_that_fails_behind_a_launched_step_costs_time_and_nothing_else(
+    expected: list[list[int]], depth: int
+) -> None:
+    """The step reads what was never loaded; its result is thrown away."""
+    with stored(expected, overlap=depth) as llm:
+        hold_loads(llm, 0.0, "broken")
+        seen = watch(llm)
+        assert tokens_of(llm, (1, 0)) == [expected[1], expected[0]]
+        assert any(each.verdict.loads for each in seen)
+        assert engine_of(llm).stats().cache.loads.unfulfilled["broken"] > 0
+
+
+def test_a_load_that_fails_between_planning_and_launch_defers_the_step(expected: list[list[int]], depth: int) -> None:
+    def fail_first(between: Between, plan: BatchPlan) -> BatchPlan:
+        if not plan.waits or between.acks:
+            return plan
+        between.submit_alone(without_rows(plan))
+        between.await_acks(plan.waits)
+        return rows_alone(plan)
+
+    with stored(expected, overlap=depth) as llm:
+        hold_loads(llm, 0.0, "broken")
+        Between(llm, fail_first)
+        assert tokens_of(llm, (1,)) == [expected[1]]
+        stats = engine_of(llm).stats()
+        assert stats.graph_gate["defer"] == {"load_failed": stats.deferred_steps}
+        assert stats.deferred_steps >= 1
+
+
+# --- relocations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "prefill"])
+def test_a_relocation_between_planning_and_launch_defers_the_step(
+    expected: list[list[int]], depth: int, is_decode: bool
+) -> None:
+    """A table that is written under a newer version than a plan knows was not what that plan was made for."""
+    moved: list[int] = []
+
+    def move_first(between: Between, plan: BatchPlan) -> BatchPlan:
+        new = {each.row for each in plan.admit}
+        old = [row for row in plan.rows.tolist() if row not in new]
+        if not moved and old and bool((plan.num_new == 1).all()) == is_decode:
+            rows = between.executor._rows
+            row = old[0]
+            page, owner = int(rows.page_table[row, 0]), int(rows.entry_owner[row, 0])
+            writes = TableWrites(*(np.array([value], dtype=np.int32) for value in (row, 0, page, owner)))
+            moving = replace(rows_alone(without_rows(plan)), table=writes)
+            between.submit_alone(replace(moving, relocation_version=plan.relocation_version + 1))
+            moved.append(row)
+        return plan
+
+    with LLM(**settings(overlap=depth)) as llm:
+        Between(llm, move_first)
+        assert tokens_of(llm) == expected
+        assert moved
+        stats = engine_of(llm).stats()
+        assert stats.graph_gate["defer"] == {"stale_table": stats.deferred_steps}
+        assert 1 <= stats.deferred_steps <= 1 + depth
+        assert stats.stale_rows == 0
+        check_whole(llm)
