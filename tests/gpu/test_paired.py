@@ -1,0 +1,55 @@
+"""Attention as ``auto`` chooses it on Hopper: prompts by FlashInfer, rows that decode by Triton, also in graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiserve.attention.base import is_hopper
+from hiserve.attention.paired import PairedAttention
+from tests.helpers.cuda import NUM_PAGES, PAGE, generate, graph_engine, prompts_of, verdicts
+from tests.helpers.margin import EPSILON_FACTOR, shape_difference
+from tests.helpers.models import Engine, save_llama
+from tests.helpers.plans import HandPlanner
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its heads are those for which the contract's tests have compiled FlashInfer's kernels."""
+    if importlib.util.find_spec("flashinfer") is None or not is_hopper(torch.device("cuda")):
+        pytest.skip("auto is Triton alone here")
+    return save_llama(tmp_path_factory.mktemp("llama"), head_dim=128)
+
+
+def engine(folder: Path, attention: str = "auto", graphs: str = "off") -> Engine:
+    subject = graph_engine(folder, graphs, "bfloat16", attention=attention)
+    assert isinstance(subject.attention, PairedAttention) == (attention == "auto")
+    return subject
+
+
+def test_mixed_steps_give_the_logits_of_the_reference(folder: Path) -> None:
+    """Rows end with one token while those behind them compute chunks, behind a prefix and without one."""
+    prompts = prompts_of([17, 33, 70, 129, 300], seed=3, vocab=320)
+    logits = [
+        engine(folder, attention).logits(HandPlanner(PAGE, NUM_PAGES, shuffle_seed=2), prompts, chunk)
+        for attention, chunk in (("reference", 16), ("reference", 300), ("auto", 16), ("auto", 32), ("auto", 300))
+    ]
+    allowed = EPSILON_FACTOR * shape_difference(logits[0], logits[1])
+    assert all(shape_difference(logits[0], each) <= allowed for each in logits[2:])
+
+
+def test_graphs_decode_as_eager_steps_do(folder: Path) -> None:
+    prompts = prompts_of([17, 33, 70, 129, 5, 64, 63, 200], seed=4, vocab=320)  # a full bucket: the same shapes
+    tokens = []
+    for graphs in ("off", "decode"):
+        subject = engine(folder, graphs=graphs)
+        tokens.append(generate(subject, prompts, 20))
+        counts = verdicts(subject)
+        subject.executor.close()
+        assert graphs == "off" or counts["replay/decode"] == 19
+    assert tokens[0] == tokens[1]
