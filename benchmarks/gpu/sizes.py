@@ -162,7 +162,7 @@ FULL = Sizes(
         LARGE: {"shape": LARGE, "kv_pages": 24_576, "max_running_requests": 128, "max_model_len": 9216},
         SMALL: {"shape": SMALL, "kv_pages": 12_288, "max_running_requests": 128, "max_model_len": 2048},
     },
-    tiers={"shape": LARGE, "kv_pages": 4096, "max_running_requests": 32, "max_model_len": 8192},
+    tiers={"kv_pages": 4096, "max_running_requests": 32, "max_model_len": 8192},
     host_gib=34.0,
     steps=64,
     warm_steps=12,
