@@ -213,12 +213,12 @@ def test_a_relocation_between_planning_and_launch_defers_the_step(
         new = {each.row for each in plan.admit}
         old = [row for row in plan.rows.tolist() if row not in new]
         if not moved and old and bool((plan.num_new == 1).all()) == is_decode:
-            rows = between.executor._rows
-            row = old[0]
+            nothing = rows_alone(without_rows(plan))
+            between.submit_alone(nothing)  # what was launched before is done
+            rows, row = between.executor._rows, old[0]
             page, owner = int(rows.page_table[row, 0]), int(rows.entry_owner[row, 0])
             writes = TableWrites(*(np.array([value], dtype=np.int32) for value in (row, 0, page, owner)))
-            moving = replace(rows_alone(without_rows(plan)), table=writes)
-            between.submit_alone(replace(moving, relocation_version=plan.relocation_version + 1))
+            between.submit_alone(replace(nothing, table=writes, relocation_version=plan.relocation_version + 1))
             moved.append(row)
         return plan
 

@@ -1,0 +1,60 @@
+"""A few requests over a small pool with a host tier, for tools that watch the device.
+
+``compute-sanitizer --tool memcheck python -m tests.gpu.serve_briefly``. Says how many steps were replayed: such a tool may
+refuse captures, and steps run eagerly then. With ``--graphs off`` and ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` every tensor has
+memory of its own, so that one that is overrun is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from hiserve import LLM, SamplingParams
+from tests.helpers import cuda
+from tests.helpers.gated import spoil_device
+from tests.helpers.tiered import engine_of
+
+NUM_PROMPTS, NUM_TOKENS, NUM_NEW = 6, 70, 8
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--graphs", default="all", help="as the setting")
+    parser.add_argument("--dtype", default="bfloat16", help="as the setting")
+    parser.add_argument("--attention-backend", default="auto", help="as the setting")
+    options = vars(parser.parse_args(arguments))
+    prompts = torch.randint(7, 4096, (NUM_PROMPTS, NUM_TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
+    drawn = {"max_tokens": NUM_NEW, "ignore_eos": True}
+    sampling = [
+        SamplingParams(temperature=0.8 * (i % 3 > 0), top_k=20 * (i % 3 > 1), seed=i, **drawn) for i in range(6)
+    ]
+    with LLM(
+        in_process=True,
+        device=cuda.DEVICE,
+        max_model_len=128,
+        page_size=16,
+        kv_pages=24,
+        max_running_requests=4,
+        max_batched_tokens=64,
+        host_cache_gib=0.05,
+        overlap=1,
+        cpu_threads=1,
+        log_level="info",
+        **options,
+    ) as llm:
+        for _ in range(2):
+            results = llm.generate(prompts, sampling)
+            assert all(len(result.outputs[0].token_ids) == NUM_NEW for result in results)
+            spoil_device(llm)
+        stats = engine_of(llm).stats()
+    cache = stats.cache
+    sys.stdout.write(
+        f"steps: {stats.graph_gate}\npages: {cache.stores.num_fulfilled} stored, {cache.loads.num_fulfilled} loaded\n"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

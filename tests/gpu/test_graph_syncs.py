@@ -1,0 +1,89 @@
+"""In steady state nothing waits for the device: steps of every kind, with graphs and without, and a whole engine beside its copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.plan import BatchPlan
+from hiserve.models.config import NANO, find_model
+from tests.helpers import cuda
+from tests.helpers.cuda import FREE, NUM_PAGES, PAGE, SAMPLED, no_sync, prompts_of, run_all, verdicts
+from tests.helpers.gated import spoil_device
+from tests.helpers.plans import GREEDY, HandPlanner
+from tests.helpers.tiered import counts_of, engine_of
+
+pytestmark = pytest.mark.gpu
+
+WIDTH = 4
+RAN = {
+    "off": {"eager/graphs_off"},
+    "decode": {"replay/decode", "replay/verify", "eager/width"},
+    "all": {"replay/decode", "replay/verify", "replay/piecewise"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return find_model(NANO)
+
+
+def steps_of_every_kind(sampling: SamplingParams) -> list[BatchPlan]:
+    """Prompts in chunks, some of which end while others go on; decode steps; steps with drafts that are refused."""
+    planner = HandPlanner(PAGE, NUM_PAGES)
+    prompts = prompts_of([20, 33, 64, 150])
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+    plans = []
+    for _ in range(12):
+        work = {row: min(32, planner.known[row] - planner.computed[row]) for row in prompts}
+        plans.append(planner.step(work))
+    for _ in range(3):
+        plans.append(planner.draft_step(dict.fromkeys(prompts, WIDTH - 1)))
+        for row in prompts:
+            planner.settle(row, 1)
+    plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(3)]
+    return plans
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, FREE, SAMPLED], ids=["greedy", "free", "filtered"])
+@pytest.mark.parametrize("graphs", RAN)
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+def test_no_step_waits_for_the_device(folder: Path, attention: str, graphs: str, sampling: SamplingParams) -> None:
+    """Drafts are a token that no row draws, so each step that verifies emits one token."""
+    subject = cuda.graph_engine(folder, graphs, "bfloat16", attention=attention, max_rows=4, widths=(1, WIDTH))
+    for is_warm in (False, True):
+        subject.rows.tokens.fill_(3)
+        cuda.wait_for_stream()
+        plans = steps_of_every_kind(sampling)
+        if is_warm:
+            with no_sync():
+                tokens = run_all(subject, plans)
+        else:
+            tokens = run_all(subject, plans)
+    assert {len(each) for each in tokens.values()} >= {18}
+    assert verdicts(subject).keys() == RAN[graphs]
+    subject.executor.close()
+
+
+@pytest.mark.parametrize("graphs", ["off", "all"])
+def test_no_step_of_an_engine_waits_while_pages_come_and_go(graphs: str) -> None:
+    rng = torch.Generator().manual_seed(3)
+    prompts = torch.randint(7, 4096, (12, 120), generator=rng).tolist()
+    sampling = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(12)]
+    options = {"dtype": "bfloat16", "page_size": PAGE, "max_model_len": 256, "kv_pages": 60, "host_cache_gib": 0.2}
+    sizes = {"max_running_requests": 4, "max_batched_tokens": 128, "cpu_threads": 1, "log_level": "warning"}
+    with LLM(in_process=True, device=cuda.DEVICE, graphs=graphs, overlap=1, **options, **sizes) as llm:
+        for _ in range(2):
+            llm.generate(prompts, sampling)
+        spoil_device(llm)
+        before = counts_of(llm)
+        with no_sync():
+            results = llm.generate(prompts, sampling)
+        now = counts_of(llm)
+        assert all(len(result.outputs[0].token_ids) == 16 for result in results)
+        assert now.loads.num_fulfilled > before.loads.num_fulfilled
+        assert engine_of(llm).stats().graph_gate.keys() == ({"eager"} if graphs == "off" else {"replay"})
