@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.step_reference import SAMPLE_STREAM
 
 _PLAIN_BLOCK = 4096
@@ -50,6 +51,7 @@ def draw_free(
         MAX_PARTS=_max_parts(size),
         BLOCK=_NOISY_BLOCK,
         num_warps=_NOISY_BLOCK // 256,
+        **early_launch(logits.device),
     )
     return _join(values, entries, logits.shape[1])
 
@@ -65,6 +67,7 @@ def _best_of_parts(logits: Tensor) -> tuple[Tensor, Tensor]:
         num_blocks,
         BLOCK=_PLAIN_BLOCK,
         num_warps=_NUM_WARPS,
+        **early_launch(logits.device),
     )
     return values, entries
 
@@ -88,7 +91,9 @@ def _max_parts(size: int) -> int:
 def _join(values: Tensor, entries: Tensor, size: int) -> Tensor:
     num_rows, num_parts = values.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=values.device)
-    _join_parts[(num_rows,)](values, entries, tokens, num_parts, MAX_PARTS=_max_parts(size), num_warps=4)
+    _join_parts[(num_rows,)](
+        values, entries, tokens, num_parts, MAX_PARTS=_max_parts(size), num_warps=4, **early_launch(values.device)
+    )
     return tokens
 
 
@@ -101,9 +106,12 @@ def _find_best(  # type: ignore[no-untyped-def]
     size,
     num_blocks,
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program finds the best entry of one part of a row."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     first = part * num_blocks
     best = tl.full([BLOCK], -float("inf"), values.dtype.element_ty)
     where = first * BLOCK + tl.arange(0, BLOCK)
@@ -135,10 +143,13 @@ def _find_drawn(  # type: ignore[no-untyped-def]
     STREAM: tl.constexpr,  # noqa: N803
     MAX_PARTS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program finds the best entry of one part of a row, noise added if the row draws."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     number = tl.arange(0, MAX_PARTS)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     maximum = tl.max(tl.load(maxima + row * num_maxima + number, mask=number < num_maxima, other=-float("inf")), 0)
     divisor = tl.maximum(tl.load(temperature + row).to(values.dtype.element_ty), TINY)
     draws = True
@@ -166,11 +177,14 @@ def _join_parts(  # type: ignore[no-untyped-def]
     tokens,
     num_parts,
     MAX_PARTS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program finds the best part of one row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, MAX_PARTS)
     mask = part < num_parts
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     value = tl.load(values + row * num_parts + part, mask=mask, other=-float("inf"))
     entry = tl.load(entries + row * num_parts + part, mask=mask, other=2**31 - 1)
     is_best = value == tl.max(value, 0)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.kernels import reference
+from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 _SCANS = ((1024, 4), (8192, 8))  # pairs at a time and warps: for few pairs, for many
 _SUM_BLOCK = 512
@@ -66,6 +67,7 @@ def route(logits: Tensor, num_per_token: int, is_normalized: bool) -> tuple[Tens
         BLOCK_CHOSEN=triton.next_power_of_2(num_per_token),
         IS_NORMALIZED=is_normalized,
         num_warps=1,
+        **early_launch(logits.device),
     )
     return shares, chosen
 
@@ -80,10 +82,13 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     NUM_CHOSEN: tl.constexpr,  # noqa: N803
     BLOCK_CHOSEN: tl.constexpr,  # noqa: N803
     IS_NORMALIZED: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program routes one token. Whatever its logits are, experts are in range and differ."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     logit = tl.load(logits + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
     weight = tl.exp(logit.to(tl.float32) - tl.max(logit.to(tl.float32), 0))
     left = weight / tl.sum(weight, 0)
@@ -138,7 +143,14 @@ def mix_experts(x: Tensor, shares: Tensor, chosen: Tensor, gate_up: Tensor, down
         )
     out = torch.empty_like(x)
     _sum_kernel[(num_tokens * triton.cdiv(hidden, _SUM_BLOCK),)](
-        made, shares, out, SIZE=hidden, NUM_CHOSEN=chosen.shape[1], BLOCK=_SUM_BLOCK, num_warps=1
+        made,
+        shares,
+        out,
+        SIZE=hidden,
+        NUM_CHOSEN=chosen.shape[1],
+        BLOCK=_SUM_BLOCK,
+        num_warps=1,
+        **early_launch(x.device),
     )
     return out
 
@@ -163,7 +175,9 @@ def _group(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
     ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
     block, num_warps = _SCANS[num_pairs > 4096]
-    _group_kernel[(num_experts,)](chosen, order, ends, num_pairs, BLOCK=block, num_warps=num_warps)
+    _group_kernel[(num_experts,)](
+        chosen, order, ends, num_pairs, BLOCK=block, num_warps=num_warps, **early_launch(chosen.device)
+    )
     return order, ends
 
 
@@ -174,9 +188,12 @@ def _group_kernel(  # type: ignore[no-untyped-def]
     ends,
     num_pairs,
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program finds the pairs of one expert."""
     expert = tl.program_id(0)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     end = 0
     for first in range(0, num_pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
@@ -263,12 +280,15 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # noqa: N803
     NUM_CHOSEN: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program adds up a part of one token, its likeliest expert first."""
     blocks: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     for turn in range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + turn
         value = tl.load(made + pair * SIZE + column, mask=column < SIZE, other=0.0).to(tl.float32)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.experts import mix_experts, route
+from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.linear import linear
 
 __all__ = ["add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
@@ -47,6 +48,7 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor
         BLOCK=block,
         IS_WIDE=x.dtype == torch.float64,
         num_warps=_num_warps(block),
+        **early_launch(x.device),
     )
     return out
 
@@ -61,6 +63,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_WIDE: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program norms one row, and writes it back first where something is added to it."""
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
@@ -68,6 +71,9 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
     row = tl.program_id(0).to(tl.int64) * SIZE + column
+    start_next(IS_EARLY)
+    weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)
+    await_previous(IS_EARLY)
     value = tl.load(x + row, mask=mask, other=0.0).to(wide)
     if delta is not None:
         value += tl.load(delta + row, mask=mask, other=0.0).to(wide)
@@ -75,7 +81,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(x + row, narrow, mask=mask)
         value = narrow.to(wide)
     scale = tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
-    weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)
     tl.store(out + row, ((value * scale).to(dtype).to(wide) * weights).to(dtype), mask=mask)
 
 
@@ -95,6 +100,7 @@ def rotations(
         HALF=half,
         BLOCK=triton.next_power_of_2(half),
         num_warps=1,
+        **early_launch(positions.device),
     )
     return cos, sin
 
@@ -108,11 +114,14 @@ def _rotations_kernel(  # type: ignore[no-untyped-def]
     attention_factor,
     HALF: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program computes the angles of one token."""
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     mask = pair < HALF
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=mask, other=0.0)
     cosine, sine = tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
     first = token * (2 * HALF) + pair
@@ -152,6 +161,7 @@ def rotate_and_store(
         BLOCK_HEADS=block_heads,
         BLOCK_PAIRS=block_pairs,
         num_warps=_num_warps(2 * block_heads * block_pairs),
+        **early_launch(qkv.device),
     )
     return q, qkv[:, num_heads:-num_kv_heads], qkv[:, -num_kv_heads:]
 
@@ -173,6 +183,7 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
     BLOCK_PAIRS: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program takes some heads of one token, of one kind: queries, then keys, then values."""
     query_blocks: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -187,6 +198,8 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     mask = (head < tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)) & (pair < HALF)
     source = qkv + token * ((num_rotated + NUM_KV_HEADS) * 2 * HALF) + place * (2 * HALF) + pair
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
     slot = tl.load(slots + token) * slot_stride + head * (2 * HALF) + pair
     if is_value:
@@ -224,7 +237,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(_SILU_BLOCK, triton.next_power_of_2(size))
     _silu_mul_kernel[(num_rows * triton.cdiv(size, block),)](
-        gate_up, out, SIZE=size, BLOCK=block, IS_WIDE=out.dtype == torch.float64, num_warps=_num_warps(block)
+        gate_up,
+        out,
+        SIZE=size,
+        BLOCK=block,
+        IS_WIDE=out.dtype == torch.float64,
+        num_warps=_num_warps(block),
+        **early_launch(gate_up.device),
     )
     return out
 
@@ -236,6 +255,7 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     IS_WIDE: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     wide: tl.constexpr = tl.float64 if IS_WIDE else tl.float32
     dtype: tl.constexpr = out.dtype.element_ty
@@ -243,6 +263,8 @@ def _silu_mul_kernel(  # type: ignore[no-untyped-def]
     row = (tl.program_id(0) // num_blocks).to(tl.int64) * SIZE
     column = tl.program_id(0) % num_blocks * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     gate = tl.load(gate_up + 2 * row + column, mask=mask, other=0.0).to(wide)
     up = tl.load(gate_up + 2 * row + SIZE + column, mask=mask, other=0.0).to(wide)
     silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)

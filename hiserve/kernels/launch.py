@@ -16,6 +16,7 @@ Kernels of others between ours are launched as ever: they begin when ours have e
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TypedDict
 
 import torch
@@ -38,6 +39,7 @@ class EarlyLaunch(TypedDict):
     launch_pdl: bool
 
 
+@cache
 def early_launch(device: torch.device) -> EarlyLaunch:
     """Returns keywords of a launch that begins early where the device can do it."""
     is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.kernels.draw import draw_free, greedy
+from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
 
@@ -26,6 +27,7 @@ def step_inputs(
     num_rows, num_tokens = columns.rows.shape[0], columns.token_rows.shape[0]
     if out is None:
         out = _new_metadata(num_rows, num_tokens, width, state.tokens.device)
+    early = early_launch(state.tokens.device)
     _check_rows[(num_rows,)](
         columns.rows,
         columns.num_new,
@@ -49,6 +51,7 @@ def step_inputs(
         PAGE_SIZE=page_size,
         BLOCK=_TABLE_BLOCK,
         num_warps=_TABLE_WARPS,
+        **early,
     )
     _place_tokens[(triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
         columns.token_rows,
@@ -69,6 +72,7 @@ def step_inputs(
         PAGE_SIZE=page_size,
         BLOCK=_TOKEN_BLOCK,
         num_warps=_TOKEN_BLOCK // 32,
+        **early,
     )
     return out
 
@@ -100,6 +104,7 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowSt
         state.tokens.shape[1],
         BLOCK=triton.next_power_of_2(width),
         num_warps=1,
+        **early_launch(drawn.device),
     )
     return counts
 
@@ -136,6 +141,7 @@ def advance(
         BLOCK=triton.next_power_of_2(width),
         SAMPLING_BLOCK=_SAMPLING_BLOCK,
         num_warps=1,
+        **early_launch(rows.device),
     )
     return words
 
@@ -171,9 +177,12 @@ def _check_rows(  # type: ignore[no-untyped-def]
     SINK: tl.constexpr,  # noqa: N803
     PAGE_SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program checks one row and copies its table."""
     number = tl.program_id(0).to(tl.int64)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     row = tl.load(rows + number)
     new = tl.load(num_new + number)
     computed = tl.load(computed_len + row)
@@ -227,10 +236,13 @@ def _place_tokens(  # type: ignore[no-untyped-def]
     SINK: tl.constexpr,  # noqa: N803
     PAGE_SIZE: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program places a block of tokens, after ``_check_rows``."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     number = tl.load(token_rows + token, mask=mask, other=0)
     row = tl.load(rows + number, mask=mask, other=0)
     first = tl.load(kv_lens + number, mask=mask, other=0) - tl.load(num_new + number, mask=mask, other=0)
@@ -253,9 +265,12 @@ def _count_accepted(  # type: ignore[no-untyped-def]
     width,
     capacity,
     BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program finds the first token of one row that no draft foresaw."""
     number = tl.program_id(0).to(tl.int64)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     row = tl.load(sampling_rows + number)
     index = tl.arange(0, BLOCK)
     is_draft = index < tl.load(num_draft + number)
@@ -284,10 +299,13 @@ def _advance_rows(  # type: ignore[no-untyped-def]
     capacity,
     BLOCK: tl.constexpr,  # noqa: N803
     SAMPLING_BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program advances one row; it looks for the row among those that sampled."""
     number = tl.program_id(0)
     num_rows = tl.num_programs(0)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     row = tl.load(rows + number)
     is_legal = tl.load(legal + number) != 0
     tl.store(words + number, is_legal.to(tl.int32))
