@@ -1,4 +1,4 @@
-"""The attention layer: project, rotate, store, attend, project."""
+"""The attention layer: project, rotate, store, attend; and project back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SelfAttention:
     def __call__(
         self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
-        """Maps ``[T, hidden_size]`` to the same shape and stores the step's keys and values."""
+        """Returns ``[T, num_heads * head_dim]``, which ``out`` maps back, and stores the step's keys and values."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = self.ops.rotate_and_store(qkv, self.qk_weight, self.eps, rotation.cos, rotation.sin, kv, inputs.slots)
-        return self.out(attention.forward(q, k, v, kv, self.layer).flatten(1))
+        return attention.forward(q, k, v, kv, self.layer).flatten(1)

@@ -31,6 +31,15 @@ class _Layer:
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
 
+    def close(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Computes what follows attention, token by token; returns what the residual stream does not hold yet.
+
+        Args:
+            mixed: ``[T, num_heads * head_dim]``, what attention gave.
+            residual: ``[T, hidden_size]``. Updated in place.
+        """
+        return self.mlp(self.mlp_norm.add(self.attention.out(mixed), residual))
+
 
 class Decoder:
     """A pre-norm decoder with rotary positions, grouped-query attention, and a gated MLP or experts.
@@ -60,11 +69,11 @@ class Decoder:
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
         """
-        hidden = self.hidden(inputs, layers, attention)
-        return ForwardOutputs(logits=self.logits(hidden, inputs.logits_rows))
+        mixed, residual = self.trunk(inputs, layers, attention)
+        return ForwardOutputs(logits=self.logits(mixed, residual, inputs.logits_rows))
 
-    def hidden(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> Tensor:
-        """Computes what the last layer gives for each token, and stores the step's keys and values.
+    def trunk(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> tuple[Tensor, Tensor]:
+        """Computes all that tokens have to do with each other: everything up to the last attention.
 
         Args:
             inputs: The batch.
@@ -72,28 +81,31 @@ class Decoder:
             attention: A backend on which ``plan(inputs)`` was called.
 
         Returns:
-            ``[T, hidden_size]``, not normed.
+            ``[T, num_heads * head_dim]``, what the last attention gives, and ``[T, hidden_size]``, the residual stream
+            before it.
         """
         rotation = self._rotary(inputs.positions)
         residual = self._embedding(inputs.input_ids)
-        delta: Tensor | None = None  # what the residual stream does not hold yet
+        x = self._layers[0].input_norm(residual)
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
             if inputs.before_layer is not None:
                 inputs.before_layer(index)
-            x = layer.input_norm(residual) if delta is None else layer.input_norm.add(delta, residual)
-            delta = layer.attention(x, inputs, rotation, kv, attention)
-            delta = layer.mlp(layer.mlp_norm.add(delta, residual))
-        assert delta is not None, "a decoder without layers"
-        return residual.add_(delta)
+            mixed = layer.attention(x, inputs, rotation, kv, attention)
+            if index + 1 < len(self._layers):
+                x = self._layers[index + 1].input_norm.add(layer.close(mixed, residual), residual)
+        return mixed, residual
 
-    def logits(self, hidden: Tensor, logits_rows: Tensor) -> Tensor:
-        """Returns the logits ``[N, vocab_size]`` of some tokens.
+    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor) -> Tensor:
+        """Returns the logits ``[N, vocab_size]`` of some tokens; of a prompt few are wanted, so the others stop here.
 
         Args:
-            hidden: ``[T, hidden_size]``, from ``hidden``.
+            mixed: From ``trunk``.
+            residual: Likewise. Unchanged.
             logits_rows: int64 ``[N]``, indices into T.
         """
-        return self._head(self._norm(hidden.index_select(0, logits_rows)))
+        residual = residual.index_select(0, logits_rows)
+        delta = self._layers[-1].close(mixed.index_select(0, logits_rows), residual)
+        return self._head(self._norm.add(delta, residual))
 
 
 def _layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> _Layer:

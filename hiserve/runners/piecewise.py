@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class _Bridge:
     """An attention that leaves its arguments in buffers, for whoever attends, and takes the output from another one.
 
-    While a capture is under way it ends one piece there and begins the next.
+    While a capture is under way it ends one piece there and begins the next, if there is another layer.
 
     Attributes:
         q: ``[T, num_heads, head_dim]``; a bucket uses the first of the T tokens.
@@ -43,6 +43,7 @@ class _Bridge:
 
     def __init__(self, capture: Capture, shape: AttentionShape, num_tokens: int, device: torch.device) -> None:
         self._capture = capture
+        self._num_layers = shape.num_layers
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
         self.q, self.k, self.v, self.out = (
             torch.zeros((num_tokens, count, shape.head_dim), dtype=shape.dtype, device=device) for count in heads
@@ -62,23 +63,24 @@ class _Bridge:
             buffer[: made.shape[0]].copy_(made)
         if self._capture.is_active:
             self.pieces.append(self._capture.end())
-            self._capture.begin()
+            if layer + 1 < self._num_layers:
+                self._capture.begin()
         return self.out[: q.shape[0]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured:
-    """The pieces of one bucket of T tokens: up to the first attention, between attentions, behind the last.
+    """The pieces of one bucket of T tokens: up to the first attention, then from one to the next.
 
     Attributes:
         inputs: Whose token ids, positions and slots the first piece reads.
-        pieces: One more than layers.
-        hidden: ``[T, hidden_size]``, written by the last piece.
+        pieces: One for each layer.
+        residual: ``[T, hidden_size]``, the residual stream before the last attention.
     """
 
     inputs: ForwardInputs
     pieces: tuple[Graph, ...]
-    hidden: Tensor
+    residual: Tensor
 
 
 class PiecewiseRunner:
@@ -140,22 +142,24 @@ class PiecewiseRunner:
 
     def _capture_bucket(self, num_tokens: int) -> _Captured:
         inputs = _padding(num_tokens, self._bridge.q.device)
-        self._bridge.out.normal_()
-        expected = self._model.hidden(inputs, self._layers, self._bridge).clone()
-        self._bridge.pieces = []
+        bridge = self._bridge
+        bridge.out.normal_()
+        _, residual = self._model.trunk(inputs, self._layers, bridge)
+        expected = residual.clone(), bridge.q[:num_tokens].clone()
+        bridge.pieces = []
         self._capture.begin()
         with ExitStack() as undo:
             undo.callback(self._capture.abandon)
-            hidden = self._model.hidden(inputs, self._layers, self._bridge)
-            last = self._capture.end()
+            _, residual = self._model.trunk(inputs, self._layers, bridge)
             undo.pop_all()
-        pieces = (*self._bridge.pieces, last)
-        hidden.fill_(torch.nan)
-        for piece in pieces:
+        made = residual, bridge.q[:num_tokens]
+        for each in made:
+            each.fill_(torch.nan)
+        for piece in bridge.pieces:
             piece.replay()
-        if not torch.equal(hidden, expected):
+        if not all(map(torch.equal, made, expected)):
             raise RuntimeError("its replay differs from the eager step")
-        return _Captured(inputs, pieces, hidden)
+        return _Captured(inputs, tuple(bridge.pieces), residual)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Plans attention and computes a step on the current stream.
@@ -172,13 +176,13 @@ class PiecewiseRunner:
         static.slots[num_tokens:].zero_()
         self._attention.plan(inputs)
         q, k, v = bridge.q[:num_tokens], bridge.k[:num_tokens], bridge.v[:num_tokens]
-        for layer, (kv, piece) in enumerate(zip(self._layers, captured.pieces, strict=False)):
+        for layer, (kv, piece) in enumerate(zip(self._layers, captured.pieces, strict=True)):
             piece.replay()
             if inputs.before_layer is not None:
                 inputs.before_layer(layer)
             bridge.out[:num_tokens].copy_(self._attention.forward(q, k, v, kv, layer))
-        captured.pieces[-1].replay()
-        return ForwardOutputs(logits=self._model.logits(captured.hidden, inputs.logits_rows))
+        mixed = bridge.out[:num_tokens].flatten(1)
+        return ForwardOutputs(logits=self._model.logits(mixed, captured.residual, inputs.logits_rows))
 
 
 def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:

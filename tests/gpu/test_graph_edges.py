@@ -189,9 +189,9 @@ class Breaking:
         self._break(inputs)
         return self._model.forward(inputs, layers, attention)
 
-    def hidden(self, inputs: Any, layers: Any, attention: Any) -> Any:
+    def trunk(self, inputs: Any, layers: Any, attention: Any) -> Any:
         self._break(inputs)
-        return self._model.hidden(inputs, layers, attention)
+        return self._model.trunk(inputs, layers, attention)
 
     def _break(self, inputs: Any) -> None:
         if inputs.input_ids.shape[0] == self._num_tokens:
