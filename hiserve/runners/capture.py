@@ -50,6 +50,7 @@ class Capture:
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._open: torch.cuda.CUDAGraph | None = None
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     @property
     def is_active(self) -> bool:
@@ -96,7 +97,7 @@ class Capture:
         """
         assert self._open is not None, "no capture is under way"
         graph, self._open = self._open, None
-        graph.capture_end()
+        self._finish(graph)
         captured = Graph(graph, self._device)
         if not captured.num_nodes:
             raise RuntimeError("the captured graph is empty")
@@ -107,7 +108,19 @@ class Capture:
         graph, self._open = self._open, None
         if graph is not None:
             with suppress(RuntimeError):  # it fails again when it ends; the first failure is the one that is told
-                graph.capture_end()
+                self._finish(graph)
+
+    def _finish(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Up to 2.12 torch forgets to tell its allocators (pytorch/pytorch#180395). The one of the device can be told;
+            # that of pinned memory goes on asking the graph, and takes no other capture for the pool.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._broken.append(graph)
+            raise
 
 
 def _count_nodes(graph: int) -> int:

@@ -151,7 +151,7 @@ def test_no_token_differs_under_jitter_and_constant_traffic_with_the_host(load: 
         engine_of(llm)._planner._costs.is_worth_loading = lambda *_: True  # type: ignore[method-assign]
         with jitter(SEED) as delays:
             tokens = tokens_of(llm, prompts, sampling)
-            torch.cuda.current_stream().synchronize()
+            cuda.wait_for_stream()
         stats = engine_of(llm).stats()
         cache = stats.cache
         print(f"{time.monotonic() - begin:.1f} s; {dict(delays.counts)}; {cache.loads} {cache.stores}")
