@@ -157,7 +157,7 @@ class PiecewiseRunner:
             each.fill_(torch.nan)
         for piece in bridge.pieces:
             piece.replay()
-        if not all(map(torch.equal, made, expected)):
+        if not all(torch.equal(*both) for both in zip(made, expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
         return _Captured(inputs, tuple(bridge.pieces), residual)
 
