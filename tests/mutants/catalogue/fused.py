@@ -6,11 +6,16 @@ from tests.mutants.mutant import Mutant
 
 FUSED = "hiserve/kernels/fused.py"
 LINEAR = "hiserve/kernels/linear.py"
+LAUNCH = "hiserve/kernels/launch.py"
+DRAW = "hiserve/kernels/draw.py"
 EXPERTS = "hiserve/kernels/experts.py"
 REFERENCE = "hiserve/kernels/reference.py"
 DECODER = "hiserve/models/decoder.py"
 OF_FUSED = "tests/unit/kernels/test_fused.py::test_fused_kernels_compute_what_their_twins_do"
 OF_LINEAR = "tests/unit/kernels/test_linear.py::test_one_row_is_projected_as_rows_are"
+OF_TILES = "tests/unit/kernels/test_linear.py::test_few_rows_are_projected_as_rows_are"
+OF_WAITS = "tests/unit/kernels/test_launch.py::test_a_kernel_that_begins_early_awaits_the_one_before_it_first"
+OF_DEVICES = "tests/unit/kernels/test_launch.py::test_kernels_begin_early_where_the_device_can_do_it"
 OF_EXPERTS = "tests/unit/kernels/test_experts.py::test_kernels_of_experts_compute_what_their_twins_do"
 OF_REFERENCE = "tests/unit/kernels/test_reference.py::"
 OF_LOGITS = "tests/e2e/test_transformers_oracle.py::test_float32_logits_of_every_position_agree"
@@ -54,23 +59,72 @@ MUTANTS = [
     Mutant(
         name="a row's elements past its end count",
         file=LINEAR,
-        old="is_element = element < depth - first",
-        new="is_element = element < depth",
+        old="mask=element < depth - first, other=0.0).to(tl.float32)",
+        new="mask=element < DEPTH, other=0.0).to(tl.float32)",
         test=OF_LINEAR,
     ),
     Mutant(
         name="a row's projection is without its bias",
         file=LINEAR,
-        old="    if bias is not None:\n",
-        new="    if bias is not None and DEPTH == 0:\n",
+        old="other=0.0).to(tl.float32)\n    tl.store(out + column,",
+        new="other=0.0).to(tl.float32) * 0\n    tl.store(out + column,",
         test=OF_LINEAR,
     ),
     Mutant(
         name="rows beyond the first are projected as if there were one",
         file=LINEAR,
-        old="if x.shape[0] != 1 or",
-        new="if x.shape[0] == 0 or",
+        old="num_rows == 1:",
+        new="num_rows >= 1:",
         test=OF_LINEAR,
+    ),
+    Mutant(
+        name="a row's next block is not the one taken ahead",
+        file=LINEAR,
+        old="tl.load(rows + first + DEPTH,",
+        new="tl.load(rows + first,",
+        test=OF_LINEAR,
+    ),
+    Mutant(
+        name="tiles count elements past the end",
+        file=LINEAR,
+        old="is_element = element < depth - first\n",
+        new="is_element = element < depth\n",
+        test=OF_TILES,
+    ),
+    Mutant(
+        name="tiles are for any number of rows",
+        file=LINEAR,
+        old="1 < num_rows <= _TILE_ROWS and",
+        new="1 < num_rows and",
+        test=OF_TILES,
+    ),
+    Mutant(
+        name="a norm does not await what it adds",
+        file=FUSED,
+        old="    weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)\n    await_previous(IS_EARLY)\n",
+        new="    weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)\n",
+        test=OF_WAITS,
+    ),
+    Mutant(
+        name="a row is read before it is there",
+        file=LINEAR,
+        old="    await_previous(IS_EARLY)\n    totals = tl.zeros([COLUMNS, DEPTH], tl.float32)\n",
+        new="    totals = tl.load(x + tl.zeros([COLUMNS, DEPTH], tl.int32)) * 0.0\n    await_previous(IS_EARLY)\n",
+        test=OF_WAITS,
+    ),
+    Mutant(
+        name="only some programs of a draw wait",
+        file=DRAW,
+        old="    mask = part < num_parts\n    start_next(IS_EARLY)\n    await_previous(IS_EARLY)\n",
+        new="    mask = part < num_parts\n    start_next(IS_EARLY)\n    if row > 0:\n        await_previous(IS_EARLY)\n",
+        test=OF_WAITS,
+    ),
+    Mutant(
+        name="devices before Hopper launch early",
+        file=LAUNCH,
+        old="_FIRST_CAPABILITY = (9, 0)",
+        new="_FIRST_CAPABILITY = (8, 0)",
+        test=OF_DEVICES,
     ),
     Mutant(
         name="a router's NaN leads anywhere",
@@ -103,8 +157,8 @@ MUTANTS = [
     Mutant(
         name="the last layer's output is left out",
         file=DECODER,
-        old="return residual.add_(delta)",
-        new="return residual",
+        old="self._norm.add(delta, residual))",
+        new="self._norm(residual))",
         test=OF_LOGITS,
     ),
 ]
