@@ -9,9 +9,10 @@ first store and before its first load of anything that a kernel may have written
 
 - a kernel has ended only when all those before it have, so awaiting one is awaiting all of them;
 - stores are safe too, also into memory that was freed and taken anew while an earlier kernel still read it;
-- only what stood on the device before the step may be read ahead: weights.
+- only what stood on the device before the step may be read ahead: weights. The lookup of embeddings, before a step's
+  first layer, is launched as ever, and so has waited for whatever wrote them.
 
-Kernels of others between ours are launched as ever: they begin when ours have ended.
+Kernels of others between ours begin when ours have ended, or wait for that themselves.
 """
 
 from __future__ import annotations

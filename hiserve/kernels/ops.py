@@ -17,7 +17,8 @@ _MODULES = {"cpu": "hiserve.kernels.reference", "cuda": "hiserve.kernels.fused"}
 class Ops(Protocol):
     """The operations of a decoder. ``kernels.reference`` says what each of them computes.
 
-    None waits for the device, and shapes depend on shapes alone: a CUDA graph can record them all.
+    None waits for the device, and shapes depend on shapes alone: a CUDA graph can record them all. Weights may be read
+    while the kernel before still runs: nothing that a step computes is one.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
