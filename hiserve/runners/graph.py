@@ -188,7 +188,8 @@ class GraphRunner:
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""
-        staging = torch.empty(captured.varying.shape, dtype=torch.int64, pin_memory=True)
+        is_cuda = self._rows.device.type == "cuda"
+        staging = torch.empty(captured.varying.shape, dtype=torch.int64, pin_memory=is_cuda)
         host, num_rows = staging.numpy(), plan.rows.size
         host[0, :num_rows], host[0, num_rows:] = plan.rows, 0
         host[1, :num_rows], host[1, num_rows:] = plan.max_len, self._width

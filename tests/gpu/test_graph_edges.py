@@ -93,7 +93,7 @@ def test_a_captured_table_narrower_than_the_batch_is_not_replayed(folder: Path, 
     """Tables of three pages; rows that outgrow them go on eagerly."""
     subject = cuda.graph_engine(folder, "off")
     narrow: Any = cuda.NarrowRows(subject.rows, 3 * PAGE)
-    cuda.with_decode_graphs(subject, (1, 2, 4), rows=narrow)
+    cuda.with_graphs(subject, (1, 2, 4), rows=narrow)
     if reason == "table_width":
         coverage = subject.runners.coverage
         full = {1: dataclasses.replace(coverage.full[1], max_len=MAX_LEN)}  # nothing but the table is in the way
@@ -110,7 +110,7 @@ def test_a_captured_table_narrower_than_the_batch_is_not_replayed(folder: Path, 
 
 def test_a_batch_larger_than_the_largest_bucket_runs_eagerly(folder: Path, eager: Engine) -> None:
     subject = cuda.graph_engine(folder, "off")
-    cuda.with_decode_graphs(subject, (1, 2, 4))
+    cuda.with_graphs(subject, (1, 2, 4))
     for num_rows, verdict in ((4, "replay/decode"), (5, "eager/rows"), (3, "replay/decode")):
         before = verdicts(subject)
         prompts = prompts_of([20] * num_rows, seed=num_rows)
@@ -208,7 +208,7 @@ def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
 ) -> None:
     subject = cuda.graph_engine(folder, "off")
     with caplog.at_level(logging.WARNING):
-        runner = cuda.with_decode_graphs(subject, BUCKETS, model=Breaking(subject.model, 8, how))
+        runner = cuda.with_graphs(subject, BUCKETS, model=Breaking(subject.model, 8, how))
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     print(told)
     assert told.startswith("steps of 8 rows with 1 tokens each run without a graph: ")

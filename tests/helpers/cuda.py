@@ -51,8 +51,9 @@ def no_sync() -> Iterator[None]:
 
 
 def wait_for_stream() -> None:
-    """Waits for what the test itself has launched: the executor has a stream of its own."""
-    torch.cuda.current_stream().synchronize()
+    """Waits for what the test itself has launched, if on a GPU: the executor has a stream of its own."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
 
 
 # --- engines ----------------------------------------------------------------------------------------------
@@ -65,38 +66,48 @@ def graph_engine(
     return Engine(folder, dtype=dtype, device=DEVICE, attention=attention, graphs=graphs, **sizes | options)
 
 
-def with_decode_graphs(
-    subject: Engine, buckets: tuple[int, ...], *, model: Any = None, rows: Any = None
+def with_graphs(
+    subject: Engine,
+    buckets: tuple[int, ...],
+    *,
+    width: int = 1,
+    model: Any = None,
+    rows: Any = None,
+    capture: Any = None,
 ) -> GraphRunner:
-    """Gives an engine without graphs those of decode steps, captured as the test wants it; returns their runner.
+    """Gives an engine without graphs those of whole steps, captured as the test wants it; returns their runner.
 
     Args:
         subject: Its executor is replaced.
         buckets: Rows of each graph.
+        width: Tokens of each row.
         model: Stands in for the engine's.
         rows: Likewise.
+        capture: Stands in for one on its device.
     """
     runner = GraphRunner(
         model or subject.model,
         subject.pool.layers("kv"),
         subject.attention,
         rows or subject.rows,
-        Capture(subject.rows.device),
-        width=1,
+        capture or Capture(subject.rows.device),
+        width=width,
         buckets=buckets,
     )
-    _capture(subject, full={1: runner})
+    _capture(subject, full={width: runner})
     return runner
 
 
-def with_pieces(subject: Engine, buckets: tuple[int, ...], *, model: Any = None) -> PiecewiseRunner:
+def with_pieces(
+    subject: Engine, buckets: tuple[int, ...], *, model: Any = None, capture: Any = None
+) -> PiecewiseRunner:
     """Likewise those of what lies between attentions; ``buckets`` are tokens."""
     runner = PiecewiseRunner(
         model or subject.model,
         subject.pool.layers("kv"),
         subject.attention,
         subject.shape,
-        Capture(subject.rows.device),
+        capture or Capture(subject.rows.device),
         buckets=buckets,
     )
     _capture(subject, piecewise=runner)
@@ -218,7 +229,7 @@ class PoisonedPieces:
 
     def run(self, inputs: Any, bucket: int) -> Any:
         captured, bridge = self._runner._captured[bucket], self._runner._bridge
-        for floats in (bridge.q, bridge.k, bridge.v, bridge.out, captured.hidden):
+        for floats in (bridge.q, bridge.k, bridge.v, bridge.out, captured.residual):
             floats.fill_(torch.nan)
         captured.inputs.input_ids.fill_(11)
         captured.inputs.positions.fill_(MAX_LEN - 1)

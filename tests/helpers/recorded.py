@@ -1,0 +1,139 @@
+"""Graphs without a GPU: the ops of a capture are remembered with their tensors, and a replay runs them again into these.
+
+So what a graph holds fast is held fast here: addresses, shapes, and every number that came from the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hiserve.attention.reference import ReferenceAttention
+from hiserve.kernels import step_reference
+from hiserve.kernels.reference import gumbel
+from tests.helpers.models import Engine
+
+READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)  # of numbers from the device
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers ops while they run; those that a graph cannot hold raise, as they would in a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **kwargs or {})
+        self.ops.append((func, args, kwargs or {}, out))
+        return out
+
+
+class RecordedGraph:
+    """Stands in for ``Graph``."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._ops = recorder.ops
+        self.num_nodes = len(recorder.ops)
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self._ops:
+            again = func(*args, **kwargs)
+            for new, old in zip(tree_leaves(again), tree_leaves(out), strict=True):
+                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # not a view, and not in place
+                    old.copy_(new)
+
+
+class RecordedCapture:
+    """Stands in for ``Capture``."""
+
+    def __init__(self) -> None:
+        self._open: Recorder | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self._open is not None
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        yield
+
+    def record(self, work: Callable[[], None]) -> RecordedGraph:
+        self.begin()
+        try:
+            work()
+        except BaseException:
+            self.abandon()
+            raise
+        return self.end()
+
+    def begin(self) -> None:
+        assert self._open is None
+        self._open = Recorder()
+        self._open.__enter__()
+
+    def end(self) -> RecordedGraph:
+        recorder = self._open
+        assert recorder is not None
+        self.abandon()
+        return RecordedGraph(recorder)
+
+    def abandon(self) -> None:
+        if self._open is not None:
+            recorder, self._open = self._open, None
+            recorder.__exit__(None, None, None)
+
+
+class RecordableAttention:
+    """The reference, laid out in the first layer, so that a graph does that anew each time."""
+
+    needs_host_lengths = False
+
+    def __init__(self, reference: ReferenceAttention) -> None:
+        self._reference = reference
+        self._inputs: Any = None
+
+    def captured(self, num_rows: int, width: int) -> RecordableAttention:
+        return RecordableAttention(self._reference)
+
+    def plan(self, inputs: Any) -> None:
+        self._inputs = inputs
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int) -> Tensor:
+        if layer == 0:
+            self._reference.plan(self._inputs)
+        return self._reference.forward(q, k, v, kv, layer)
+
+
+def make_recordable(subject: Engine) -> None:
+    """Gives an engine on the CPU, with attention ``reference``, what can be recorded: no numpy, no plans beforehand."""
+    subject.attention = RecordableAttention(subject.attention)  # type: ignore[arg-type, assignment]
+    subject.rows.ops = SimpleNamespace(**vars(step_reference) | {"greedy": _greedy, "draw_free": _draw_free})  # type: ignore[assignment]
+
+
+def _greedy(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _draw_free(
+    logits: Tensor, temperature: Tensor, seed: Tensor, choice: Tensor, position: Tensor, drawn: Any
+) -> Tensor:
+    """As the CPU's, whose search for the largest is numpy's."""
+    noise = gumbel(seed, choice, position, step_reference.SAMPLE_STREAM, logits.shape[1])
+    scores = logits + temperature[:, None] * noise
+    return (scores if drawn is None else torch.where(drawn[:, None], scores, logits)).argmax(-1)
+
+
+def warnings_of(records: list[logging.LogRecord]) -> list[str]:
+    """Returns what was told as a warning, or worse."""
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]

@@ -1,0 +1,78 @@
+"""Guards of graphs: what pads a batch, what may be old, what could not be captured."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+GRAPH = "hiserve/runners/graph.py"
+PIECES = "hiserve/runners/piecewise.py"
+OF_GRAPHS = "tests/unit/runners/test_graph.py::"
+OF_PADDING = OF_GRAPHS + "test_padding_rows_write_only_the_sink"
+OF_GARBAGE = OF_GRAPHS + "test_replays_over_garbage_give_the_tokens_of_eager_steps"
+OF_PIECES = OF_GRAPHS + "test_pieces_over_garbage_give_the_tokens_of_eager_steps"
+
+MUTANTS = [
+    Mutant(
+        name="rows that pad a batch are a row that runs",
+        file=GRAPH,
+        old="host[0, :num_rows], host[0, num_rows:] = plan.rows, 0",
+        new="host[0, :num_rows], host[0, num_rows:] = plan.rows, plan.rows[0]",
+        test=OF_PADDING,
+    ),
+    Mutant(
+        name="what the rows before left pads a batch",
+        file=GRAPH,
+        old="host[0, :num_rows], host[0, num_rows:] = plan.rows, 0",
+        new="host[0], host[0, :num_rows] = captured.varying[0], plan.rows",
+        test=OF_GARBAGE,
+    ),
+    Mutant(
+        name="rows that pad a batch draw tokens too",
+        file=GRAPH,
+        old="plan, _first(captured.inputs, num_rows), captured.logits[: num_rows * self._width], self._rows",
+        new="plan, captured.inputs, captured.logits, self._rows",
+        test=OF_GARBAGE,
+    ),
+    Mutant(
+        name="a graph does not draw",
+        file=GRAPH,
+        old="            graph.replay()\n            return",
+        new="            return",
+        test=OF_GARBAGE,
+    ),
+    Mutant(
+        name="a capture that failed is forgotten",
+        file=GRAPH,
+        old="self.failed.update((num_rows, each.value) for each in Drawing)",
+        new="self._captured.pop(num_rows, None)",
+        test=OF_GRAPHS + "test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly",
+    ),
+    Mutant(
+        name="nobody compares a replay with the eager step",
+        file=GRAPH,
+        old="    if not torch.equal(logits, expected):",
+        new="    if expected is None:",
+        test=OF_GRAPHS + "test_a_replay_that_differs_from_the_eager_step_is_not_used",
+    ),
+    Mutant(
+        name="tokens that pad pieces are written where others were",
+        file=PIECES,
+        old="        static.slots[num_tokens:].zero_()\n",
+        new="",
+        test=OF_PIECES,
+    ),
+    Mutant(
+        name="pieces keep the positions of the step before",
+        file=PIECES,
+        old="        static.positions[:num_tokens].copy_(inputs.positions)\n",
+        new="",
+        test=OF_PIECES,
+    ),
+    Mutant(
+        name="pieces whose capture failed are forgotten",
+        file=PIECES,
+        old="self.failed.add(num_tokens)",
+        new="self._captured.pop(num_tokens, None)",
+        test=OF_GRAPHS + "test_pieces_that_cannot_be_captured_run_eagerly",
+    ),
+]

@@ -1,0 +1,203 @@
+"""Graphs of whole steps and of pieces, recorded and played on the CPU: replays give the tokens of eager steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.core.plan import BatchPlan
+from hiserve.core.request import SamplingParams
+from tests.helpers.cuda import (
+    FREE,
+    SAMPLED,
+    NarrowRows,
+    news,
+    poison,
+    prompts_of,
+    verdicts,
+    with_graphs,
+    with_pieces,
+)
+from tests.helpers.models import Engine, save_llama
+from tests.helpers.plans import GREEDY, HandPlanner
+from tests.helpers.recorded import RecordedCapture, make_recordable, warnings_of
+from tests.helpers.scripted import verify
+
+PAGE, NUM_PAGES, VOCAB = 16, 64, 320
+SAMPLING = pytest.mark.parametrize("sampling", [GREEDY, FREE, SAMPLED], ids=["greedy", "free", "filtered"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def engine(folder: Path) -> Engine:
+    return Engine(folder, dtype="float64", attention="reference", num_pages=NUM_PAGES, max_len=96)
+
+
+@pytest.fixture
+def eager(folder: Path) -> Engine:
+    return engine(folder)
+
+
+@pytest.fixture
+def subject(folder: Path) -> Engine:
+    made = engine(folder)
+    make_recordable(made)
+    return made
+
+
+def prompts_for(num_rows: int) -> dict[int, list[int]]:
+    return prompts_of([7 + 9 * row % 20 for row in range(num_rows)], seed=num_rows, vocab=VOCAB)
+
+
+def run(subject: Engine, plan: BatchPlan, out: dict[int, list[int]]) -> None:
+    result = subject.executor.submit(plan).result()
+    assert result.faults.size == 0
+    for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
+        out.setdefault(row, []).append(token)
+
+
+def generate(
+    subject: Engine, prompts: dict[int, list[int]], num_new: int, sampling: SamplingParams = GREEDY, chunk: int = 96
+) -> dict[int, list[int]]:
+    """All prompts in chunks side by side, each row decoding once it can."""
+    planner = HandPlanner(PAGE, NUM_PAGES, shuffle_seed=1)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+    out: dict[int, list[int]] = {row: [] for row in prompts}
+    while work := {
+        row: min(chunk, planner.known[row] - planner.computed[row]) for row in prompts if len(out[row]) < num_new
+    }:
+        run(subject, planner.step(work), out)
+    return out
+
+
+@SAMPLING
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+def test_replays_over_garbage_give_the_tokens_of_eager_steps(
+    subject: Engine, eager: Engine, num_rows: int, sampling: SamplingParams
+) -> None:
+    with_graphs(subject, (1, 2, 4), capture=RecordedCapture())
+    (poisoned,) = poison(subject)
+    prompts = prompts_for(num_rows)
+    for turn in range(2):  # over rows that others had
+        assert generate(subject, prompts, 6, sampling) == generate(eager, prompts, 6, sampling)
+        assert poisoned.num_replays == 5 * (1 + turn)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_replays_verify_drafts(subject: Engine, eager: Engine, num_rows: int) -> None:
+    with_graphs(subject, (2, 4), width=4, capture=RecordedCapture())
+    poison(subject)
+    prompts = prompts_for(num_rows)
+    expected = generate(eager, prompts, 16)
+    assert verify(subject, prompts, expected, 4) == expected
+    assert verdicts(subject)["replay/verify"] > 3
+
+
+@SAMPLING
+def test_pieces_over_garbage_give_the_tokens_of_eager_steps(
+    subject: Engine, eager: Engine, sampling: SamplingParams
+) -> None:
+    with_pieces(subject, (8, 16, 32), capture=RecordedCapture())
+    poison(subject)
+    for num_rows, chunk in ((1, 8), (3, 5), (4, 8), (2, 96)):
+        prompts = prompts_for(num_rows)
+        assert generate(subject, prompts, 4, sampling, chunk) == generate(eager, prompts, 4, sampling, chunk)
+    assert verdicts(subject).keys() == {"replay/piecewise"}
+
+
+def test_padding_rows_write_only_the_sink(subject: Engine) -> None:
+    with_graphs(subject, (8,), capture=RecordedCapture())
+    subject.pool.storage("kv").zero_()  # NaN is not equal to itself
+    planner, prompts = HandPlanner(PAGE, NUM_PAGES), prompts_for(3)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt)
+    run(subject, planner.step({row: len(prompt) for row, prompt in prompts.items()}), {})
+    slots = subject.pool.layers("kv")[0].k
+    before, rows = slots.clone(), subject.rows.known_len.clone()
+    run(subject, planner.step(dict.fromkeys(prompts, 1)), {})
+    changed = set((slots != before).flatten(1).any(1).nonzero()[:, 0].tolist())
+    own = {planner.pages[row][len(prompt) // PAGE] * PAGE + len(prompt) % PAGE for row, prompt in prompts.items()}
+    assert own <= changed <= own | {0}
+    assert (subject.rows.known_len - rows).tolist() == [0, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_rows_that_outgrow_the_table_of_a_graph_go_on_eagerly(subject: Engine, eager: Engine) -> None:
+    rows: Any = NarrowRows(subject.rows, 2 * PAGE)
+    with_graphs(subject, (4,), rows=rows, capture=RecordedCapture())
+    prompts = prompts_of([2 * PAGE - 3, 5], vocab=VOCAB)
+    assert generate(subject, prompts, 8) == generate(eager, prompts, 8)
+    assert verdicts(subject) == {"replay/decode": 3, "eager/context": 4, "eager/width": 1}
+
+
+class Asking:
+    """A model that asks for a number from the device in steps of so many tokens."""
+
+    def __init__(self, model: Any, num_tokens: int) -> None:
+        self._model = model
+        self._num_tokens = num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, inputs: Any, layers: Any, attention: Any) -> Any:
+        self._ask(inputs)
+        return self._model.forward(inputs, layers, attention)
+
+    def trunk(self, inputs: Any, layers: Any, attention: Any) -> Any:
+        self._ask(inputs)
+        return self._model.trunk(inputs, layers, attention)
+
+    def _ask(self, inputs: Any) -> None:
+        if inputs.input_ids.shape[0] == self._num_tokens:
+            inputs.positions.max().item()
+
+
+def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
+    subject: Engine, eager: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_graphs(subject, (1, 2, 4), model=Asking(subject.model, 2), capture=RecordedCapture())
+    (told,) = warnings_of(caplog.records)
+    assert told.startswith("steps of 2 rows with 1 tokens each run without a graph: operation not permitted")
+    for num_rows, verdict in ((1, "replay/decode"), (2, "eager/capture_failed"), (3, "replay/decode")):
+        before, prompts = verdicts(subject), prompts_for(num_rows)
+        assert generate(subject, prompts, 4) == generate(eager, prompts, 4)
+        assert news(before, verdicts(subject))[verdict] == 3
+
+
+def test_pieces_that_cannot_be_captured_run_eagerly(
+    subject: Engine, eager: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_pieces(subject, (8, 16, 32), model=Asking(subject.model, 16), capture=RecordedCapture())
+    (told,) = warnings_of(caplog.records)
+    assert told.startswith("steps of up to 16 tokens run without graphs: operation not permitted")
+    for length, verdict in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
+        before, prompts = verdicts(subject), prompts_of([length], vocab=VOCAB)
+        assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
+        assert news(before, verdicts(subject)) == {verdict: 1}
+
+
+def test_a_replay_that_differs_from_the_eager_step_is_not_used(
+    subject: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that computes something else each time."""
+
+    class Restless(Asking):
+        num_calls = 0
+
+        def forward(self, inputs: Any, layers: Any, attention: Any) -> Any:
+            self.num_calls += 1
+            out = self._model.forward(inputs, layers, attention)
+            out.logits.add_(self.num_calls)
+            return out
+
+    runner = with_graphs(subject, (1, 2), model=Restless(subject.model, 0), capture=RecordedCapture())
+    assert {num_rows for num_rows, _ in runner.failed} == {1, 2}
+    assert all("its replay differs from the eager step" in told for told in warnings_of(caplog.records))
