@@ -150,7 +150,8 @@ def test_silence_is_broken_by_heartbeats_with_numbers_that_no_replay_has(setup: 
     publisher = setup.publisher(heartbeat_s=0.05)
     publisher.put(change(7))
     reader = setup.reader()
-    beats = [reader.receive() for _ in range(3)]
+    heard = [reader.receive() for _ in range(4)]
+    beats = [each for each in heard if values(each[1]) != [[7]]][:3]  # a reader that was quick hears the change, too
     first = beats[0][0]
     assert first > 0
     assert [number for number, _ in beats] == [first, first + 1, first + 2]
