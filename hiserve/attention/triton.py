@@ -131,7 +131,8 @@ class TritonAttention:
     def _schedule(self, rows: Rows, window: int | None, layer: int) -> Schedule:
         if layer in self._splits_at:
             hides_first = self._shape.hides_first
-            made = schedule(rows, self._num_extra, self._tile, window=window, hides_first=hides_first)
+            heads = (self._shape.num_heads, self._shape.num_kv_heads)
+            made = schedule(rows, heads, self._num_extra, self._tile, window=window, hides_first=hides_first)
             self._schedules[window] = made
         return self._schedules[window]
 

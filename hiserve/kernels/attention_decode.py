@@ -1,8 +1,9 @@
 """Attention of few tokens a row over paged keys and values: decode, chains and trees to verify.
 
 All query heads of one KV head, times the tokens of the row, are the rows of one matrix product, so that keys and values are
-read once. Long rows are split among several programs, whose parts a second kernel joins (the split-KV of FlashDecoding).
-The grid depends on nothing but shapes: ``kernels.attention_schedule`` tells every program its share on the device.
+read once. Long rows are split among several programs, of which the last to finish joins the parts (the split-KV of
+FlashDecoding). The grid depends on nothing but shapes: ``kernels.attention_schedule`` tells every program its share on
+the device.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch import Tensor
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.attention_schedule import MAX_QUERIES, Rows, Schedule, first_seen
+from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 MAX_TOKENS = 64
 """Most tokens a row can have here: a tree's mask has one bit for each."""
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
-_PARTS = tl.constexpr(16)
+_NUM_JOINED = tl.constexpr(8192)
+"""Elements of parts that are joined at once: 64 for each thread of four warps."""
 
 
 class _Rows(NamedTuple):
-    """Lengths, pages and masks of rows, and their parts, on the device."""
+    """Pages and masks of rows, and their parts, on the device."""
 
-    qo_indptr: Tensor
-    kv_lens: Tensor
     page_table: Tensor
     tree_mask: Tensor | None
     parts: Tensor
-    split: Tensor
+    counts: Tensor
 
 
 class _Results(NamedTuple):
@@ -56,6 +57,7 @@ class _Shape(NamedTuple):
     block_dim: int
     page_size: int
     num_queries: int
+    num_joined: int
     num_keys: int
     hides_first: bool
 
@@ -101,15 +103,14 @@ def decode(
     room = (2 * schedule.num_extra, rows.max_q_len, num_heads)  # for parts of rows that are split, which come first
     part_out = torch.empty((*room, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(room, dtype=torch.float32, device=q.device)
-    ours = _Rows(rows.qo_indptr, rows.kv_lens, rows.page_table, tree_mask, schedule.parts, schedule.split)
-    results = _Results(out, lse, sinks, part_out, part_lse)
-    num_blocks = triton.cdiv(rows.max_q_len * shape.group, shape.num_queries)
-    _attend[(num_kv_heads * num_blocks, schedule.parts.shape[0])](
+    num_programs = schedule.counts.shape[1]
+    assert num_programs == num_kv_heads * triton.cdiv(rows.max_q_len * shape.group, shape.num_queries), num_programs
+    _attend[(num_programs, schedule.parts.shape[0])](
         q,
         kv.k,
         kv.v,
-        ours,
-        results,
+        _Rows(rows.page_table, tree_mask, schedule.parts, schedule.counts),
+        _Results(out, lse, sinks, part_out, part_lse),
         q.stride(0),
         kv.k.stride(0),
         rows.page_table.stride(0),
@@ -119,21 +120,23 @@ def decode(
         shape,
         num_warps=schedule.tile.num_warps,
         num_stages=schedule.tile.num_stages,
+        **early_launch(q.device),
     )
-    _join[(schedule.num_extra * rows.max_q_len, num_heads)](ours, results, rows.max_q_len, shape)
     return out
 
 
 def _shape(q: Tensor, kv: LayerKV, rows: Rows, schedule: Schedule, page_size: int) -> _Shape:
     num_heads, head_dim = q.shape[1:]
     group = num_heads // kv.k.shape[1]
+    num_queries = min(MAX_QUERIES, triton.next_power_of_2(rows.max_q_len * group))
     return _Shape(
         num_heads=num_heads,
         group=group,
         head_dim=head_dim,
         block_dim=max(16, triton.next_power_of_2(head_dim)),
         page_size=page_size,
-        num_queries=min(MAX_QUERIES, max(16, triton.next_power_of_2(rows.max_q_len * group))),
+        num_queries=max(16, num_queries),
+        num_joined=num_queries,
         num_keys=schedule.tile.num_keys,
         hides_first=schedule.hides_first,
     )
@@ -153,49 +156,52 @@ def _attend(  # type: ignore[no-untyped-def]
     window,
     scale,
     SHAPE: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """One program: some queries of one KV head of one row, over one part of its keys. Heads of a row run side by side."""
-    num_kv_heads: tl.constexpr = SHAPE.num_heads // SHAPE.group
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     part = tl.program_id(1)
-    row = tl.load(rows.parts + part * 4)
-    first, end = tl.load(rows.parts + part * 4 + 1), tl.load(rows.parts + part * 4 + 2)
-    has_others = tl.load(rows.parts + part * 4 + 3)
-    if end == 0:
+    at = rows.parts + part * 8
+    row, first, end, start = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    q_len, prefix, first_part, num_parts = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    if num_parts == 0:
         return
-    start = tl.load(rows.qo_indptr + row)
-    q_len = tl.load(rows.qo_indptr + row + 1) - start
-    prefix = tl.load(rows.kv_lens + row).to(tl.int32) - q_len
-    kv_head = tl.program_id(0) % num_kv_heads
-    query = tl.program_id(0) // num_kv_heads * SHAPE.num_queries + tl.arange(0, SHAPE.num_queries)
-    token, head = query // SHAPE.group, kv_head * SHAPE.group + query % SHAPE.group
+    token, head = _queries(tl.arange(0, SHAPE.num_queries), SHAPE)
     is_query = token < q_len
     dim = tl.arange(0, SHAPE.block_dim)
     is_element = is_query[:, None] & (dim < SHAPE.head_dim)[None, :]
-    at = (start + token) * q_stride + head * SHAPE.head_dim
-    queries = tl.load(q + at[:, None] + dim, is_element, other=0.0)
+    queries = tl.load(q + ((start + token) * q_stride + head * SHAPE.head_dim)[:, None] + dim, is_element, other=0.0)
     seen, depth = None, token
     if rows.tree_mask is not None:
         seen = tl.load(rows.tree_mask + start + token, is_query, other=0)
         if window is not None:  # as deep in the tree as it has ancestors
             depth = tl.sum((seen[:, None] >> tl.arange(0, 64)[None, :]) & 1, 1).to(tl.int32) - 1
+    to_kv_head = tl.program_id(0) % (SHAPE.num_heads // SHAPE.group) * SHAPE.head_dim
     mixed, top, total = _attend_part(
-        queries, k_pool + kv_head * SHAPE.head_dim, v_pool + kv_head * SHAPE.head_dim, rows.page_table + row * table_stride,
+        queries, k_pool + to_kv_head, v_pool + to_kv_head, rows.page_table + row * table_stride,
         token, depth, seen, prefix, first, end, slot_stride, window, scale, SHAPE
     )  # fmt: skip
-    if has_others != 0:
+    if num_parts == 1:
+        _finish(mixed, top, total, token, head, start, q_len, results, SHAPE)
+    else:
         mixed, log_total = _close(mixed, top, total, None)
         place = (part * max_q_len + token) * SHAPE.num_heads + head
         tl.store(results.part_out + place[:, None] * SHAPE.head_dim + dim, mixed, is_element)
         tl.store(results.part_lse + place, log_total, is_query)
-    else:
-        sink = None
-        if results.sinks is not None:
-            sink = tl.load(results.sinks + head, is_query, other=0.0)
-        mixed, log_total = _close(mixed, top, total, sink)
-        place = (start + token) * SHAPE.num_heads + head
-        tl.store(results.out + place[:, None] * SHAPE.head_dim + dim, mixed, is_element)
-        if results.lse is not None:
-            tl.store(results.lse + place, log_total, is_query)
+        tl.debug_barrier()  # All threads have stored: the count, which one of them raises, tells others of all the stores.
+        count = rows.counts + first_part * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(count, 1, sem="acq_rel") == num_parts - 1:
+            tl.store(count, 0)  # for the next layer
+            _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _queries(number, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """The tokens of their row and the heads of this program's queries of some numbers."""
+    num_kv_heads: tl.constexpr = SHAPE.num_heads // SHAPE.group
+    query = tl.program_id(0) // num_kv_heads * SHAPE.num_queries + number
+    return query // SHAPE.group, tl.program_id(0) % num_kv_heads * SHAPE.group + query % SHAPE.group
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -273,38 +279,42 @@ def _close(mixed, top, total, sink):  # type: ignore[no-untyped-def]
     return mixed / divisor[:, None], (top + tl.log2(divisor)) * _LN_2
 
 
-@triton.jit(do_not_specialize=["max_q_len"])  # type: ignore[untyped-decorator]
-def _join(rows, results, max_q_len, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """One program joins the parts of one head of one token, if its row is split."""
-    at = rows.split + tl.program_id(0) // max_q_len * 4
-    row, first_part, num_parts = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    start, token = tl.load(rows.qo_indptr + row), tl.program_id(0) % max_q_len
-    q_len = tl.load(rows.qo_indptr + row + 1) - start
-    if (num_parts == 0) | (token >= q_len):
-        return
-    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
-    head, dim = tl.program_id(1) + tl.zeros([1], tl.int32), tl.arange(0, DIM)[None, :]
-    is_dim = dim < SHAPE.head_dim
-    mixed = tl.zeros([1, DIM], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    for first in range(0, num_parts, _PARTS):
-        part = first + tl.arange(0, _PARTS)[:, None]
-        is_part = part < num_parts
-        place = ((first_part + part) * max_q_len + token) * SHAPE.num_heads + head[None, :]
-        logs = tl.load(results.part_lse + place, is_part, other=float("-inf")) * _LOG2_E
-        found = tl.load(results.part_out + place * SHAPE.head_dim + dim, is_part & is_dim, other=0.0)
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Writes results of queries that have all their keys."""
+    is_query, dim = token < q_len, tl.arange(0, SHAPE.block_dim)
+    sink = None
+    if results.sinks is not None:
+        sink = tl.load(results.sinks + head, is_query, other=0.0)
+    mixed, log_total = _close(mixed, top, total, sink)
+    place = (start + token) * SHAPE.num_heads + head
+    is_element = is_query[:, None] & (dim < SHAPE.head_dim)[None, :]
+    tl.store(results.out + place[:, None] * SHAPE.head_dim + dim, mixed, is_element)
+    if results.lse is not None:
+        tl.store(results.lse + place, log_total, is_query)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Joins the parts of a row, in their order, whoever was last; past the first cache, which other programs do not write."""
+    PARTS: tl.constexpr = max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))  # noqa: N806
+    token, head = _queries(tl.arange(0, SHAPE.num_joined), SHAPE)
+    dim = tl.arange(0, SHAPE.block_dim)[None, None, :]
+    mixed = tl.zeros([SHAPE.num_joined, SHAPE.block_dim], tl.float32)
+    top = tl.full([SHAPE.num_joined], float("-inf"), tl.float32)
+    total = tl.zeros([SHAPE.num_joined], tl.float32)
+    for first in range(0, num_parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        is_part = (part < num_parts)[:, None] & (token < q_len)[None, :]
+        at = ((first_part + part)[:, None] * max_q_len + token[None, :]) * SHAPE.num_heads + head[None, :]
+        logs = tl.load(results.part_lse + at, is_part, other=float("-inf"), cache_modifier=".cg") * _LOG2_E
+        is_element = is_part[:, :, None] & (dim < SHAPE.head_dim)
+        found = results.part_out + at[:, :, None] * SHAPE.head_dim + dim
+        found = tl.load(found, is_element, other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(logs, 0))
         offset = tl.where(higher == float("-inf"), 0.0, higher)
         weights, rescale = tl.exp2(logs - offset[None, :]), tl.exp2(top - offset)
         total = total * rescale + tl.sum(weights, 0)
-        mixed = mixed * rescale[:, None] + tl.sum(found * weights, 0)[None, :]
+        mixed = mixed * rescale[:, None] + tl.sum(found * weights[:, :, None], 0)
         top = higher
-    sink = None
-    if results.sinks is not None:
-        sink = tl.load(results.sinks + head)
-    mixed, log_total = _close(mixed, top, total, sink)
-    place = (start + token) * SHAPE.num_heads + head
-    tl.store(results.out + place[:, None] * SHAPE.head_dim + dim, mixed, is_dim)
-    if results.lse is not None:
-        tl.store(results.lse + place, log_total)
+    _finish(mixed, top, total, token, head, start, q_len, results, SHAPE)

@@ -1,8 +1,9 @@
 """Which program attends over which keys of which row, decided on the device from the lengths that stand there.
 
 Rows that are long for their batch are split into parts, so that no program works much longer than the others. How many
-parts there are, and so what is launched, depends on shapes alone: what a graph records suits every batch. What rows
-are split into depends on no row of one block of keys: rows that pad a batch change nothing in the others' results.
+parts there can be, and so what is launched, depends on shapes alone: what a graph records suits every batch. What rows
+are split into depends on no row of one block of keys: rows that pad a batch change nothing in the others' results, as
+long as as many parts are allowed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+
 MAX_QUERIES = 64
 _BLOCK = tl.constexpr(128)
-_FIELDS = tl.constexpr(4)
+_SHARES = tl.constexpr(32)
+_FIELDS = tl.constexpr(8)
 
 
 class Tile(NamedTuple):
@@ -55,17 +59,20 @@ class Schedule(NamedTuple):
     """Parts of rows, each of which one program attends over for each KV head. It holds while the lengths stand.
 
     Attributes:
-        parts: int32 ``[B + num_extra, 4]``: row, first key, end, whether the row has other parts; zeros behind the last.
-            Rows with many blocks of keys come first, the parts of a row are adjacent.
-        split: int32 ``[num_extra, 4]``: row, the first of its parts, how many; zeros where there is no such row.
-        num_extra: Most parts beyond one for each row, at least 1.
+        parts: int32 ``[B + num_extra, 8]``: row, first key, end, the row's first token, its tokens, its keys before them, the
+            first of its parts, its parts; zeros behind the last. Rows with many blocks of keys come first, the parts of a
+            row are adjacent.
+        counts: int32 ``[2 * num_extra, num_programs]``, zeros. By the first part of a row that is split, and the programs
+            that attend over each part: how many of its parts they have finished, until all are.
+        num_extra: Most parts beyond one for each row, at least 1. So the parts of rows that are split are the first
+            ``2 * num_extra`` at most.
         window: A token at position p sees positions above ``p - window``; None is all.
         hides_first: Nobody sees position 0.
         tile: How keys are taken.
     """
 
     parts: Tensor
-    split: Tensor
+    counts: Tensor
     num_extra: int
     window: int | None
     hides_first: bool
@@ -79,11 +86,11 @@ def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:
 
 
 def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
-    """Returns how many parts to make beyond one for each row.
+    """Returns how many parts to allow beyond one for each row.
 
-    Three programs fit on a multiprocessor, one and a half nearly take all of its share of the bandwidth. With E parts
-    beyond one for each row, B rows alike become more than E parts and at most E + B: so many that the device is busy, and
-    too few for a second wave that would leave most of it idle. Measured on an H200.
+    Two programs on a multiprocessor take all of its share of the bandwidth, three fit. A batch of fewer rows than would
+    keep each multiprocessor busy once may have two programs more on each; a larger one, one more. So rows alike become
+    one wave of programs. Measured on an H200.
 
     Args:
         rows: Of which only numbers are read.
@@ -91,32 +98,53 @@ def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys:
         num_sms: Multiprocessors of the device.
         num_keys: Keys of a block.
     """
+    num_rows, num_at_once = rows.kv_lens.shape[0], num_sms // count_programs(rows, heads)
+    num_more_blocks = num_rows * (-(-rows.max_kv_len // num_keys) - 1)
+    return max(1, min(num_at_once * (2 if num_rows <= num_at_once else 1), num_more_blocks))
+
+
+def count_programs(rows: Rows, heads: tuple[int, int]) -> int:
+    """Returns how many programs attend over each part: for each KV head, one for each block of queries."""
     num_heads, num_kv_heads = heads
-    num_programs = num_kv_heads * -(-rows.max_q_len * (num_heads // num_kv_heads) // MAX_QUERIES)
-    num_more_blocks = rows.kv_lens.shape[0] * (-(-rows.max_kv_len // num_keys) - 1)
-    return max(1, min(3 * num_sms // (2 * num_programs), num_more_blocks))
+    return num_kv_heads * -(-rows.max_q_len * (num_heads // num_kv_heads) // MAX_QUERIES)
 
 
 def schedule(
-    rows: Rows, num_extra: int, tile: Tile, *, window: int | None = None, hides_first: bool = False
+    rows: Rows,
+    heads: tuple[int, int],
+    num_extra: int,
+    tile: Tile,
+    *,
+    window: int | None = None,
+    hides_first: bool = False,
 ) -> Schedule:
     """Splits rows, in one fill and one launch for all layers of one window.
 
     Args:
         rows: Not kept.
+        heads: Query heads; key and value heads.
         num_extra: Most parts beyond one for each row, at least 1; see ``choose_num_extra``.
         tile: How keys are taken.
         window: A token at position p sees positions above ``p - window``; None is all.
         hides_first: Nobody sees position 0.
     """
     assert num_extra >= 1, f"{num_extra} more parts"
-    num_rows = rows.kv_lens.shape[0]
-    made = torch.zeros((num_rows + 2 * num_extra, _FIELDS.value), dtype=torch.int32, device=rows.kv_lens.device)
-    parts, split = made[:-num_extra], made[-num_extra:]
+    num_rows, num_programs = rows.kv_lens.shape[0], count_programs(rows, heads)
+    size = (num_rows + num_extra) * _FIELDS.value
+    made = torch.zeros(size + 2 * num_extra * num_programs, dtype=torch.int32, device=rows.kv_lens.device)
+    parts, counts = made[:size].view(-1, _FIELDS.value), made[size:].view(-1, num_programs)
     _schedule[(num_rows,)](
-        rows.qo_indptr, rows.kv_lens, parts, split, num_rows, num_extra, window, tile.num_keys, hides_first
+        rows.qo_indptr,
+        rows.kv_lens,
+        parts,
+        num_rows,
+        num_extra,
+        window,
+        tile.num_keys,
+        hides_first,
+        **early_launch(made.device),
     )
-    return Schedule(parts, split, num_extra, window, hides_first, tile)
+    return Schedule(parts, counts, num_extra, window, hides_first, tile)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_extra", "window"])  # type: ignore[untyped-decorator]
@@ -124,33 +152,27 @@ def _schedule(  # type: ignore[no-untyped-def]
     qo_indptr,
     kv_lens,
     parts,
-    split,
     num_rows,
     num_extra,
     window,
     KEYS: tl.constexpr,  # noqa: N803
     HIDES_FIRST: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
 ):
-    """One program: one row. A part has at most a share of the blocks of all rows, not counting one for each row.
-
-    So the parts beyond one for each row are at most ``num_extra``, and so are the rows that have them.
-    """
+    """One program: one row. A part has at most a share of blocks, which is the same for all rows."""
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
     row = tl.program_id(0)
-    num_more = tl.zeros([_BLOCK], tl.int32)
-    for start in range(0, num_rows, _BLOCK):
-        _, others_blocks, _ = _seen_blocks(
-            qo_indptr, kv_lens, start + tl.arange(0, _BLOCK), num_rows, window, KEYS, HIDES_FIRST
-        )
-        num_more += others_blocks - 1
-    share = tl.maximum(tl.cdiv(tl.sum(num_more), num_extra), 1)
+    share = _share(qo_indptr, kv_lens, num_rows, num_extra, window, KEYS, HIDES_FIRST)
     first_block, num_blocks, kv_len = _seen_blocks(qo_indptr, kv_lens, row, num_rows, window, KEYS, HIDES_FIRST)
-    rank, place = tl.zeros([_BLOCK], tl.int32), tl.zeros([_BLOCK], tl.int32)
+    place = tl.zeros([_BLOCK], tl.int32)
     for start in range(0, num_rows, _BLOCK):
         other = start + tl.arange(0, _BLOCK)
         _, others_blocks, _ = _seen_blocks(qo_indptr, kv_lens, other, num_rows, window, KEYS, HIDES_FIRST)
         is_before = (others_blocks > num_blocks) | ((others_blocks == num_blocks) & (other < row))
-        rank += is_before.to(tl.int32)
         place += tl.where(is_before, (others_blocks - 1) // share + 1, 0)
+    first_token = tl.load(qo_indptr + row)
+    q_len = tl.load(qo_indptr + row + 1) - first_token
     first_part, num_parts = tl.sum(place), (num_blocks - 1) // share + 1
     for start in range(0, num_parts, _BLOCK):
         part = start + tl.arange(0, _BLOCK)
@@ -160,12 +182,43 @@ def _schedule(  # type: ignore[no-untyped-def]
         tl.store(at, row, is_part)
         tl.store(at + 1, (first_block + block) * KEYS, is_part)
         tl.store(at + 2, tl.minimum((first_block + end) * KEYS, kv_len), is_part)
-        tl.store(at + 3, (num_parts > 1).to(tl.int32), is_part)
-    if num_parts > 1:
-        at = split + tl.sum(rank) * _FIELDS
-        tl.store(at, row)
-        tl.store(at + 1, first_part)
-        tl.store(at + 2, num_parts)
+        tl.store(at + 3, first_token, is_part)
+        tl.store(at + 4, q_len, is_part)
+        tl.store(at + 5, kv_len - q_len, is_part)
+        tl.store(at + 6, first_part, is_part)
+        tl.store(at + 7, num_parts, is_part)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _share(  # type: ignore[no-untyped-def]
+    qo_indptr,
+    kv_lens,
+    num_rows,
+    num_extra,
+    window,
+    KEYS: tl.constexpr,  # noqa: N803
+    HIDES_FIRST: tl.constexpr,  # noqa: N803
+):
+    """The least number of blocks, of 32 that are tried, such that parts of so many are few enough.
+
+    More parts than one for each row are fewer than the blocks beyond one for each over the share, but, of rows that have
+    such blocks, by less than one for each. So there is a least share, which just may do, and one that does.
+    """
+    num_more, num_long = tl.zeros([_BLOCK], tl.int32), tl.zeros([_BLOCK], tl.int32)
+    for start in range(0, num_rows, _BLOCK):
+        row = start + tl.arange(0, _BLOCK)
+        _, num_blocks, _ = _seen_blocks(qo_indptr, kv_lens, row, num_rows, window, KEYS, HIDES_FIRST)
+        num_more += num_blocks - 1
+        num_long += (num_blocks > 1).to(tl.int32)
+    total = tl.sum(num_more)
+    least, most = total // (num_extra + tl.sum(num_long)) + 1, tl.maximum(tl.cdiv(total, num_extra), 1)
+    share = least + (most - least) * tl.arange(0, _SHARES) // (_SHARES - 1)
+    num_needed = tl.zeros([_SHARES], tl.int32)
+    for start in range(0, num_rows, _BLOCK):
+        row = start + tl.arange(0, _BLOCK)
+        _, num_blocks, _ = _seen_blocks(qo_indptr, kv_lens, row, num_rows, window, KEYS, HIDES_FIRST)
+        num_needed += tl.sum((num_blocks - 1)[None, :] // share[:, None], 1)
+    return tl.min(tl.where(num_needed <= num_extra, share, most))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -12,7 +12,7 @@ ORACLE = TESTS + "test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_o
 EDGES, WINDOWS, WIDTHS = (f"{ORACLE}[{name}]" for name in ("edges", "windows", "trees"))
 SPLITS = TESTS + "test_long_rows_are_split_first_into_parts_of_at_most_a_share"
 LAUNCHES = TESTS + "test_rows_alike_fill_the_device_once_whatever_their_number"
-PADDING = TESTS + "test_rows_that_pad_a_batch_change_not_one_bit_of_the_others"
+REPLAYS = TESTS + "test_a_graph_splits_rows_by_the_lengths_of_each_replay"
 
 MUTANTS = [
     # --- attention ---
@@ -75,65 +75,97 @@ MUTANTS = [
     Mutant(
         name="decode: parts that there are not blank the first row",
         file=DECODE,
-        old="    if end == 0:\n        return\n",
+        old="    if num_parts == 0:\n        return\n",
+        new="    num_parts = tl.maximum(num_parts, 1)\n    q_len = tl.maximum(q_len, 1)\n",
+        test=EDGES,
+    ),
+    Mutant(
+        name="join: the first to finish joins",
+        file=DECODE,
+        old='sem="acq_rel") == num_parts - 1:',
+        new='sem="acq_rel") == 0:',
+        test=EDGES,
+    ),
+    Mutant(
+        name="join: the next layer counts on",
+        file=DECODE,
+        old="            tl.store(count, 0)  # for the next layer\n",
         new="",
         test=EDGES,
     ),
     Mutant(
-        name="join: rows that there are not blank the first row",
+        name="join: all KV heads count together",
         file=DECODE,
-        old="    if (num_parts == 0) | (token >= q_len):\n",
-        new="    if token >= q_len:\n",
+        old="first_part * tl.num_programs(0) + tl.program_id(0)\n",
+        new="first_part * tl.num_programs(0)\n",
+        test=REPLAYS,
+    ),
+    Mutant(
+        name="join: rows count together",
+        file=DECODE,
+        old="count = rows.counts + first_part * tl.num_programs(0) + tl.program_id(0)\n",
+        new="count = rows.counts + tl.program_id(0)\n",
         test=EDGES,
     ),
     Mutant(
         name="join: a row's missing tokens are written over the next row's",
         file=DECODE,
-        old="    if (num_parts == 0) | (token >= q_len):\n",
-        new="    if num_parts == 0:\n",
+        old="    is_query, dim = token < q_len, tl.arange(0, SHAPE.block_dim)\n",
+        new="    is_query, dim = token < MAX_QUERIES, tl.arange(0, SHAPE.block_dim)\n",
         test=WIDTHS,
     ),
     Mutant(
         name="join: parts of other rows are read",
         file=DECODE,
-        old="is_part = part < num_parts",
-        new="is_part = part < num_parts + 1",
+        old="is_part = (part < num_parts)[:, None]",
+        new="is_part = (part < num_parts + 1)[:, None]",
         test=EDGES,
     ),
     Mutant(
-        name="join: parts behind the first sixteen keep the scale of these",
+        name="join: later parts leave earlier ones at their scale",
         file=DECODE,
-        old="mixed = mixed * rescale[:, None] + tl.sum(found * weights, 0)[None, :]",
-        new="mixed = mixed + tl.sum(found * weights, 0)[None, :]",
+        old="mixed = mixed * rescale[:, None] + tl.sum(found * weights[:, :, None], 0)",
+        new="mixed = mixed + tl.sum(found * weights[:, :, None], 0)",
         test=EDGES,
     ),
     Mutant(
-        name="join: sinks are forgotten where rows are split",
+        name="join: sinks are in every part",
         file=DECODE,
-        old="        sink = tl.load(results.sinks + head)\n",
-        new="        sink = tl.load(results.sinks + head) - 100\n",
+        old="        mixed, log_total = _close(mixed, top, total, None)\n",
+        new="""        sink = None
+        if results.sinks is not None:
+            sink = tl.load(results.sinks + head, is_query, other=0.0)
+        mixed, log_total = _close(mixed, top, total, sink)
+""",
         test=WIDTHS,
     ),
     # --- the schedule ---
     Mutant(
         name="schedule: rows of one block count, so padding moves the cuts",
         file=SCHEDULE,
-        old="        num_more += others_blocks - 1\n",
-        new="        num_more += tl.where(start + tl.arange(0, _BLOCK) < num_rows, others_blocks, 0)\n",
-        test=PADDING,
+        old="        num_long += (num_blocks > 1).to(tl.int32)\n",
+        new="        num_long += (num_blocks > 0).to(tl.int32)\n",
+        test=SPLITS,
+    ),
+    Mutant(
+        name="schedule: as few parts as always are few enough",
+        file=SCHEDULE,
+        old="tl.min(tl.where(num_needed <= num_extra, share, most))",
+        new="most",
+        test=SPLITS,
+    ),
+    Mutant(
+        name="schedule: one part too many",
+        file=SCHEDULE,
+        old="num_needed <= num_extra, share",
+        new="num_needed <= num_extra + 1, share",
+        test=SPLITS,
     ),
     Mutant(
         name="schedule: short rows come first",
         file=SCHEDULE,
         old="(others_blocks > num_blocks)",
         new="(others_blocks < num_blocks)",
-        test=SPLITS,
-    ),
-    Mutant(
-        name="schedule: the two parts of a row are both the whole",
-        file=SCHEDULE,
-        old="(num_parts > 1).to(tl.int32)",
-        new="(num_parts > 2).to(tl.int32)",
         test=SPLITS,
     ),
     Mutant(
@@ -146,15 +178,15 @@ MUTANTS = [
     Mutant(
         name="schedule: parts of rows alike need a second wave",
         file=SCHEDULE,
-        old="3 * num_sms // (2 * num_programs)",
-        new="2 * num_sms // num_programs",
+        old="(2 if num_rows <= num_at_once else 1)",
+        new="2",
         test=LAUNCHES,
     ),
     Mutant(
         name="schedule: short rows launch as many parts as long ones",
         file=SCHEDULE,
-        old="max(1, min(3 * num_sms // (2 * num_programs), num_more_blocks))",
-        new="max(1, 3 * num_sms // (2 * num_programs))",
+        old="max(1, min(num_at_once * (2 if num_rows <= num_at_once else 1), num_more_blocks))",
+        new="max(1, num_at_once * (2 if num_rows <= num_at_once else 1))",
         test=LAUNCHES,
     ),
     Mutant(
@@ -162,6 +194,6 @@ MUTANTS = [
         file=BACKEND,
         old="        if layer in self._splits_at:\n",
         new="        if window not in self._schedules:\n",
-        test=TESTS + "test_a_graph_splits_rows_by_the_lengths_of_each_replay",
+        test=REPLAYS,
     ),
 ]

@@ -32,11 +32,14 @@ def rows_of(inputs):
 def attend(case, num_extra, layer=0, keys=16, **options):
     rows, shape = rows_of(case.inputs), case.shape
     window = shape.windows[layer] if shape.windows else None
-    made = schedule(rows, num_extra, Tile(keys, 4, 2), window=window, hides_first=shape.hides_first)
+    heads = (shape.num_heads, shape.num_kv_heads)
+    made = schedule(rows, heads, num_extra, Tile(keys, 4, 2), window=window, hides_first=shape.hides_first)
     lse = torch.full(case.q.shape[:2], torch.nan)
     options = {"sinks": shape.sinks[layer] if shape.sinks else None, "tree_mask": case.inputs.tree_mask} | options
     scale = shape.head_dim**-0.5
-    return decode(case.q, case.kv, rows, made, page_size=shape.page_size, scale=scale, lse=lse, **options), lse
+    out = decode(case.q, case.kv, rows, made, page_size=shape.page_size, scale=scale, lse=lse, **options)
+    assert not made.counts.any()  # so that the next layer counts, too
+    return out, lse
 
 def check(case, num_extra, layer=0, keys=16):
     ours = attend(case, num_extra, layer, keys)
@@ -92,23 +95,27 @@ for number in range(NUM_CASES):
     lengths = [new + generator.choice((0, generator.randint(0, 60), generator.randint(0, 3000))) for new in news]
     indptr = torch.tensor([0, *news]).cumsum(0).int()
     rows = Rows(indptr, torch.tensor(lengths), torch.empty(0), 4, max(lengths))
-    made = schedule(rows, num_extra, Tile(16, 4, 2), window=window, hides_first=hides_first)
+    made = schedule(rows, (8, 2), num_extra, Tile(16, 4, 2), window=window, hides_first=hides_first)
     firsts = [max(int(hides_first), 0 if window is None else length - new + 1 - window) // 16
               for length, new in zip(lengths, news)]
     counts = [math.ceil(length / 16) - first for length, first in zip(lengths, firsts)]
-    share = max(1, math.ceil(sum(count - 1 for count in counts) / num_extra))
-    parts, split = [], []
+    num_more = [count - 1 for count in counts]
+    most = max(1, math.ceil(sum(num_more) / num_extra))
+    least = sum(num_more) // (num_extra + sum(map(bool, num_more))) + 1
+    assert least == 1 or sum(more // (least - 1) for more in num_more) > num_extra
+    tried = [least + (most - least) * number // 31 for number in range(32)]
+    share = min(share for share in tried if sum(more // share for more in num_more) <= num_extra)
+    parts = []
     for row in sorted(range(num_rows), key=lambda row: -counts[row]):
         num_parts = math.ceil(counts[row] / share)
-        if num_parts > 1:
-            split.append([row, len(parts), num_parts, 0])
+        whole = [int(indptr[row]), news[row], lengths[row] - news[row], len(parts), num_parts]
         cuts = [firsts[row] + part * counts[row] // num_parts for part in range(num_parts + 1)]
         assert all(0 < end - cut <= share for cut, end in zip(cuts, cuts[1:]))
-        parts += [[row, cut * 16, min(end * 16, lengths[row]), int(num_parts > 1)] for cut, end in zip(cuts, cuts[1:])]
-    assert len(parts) <= num_rows + num_extra and sum(part[3] for part in parts) <= 2 * num_extra
-    padding = [[0] * 4]
+        parts += [[row, cut * 16, min(end * 16, lengths[row]), *whole] for cut, end in zip(cuts, cuts[1:])]
+    assert len(parts) <= num_rows + num_extra and sum(part[-1] > 1 for part in parts) <= 2 * num_extra
+    padding = [[0] * 8]
     assert made.parts.tolist() == parts + padding * (num_rows + num_extra - len(parts)), (number, lengths)
-    assert made.split.tolist() == split + padding * (num_extra - len(split)), (number, lengths)
+    assert made.counts.shape == (2 * num_extra, 2) and not made.counts.any()
 """
 LAUNCHES = """
 def rows(num_rows, max_q_len=1, max_kv_len=100_000):
@@ -119,10 +126,11 @@ for heads in ((32, 8), (16, 8), (4, 1), (64, 64)):
         num_extra = choose_num_extra(rows(num_rows), heads, 132, 64)
         num_parts = num_rows * (1 + num_extra // num_rows) * heads[1]  # of rows alike
         assert num_parts <= 3 * 132 or num_parts == num_rows * heads[1], (heads, num_rows, num_parts)
-        assert num_parts >= 132 or heads[1] == 64, (heads, num_rows, num_parts)
-assert choose_num_extra(rows(1, max_q_len=16), (32, 8), 132, 64) == 24
-assert choose_num_extra(rows(1, max_q_len=17), (32, 8), 132, 64) == 12
-assert choose_num_extra(rows(1, max_q_len=64), (64, 64), 132, 64) == 3
+        assert num_parts >= 132, (heads, num_rows, num_parts)
+        assert num_extra * heads[1] > 132 - heads[1], (heads, num_rows)
+assert choose_num_extra(rows(1, max_q_len=16), (32, 8), 132, 64) == 32
+assert choose_num_extra(rows(1, max_q_len=17), (32, 8), 132, 64) == 16
+assert choose_num_extra(rows(1, max_q_len=64), (64, 64), 132, 64) == 4
 assert choose_num_extra(rows(1, max_q_len=64), (1024, 64), 132, 64) == 1
 assert choose_num_extra(rows(2, max_kv_len=200), (8, 1), 132, 64) == 6
 assert choose_num_extra(rows(9, max_kv_len=64), (8, 1), 132, 64) == 1
@@ -148,7 +156,7 @@ for case in (first, second):
 PADDING = """
 lengths = ((599, 1), (40, 1), (5, 1))
 for padded in (lengths, (*lengths, *((0, 1),) * 5)):
-    case = Case(lengths, head_dim=16, group=1, num_kv_heads=4)
+    case = Case(lengths, head_dim=16, group=1, num_kv_heads=2)
     inputs = case.inputs
     more = len(padded) - 3
     inputs = dataclasses.replace(
