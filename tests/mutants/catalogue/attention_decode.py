@@ -12,6 +12,7 @@ ORACLE = TESTS + "test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_o
 EDGES, WINDOWS, WIDTHS = (f"{ORACLE}[{name}]" for name in ("edges", "windows", "trees"))
 SPLITS = TESTS + "test_long_rows_are_split_first_into_parts_of_at_most_a_share"
 LAUNCHES = TESTS + "test_rows_alike_fill_the_device_once_whatever_their_number"
+PADDING = TESTS + "test_rows_that_pad_a_batch_change_not_one_bit_of_the_others"
 REPLAYS = TESTS + "test_a_graph_splits_rows_by_the_lengths_of_each_replay"
 
 MUTANTS = [
@@ -80,10 +81,10 @@ MUTANTS = [
         test=EDGES,
     ),
     Mutant(
-        name="join: the first to finish joins",
+        name="join: the last but one to finish joins",
         file=DECODE,
         old='sem="acq_rel") == num_parts - 1:',
-        new='sem="acq_rel") == 0:',
+        new='sem="acq_rel") == num_parts - 2:',
         test=EDGES,
     ),
     Mutant(
@@ -91,20 +92,6 @@ MUTANTS = [
         file=DECODE,
         old="            tl.store(count, 0)  # for the next layer\n",
         new="",
-        test=EDGES,
-    ),
-    Mutant(
-        name="join: all KV heads count together",
-        file=DECODE,
-        old="first_part * tl.num_programs(0) + tl.program_id(0)\n",
-        new="first_part * tl.num_programs(0)\n",
-        test=REPLAYS,
-    ),
-    Mutant(
-        name="join: rows count together",
-        file=DECODE,
-        old="count = rows.counts + first_part * tl.num_programs(0) + tl.program_id(0)\n",
-        new="count = rows.counts + tl.program_id(0)\n",
         test=EDGES,
     ),
     Mutant(
@@ -143,9 +130,9 @@ MUTANTS = [
     Mutant(
         name="schedule: rows of one block count, so padding moves the cuts",
         file=SCHEDULE,
-        old="        num_long += (num_blocks > 1).to(tl.int32)\n",
-        new="        num_long += (num_blocks > 0).to(tl.int32)\n",
-        test=SPLITS,
+        old="        num_more += num_blocks - 1\n",
+        new="        num_more += tl.where(row < num_rows, num_blocks, 0)\n",
+        test=PADDING,
     ),
     Mutant(
         name="schedule: as few parts as always are few enough",
