@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.attention_schedule import MAX_QUERIES, Rows, Schedule, first_seen
+from hiserve.kernels.attention_schedule import FIELDS, MAX_QUERIES, Rows, Schedule, first_seen
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 MAX_TOKENS = 64
@@ -162,7 +162,7 @@ def _attend(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     part = tl.program_id(1)
-    at = rows.parts + part * 8
+    at = rows.parts + part * FIELDS
     row, first, end, start = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     q_len, prefix, first_part, num_parts = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
     if num_parts == 0:

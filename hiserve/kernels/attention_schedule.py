@@ -2,8 +2,8 @@
 
 Rows that are long for their batch are split into parts, so that no program works much longer than the others. How many
 parts there can be, and so what is launched, depends on shapes alone: what a graph records suits every batch. What rows
-are split into depends on no row of one block of keys: rows that pad a batch change nothing in the others' results, as
-long as as many parts are allowed.
+are split into depends on no row of one block of keys: where shapes allow as many more parts, rows that pad a batch change
+nothing in the others' results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 MAX_QUERIES = 64
 _BLOCK = tl.constexpr(128)
 _SHARES = tl.constexpr(32)
-_FIELDS = tl.constexpr(8)
+FIELDS = tl.constexpr(8)
+"""Numbers that describe a part."""
 
 
 class Tile(NamedTuple):
@@ -130,9 +131,9 @@ def schedule(
     """
     assert num_extra >= 1, f"{num_extra} more parts"
     num_rows, num_programs = rows.kv_lens.shape[0], count_programs(rows, heads)
-    size = (num_rows + num_extra) * _FIELDS.value
+    size = (num_rows + num_extra) * FIELDS.value
     made = torch.zeros(size + 2 * num_extra * num_programs, dtype=torch.int32, device=rows.kv_lens.device)
-    parts, counts = made[:size].view(-1, _FIELDS.value), made[size:].view(-1, num_programs)
+    parts, counts = made[:size].view(-1, FIELDS.value), made[size:].view(-1, num_programs)
     _schedule[(num_rows,)](
         rows.qo_indptr,
         rows.kv_lens,
@@ -177,7 +178,7 @@ def _schedule(  # type: ignore[no-untyped-def]
     for start in range(0, num_parts, _BLOCK):
         part = start + tl.arange(0, _BLOCK)
         is_part = part < num_parts
-        at = parts + (first_part + part) * _FIELDS
+        at = parts + (first_part + part) * FIELDS
         block, end = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
         tl.store(at, row, is_part)
         tl.store(at + 1, (first_block + block) * KEYS, is_part)
