@@ -297,12 +297,15 @@ def _finish(mixed, top, total, token, head, start, q_len, results, SHAPE: tl.con
 @triton.jit  # type: ignore[untyped-decorator]
 def _join(first_part, num_parts, max_q_len, start, q_len, results, SHAPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Joins the parts of a row, in their order, whoever was last; past the first cache, which other programs do not write."""
+    # Bound to names, as Triton 3.6 has no shapes of fields.
+    QUERIES: tl.constexpr = SHAPE.num_joined  # noqa: N806
+    DIM: tl.constexpr = SHAPE.block_dim  # noqa: N806
     PARTS: tl.constexpr = max(1, _NUM_JOINED // (SHAPE.num_joined * SHAPE.block_dim))  # noqa: N806
-    token, head = _queries(tl.arange(0, SHAPE.num_joined), SHAPE)
-    dim = tl.arange(0, SHAPE.block_dim)[None, None, :]
-    mixed = tl.zeros([SHAPE.num_joined, SHAPE.block_dim], tl.float32)
-    top = tl.full([SHAPE.num_joined], float("-inf"), tl.float32)
-    total = tl.zeros([SHAPE.num_joined], tl.float32)
+    token, head = _queries(tl.arange(0, QUERIES), SHAPE)
+    dim = tl.arange(0, DIM)[None, None, :]
+    mixed = tl.zeros([QUERIES, DIM], tl.float32)
+    top = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
     for first in range(0, num_parts, PARTS):
         part = first + tl.arange(0, PARTS)
         is_part = (part < num_parts)[:, None] & (token < q_len)[None, :]
