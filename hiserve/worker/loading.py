@@ -16,8 +16,9 @@ from hiserve.worker.costs import Costs
 
 MAX_LOADS = 64  # under way at once; requests with more to load wait for their turn
 # Begun with one plan: bounds on what publishing costs a step. A store takes the planning thread as long as 100 pages,
-# so they are few while few nodes wait, and each takes more of what a row has published meanwhile.
-MAX_STORED_PAGES, MAX_STORES, NODES_PER_STORE = 64, 4, 128
+# so they are few while few nodes wait, and each takes more of what a row has published meanwhile. A step that fills many
+# pages is long enough for as many to be stored: what is behind is evicted before it is on the host.
+MIN_STORED_PAGES, MAX_STORES, NODES_PER_STORE, PAGES_PER_STORE = 64, 4, 128, 128
 
 
 class Loading:
@@ -91,10 +92,11 @@ class Loading:
         """Returns the rows that wait for nothing."""
         return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows
 
-    def take(self) -> tuple[PageCopy, ...]:
-        """Returns what is to be started with the next plan: loads, then stores."""
-        num_stores = min(MAX_STORES, 1 + self._cache.num_to_store // NODES_PER_STORE)
-        copies = (*self._loads, *self._cache.begin_stores(MAX_STORED_PAGES, num_stores))
+    def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
+        """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
+        num_filled = num_tokens // self._cache.page_size
+        num_stores = min(MAX_STORES, 1 + self._cache.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE)
+        copies = (*self._loads, *self._cache.begin_stores(max(MIN_STORED_PAGES, num_filled), num_stores))
         self._loads = []
         self._open |= {copy.op: copy for copy in copies}
         return copies

@@ -198,7 +198,7 @@ class Planner:
         waits: tuple[int, ...] = ()
         if not rows.size and self._overlaps_loads:
             rows, share, waits = self._plan_loading()
-        copies = self._loading.take()
+        copies = self._loading.take(int(share.num_new.sum()))
         lookups, exchanged = self._prefetches.take()
         if not (rows.size or copies or lookups or exchanged):
             return None

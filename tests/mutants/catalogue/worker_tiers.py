@@ -17,9 +17,16 @@ MUTANTS = [
     Mutant(
         name="a plan begins one store however many nodes wait",
         file="hiserve/worker/loading.py",
-        old="min(MAX_STORES, 1 + self._cache.num_to_store // NODES_PER_STORE)",
-        new="1",
+        old="1 + self._cache.num_to_store // NODES_PER_STORE + ",
+        new="1 + ",
         test="tests/unit/worker/test_loading.py::test_the_more_nodes_wait_the_more_of_them_a_plan_stores[300-3]",
+    ),
+    Mutant(
+        name="long steps store no more than short ones",
+        file="hiserve/worker/loading.py",
+        old="max(MIN_STORED_PAGES, num_filled)",
+        new="MIN_STORED_PAGES",
+        test="tests/unit/worker/test_loading.py::test_as_many_pages_are_stored_as_a_step_fills[2048-512]",
     ),
     Mutant(
         name="rows start behind their loads without pages for it",

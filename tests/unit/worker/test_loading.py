@@ -19,10 +19,28 @@ PAGE = 4
 def test_the_more_nodes_wait_the_more_of_them_a_plan_stores(num_nodes: int, num_stores: int) -> None:
     cache = CacheManager(num_pages=1100, page_size=PAGE, namespace=b"n", eviction=LruEviction(), num_host_pages=1100)
     for number in range(num_nodes):
-        key = np.full(PAGE, number, dtype=np.int32).tobytes()
-        with cache.lock(cache.match(b"", key)) as receipt:
-            pages = cache.take(np.zeros(1, dtype=np.int32))
-            assert pages is not None
-            cache.publish(receipt, key, pages, 1)
-    loading = Loading(cache, Columns(2, 8, PAGE), Costs(8), CacheCounts(cache))
-    assert len(loading.take()) == num_stores
+        publish(cache, number, 1)
+    assert len(loading_of(cache).take(num_tokens=1)) == num_stores
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 64), (64 * PAGE, 64), (200 * PAGE, 200), (512 * PAGE, 512)])
+def test_as_many_pages_are_stored_as_a_step_fills(num_tokens: int, num_pages: int) -> None:
+    """Else prompts of several chunks are evicted before they are on the host."""
+    cache = CacheManager(num_pages=1100, page_size=PAGE, namespace=b"n", eviction=LruEviction(), num_host_pages=1100)
+    for number in range(8):
+        publish(cache, number, 128)
+    copies = loading_of(cache).take(num_tokens)
+    assert sum(copy.device_pages.size for copy in copies) == num_pages
+
+
+def publish(cache: CacheManager, number: int, num_pages: int) -> None:
+    """Publishes a prefix that is like no other."""
+    key = np.full(PAGE * num_pages, number, dtype=np.int32).tobytes()
+    with cache.lock(cache.match(b"", key)) as receipt:
+        pages = cache.take(np.zeros(num_pages, dtype=np.int32))
+        assert pages is not None
+        cache.publish(receipt, key, pages, 1)
+
+
+def loading_of(cache: CacheManager) -> Loading:
+    return Loading(cache, Columns(2, 8, PAGE), Costs(8), CacheCounts(cache))
