@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -60,7 +61,7 @@ class Capture:
     @contextmanager
     def on_stream(self) -> Iterator[None]:
         """Makes the capture stream current, behind what the stream before it was given, and waits for it at the end."""
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), without_collections():
             before = torch.cuda.current_stream()
             self._stream.wait_stream(before)
             with torch.cuda.stream(self._stream):
@@ -121,6 +122,18 @@ class Capture:
             self._pool = torch.cuda.graph_pool_handle()
             self._broken.append(graph)
             raise
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Leaves garbage alone: graphs of a former engine may be in it, and who destroys a graph ends his thread's capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _count_nodes(graph: int) -> int:

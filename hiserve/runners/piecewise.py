@@ -116,6 +116,8 @@ class PiecewiseRunner:
         self._capture = capture
         self._buckets = buckets
         self._bridge = _Bridge(capture, shape, buckets[-1], layers[0].k.device)
+        # Its own: torch's is of no use outside graphs any more once a capture has failed.
+        self._noise = torch.Generator(layers[0].k.device)
         self._captured: dict[int, _Captured] = {}
         self.failed: set[int] = set()
 
@@ -143,7 +145,7 @@ class PiecewiseRunner:
     def _capture_bucket(self, num_tokens: int) -> _Captured:
         inputs = _padding(num_tokens, self._bridge.q.device)
         bridge = self._bridge
-        bridge.out.normal_()
+        bridge.out.normal_(generator=self._noise)
         _, residual = self._model.trunk(inputs, self._layers, bridge)
         expected = residual.clone(), bridge.q[:num_tokens].clone()
         bridge.pieces = []

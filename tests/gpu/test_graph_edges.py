@@ -240,3 +240,38 @@ def test_pieces_whose_capture_fails_leave_the_others_alone(
         assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
         assert cuda.news(before, verdicts(subject)) == {verdict: 1}
     subject.executor.close()
+
+
+class Littering(Breaking):
+    """A model that drops a graph, with what refers to it and is referred to by it, each time it is called."""
+
+    graphs: list[Any]
+
+    def _break(self, inputs: Any) -> None:
+        litter = [self.graphs.pop()]
+        litter.append(litter)
+        del litter
+        for _ in range(10 * gc.get_threshold()[0]):
+            self.graphs.append([])  # so many new objects let the garbage be collected, if that is allowed
+        del self.graphs[-10 * gc.get_threshold()[0] :]
+
+
+def test_garbage_with_graphs_in_it_ends_no_capture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a former engine leaves it."""
+    left = cuda.graph_engine(folder, "off")
+    former: Any = cuda.with_graphs(left, (1, 2, 4))
+    left.executor.close()
+    subject = cuda.graph_engine(folder, "off")
+    model = Littering(subject.model, 0, "raises")
+    model.graphs = [graph for each in former._captured.values() for graph in (each.forward, *_draws(each))]
+    former._captured.clear()
+    with caplog.at_level(logging.WARNING):
+        runner = cuda.with_graphs(subject, (1, 2), model=model)
+    assert len(model.graphs) == 5, "each bucket drops two"
+    assert not runner.failed
+    assert not caplog.records
+    subject.executor.close()
+
+
+def _draws(captured: Any) -> list[Any]:
+    return [graph for graph, _ in captured.draws.values()]

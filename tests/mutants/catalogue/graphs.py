@@ -75,4 +75,18 @@ MUTANTS = [
         new="self._captured.pop(num_tokens, None)",
         test=OF_GRAPHS + "test_pieces_that_cannot_be_captured_run_eagerly",
     ),
+    Mutant(
+        name="captures of pieces draw numbers of torch's own",
+        file=PIECES,
+        old="bridge.out.normal_(generator=self._noise)",
+        new="bridge.out.normal_()",
+        test=OF_GRAPHS + "test_captures_draw_no_numbers_of_torch_s_own",
+    ),
+    Mutant(
+        name="garbage is collected while graphs are captured",
+        file="hiserve/runners/capture.py",
+        old="    gc.disable()\n",
+        new="    gc.enable()\n",
+        test=OF_GRAPHS + "test_garbage_is_left_alone_while_graphs_are_captured",
+    ),
 ]

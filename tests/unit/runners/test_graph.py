@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
+from hiserve.runners.capture import without_collections
 from tests.helpers.cuda import (
     FREE,
     SAMPLED,
@@ -182,6 +184,23 @@ def test_pieces_that_cannot_be_captured_run_eagerly(
         before, prompts = verdicts(subject), prompts_of([length], vocab=VOCAB)
         assert generate(subject, prompts, 1) == generate(eager, prompts, 1)
         assert news(before, verdicts(subject)) == {verdict: 1}
+
+
+def test_captures_draw_no_numbers_of_torch_s_own(subject: Engine) -> None:
+    """Its generator stays as a capture that failed left it: it gives nothing any more outside graphs."""
+    before = torch.get_rng_state()
+    with_pieces(subject, (8, 16), capture=RecordedCapture())
+    with_graphs(subject, (1, 2), capture=RecordedCapture())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_garbage_is_left_alone_while_graphs_are_captured() -> None:
+    assert gc.isenabled()
+    with without_collections():
+        with without_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_a_replay_that_differs_from_the_eager_step_is_not_used(
