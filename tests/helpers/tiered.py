@@ -33,7 +33,7 @@ def transfers_of(llm: LLM) -> Any:
 
 
 def host_of(llm: LLM) -> HostPool:
-    host: HostPool = transfers_of(llm)._host
+    host: HostPool = engine_of(llm)._executor._copier._host  # type: ignore[attr-defined]
     return host
 
 
