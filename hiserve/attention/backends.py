@@ -73,7 +73,12 @@ class _Backend:
 
 # The first that can do what another cannot is the one that its error names.
 _BACKENDS = {
-    "triton": _Backend("hiserve.attention.triton", "TritonAttention", dtypes=(torch.bfloat16, torch.float16, torch.float32), package="triton"),
+    "triton": _Backend(
+        "hiserve.attention.triton",
+        "TritonAttention",
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        package="triton",
+    ),
     "flashinfer": _Backend(
         "hiserve.attention.flashinfer",
         "FlashInferAttention",
