@@ -36,6 +36,8 @@ LAYOUTS = (
     (64, False, 2, 80),
     (64, False, 8, 128),
 )
+# Of these each tile is compiled anew, so on a GPU the fewest with every size of page, of group and of head.
+LAYOUTS_ON_GPU = (LAYOUTS[1], LAYOUTS[3], LAYOUTS[2], LAYOUTS[8])
 CHAINS = ((40, 4), (63, 4), (0, 4), (5, 1), (15, 2))
 TREES = ((40, 9), (63, 4), (0, 7), (5, 1), (30, 3))
 # Decode rows first, then prefill: the order of the planner's batches.
@@ -89,11 +91,24 @@ def _on_cpu(name: str, dtype: str = "float32") -> Any:
 if os.environ.get("TRITON_INTERPRET") == "1":
     FULL = [_on_cpu("triton")]
     PLAIN = FULL
+    OTHER_TYPES = []
 else:
     FULL = [_on_cpu("reference"), _on_cpu("reference", "float64")]
-    FULL += [_on_gpu("triton", dtype) for dtype in ("bfloat16", "float16", "float32")]
+    FULL += [_on_gpu("triton", "bfloat16")]
+    OTHER_TYPES = [_on_gpu("triton", dtype) for dtype in ("float16", "float32")]  # float32 has tiles of its own
     PLAIN = [*FULL, _on_gpu("flashinfer", "bfloat16"), _on_gpu("paired", "bfloat16")]
     PLAIN += [_on_cpu("cpu"), _on_cpu("cpu", "float64"), _on_cpu("cpu", "bfloat16"), _on_cpu("paired")]
+
+
+def _laid_out() -> list[Any]:
+    """Subjects with layouts."""
+    found = []
+    for subject in (*PLAIN, *OTHER_TYPES):
+        layouts = LAYOUTS if subject.values[0].device == "cpu" else LAYOUTS_ON_GPU
+        for layout in LAYOUTS_ON_GPU[-2:] if subject in OTHER_TYPES else layouts:
+            name = "-".join(map(str, (subject.id, *layout)))
+            found.append(pytest.param(*subject.values, layout, marks=subject.marks, id=name))
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +116,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
-@pytest.mark.parametrize("subject", PLAIN)
+@pytest.mark.parametrize(("subject", "layout"), _laid_out())
 def test_equals_the_oracle_on_ragged_batches(subject: Subject, layout: tuple[int, bool, int, int]) -> None:
     page_size, adjacent, group, head_dim = layout
     if subject.uses_flashinfer and head_dim != 128:
@@ -160,7 +174,7 @@ def test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan(
     assert alone and not out[alone].any()
 
 
-@pytest.mark.parametrize("subject", FULL)
+@pytest.mark.parametrize("subject", [*FULL, *OTHER_TYPES])
 def test_everything_at_once(subject: Subject) -> None:
     """A token's window is counted from its place in the text, which is how deep it is in the tree."""
     options = {"trees": True, "sinks": True, "hides_first": True, "group": 4}
@@ -202,7 +216,7 @@ def test_bounds_larger_than_the_lengths_change_nothing(subject: Subject) -> None
     torch.testing.assert_close(case.run(attention), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("subject", PLAIN)
+@pytest.mark.parametrize("subject", [*PLAIN, *OTHER_TYPES[1:]])
 def test_each_plan_stands_until_the_next(subject: Subject) -> None:
     """Steps follow each other without anybody waiting for the device."""
     cases = [subject.case(lengths, group=4) for lengths in (RAGGED, ORDERED, CHAINS, ((300, 1), (40, 1)))]
