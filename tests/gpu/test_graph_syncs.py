@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.helpers.tiered import counts_of, engine_of
 
 pytestmark = pytest.mark.gpu
 
-WIDTH = 4
+WIDTH, CHUNK = 4, 32
 RAN = {
     "off": {"eager/graphs_off"},
     "decode": {"replay/decode", "replay/verify", "eager/width"},
@@ -40,7 +41,7 @@ def steps_of_every_kind(sampling: SamplingParams) -> list[BatchPlan]:
         planner.admit(row, prompt, sampling)
     plans = []
     for _ in range(12):
-        work = {row: min(32, planner.known[row] - planner.computed[row]) for row in prompts}
+        work = {row: min(CHUNK, planner.known[row] - planner.computed[row]) for row in prompts}
         plans.append(planner.step(work))
     for _ in range(3):
         plans.append(planner.draft_step(dict.fromkeys(prompts, WIDTH - 1)))
@@ -54,7 +55,8 @@ def steps_of_every_kind(sampling: SamplingParams) -> list[BatchPlan]:
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
 def test_no_step_waits_for_the_device(folder: Path, attention: str, graphs: str) -> None:
     """Drafts are a token that no row draws, so each step that verifies emits one token."""
-    subject = cuda.graph_engine(folder, graphs, "bfloat16", attention=attention, max_rows=4, widths=(1, WIDTH))
+    sizes: dict[str, Any] = {"max_rows": 4, "max_batched_tokens": 4 * CHUNK, "widths": (1, WIDTH)}
+    subject = cuda.graph_engine(folder, graphs, "bfloat16", attention=attention, **sizes)
     for sampling in (GREEDY, FREE, SAMPLED):
         for guard in (nullcontext, no_sync):  # the first time is not yet steady state
             subject.rows.tokens.fill_(3)
@@ -73,7 +75,7 @@ def test_no_step_of_an_engine_waits_while_pages_come_and_go(graphs: str) -> None
     prompts = torch.randint(7, 4096, (12, 120), generator=rng).tolist()
     sampling = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(12)]
     options = {"dtype": "bfloat16", "page_size": PAGE, "max_model_len": 256, "kv_pages": 60, "host_cache_gib": 0.2}
-    sizes = {"max_running_requests": 4, "max_batched_tokens": 128, "cpu_threads": 1, "log_level": "warning"}
+    sizes = {"max_running_requests": 4, "max_batched_tokens": 64, "cpu_threads": 1, "log_level": "warning"}
     with LLM(in_process=True, device=cuda.DEVICE, graphs=graphs, overlap=1, **options, **sizes) as llm:
         for _ in range(2):
             llm.generate(prompts, sampling)
