@@ -19,6 +19,7 @@ from tests.helpers.cuda import (
     SAMPLED,
     generate,
     graph_engine,
+    news,
     prompts_of,
     verdicts,
     wait_for_stream,
@@ -29,6 +30,8 @@ from tests.helpers.scripted import verify
 
 pytestmark = pytest.mark.gpu
 
+WIDTHS = (2, 4)
+
 
 @pytest.fixture(scope="module")
 def nano() -> Path:
@@ -37,7 +40,7 @@ def nano() -> Path:
 
 @pytest.fixture(scope="module")
 def replayed(nano: Path) -> Iterator[Engine]:
-    subject = graph_engine(nano, "decode")
+    subject = graph_engine(nano, "decode", widths=(1, *WIDTHS))
     yield subject
     subject.executor.close()
 
@@ -65,15 +68,25 @@ def test_replays_equal_eager_steps_around_every_bucket(
     assert tokens == generate(eager, prompts, 6)
 
 
-@pytest.mark.parametrize("num_rows", BUCKETS)
-def test_replays_of_full_buckets_equal_eager_steps_bit_by_bit_in_bfloat16(nano: Path, num_rows: int) -> None:
-    prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=num_rows)
-    tokens = []
-    for graphs in ("off", "decode"):
-        subject = graph_engine(nano, graphs, "bfloat16")
-        tokens.append(generate(subject, prompts, 20, SAMPLED if num_rows == 4 else GREEDY))
+@pytest.fixture(scope="module")
+def in_bfloat16(nano: Path) -> Iterator[list[Engine]]:
+    """Without graphs and with them."""
+    subjects = [graph_engine(nano, graphs, "bfloat16") for graphs in ("off", "decode")]
+    yield subjects
+    for subject in subjects:
         subject.executor.close()
+
+
+@pytest.mark.parametrize("num_rows", BUCKETS)
+def test_replays_of_full_buckets_equal_eager_steps_bit_by_bit_in_bfloat16(
+    in_bfloat16: list[Engine], num_rows: int
+) -> None:
+    prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=num_rows)
+    sampling = SAMPLED if num_rows == 4 else GREEDY
+    before = verdicts(in_bfloat16[1])
+    tokens = [generate(subject, prompts, 20, sampling) for subject in in_bfloat16]
     assert tokens[0] == tokens[1]
+    assert news(before, verdicts(in_bfloat16[1]))["replay/decode"] == 19
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, SAMPLED], ids=["greedy", "free", "filtered"])
@@ -133,13 +146,13 @@ def test_pieces_of_padded_buckets_and_mixed_steps_keep_float64_tokens(nano: Path
     assert set(counts) == {"replay/piecewise"}  # the reference cannot be captured
 
 
-@pytest.mark.parametrize("width", [2, 4])
-def test_verify_steps_accept_the_drafts_that_plain_decoding_would_emit(nano: Path, eager: Engine, width: int) -> None:
+@pytest.mark.parametrize("width", WIDTHS)
+def test_verify_steps_accept_the_drafts_that_plain_decoding_would_emit(
+    replayed: Engine, eager: Engine, width: int
+) -> None:
     """A proposer that knows the answer, and spoils every third draft."""
-    subject = graph_engine(nano, "decode", widths=(1, width))
     prompts = prompts_of([20, 45, 33], seed=width)
     expected = generate(eager, prompts, 24)
-    assert verify(subject, prompts, expected, width) == expected
-    counts = verdicts(subject)
-    assert counts["replay/verify"] > 0
-    subject.executor.close()
+    before = verdicts(replayed)
+    assert verify(replayed, prompts, expected, width) == expected
+    assert news(before, verdicts(replayed))["replay/verify"] > 0
