@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.models.config import NANO, find_model
 from tests.helpers import cuda
-from tests.helpers.cuda import BUCKETS, FREE, SAMPLED, TOKEN_BUCKETS, generate, news, prompts_of, verdicts
+from tests.helpers.cuda import FREE, SAMPLED, TOKEN_BUCKETS, generate, news, prompts_of, verdicts
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY
 from tests.helpers.scripted import verify
@@ -17,6 +17,7 @@ from tests.helpers.scripted import verify
 pytestmark = pytest.mark.gpu
 
 WIDTHS = (1, 2, 4)
+MAX_ROWS, BUCKETS = 9, (1, 2, 4, 8, 9)
 # Of prompts that fill buckets of tokens, and that do not.
 PREFILLS = ((8,), (5,), (16,), (9,), (30, 2), (64,), (31, 20), (96,), (128,), (100, 92), (256,), (100, 99))
 
@@ -35,7 +36,7 @@ def eager(folder: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def poisoned(folder: Path) -> Iterator[Engine]:
-    subject = cuda.graph_engine(folder, "all", widths=WIDTHS)
+    subject = cuda.graph_engine(folder, "all", widths=WIDTHS, max_rows=MAX_ROWS)
     subject.poisoned = cuda.poison(subject)  # type: ignore[attr-defined]
     yield subject
     assert all(runner.num_replays for runner in subject.poisoned), "nothing was replayed"  # type: ignore[attr-defined]
@@ -44,12 +45,12 @@ def poisoned(folder: Path) -> Iterator[Engine]:
 
 def check_all(subject: Engine, eager: Engine) -> None:
     """Compares steps of all kinds, each with padding and without, with those of an engine without graphs."""
-    for num_rows in (1, 3, 5, 40):
+    for num_rows in (1, 3, 5, MAX_ROWS):
         prompts = prompts_of([17 + 7 * row % 40 for row in range(num_rows)], seed=num_rows)
         for sampling in (GREEDY, FREE, SAMPLED):
             expected = generate(eager, prompts, 6, sampling)
             assert generate(subject, prompts, 6, sampling) == expected, f"{num_rows} rows"
-        if num_rows < 40:
+        if num_rows < MAX_ROWS:
             expected = generate(eager, prompts, 14)
             for width in WIDTHS[1:]:
                 assert verify(subject, prompts, expected, width) == expected, f"{num_rows} rows, {width} tokens each"
@@ -64,7 +65,7 @@ def test_unused_rows_and_old_outputs_hold_garbage_before_each_replay(poisoned: E
 
 
 def test_noise_in_freed_memory_before_the_first_replay_of_every_graph(folder: Path, eager: Engine) -> None:
-    subject = cuda.graph_engine(folder, "all", widths=WIDTHS)
+    subject = cuda.graph_engine(folder, "all", widths=WIDTHS, max_rows=MAX_ROWS)
     cuda.fill_freed_memory(subject)
     for num_rows in BUCKETS:
         prompts = prompts_of([20 + row % 5 for row in range(num_rows)], seed=num_rows)
@@ -79,8 +80,8 @@ def test_noise_in_freed_memory_before_the_first_replay_of_every_graph(folder: Pa
 
 
 def test_noise_in_freed_memory_between_replays(folder: Path, eager: Engine) -> None:
-    subject = cuda.graph_engine(folder, "all", widths=WIDTHS)
-    for _ in range(3):
+    subject = cuda.graph_engine(folder, "all", widths=WIDTHS, max_rows=MAX_ROWS)
+    for _ in range(2):
         check_all(subject, eager)
         cuda.fill_freed_memory(subject)
     check_all(subject, eager)
@@ -91,8 +92,8 @@ def test_noise_in_freed_memory_between_replays(folder: Path, eager: Engine) -> N
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
 def test_noise_changes_no_bit_of_what_the_engine_itself_replays(folder: Path, attention: str) -> None:
     """In bfloat16: the same graphs in the same batches, before the noise and after it."""
-    subject = cuda.graph_engine(folder, "all", "bfloat16", attention=attention, widths=WIDTHS)
-    cases = [prompts_of([17 + 7 * row % 40 for row in range(num_rows)], seed=num_rows) for num_rows in (1, 6, 40)]
+    subject = cuda.graph_engine(folder, "all", "bfloat16", attention=attention, widths=WIDTHS, max_rows=MAX_ROWS)
+    cases = [prompts_of([17 + 7 * row % 40 for row in range(num_rows)], seed=num_rows) for num_rows in (1, 6, MAX_ROWS)]
     plain = [generate(subject, prompts, 10) for prompts in cases]
     cuda.fill_freed_memory(subject)
     assert [generate(subject, prompts, 10) for prompts in cases] == plain
