@@ -68,6 +68,13 @@ class Dispatch:
             piecewise=None if self._piecewise is None else self._piecewise.coverage,
         )
 
+    def close(self) -> None:
+        """Gives the graphs and their memory back, when no step is in flight. Nothing runs afterwards."""
+        for runner in self._full.values():
+            runner.close()
+        if self._piecewise is not None:
+            self._piecewise.close()
+
     @property
     def num_nodes(self) -> int:
         """Nodes of all graphs."""

@@ -109,6 +109,10 @@ class GraphRunner:
         graphs += [graph for each in self._captured.values() for graph, _ in each.draws.values()]
         return sum(graph.num_nodes for graph in graphs)
 
+    def close(self) -> None:
+        """Gives the graphs and their memory back."""
+        self._captured.clear()
+
     def capture(self) -> None:
         """Captures every bucket, the largest first: smaller ones then find room in its memory.
 

@@ -131,6 +131,10 @@ class PiecewiseRunner:
         """Nodes of all pieces."""
         return sum(piece.num_nodes for each in self._captured.values() for piece in each.pieces)
 
+    def close(self) -> None:
+        """Gives the graphs and their memory back."""
+        self._captured.clear()
+
     def capture(self) -> None:
         """Captures every bucket, the largest first. One that fails is told once and remembered; its steps run eagerly."""
         with self._capture.on_stream(), torch.inference_mode():

@@ -104,6 +104,7 @@ class Executor:
         """Finishes the submitted steps and ends the threads."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+        self._runners.close()
         if self._copier is not None:
             self._copier.close()
 

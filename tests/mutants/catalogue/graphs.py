@@ -89,4 +89,11 @@ MUTANTS = [
         new="    gc.enable()\n",
         test=OF_GRAPHS + "test_garbage_is_left_alone_while_graphs_are_captured",
     ),
+    Mutant(
+        name="a closed executor keeps its graphs",
+        file="hiserve/worker/executor.py",
+        old="        self._runners.close()\n",
+        new="",
+        test="tests/unit/runners/test_graph.py::test_an_executor_that_is_closed_holds_no_graphs",
+    ),
 ]

@@ -194,6 +194,15 @@ def test_captures_draw_no_numbers_of_torch_s_own(subject: Engine) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_an_executor_that_is_closed_holds_no_graphs(subject: Engine) -> None:
+    """Their memory is as large as a batch's logits, and nobody knows when the collector comes."""
+    for make, buckets in ((with_graphs, (1, 2)), (with_pieces, (8, 16))):
+        runner = make(subject, buckets, capture=RecordedCapture())
+        assert runner._captured
+        subject.executor.close()
+        assert not runner._captured
+
+
 def test_garbage_is_left_alone_while_graphs_are_captured() -> None:
     assert gc.isenabled()
     with without_collections():
