@@ -24,6 +24,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands that are not executed here, and why.
 NOT_RUN = {
     "git clone": "there is nothing to clone from",
+    "hiserve doctor --graphs": "tests/unit/commands runs it; without a GPU it reads the code alone",
+    "hiserve serve meta-llama": "needs a GPU and a hub",
     "make demo": "is the demo itself; it installs into a .venv of its own",
     "make test": "runs this test",
     "pip install": "needs a package index",

@@ -95,8 +95,11 @@ class Loading:
     def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
         num_filled = num_tokens // self._cache.page_size
-        num_stores = min(MAX_STORES, 1 + self._cache.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE)
-        copies = (*self._loads, *self._cache.begin_stores(max(MIN_STORED_PAGES, num_filled), num_stores))
+        num_stores = 1 + self._cache.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE
+        if not num_tokens:  # nobody waits for the plan
+            num_stores, num_filled = MAX_STORES, MAX_STORES * PAGES_PER_STORE
+        stores = self._cache.begin_stores(max(MIN_STORED_PAGES, num_filled), min(MAX_STORES, num_stores))
+        copies = (*self._loads, *stores)
         self._loads = []
         self._open |= {copy.op: copy for copy in copies}
         return copies

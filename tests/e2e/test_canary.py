@@ -148,7 +148,7 @@ def test_the_debug_group_is_part_of_what_keeps_caches_apart() -> None:
             _, host = pools_of(llm)
             found.add((engine_of(llm).facts.namespace, host.layout.page_bytes))
             assert [group.name for group in host.layout.groups] == ["kv", "canary"][: 1 + is_on]
-            assert (engine_of(llm)._executor._canary is not None) is is_on  # type: ignore[attr-defined]
+            assert (engine_of(llm)._executor._runners._canary is not None) is is_on  # type: ignore[attr-defined]
     assert len({namespace for namespace, _ in found}) == 2
     small, large = sorted(size for _, size in found)
     assert large - small == PAGE * CANARY.slot_bytes

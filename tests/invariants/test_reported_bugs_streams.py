@@ -44,8 +44,9 @@ class Watch:
 
     def __init__(self, llm: LLM) -> None:
         executor = llm._backend.engine._executor  # type: ignore[attr-defined]
-        self._submit, self._forward = executor.submit, executor._forward
-        executor.submit, executor._forward = self.submit, self.forward
+        runners = executor._runners
+        self._submit, self._forward = executor.submit, runners.run
+        executor.submit, runners.run = self.submit, self.forward
         copier, transfers = executor._copier, executor._copier._transfers
         self._start, copier.start = copier.start, lambda plan: None
         transfers._hold = self.hold

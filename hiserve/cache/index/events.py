@@ -33,6 +33,9 @@ class PrefixEvents:
 
 def _move(digests: list[bytes], undone: dict[bytes, None], done: dict[bytes, None]) -> None:
     """Adds digests to ``done``, but for those that only undo what was not told yet."""
+    if len(digests) > 1 and undone.keys().isdisjoint(digests):
+        done.update(dict.fromkeys(digests))
+        return
     for digest in digests:
         if undone.pop(digest, done) is done:
             done[digest] = None
