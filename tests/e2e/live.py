@@ -46,12 +46,14 @@ class Live:
         return total
 
     def wait_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Waits until no request is anywhere; returns ``/server_info``."""
+        """Waits until no request is anywhere and no copy between tiers holds pages; returns ``/server_info``."""
         deadline = time.monotonic() + timeout_s
         while True:
             info = self.info()
             busy = info["num_inflight"] + info["num_queued"]
-            busy += sum(worker["stats"]["running"] + worker["stats"]["waiting"] for worker in info["workers"])
+            for stats in (worker["stats"] for worker in info["workers"]):
+                busy += stats["running"] + stats["waiting"]
+                busy += sum(stats["cache"][kind]["num_in_flight"] for kind in ("loads", "stores"))
             if not busy:
                 return info
             assert time.monotonic() < deadline, f"still busy: {info}"
