@@ -30,6 +30,7 @@ class DeviceRows:
         page_table: int32 ``[R, max_pages]``.
         entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
+        state: These six tensors, as the step kernels take them.
         version: int64 ``[R]``, on the host. Latest relocation version under which each row's page table was written.
         sampling: Sampling parameters.
 
@@ -64,6 +65,14 @@ class DeviceRows:
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
+        self.state = RowState(
+            tokens=self.tokens,
+            computed_len=self.computed_len,
+            known_len=self.known_len,
+            page_table=self.page_table,
+            entry_owner=self.entry_owner,
+            page_owner=self.page_owner,
+        )
         self.version = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
 
@@ -110,15 +119,3 @@ class DeviceRows:
         self.page_table.view(-1).index_copy_(0, entries, pages)
         self.entry_owner.view(-1).index_copy_(0, entries, owners)
         self.page_owner.index_copy_(0, pages.long(), owners)
-
-    @property
-    def state(self) -> RowState:
-        """What the step kernels take of the rows."""
-        return RowState(
-            tokens=self.tokens,
-            computed_len=self.computed_len,
-            known_len=self.known_len,
-            page_table=self.page_table,
-            entry_owner=self.entry_owner,
-            page_owner=self.page_owner,
-        )
