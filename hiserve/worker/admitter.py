@@ -126,7 +126,9 @@ class Admitter:
                 return None
             if receipt.host_pages.size:
                 self._loading.load(receipt)
-            self._counts.left((match.num_host_tokens - num_host) // cache.page_size)
+            if num_host < match.num_host_tokens:
+                self._counts.left((match.num_host_tokens - num_host) // cache.page_size)
+                self._costs.leave()
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
             output = request.sampling.max_tokens or self._max_len

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 DECAY = 0.9  # weight of what was known before, at each measurement
 MIN_MEASUREMENTS = 4  # of each kind before they are believed
+MAX_LEFT = 32  # requests that computed what the host had, before loads are measured anew
 
 
 class Line:
@@ -62,6 +63,7 @@ class Costs:
         self._ended = 0.0
         self._loads = Line()
         self._prefills = Line()
+        self._num_left = 0
 
     def begin_step(self, num_rows: int, num_tokens: int) -> None:
         """A step was planned; steps end in this order."""
@@ -78,6 +80,13 @@ class Costs:
     def end_load(self, num_tokens: int, seconds: float) -> None:
         """A load of so many tokens took so long, its waits not counted."""
         self._loads.add(num_tokens, seconds)
+
+    def leave(self) -> None:
+        """A request computes what the host has. Where nothing is loaded, nothing tells that a stall has passed."""
+        self._num_left += 1
+        if self._num_left == MAX_LEFT:
+            self._num_left = 0
+            self._loads = Line()
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
         """Whether these tokens are sooner there by a load than by computing them.

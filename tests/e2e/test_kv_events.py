@@ -22,6 +22,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.errors import ConfigError, ModelError, ResourceError
 from hiserve.worker import build
+from hiserve.worker.costs import Costs
 from tests.e2e.live import Live, serve
 from tests.helpers.kv_mirror import Mirror, Reader
 
@@ -184,8 +185,11 @@ def test_the_successor_of_a_killed_worker_listens_at_its_address_and_begins_with
 # --- an engine of this process ------------------------------------------------------------
 
 
-def test_what_left_the_device_is_told_to_be_on_the_host(endpoints: tuple[str, str]) -> None:
+def test_what_left_the_device_is_told_to_be_on_the_host(
+    endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     print(f"seed {SEED}")
+    monkeypatch.setattr(Costs, "is_worth_loading", lambda *_: True)  # however slow this machine is just now
     rng = np.random.default_rng(SEED)
     given = [rng.integers(7, 4096, 10 * PAGE + 1).tolist() for _ in range(8)]
     with (
@@ -202,7 +206,7 @@ def test_what_left_the_device_is_told_to_be_on_the_host(endpoints: tuple[str, st
         for prompt in given:
             on_device, anywhere = mirror.num_cached(prompt, "GPU"), mirror.num_cached(prompt, "GPU", "CPU_PINNED")
             (result,) = llm.generate(prompt, ONE)
-            assert result.num_cached_tokens in (on_device, anywhere)  # loading a little may not be worth it
+            assert result.num_cached_tokens == anywhere
             num_from_host += result.num_cached_tokens - on_device
             router.catch_up()
         assert num_from_host > 10 * PAGE

@@ -133,4 +133,18 @@ MUTANTS = [
         new="now - began",
         test=OF_COSTS + "test_a_step_counts_from_the_end_of_the_one_before_it_and_decoding_does_not_count",
     ),
+    Mutant(
+        name="a stall of the copier is believed for ever",
+        file=COSTS,
+        old="if self._num_left == MAX_LEFT:",
+        new="if False:",
+        test=OF_COSTS + "test_a_stall_is_not_believed_for_ever",
+    ),
+    Mutant(
+        name="what was left on the host is not counted against its measurements",
+        file="hiserve/worker/admitter.py",
+        old="                self._costs.leave()\n",
+        new="",
+        test="tests/unit/worker/test_planner_tiers.py::test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left",
+    ),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.worker.costs import MIN_MEASUREMENTS, Costs, Line
+from hiserve.worker.costs import MAX_LEFT, MIN_MEASUREMENTS, Costs, Line
 
 
 class Clock:
@@ -82,3 +82,15 @@ def test_what_was_measured_lately_weighs_most() -> None:
     fixed, slope = line.fit()
     assert fixed == 0.0
     assert 1e-4 < slope < 1e-3
+
+
+def test_a_stall_is_not_believed_for_ever() -> None:
+    costs = measured(load_fixed_s=0.0, load_token_s=1e-6, step_fixed_s=0.0, token_s=1e-4)
+    costs.end_load(64, 10.0)  # one load among fast ones met a machine that stood still
+    for _ in range(MAX_LEFT):
+        assert not costs.is_worth_loading(64, 0)
+        costs.leave()
+    for _ in range(MIN_MEASUREMENTS):
+        assert costs.is_worth_loading(64, 0)
+        costs.end_load(64, 64e-6)
+    assert costs.is_worth_loading(64, 0)

@@ -21,7 +21,12 @@ PAGE = 4
 
 
 class NeverWorth(Costs):
-    """Finds no load worth it."""
+    """Finds no load worth it; counts the requests that computed what the host had."""
+
+    num_told = 0
+
+    def leave(self) -> None:
+        self.num_told += 1
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
         return not num_tokens
@@ -75,7 +80,8 @@ def test_what_a_preempted_row_computed_is_kept_on_the_host_though_nobody_used_it
 
 
 def test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left() -> None:
-    engine, *_ = echo_engine(num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, costs=NeverWorth(16))
+    costs = NeverWorth(16)
+    engine, *_ = echo_engine(num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, costs=costs)
     first, others = prompt(21, seed=1), [prompt(21, seed=seed) for seed in (2, 3)]
     for uid, tokens in enumerate([first, *others]):
         add(engine, uid, tokens, 1)
@@ -85,6 +91,7 @@ def test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left() ->
     assert said == {9: oracle(first, 1)}
     assert used == {9: CacheUse(miss="not_worth_loading", miss_at=0)}
     assert engine.stats().cache.loads.unfulfilled == {"not_worth_loading": 5}
+    assert costs.num_told == 1
 
 
 def test_a_row_that_waits_for_its_load_starts_when_nobody_else_runs_and_only_where_that_is_wanted() -> None:
