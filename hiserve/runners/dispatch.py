@@ -82,19 +82,16 @@ class Dispatch:
         return sum(runner.num_nodes for runner in runners)
 
     def facts(self, plan: BatchPlan) -> StepFacts:
-        """Returns what the gate compares with the coverage."""
+        """Returns what the gate compares with the coverage; scores are more than graphs compute."""
+        sampling, rows = self._rows.sampling, plan.rows[plan.samples]
+        drawing = sampling.drawing(rows) if sampling.num_top(rows) is None else Drawing.ANY
         return StepFacts.of(
             plan,
-            sampling=self._drawing(plan).value,
+            sampling=drawing.value,
             has_canary=self._canary is not None,
             device=self._device,
             dtype=self._dtype,
         )
-
-    def _drawing(self, plan: BatchPlan) -> Drawing:
-        """How a graph would draw the tokens; scores are more than it computes."""
-        sampling, rows = self._rows.sampling, plan.rows[plan.samples]
-        return sampling.drawing(rows) if sampling.num_top(rows) is None else Drawing.ANY
 
     def note(self, plan: BatchPlan) -> None:
         """Takes notice of an applied plan, whatever becomes of its step."""
@@ -112,7 +109,7 @@ class Dispatch:
         if verdict.action is Action.REPLAY and verdict.reason is not Reason.PIECEWISE:
             if wait is not None:
                 wait(None)
-            return self._full[int(plan.num_new[0])].run(plan, verdict.bucket, self._drawing(plan))
+            return self._full[int(plan.num_new[0])].run(plan, verdict.bucket, Drawing(verdict.sampling))
         inputs = build_inputs(plan, self._rows)
         forward = inputs.forward
         if self._canary is not None:

@@ -65,12 +65,14 @@ class Verdict:
         reason: Why.
         loads: Ops that the launch waits for on the device first; none of DEFER.
         bucket: Size of the graph to replay: rows, or tokens of PIECEWISE. 0 unless replayed.
+        sampling: Its variant of sampling, by its name; empty unless whole steps are replayed.
     """
 
     action: Action
     reason: Reason
     loads: tuple[int, ...] = ()
     bucket: int = 0
+    sampling: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +219,8 @@ def admit(
         return Verdict(Action.EAGER, refusal, waits)
     full = _full(coverage, step)
     if isinstance(full, int):
-        return Verdict(Action.REPLAY, Reason.DECODE if step.width == 1 else Reason.VERIFY, waits, full)
+        reason = Reason.DECODE if step.width == 1 else Reason.VERIFY
+        return Verdict(Action.REPLAY, reason, waits, full, step.sampling)
     piecewise = _piecewise(coverage.piecewise, step)
     if isinstance(piecewise, int):
         return Verdict(Action.REPLAY, Reason.PIECEWISE, waits, piecewise)

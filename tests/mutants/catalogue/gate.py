@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         name="a step is replayed without waiting for what it reads",
         file=GATE,
-        old="Reason.DECODE if step.width == 1 else Reason.VERIFY, waits, full)",
-        new="Reason.DECODE if step.width == 1 else Reason.VERIFY, (), full)",
+        old="return Verdict(Action.REPLAY, reason, waits, full, step.sampling)",
+        new="return Verdict(Action.REPLAY, reason, (), full, step.sampling)",
         test=OF_ORACLE,
     ),
     Mutant(

@@ -117,7 +117,7 @@ def test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way(rows: list
 
 def test_a_step_that_reads_a_load_is_replayed_behind_it() -> None:
     loads = Loads(open={1, 2, 3}, last_started=3)
-    assert decide(make_plan([1], waits=(2,)), loads=loads) == Verdict(Action.REPLAY, Reason.DECODE, (2,), bucket=1)
+    assert decide(make_plan([1], waits=(2,)), loads=loads) == Verdict(Action.REPLAY, Reason.DECODE, (2,), 1, "greedy")
 
 
 def test_a_strict_gate_replays_nothing_while_any_load_is_under_way() -> None:
@@ -138,11 +138,13 @@ def test_a_plan_without_rows_gets_a_verdict_too() -> None:
 
 @pytest.mark.parametrize(("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (7, 8), (8, 8)])
 def test_a_decode_step_is_replayed_in_the_smallest_graph_that_holds_its_rows(num_rows: int, bucket: int) -> None:
-    assert decide(decode(num_rows)) == Verdict(Action.REPLAY, Reason.DECODE, bucket=bucket)
+    for sampling in DECODE.sampling:
+        verdict = decide(decode(num_rows), sampling=sampling)
+        assert verdict == Verdict(Action.REPLAY, Reason.DECODE, (), bucket, sampling)
 
 
 def test_a_verify_step_is_replayed_by_the_graphs_of_its_own_width() -> None:
-    assert decide(decode(3, num_new=4, num_draft=3)) == Verdict(Action.REPLAY, Reason.VERIFY, bucket=4)
+    assert decide(decode(3, num_new=4, num_draft=3)) == Verdict(Action.REPLAY, Reason.VERIFY, (), 4, "greedy")
     assert decide(decode(3, num_new=3, num_draft=2), ONLY_FULL) == Verdict(Action.EAGER, Reason.WIDTH)
 
 
@@ -183,7 +185,8 @@ def test_a_uniform_step_outside_its_graphs_is_replayed_in_pieces_if_it_can_be() 
 def test_a_captured_table_narrower_than_the_batch_is_not_used(max_len: int, table_width: int) -> None:
     coverage = replace(ONLY_FULL, full={1: replace(DECODE, table_width=table_width)})
     covers = table_width * PAGE >= max_len
-    wanted = Verdict(Action.REPLAY, Reason.DECODE, bucket=2) if covers else Verdict(Action.EAGER, Reason.TABLE_WIDTH)
+    replayed = Verdict(Action.REPLAY, Reason.DECODE, (), 2, "greedy")
+    wanted = replayed if covers else Verdict(Action.EAGER, Reason.TABLE_WIDTH)
     assert decide(decode(2, max_len=[1, max_len]), coverage) == wanted
 
 
