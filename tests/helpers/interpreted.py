@@ -1,4 +1,4 @@
-"""Runs a program in a process of its own where Triton interprets kernels: it decides that once, when it is imported."""
+"""Runs programs in processes of their own where Triton interprets kernels: it decides that once, when it is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
+def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with some arguments."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
 def run_interpreted(program: str) -> None:
     """Runs a program, which must not fail."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program + '\nprint("done")']
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = interpreted("-c", program + '\nprint("done")')
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

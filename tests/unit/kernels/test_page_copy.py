@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent.parent.parent
+from tests.helpers.interpreted import run_interpreted
+
 PROGRAM = """
 import torch
 from hiserve.kernels.page_copy import copy_pages
@@ -36,16 +32,12 @@ for num_planes, piece, dtype in ((6, 48, torch.int64), (2, 7, torch.int32), (4, 
     assert torch.equal(memory, before_memory) and torch.equal(planes, before_planes), (num_planes, piece)
 copy_pages(planes, memory[:, 3:-2], indices[:, :0], to_planes=True, max_programs=2)
 assert torch.equal(planes, before_planes)
-print("same")
 """
 
 
 @pytest.mark.timeout(120)
 def test_pages_are_copied_both_ways_and_nothing_else_is_touched() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+    run_interpreted(PROGRAM)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from hiserve.kernels.reference import list_pages
+from tests.helpers.interpreted import run_interpreted
 
-ROOT = Path(__file__).parent.parent.parent.parent
 PROGRAM = """
 import torch
 from hiserve.kernels import page_lists, reference
@@ -27,16 +22,12 @@ for page_size in (4, 3, 16):
     page_lists.list_pages(table, kv_lens, rows, indptr, page_size, ours)
     reference.list_pages(table, kv_lens, rows, indptr, page_size, theirs)
     assert torch.equal(ours, theirs), (page_size, ours, theirs)
-print("same")
 """
 
 
 @pytest.mark.timeout(120)
 def test_the_kernel_lists_what_its_twin_lists() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
+    run_interpreted(PROGRAM)
 
 
 def test_rows_stand_behind_each_other_and_the_sink_stands_for_what_a_shorter_row_does_not_have() -> None:
