@@ -77,7 +77,7 @@ class ReferenceAttention:
     def _hidden_from(self, layer: int) -> Tensor:
         """Which keys each query does not see: bool ``[B, Q, N]``; padding sees none."""
         hidden = self._hidden
-        if self._shape.windows and (window := self._shape.windows[layer]) is not None:
+        if (window := self._shape.window(layer)) is not None:
             hidden = hidden | (self._keys <= self._positions[:, :, None] - window)
         return hidden | ~self._pad(torch.ones_like(self._places[0], dtype=torch.bool))[:, :, None]
 

@@ -91,7 +91,7 @@ class TritonAttention:
         """Attends in at most three launches for each kind of rows."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         shape = self._shape
-        window = shape.windows[layer] if shape.windows else None
+        window = shape.window(layer)
         sinks = shape.sinks[layer] if shape.sinks else None
         if self._even is not None:
             decode(

@@ -44,8 +44,8 @@ MUTANTS = [
     Mutant(
         name="every layer has the first one's window",
         file=REFERENCE,
-        old="(window := self._shape.windows[layer])",
-        new="(window := self._shape.windows[0])",
+        old="(window := self._shape.window(layer))",
+        new="(window := self._shape.window(0))",
         test=CONTRACT + "test_a_window_hides_what_is_behind_it_in_its_layers_only",
     ),
     Mutant(
