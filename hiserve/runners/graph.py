@@ -186,9 +186,7 @@ class GraphRunner:
             graph.replay()
             return Outcome(words, bucket, bucket, self._width)
         num_rows = plan.rows.size
-        return finish_step(
-            plan, _first(captured.inputs, num_rows), captured.logits[: num_rows * self._width], self._rows
-        )
+        return finish_step(plan, _of_plan(captured.inputs, plan), captured.logits[: num_rows * self._width], self._rows)
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""
@@ -203,11 +201,12 @@ class GraphRunner:
             captured.attention.plan(replace(captured.inputs.forward, kv_bounds=kv_bounds))
 
 
-def _first(inputs: StepInputs, num_rows: int) -> StepInputs:
-    """The same without the rows that pad the batch, as far as what follows the forward needs it."""
+def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
+    """The same for the rows of a plan and as long as these may be, as far as what follows the forward needs it."""
+    num_rows, forward = plan.rows.size, inputs.forward
     return replace(
         inputs,
-        forward=replace(inputs.forward, kv_lens=inputs.forward.kv_lens[:num_rows]),
+        forward=replace(forward, kv_lens=forward.kv_lens[:num_rows], max_kv_len=int(plan.max_len.max())),
         rows=inputs.rows[:num_rows],
         legal=inputs.legal[:num_rows],
         num_draft=inputs.num_draft[:num_rows],

@@ -29,9 +29,16 @@ MUTANTS = [
     Mutant(
         name="rows that pad a batch draw tokens too",
         file=GRAPH,
-        old="plan, _first(captured.inputs, num_rows), captured.logits[: num_rows * self._width], self._rows",
+        old="plan, _of_plan(captured.inputs, plan), captured.logits[: num_rows * self._width], self._rows",
         new="plan, captured.inputs, captured.logits, self._rows",
         test=OF_GARBAGE,
+    ),
+    Mutant(
+        name="draws behind a graph look through rows of any length",
+        file=GRAPH,
+        old=", max_kv_len=int(plan.max_len.max())),",
+        new="),",
+        test=OF_GRAPHS + "test_draws_behind_a_graph_read_no_more_tokens_than_the_rows_have",
     ),
     Mutant(
         name="a graph does not draw",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ def eager(folder: Path) -> Engine:
 
 
 @pytest.fixture
-def subject(folder: Path) -> Engine:
+def subject(folder: Path) -> Iterator[Engine]:
     made = engine(folder)
     make_recordable(made)
-    return made
+    yield made
+    made.executor.close()
 
 
 def prompts_for(num_rows: int) -> dict[int, list[int]]:
@@ -91,6 +93,26 @@ def test_replays_over_garbage_give_the_tokens_of_eager_steps(
     for turn in range(2):  # over rows that others had
         assert generate(subject, prompts, 6, sampling) == generate(eager, prompts, 6, sampling)
         assert poisoned.num_replays == 5 * (1 + turn)
+
+
+def test_draws_behind_a_graph_read_no_more_tokens_than_the_rows_have(
+    subject: Engine, eager: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_graphs(subject, (4,), capture=RecordedCapture())
+    penalised, prompts = SamplingParams(temperature=0.0, seed=0, repetition_penalty=1.3), prompts_for(3)
+    read = []
+    for each in (subject, eager):
+        gather, widths = each.rows.sampling.gather, list[int]()
+
+        def watch(*, tokens: torch.Tensor, gather: Any = gather, widths: list[int] = widths, **others: Any) -> Any:
+            widths.append(tokens.shape[1])
+            return gather(tokens=tokens, **others)
+
+        monkeypatch.setattr(each.rows.sampling, "gather", watch)
+        read.append(widths)
+    assert generate(subject, prompts, 6, penalised) == generate(eager, prompts, 6, penalised)
+    assert read[0] == read[1]
+    assert verdicts(subject)["replay/decode"] == 5
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
