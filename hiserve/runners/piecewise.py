@@ -134,6 +134,7 @@ class PiecewiseRunner:
     def close(self) -> None:
         """Gives the graphs and their memory back."""
         self._captured.clear()
+        self._bridge.pieces.clear()  # of the bucket that was captured last
 
     def capture(self) -> None:
         """Captures every bucket, the largest first. One that fails is told once and remembered; its steps run eagerly."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -55,10 +56,15 @@ class RecordedGraph:
 
 
 class RecordedCapture:
-    """Stands in for ``Capture``."""
+    """Stands in for ``Capture``.
+
+    Attributes:
+        graphs: Captured, and held by anybody.
+    """
 
     def __init__(self) -> None:
         self._open: Recorder | None = None
+        self.graphs: WeakSet[RecordedGraph] = WeakSet()
 
     @property
     def is_active(self) -> bool:
@@ -86,7 +92,9 @@ class RecordedCapture:
         recorder = self._open
         assert recorder is not None
         self.abandon()
-        return RecordedGraph(recorder)
+        graph = RecordedGraph(recorder)
+        self.graphs.add(graph)
+        return graph
 
     def abandon(self) -> None:
         if self._open is not None:

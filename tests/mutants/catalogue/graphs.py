@@ -101,6 +101,13 @@ MUTANTS = [
         file="hiserve/worker/executor.py",
         old="        self._runners.close()\n",
         new="",
-        test="tests/unit/runners/test_graph.py::test_an_executor_that_is_closed_holds_no_graphs",
+        test=OF_GRAPHS + "test_an_executor_that_is_closed_holds_no_graphs",
+    ),
+    Mutant(
+        name="pieces that were captured last outlive the executor",
+        file=PIECES,
+        old="        self._bridge.pieces.clear()  # of the bucket that was captured last\n",
+        new="",
+        test=OF_GRAPHS + "test_an_executor_that_is_closed_holds_no_graphs",
     ),
 ]

@@ -219,10 +219,11 @@ def test_captures_draw_no_numbers_of_torch_s_own(subject: Engine) -> None:
 def test_an_executor_that_is_closed_holds_no_graphs(subject: Engine) -> None:
     """Their memory is as large as a batch's logits, and nobody knows when the collector comes."""
     for make, buckets in ((with_graphs, (1, 2)), (with_pieces, (8, 16))):
-        runner = make(subject, buckets, capture=RecordedCapture())
-        assert runner._captured
+        capture = RecordedCapture()
+        runner = make(subject, buckets, capture=capture)
+        assert runner.num_nodes and capture.graphs
         subject.executor.close()
-        assert not runner._captured
+        assert not runner.num_nodes and not capture.graphs
 
 
 def test_garbage_is_left_alone_while_graphs_are_captured() -> None:
