@@ -257,14 +257,14 @@ class Littering(Breaking):
 
 
 def test_garbage_with_graphs_in_it_ends_no_capture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As a former engine leaves it."""
+    """As a former engine leaves it that nobody closed."""
     left = cuda.graph_engine(folder, "off")
     former: Any = cuda.with_graphs(left, (1, 2, 4))
+    graphs = [graph for each in former._captured.values() for graph in (each.forward, *_draws(each))]
     left.executor.close()
     subject = cuda.graph_engine(folder, "off")
     model = Littering(subject.model, 0, "raises")
-    model.graphs = [graph for each in former._captured.values() for graph in (each.forward, *_draws(each))]
-    former._captured.clear()
+    model.graphs = graphs
     with caplog.at_level(logging.WARNING):
         runner = cuda.with_graphs(subject, (1, 2), model=model)
     assert len(model.graphs) == 5, "each bucket drops two"

@@ -28,14 +28,8 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 40)
 TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
 FREE = SamplingParams(temperature=0.8, seed=9)
-_GAPS = (
-    1 << 24,
-    (1 << 20) + 512,
-    1 << 20,
-    1 << 16,
-    1 << 12,
-    512,
-)  # bytes; large and small ones have pools of their own
+# Bytes; large and small ones have pools of their own.
+_GAPS = (1 << 24, (1 << 20) + 512, 1 << 20, 1 << 16, 1 << 12, 512)
 
 
 @contextmanager
@@ -201,6 +195,9 @@ class Poisoned:
         self._runner: Any = runner
         self.num_replays = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
     def run(self, plan: Any, bucket: int, *how: Any) -> Any:
         captured = self._runner._captured[bucket]
         forward = captured.inputs.forward
@@ -226,6 +223,9 @@ class PoisonedPieces:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.num_replays = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     def run(self, inputs: Any, bucket: int) -> Any:
         captured, bridge = self._runner._captured[bucket], self._runner._bridge
