@@ -185,6 +185,7 @@ def _beside_pool(chosen: Config, model: ModelFacts, machine: Machine, length: in
         max_rows=rows,
         max_tokens=known(chosen.scheduler.max_batched_tokens),
         max_len=length,
+        page_size=page_size,
         graphs=chosen.runner.graphs,
     )
     return items | {"driver, libraries and spare": CONTEXT_BYTES + machine.cuda_memory_bytes // SPARE_SHARE}

@@ -22,8 +22,11 @@ MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
 # costs the driver some memory, too.
 ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 5, 2048
 NUM_BUCKETS, GRAPH_BYTES = 18, 512 << 10
-# Bytes of a token's columns: ids, positions, slots, rows, offsets, and its angles twice in float32 for each element.
-COLUMN_BYTES, ANGLE_BYTES = 48, 8
+# Graphs of a number of rows: the forward, and each way of drawing behind it.
+ROW_GRAPHS = 3
+# Bytes of a token's columns: ids, positions, slots, rows, offsets, and its angles twice in float32 for each element. Of
+# a page in a row's table.
+COLUMN_BYTES, ANGLE_BYTES, PAGE_BYTES = 48, 8, 4
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +57,14 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_memory(
-    shape: StepShape, *, dtype_bytes: int, max_rows: int, max_tokens: int, max_len: int, graphs: Graphs
+    shape: StepShape,
+    *,
+    dtype_bytes: int,
+    max_rows: int,
+    max_tokens: int,
+    max_len: int,
+    page_size: int,
+    graphs: Graphs,
 ) -> dict[str, int]:
     """Returns bytes, item by item; together they bound what any step takes.
 
@@ -64,20 +74,23 @@ def step_memory(
         max_rows: Rows that run at once.
         max_tokens: Of a step.
         max_len: Longest row, in tokens.
+        page_size: Tokens per page.
         graphs: Which steps are captured; resolved.
     """
     assert graphs != "auto", "which steps are captured is not known yet"
+    tables = max_rows * -(-max_len // page_size) * PAGE_BYTES
     attention_bytes = 4 * MAX_PROGRAMS * PROGRAM_QUERIES * (shape.head_dim + 1)
     scored = min(MAX_SCORED_TOKENS, max_tokens)
     scores = scored * dtype_bytes + min(SCORED_SLICE, scored) * SCORED_BYTES
     items = {
-        "activations of the largest step": max_tokens * _token_bytes(shape, dtype_bytes),
+        "activations of the largest step": max_tokens * _token_bytes(shape, dtype_bytes) + tables,
         "logits, drawing and scores": shape.vocab_size * (max_rows * DRAWN_BYTES + scores)
         + max_rows * max_len * COUNTED_BYTES,
         "attention workspace": attention_bytes * (shape.num_heads // shape.num_kv_heads) + SCHEDULE_BYTES,
     }
     if graphs != "off":
-        items["captured graphs"] = _graph_bytes(shape, dtype_bytes, max_rows, max_tokens, graphs)
+        captured = _graph_bytes(shape, dtype_bytes, max_rows, max_tokens, graphs)
+        items["captured graphs"] = captured + ROW_BUCKETS * tables
     return items
 
 
@@ -91,7 +104,7 @@ def _token_bytes(shape: StepShape, dtype_bytes: int) -> int:
 def _graph_bytes(shape: StepShape, dtype_bytes: int, max_rows: int, max_tokens: int, graphs: Graphs) -> int:
     """Graphs share one pool: it holds the largest one's activations, and what each leaves to be read after its replay."""
     logits = ROW_BUCKETS * max_rows * shape.vocab_size * dtype_bytes
-    num_tokens, num_graphs = max_rows, 2 * NUM_BUCKETS
+    num_tokens, num_graphs = max_rows, ROW_GRAPHS * NUM_BUCKETS
     handed_over = 0
     if graphs == "all":
         piece_tokens = min(max_tokens, MAX_PIECE_TOKENS)

@@ -25,7 +25,7 @@ from hiserve.sampling.params import Drawing
 logger = logging.getLogger(__name__)
 
 # What graphs draw by themselves; what else there is runs eagerly on the logits.
-_DRAWINGS = (Drawing.GREEDY, Drawing.FREE)
+DRAWINGS = (Drawing.GREEDY, Drawing.FREE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,11 +160,11 @@ class GraphRunner:
 
         forward()
         expected = made["logits"].clone()
-        for drawing in _DRAWINGS:
+        for drawing in DRAWINGS:
             finish(drawing)
         forward_graph = self._capture.record(forward)
         draws = {}
-        for drawing in _DRAWINGS:
+        for drawing in DRAWINGS:
             graph = self._capture.record(partial(finish, drawing))
             draws[drawing] = graph, made["words"]
         _check_replay(forward_graph, made["logits"], expected)

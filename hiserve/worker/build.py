@@ -142,6 +142,7 @@ def _runners(config: Config, model: Decoder, model_config: ModelConfig, pool: De
             max_rows=known(config.scheduler.max_running_requests),
             max_tokens=max_tokens,
             max_len=rows.max_len,
+            page_size=rows.page_size,
             graphs="off",
         )
         profile_steps(

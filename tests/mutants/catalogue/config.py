@@ -46,6 +46,27 @@ MUTANTS = [
         test="tests/unit/core/test_resolve.py::test_on_cuda_the_pool_takes_what_a_step_leaves",
     ),
     Mutant(
+        name="page tables of graphs need no memory",
+        file="hiserve/core/step_memory.py",
+        old=" + ROW_BUCKETS * tables",
+        new="",
+        test="tests/unit/core/test_resolve.py::test_graphs_of_every_size_keep_their_page_tables",
+    ),
+    Mutant(
+        name="page tables of a step need no memory",
+        file="hiserve/core/step_memory.py",
+        old="_token_bytes(shape, dtype_bytes) + tables,",
+        new="_token_bytes(shape, dtype_bytes),",
+        test="tests/unit/core/test_resolve.py::test_graphs_of_every_size_keep_their_page_tables",
+    ),
+    Mutant(
+        name="ways of drawing need no memory for their graphs",
+        file="hiserve/core/step_memory.py",
+        old="ROW_GRAPHS = 3",
+        new="ROW_GRAPHS = 2",
+        test="tests/unit/core/test_resolve.py::test_sizes_of_graphs_are_no_more_than_planned",
+    ),
+    Mutant(
         name="True is the number 1",
         file=CONFIG,
         old="if number is None or isinstance(value, bool) or math.isnan(number):",

@@ -355,6 +355,18 @@ def test_graphs_are_paid_for_only_where_they_are_captured() -> None:
     assert held[0] == 0 < held[1] < held[2]
 
 
+def test_graphs_of_every_size_keep_their_page_tables() -> None:
+    from hiserve.runners.buckets import row_buckets
+
+    memory = [resolve(make_config(page_size=size, max_running_requests=64), LARGE, SERVER).memory for size in (1, 16)]
+    in_a_step, in_graphs = (
+        memory[0][name] - memory[1][name] for name in ("activations of the largest step", "captured graphs")
+    )
+    entries = 131_072 - 131_072 // 16
+    assert in_a_step == 64 * entries * 4
+    assert in_graphs >= sum(row_buckets(64)) * entries * 4
+
+
 def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
     drawing = [
         resolve(make_config(max_batched_tokens=tokens), LARGE, SERVER).memory["logits, drawing and scores"]
@@ -364,9 +376,11 @@ def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
 
 
 def test_sizes_of_graphs_are_no_more_than_planned() -> None:
-    from hiserve.core.step_memory import MAX_PIECE_TOKENS, NUM_BUCKETS, ROW_BUCKETS, TOKEN_BUCKETS
+    from hiserve.core.step_memory import MAX_PIECE_TOKENS, NUM_BUCKETS, ROW_BUCKETS, ROW_GRAPHS, TOKEN_BUCKETS
     from hiserve.runners.buckets import row_buckets, token_buckets
+    from hiserve.runners.graph import DRAWINGS
 
+    assert 1 + len(DRAWINGS) <= ROW_GRAPHS
     for most in (*range(1, 600), 10_000):
         rows, tokens = row_buckets(most), token_buckets(most)
         assert max(len(rows), len(tokens)) <= NUM_BUCKETS
