@@ -31,6 +31,7 @@ from tests.helpers.scripted import verify
 pytestmark = pytest.mark.gpu
 
 WIDTHS = (2, 4)
+AROUND_BUCKETS = sorted({bucket + offset for bucket in BUCKETS for offset in (-1, 0, 1)} & set(range(1, MAX_ROWS + 1)))
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +53,11 @@ def eager(nano: Path) -> Iterator[Engine]:
     subject.executor.close()
 
 
-@pytest.mark.parametrize("bucket", BUCKETS)
-@pytest.mark.parametrize("offset", [-1, 0, 1])
-def test_replays_equal_eager_steps_around_every_bucket(
-    replayed: Engine, eager: Engine, bucket: int, offset: int
-) -> None:
+@pytest.mark.parametrize("num_rows", AROUND_BUCKETS)
+def test_replays_equal_eager_steps_around_every_bucket(replayed: Engine, eager: Engine, num_rows: int) -> None:
     """In float32: a padded batch is another shape, whose roundings in bfloat16 may choose another token."""
-    num_rows = bucket + offset
-    if not 1 <= num_rows <= MAX_ROWS:
-        pytest.skip("no such batch")
     before = verdicts(replayed).get("replay/decode", 0)
-    prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=bucket)
+    prompts = prompts_of([17 + 3 * row % 60 for row in range(num_rows)], seed=num_rows)
     tokens = generate(replayed, prompts, 6)
     assert verdicts(replayed)["replay/decode"] - before == 5
     assert tokens == generate(eager, prompts, 6)
