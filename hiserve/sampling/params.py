@@ -122,11 +122,8 @@ class SamplingRows:
             tokens: int32 ``[R, L]``. Tokens of all permanent rows, valid up to each ``position``.
         """
         needs = self._needs[host_rows]
-        of_any = int(np.bitwise_or.reduce(needs))
-        if not of_any:
-            return SamplingBatch()
         floats, ints = self._floats.index_select(0, rows), self._ints.index_select(0, rows)
-        has_min_p = bool(of_any & _MIN_P)
+        has_min_p = bool((needs & _MIN_P).any())
         biased, penalised, *drawing = _subsets(needs, (_BIAS, _PENALTY, _FREE, _FEW, _FILTERED), self._device)
         free, few, filtered = (_draws(subset, floats, ints, position, has_min_p) for subset in drawing)
         return SamplingBatch(
