@@ -40,8 +40,9 @@ class ForwardInputs:
         qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
         kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included; at least 1.
         page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing and may be no pages at all.
-        logits_rows: int64 ``[N]``. Tokens, as indices into T, whose logits are wanted: first the last token of
-            each row that samples, then the tokens whose next token is scored, both in the order of rows.
+        logits_rows: int64 ``[N]``. Tokens, as indices into T, whose logits are wanted: first the last known token of
+            each row that samples and its drafts, as many of each row, the last repeated; then the tokens whose next
+            token is scored; both in the order of rows.
         q_lens: int32 ``[B]``, on the host. Tokens of each row.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of ``kv_lens``, exact but for drafts.
         max_kv_len: Upper bound of all ``kv_lens``; in a captured graph that of any replay.

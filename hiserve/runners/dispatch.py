@@ -32,6 +32,9 @@ class Dispatch:
         piecewise: Graphs of what lies between attentions, if there are any.
         is_strict: No graph is replayed while any load is under way.
         canary: Checks what rows find in pages; None unless debugging.
+
+    Attributes:
+        coverage: What was captured, for the gate.
     """
 
     def __init__(
