@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import LlamaForCausalLM
 
 from tools.nano.samples import run_samples
-from tools.nano.stream import Arrays, load_corpus
+from tools.nano.stream import DIALOGUES, Arrays, documents, load_corpus
 
 # Token ids [1, T] to the losses [T - 1] of tokens 1..T-1 in nats.
 LossFn = Callable[[Tensor], Tensor]
-DIALOGUES = ("coffee", "services")
 BUCKETS = (0, 512, 1024, 2048, 4096, 8192)
 
 
@@ -40,14 +39,6 @@ class Packed:
 
     tokens: np.ndarray
     sources: np.ndarray
-
-
-def documents(corpus: Arrays, part: str, names: tuple[str, ...]) -> list[tuple[int, np.ndarray]]:
-    """Source number and tokens of every ``early`` or ``report`` document of the named sources."""
-    numbers = {int(np.flatnonzero(corpus["source_names"] == name)[0]) for name in names}
-    pieces = np.split(corpus[f"{part}_tokens"], np.cumsum(corpus[f"{part}_lengths"])[:-1])
-    pairs = zip(corpus[f"{part}_sources"], pieces, strict=True)
-    return [(int(source), piece.astype(np.int64)) for source, piece in pairs if int(source) in numbers]
 
 
 def lay_out(items: list[tuple[int, np.ndarray]], order: np.ndarray) -> Packed:

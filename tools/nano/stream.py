@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Arrays = dict[str, np.ndarray]
+DIALOGUES = ("coffee", "services")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ def load_corpus(path: Path) -> Arrays:
     """Reads ``corpus.npz``."""
     with np.load(path) as stored:
         return {name: stored[name] for name in stored.files}
+
+
+def documents(corpus: Arrays, part: str, names: tuple[str, ...]) -> list[tuple[int, np.ndarray]]:
+    """Source number and tokens of every ``early`` or ``report`` document of the named sources."""
+    numbers = {int(np.flatnonzero(corpus["source_names"] == name)[0]) for name in names}
+    pieces = np.split(corpus[f"{part}_tokens"], np.cumsum(corpus[f"{part}_lengths"])[:-1])
+    pairs = zip(corpus[f"{part}_sources"], pieces, strict=True)
+    return [(int(source), piece.astype(np.int64)) for source, piece in pairs if int(source) in numbers]
 
 
 class TokenStream:

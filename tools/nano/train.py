@@ -23,6 +23,7 @@ from torch import Tensor
 from tools.nano.evaluate import LossFn, evaluate, load_model, mean_losses
 from tools.nano.export import export
 from tools.nano.model import Nano, NanoConfig, next_token_losses
+from tools.nano.optimizer import adamw, learning_rate
 from tools.nano.samples import run_samples
 from tools.nano.stream import Arrays, StreamConfig, TokenStream, load_corpus
 
@@ -68,20 +69,6 @@ class Progress:
     best_state: dict[str, Tensor] = field(default_factory=dict)
 
 
-def optimizer_for(model: Nano, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on the matrices and none on the norms."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    norms = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-
-
-def learning_rate(config: TrainConfig, step: int, done: float) -> float:
-    """Linear warm-up, then cosine from ``lr`` to ``lr · lr_end``; ``done`` in [0, 1] is how much of the run is over."""
-    cosine = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return config.lr * min(1.0, (step + 1) / config.warmup) * (config.lr_end + (1 - config.lr_end) * cosine)
-
-
 def nano_loss(model: Nano) -> LossFn:
     """Validation losses of a model without dropout, in bf16 on a GPU."""
 
@@ -111,7 +98,7 @@ class Trainer:
         """Compiles the layers one by one, so that the eight share their code, and the loss."""
         self.model, self.config, self.stream, self.corpus = model, config, stream, corpus
         self.average = copy.deepcopy(model).eval()
-        self.optimizer = optimizer_for(model, config)
+        self.optimizer = adamw(model, config.lr, config.weight_decay)
         self.losses = torch.compile(next_token_losses, dynamic=False) if compiled else next_token_losses
         if compiled:
             for layer in model.layers:
@@ -144,7 +131,7 @@ class Trainer:
             done = max(step / config.steps, by_time)
             if step == config.warmup // 2:
                 self.average.load_state_dict(self.model.state_dict())
-            losses.append(self.step(x, y, learning_rate(config, step, done)))
+            losses.append(self.step(x, y, config.lr * learning_rate(step, config.warmup, done, config.lr_end)))
             if (step + 1) % config.eval_every == 0 or done >= 1 or step + 1 == config.steps:
                 self.record(progress, step + 1, elapsed, losses)
                 losses = []
