@@ -74,10 +74,12 @@ class Loading:
         """A row is given back; its copies go on without it."""
         self._waiting.discard(row)
 
-    def waiting_rows(self) -> NDArray[np.int64]:
-        """Returns the rows that wait for loads, longest tenancy first."""
+    def next_rows(self) -> NDArray[np.int64]:
+        """Returns the waiting rows whose loads arrive first, longest tenancy first: loads arrive in their order."""
         rows = self._rows.active
-        return rows[np.isin(rows, list(self._waiting))]
+        rows = rows[np.isin(rows, list(self._waiting))]
+        last = np.array([max(self._rows.receipt(row).ops) for row in rows.tolist()], dtype=np.int64)
+        return rows[last == last.min(initial=np.iinfo(np.int64).max)]
 
     def start(self, rows: NDArray[np.int64]) -> tuple[int, ...]:
         """Lets rows run before their loads have ended; returns the ops that their forward must wait for."""

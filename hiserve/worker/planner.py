@@ -253,8 +253,11 @@ class Planner:
         )
 
     def _plan_loading(self) -> tuple[Int64Array, Share, tuple[int, ...]]:
-        """Lets rows start whose loads are under way, nobody else having anything to do: their forward waits for them."""
-        rows = self._loading.waiting_rows()
+        """Lets the next rows start whose loads are under way, nobody else having anything to do: their forward waits.
+
+        Rows whose loads come later would keep them waiting; the link is as busy while these are computed.
+        """
+        rows = self._loading.next_rows()
         share = self._share(rows, max_draft=0)
         if not self._tables.grow(rows, share.num_new):  # stores, or drafts in flight, still hold what was promised
             rows, share = rows[:0], share.pick(rows[:0])

@@ -21,6 +21,7 @@ class EchoHost:
         seed: Of everything that is left to chance.
 
     Attributes:
+        fail_rate: As given; a test may change it.
         num_waits: Loads that a step waited for.
         num_failed: Copies that failed, by kind.
     """
@@ -29,7 +30,7 @@ class EchoHost:
         self._device = pool.reshape(-1, page_size)
         self._host = np.full((num_pages, page_size), GARBAGE, dtype=np.int64)
         self._rng = np.random.default_rng(seed)
-        self._fail_rate = fail_rate
+        self.fail_rate = fail_rate
         self._open: list[PageCopy] = []
         self._acks: list[CopyAck] = []
         self.num_pages = num_pages
@@ -63,7 +64,7 @@ class EchoHost:
     def _end(self, copy: PageCopy) -> None:
         self._open.remove(copy)
         is_load = copy.kind is CopyKind.LOAD
-        reason = "broken" if self._rng.random() < self._fail_rate else ""
+        reason = "broken" if self._rng.random() < self.fail_rate else ""
         if reason:
             self.num_failed[copy.kind] += 1
         else:

@@ -53,8 +53,15 @@ MUTANTS = [
         name="a row starts beside others before its load has ended",
         file=PLANNER,
         old="if not rows.size and self._overlaps_loads:",
-        new="if self._overlaps_loads and self._loading.waiting_rows().size:",
+        new="if self._overlaps_loads and self._loading.next_rows().size:",
         test=OF_TIERS + "test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others",
+    ),
+    Mutant(
+        name="the first load waits for the last",
+        file=LOADING,
+        old="return rows[last == last.min(initial=np.iinfo(np.int64).max)]",
+        new="return rows",
+        test=OF_TIERS + "test_rows_start_in_the_order_of_their_loads_not_with_the_last_of_them",
     ),
     Mutant(
         name="a row starts before its load on a device that cannot wait",
@@ -75,7 +82,7 @@ MUTANTS = [
         file=PLANNER,
         old="return self._loading.is_open(self._in_flight[0].plan.waits)",
         new="return False",
-        test=OF_WORKLOADS + "test_random_workloads_over_both_tiers_match_the_oracle",
+        test=OF_TIERS + "test_what_a_failed_load_gave_to_a_step_that_waited_for_it_is_not_told",
     ),
     Mutant(
         name="what a preempted row computed is not kept",

@@ -114,6 +114,46 @@ def test_a_row_that_waits_for_its_load_starts_when_nobody_else_runs_and_only_whe
         assert (used[9].host, executor.host.num_waits) == (20, int(overlaps))
 
 
+def test_what_a_failed_load_gave_to_a_step_that_waited_for_it_is_not_told() -> None:
+    engine, _, executor, _ = echo_engine(
+        num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, overlaps_loads=True
+    )
+    for uid, seed in enumerate((1, 2, 3)):
+        add(engine, uid, prompt(21, seed), 1)
+        run(engine)
+    assert executor.host is not None
+    add(engine, 9, prompt(21, seed=1), 1)
+    executor.host.fail_rate = 1.0
+    report = engine.step()  # begins the load, waits for it on the device, and is committed
+    assert report is None or not report.uids
+    executor.host.fail_rate = 0.0
+    said, _ = run(engine)
+    assert (executor.host.num_waits, executor.host.num_failed[CopyKind.LOAD]) == (1, 1)
+    assert said == {9: oracle(prompt(21, seed=1), 1)}
+
+
+def test_rows_start_in_the_order_of_their_loads_not_with_the_last_of_them() -> None:
+    """What is computed for the first fits in the time that the link takes for the second."""
+    engine, planner, executor, _ = echo_engine(
+        num_pages=15, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, overlaps_loads=True, depth=1
+    )
+    for uid, seed in enumerate((1, 2, 3, 4, 5)):
+        add(engine, uid, prompt(21, seed), 1)
+        run(engine)
+    for uid in (8, 9):
+        add(engine, uid, prompt(21, seed=uid - 7), 1)
+    for started in (1, 2):
+        plan = planner.plan()
+        assert plan is not None
+        if started == 1:
+            first, second = [copy.op for copy in plan.copies if copy.kind is CopyKind.LOAD]
+        assert (plan.rows.size, plan.waits) == (1, (first if started == 1 else second,))
+        engine._in_flight.append(executor.submit(plan))
+    said, used = run(engine)
+    assert said == {uid: oracle(prompt(21, seed=uid - 7), 1) for uid in (8, 9)}
+    assert [used[uid].host for uid in (8, 9)] == [20, 20]
+
+
 def test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others() -> None:
     engine, planner, _, _ = echo_engine(
         num_pages=15, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, overlaps_loads=True
