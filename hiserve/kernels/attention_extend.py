@@ -356,7 +356,9 @@ def _sees(key, is_key, prefix, position, window, seen, shape: tl.constexpr):  # 
     return sees
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "num_cells"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_rows", "num_parts", "num_cells"], do_not_specialize_on_alignment=["qo_indptr"]
+)
 def _join(  # type: ignore[no-untyped-def]
     parts, results, qo_indptr, num_rows, num_parts, num_cells, NUM_JOINED: tl.constexpr, shape: tl.constexpr  # noqa: N803
 ):  # fmt: skip

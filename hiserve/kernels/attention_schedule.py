@@ -148,7 +148,9 @@ def schedule(
     return Schedule(parts, counts, num_extra, window, hides_first, tile)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_extra", "window"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["num_rows", "num_extra", "window"], do_not_specialize_on_alignment=["qo_indptr", "kv_lens"]
+)
 def _schedule(  # type: ignore[no-untyped-def]
     qo_indptr,
     kv_lens,

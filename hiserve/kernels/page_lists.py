@@ -25,7 +25,9 @@ def list_pages(page_table: Tensor, kv_lens: Tensor, rows: Tensor, indptr: Tensor
     _list_pages[grid](page_table, kv_lens, rows, indptr, out, page_table.stride(0), PAGE_SIZE=page_size, BLOCK=_BLOCK)
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["page_table", "kv_lens", "rows", "indptr"]
+)
 def _list_pages(  # type: ignore[no-untyped-def]
     page_table,
     kv_lens,

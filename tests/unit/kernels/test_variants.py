@@ -1,0 +1,29 @@
+"""Kernels are not compiled anew, while requests wait, for where the tensors of a step begin."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "views"),
+    [
+        ("attention_schedule", "_schedule", ("qo_indptr", "kv_lens")),
+        ("attention_extend", "_extend", ("qo_indptr", "kv_lens", "page_table", "tree_mask")),
+        ("attention_extend", "_join", ("qo_indptr",)),
+        ("page_lists", "_list_pages", ("page_table", "kv_lens", "rows", "indptr")),
+        ("step", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
+        ("step", "_place_tokens", ("token_rows", "offsets", "rows", "num_new")),
+        ("step", "_count_accepted", ("sampling_rows", "num_draft")),
+        ("step", "_advance_rows", ("rows", "num_draft", "sampling")),
+    ],
+)
+def test_views_of_an_upload_or_of_a_batch_may_begin_anywhere(module: str, kernel: str, views: tuple[str, ...]) -> None:
+    """Otherwise there would be a variant for each of them that is 16-byte aligned by chance."""
+    compiled = getattr(importlib.import_module(f"hiserve.kernels.{module}"), kernel)
+    parameters = {each.name: each for each in compiled.params}
+    for view in views:
+        asked = parameters[view]
+        assert asked.do_not_specialize or asked.do_not_specialize_on_alignment, view
