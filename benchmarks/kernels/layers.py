@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu import ceilings
@@ -180,7 +179,7 @@ class Maker:
         num_bytes = weights[0].nbytes + x.nbytes + tokens * outputs * x.itemsize
         return Work(
             f"{name}, {tokens}",
-            lambda turn: F.linear(x, weights[turn]),
+            lambda turn: self._ops.linear(x, weights[turn], None),
             turns,
             num_bytes,
             2 * tokens * outputs * inputs,
