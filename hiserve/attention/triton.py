@@ -34,7 +34,7 @@ class _Others:
 
 
 class TritonAttention:
-    """Reads lengths on the device; of the host's it uses only how many tokens rows have.
+    """Reads lengths on the device. What the host knows of them chooses kernels and how much is launched, no more.
 
     The first layer of each window splits the rows of one small width for the layers behind it. So a graph splits them anew
     in each replay, by the lengths that its tensors hold then.
