@@ -159,15 +159,18 @@ class GraphRunner:
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
         forward()
-        expected = made["logits"].clone()
+        logits, words = made["logits"].clone(), {}
         for drawing in DRAWINGS:
             finish(drawing)
+            words[drawing] = made["words"]
         forward_graph = self._capture.record(forward)
         draws = {}
         for drawing in DRAWINGS:
             graph = self._capture.record(partial(finish, drawing))
             draws[drawing] = graph, made["words"]
-        _check_replay(forward_graph, made["logits"], expected)
+        _check_replay(forward_graph, made["logits"], logits)
+        for drawing, (graph, drawn) in draws.items():
+            _check_replay(graph, drawn, words[drawing])
         return _Captured(varying, columns, inputs, made["logits"], forward_graph, draws, attention)
 
     def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Outcome:
@@ -214,13 +217,13 @@ def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
     )
 
 
-def _check_replay(graph: Graph, logits: Tensor, expected: Tensor) -> None:
+def _check_replay(graph: Graph, made: Tensor, expected: Tensor) -> None:
     """Replays a graph once over poisoned outputs: it must give what the eager step gave.
 
     Raises:
         RuntimeError: It does not.
     """
-    logits.fill_(torch.nan)
+    made.fill_(torch.nan if made.is_floating_point() else -1)
     graph.replay()
-    if not torch.equal(logits, expected):
+    if not torch.equal(made, expected):
         raise RuntimeError("its replay differs from the eager step")

@@ -57,9 +57,16 @@ MUTANTS = [
     Mutant(
         name="nobody compares a replay with the eager step",
         file=GRAPH,
-        old="    if not torch.equal(logits, expected):",
+        old="    if not torch.equal(made, expected):",
         new="    if expected is None:",
         test=OF_GRAPHS + "test_a_replay_that_differs_from_the_eager_step_is_not_used",
+    ),
+    Mutant(
+        name="nobody compares what a replay draws with the eager step",
+        file=GRAPH,
+        old="            _check_replay(graph, drawn, words[drawing])\n",
+        new="            pass\n",
+        test=OF_GRAPHS + "test_a_replay_that_draws_otherwise_than_the_eager_step_is_not_used",
     ),
     Mutant(
         name="tokens that pad pieces are written where others were",

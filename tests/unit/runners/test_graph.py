@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,30 @@ def test_a_replay_that_differs_from_the_eager_step_is_not_used(
             out.logits.add_(self.num_calls)
             return out
 
-    runner = with_graphs(subject, (1, 2), model=Restless(subject.model, 0), capture=RecordedCapture())
+    with_graphs(subject, (1, 2), model=Restless(subject.model, 0), capture=RecordedCapture())
+    assert_none_is_used(subject, caplog)
+
+
+def test_a_replay_that_draws_otherwise_than_the_eager_step_is_not_used(
+    subject: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In either way of drawing."""
+    for name in ("greedy", "draw_free"):
+        numbers, draw = count(), getattr(subject.rows.ops, name)
+
+        def restless(*args: Any, numbers: Iterator[int] = numbers, draw: Any = draw) -> torch.Tensor:
+            tokens: torch.Tensor = draw(*args)
+            return tokens + next(numbers)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subject.rows.ops, name, restless)
+            with_graphs(subject, (1, 2), capture=RecordedCapture())
+        assert_none_is_used(subject, caplog)
+        caplog.clear()
+
+
+def assert_none_is_used(subject: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    (runner,) = subject.runners._full.values()
     assert {num_rows for num_rows, _ in runner.failed} == {1, 2}
+    assert len(warnings_of(caplog.records)) == 2
     assert all("its replay differs from the eager step" in told for told in warnings_of(caplog.records))
