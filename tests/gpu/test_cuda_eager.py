@@ -10,7 +10,7 @@ import torch
 from hiserve.core.request import SamplingParams
 from hiserve.models.config import NANO, find_model
 from tests.helpers import oracle
-from tests.helpers.cuda import no_sync
+from tests.helpers.cuda import no_sync, run_all
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine, save_family, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY, HandPlanner
@@ -52,14 +52,7 @@ def generate(
     while left := {row: count for row, prompt in prompts.items() if (count := len(prompt) - planner.computed[row]) > 0}:
         plans.append(planner.step({row: min(16, count) for row, count in left.items()}))
     plans += [planner.step(dict.fromkeys(prompts, 1)) for _ in range(num_new - 1)]
-    flying = [(plan, subject.executor.submit(plan)) for plan in plans]
-    out: dict[int, list[int]] = {row: [] for row in prompts}
-    for plan, future in flying:
-        result = future.result()
-        assert result.faults.size == 0
-        for row, token in zip(plan.rows[plan.samples].tolist(), result.tokens[:, 0].tolist(), strict=True):
-            out[row].append(token)
-    return {row: tokens[:num_new] for row, tokens in out.items()}
+    return run_all(subject, plans)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,9 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.core.copies import CopyKind, PageCopy
-from hiserve.messages.types import Admit
 from hiserve.models.config import NANO, find_model, read_model_config
-from hiserve.worker.loop import Engine
 from tests.helpers import cuda
-from tests.helpers.gated import hold_loads
+from tests.helpers.gated import hold_loads, run_until, send
 from tests.helpers.tiered import engine_of, transfers_of
 from tests.helpers.tiers import squeeze
 
@@ -75,12 +73,6 @@ def expected() -> list[list[int]]:
         tokens = tokens_of(llm, prompts, sampling)
     assert len({token for each in tokens for token in each}) >= 20
     return tokens
-
-
-@pytest.fixture(params=[0, 1], ids=["depth 0", "depth 1"])
-def depth(request: pytest.FixtureRequest) -> int:
-    found: int = request.param
-    return found
 
 
 @pytest.fixture
@@ -193,38 +185,23 @@ def test_tc_21_a_load_leaves_reclaimed_pages_to_the_forward_that_still_writes_th
     check_pages(llm)
 
 
-def step(engine: Engine, tokens: dict[int, list[int]]) -> None:
-    """One step; appends what it brought."""
-    report = engine.step()
-    if report is not None:
-        assert not report.failed
-        parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
-        for uid, part in zip(report.uids, parts, strict=True):
-            tokens[uid] += part.tolist()
-
-
 def test_a_load_stays_open_for_many_steps_while_others_decode(llm: LLM, expected: list[list[int]]) -> None:
     prompts, sampling = workload()
     assert tokens_of(llm, prompts, sampling) == expected
-    engine = engine_of(llm)
+    engine, tokens = engine_of(llm), dict[int, list[int]]()
     hold_loads(llm, LOAD_S)
-    uids = (1001, 1002)
-    tokens: dict[int, list[int]] = {uid: [] for uid in uids}
     lengthy = msgspec.structs.replace(sampling[1], seed=1, max_tokens=400)
     other = [int(token) for token in np.random.default_rng(1).integers(7, 4096, 40)]
-    engine.add(Admit(uids[1], len(other), lengthy, b"", 0), np.array(other, dtype=np.int32))
-    while len(tokens[uids[1]]) < 3:
-        step(engine, tokens)
+    send(engine, 1, other, lengthy)
+    run_until(engine, tokens, lambda: len(tokens.get(1, ())) >= 3)
     squeeze(engine._planner._cache)
-    engine.add(Admit(uids[0], len(prompts[0]), sampling[0], b"", 0), np.array(prompts[0], dtype=np.int32))
-    before, loaded = len(tokens[uids[1]]), engine_of(llm).stats().cache.loads.num_fulfilled
-    while not tokens[uids[0]]:
-        step(engine, tokens)
-    assert engine_of(llm).stats().cache.loads.num_fulfilled == loaded + (LENGTHS[0] - 1) // 16
-    assert len(tokens[uids[1]]) >= before + 20
-    while engine.has_work:
-        step(engine, tokens)
-    assert tokens[uids[0]] == expected[0]
-    again = llm.generate([other], [msgspec.structs.replace(lengthy, max_tokens=len(tokens[uids[1]]))])
-    assert again[0].outputs[0].token_ids == tokens[uids[1]]
+    send(engine, 2, prompts[0], sampling[0])
+    before, loaded = len(tokens[1]), engine.stats().cache.loads.num_fulfilled
+    run_until(engine, tokens, lambda: 2 in tokens)
+    assert engine.stats().cache.loads.num_fulfilled == loaded + (LENGTHS[0] - 1) // 16
+    assert len(tokens[1]) >= before + 20
+    run_until(engine, tokens, lambda: not engine.has_work)
+    assert tokens[2] == expected[0]
+    again = llm.generate([other], [msgspec.structs.replace(lengthy, max_tokens=len(tokens[1]))])
+    assert again[0].outputs[0].token_ids == tokens[1]
     check_pages(llm)

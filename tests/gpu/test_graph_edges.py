@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hiserve.core.plan import BatchPlan
-from hiserve.models.config import NANO, find_model
 from tests.helpers import cuda
 from tests.helpers.cuda import (
     BUCKETS,
@@ -37,28 +36,16 @@ WINDOW, NUM_LAYERS = 40, 8
 WINDOWS = (WINDOW, None) * (NUM_LAYERS // 2)
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return find_model(NANO)
-
-
-@pytest.fixture(scope="module")
-def eager(folder: Path) -> Iterator[Engine]:
-    subject = cuda.graph_engine(folder, "off")
-    yield subject
-    subject.executor.close()
-
-
 # --- windows ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def windowed(folder: Path) -> Iterator[dict[str, Engine]]:
+def windowed(nano: Path) -> Iterator[dict[str, Engine]]:
     """The reference, our kernels, and our kernels in graphs, with a window in every other layer."""
     subjects = {
-        "reference": cuda.graph_engine(folder, "off", attention="reference", windows=WINDOWS),
-        "off": cuda.graph_engine(folder, "off", windows=WINDOWS),
-        "all": cuda.graph_engine(folder, "all", windows=WINDOWS, widths=(1, 4)),
+        "reference": cuda.graph_engine(nano, "off", attention="reference", windows=WINDOWS),
+        "off": cuda.graph_engine(nano, "off", windows=WINDOWS),
+        "all": cuda.graph_engine(nano, "all", windows=WINDOWS, widths=(1, 4)),
     }
     yield subjects
     for subject in subjects.values():
@@ -89,9 +76,9 @@ def test_a_context_crosses_the_edge_of_a_window_between_two_replays(windowed: di
 
 
 @pytest.mark.parametrize("reason", ["context", "table_width"])
-def test_a_captured_table_narrower_than_the_batch_is_not_replayed(folder: Path, eager: Engine, reason: str) -> None:
+def test_a_captured_table_narrower_than_the_batch_is_not_replayed(nano: Path, eager: Engine, reason: str) -> None:
     """Tables of three pages; rows that outgrow them go on eagerly."""
-    subject = cuda.graph_engine(folder, "off")
+    subject = cuda.graph_engine(nano, "off")
     narrow: Any = cuda.NarrowRows(subject.rows, 3 * PAGE)
     cuda.with_graphs(subject, (1, 2, 4), rows=narrow)
     if reason == "table_width":
@@ -108,8 +95,8 @@ def test_a_captured_table_narrower_than_the_batch_is_not_replayed(folder: Path, 
     subject.executor.close()
 
 
-def test_a_batch_larger_than_the_largest_bucket_runs_eagerly(folder: Path, eager: Engine) -> None:
-    subject = cuda.graph_engine(folder, "off")
+def test_a_batch_larger_than_the_largest_bucket_runs_eagerly(nano: Path, eager: Engine) -> None:
+    subject = cuda.graph_engine(nano, "off")
     cuda.with_graphs(subject, (1, 2, 4))
     for num_rows, verdict in ((4, "replay/decode"), (5, "eager/rows"), (3, "replay/decode")):
         before = verdicts(subject)
@@ -149,8 +136,8 @@ def sawtooth() -> list[BatchPlan]:
     return plans
 
 
-def test_batches_shrink_and_grow_across_all_buckets_amid_mixed_steps(folder: Path, eager: Engine) -> None:
-    subject = cuda.graph_engine(folder, "all")
+def test_batches_shrink_and_grow_across_all_buckets_amid_mixed_steps(nano: Path, eager: Engine) -> None:
+    subject = cuda.graph_engine(nano, "all")
     plans = sawtooth()
     assert {plan.num_tokens for plan in plans if not plan.samples.all() or (plan.num_new > 1).any()} >= {
         bucket + offset for bucket in TOKEN_BUCKETS[3:] for offset in (-1, 0, 1)
@@ -204,9 +191,9 @@ class Breaking:
 
 @pytest.mark.parametrize("how", ["syncs", "raises"])
 def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
-    folder: Path, eager: Engine, caplog: pytest.LogCaptureFixture, how: str
+    nano: Path, eager: Engine, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    subject = cuda.graph_engine(folder, "off")
+    subject = cuda.graph_engine(nano, "off")
     with caplog.at_level(logging.WARNING):
         runner = cuda.with_graphs(subject, BUCKETS, model=Breaking(subject.model, 8, how))
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -226,9 +213,9 @@ def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
 
 
 def test_pieces_whose_capture_fails_leave_the_others_alone(
-    folder: Path, eager: Engine, caplog: pytest.LogCaptureFixture
+    nano: Path, eager: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subject = cuda.graph_engine(folder, "off")
+    subject = cuda.graph_engine(nano, "off")
     with caplog.at_level(logging.WARNING):
         runner = cuda.with_pieces(subject, (8, 16, 32), model=Breaking(subject.model, 16, "syncs"))
     (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -256,13 +243,13 @@ class Littering(Breaking):
         del self.graphs[-10 * gc.get_threshold()[0] :]
 
 
-def test_garbage_with_graphs_in_it_ends_no_capture(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_with_graphs_in_it_ends_no_capture(nano: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a former engine leaves it that nobody closed."""
-    left = cuda.graph_engine(folder, "off")
+    left = cuda.graph_engine(nano, "off")
     former: Any = cuda.with_graphs(left, (1, 2, 4))
     graphs = [graph for each in former._captured.values() for graph in (each.forward, *_draws(each))]
     left.executor.close()
-    subject = cuda.graph_engine(folder, "off")
+    subject = cuda.graph_engine(nano, "off")
     model = Littering(subject.model, 0, "raises")
     model.graphs = graphs
     with caplog.at_level(logging.WARNING):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,11 +13,19 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan, TableWrites
-from hiserve.messages.types import Admit
 from hiserve.runners.gate import Action, Reason
-from hiserve.worker.loop import Engine
 from tests.helpers import cuda
-from tests.helpers.gated import Between, Seen, hold_loads, rows_alone, spoil_device, watch, without_rows
+from tests.helpers.gated import (
+    Between,
+    Seen,
+    hold_loads,
+    rows_alone,
+    run_until,
+    send,
+    spoil_device,
+    watch,
+    without_rows,
+)
 from tests.helpers.tiered import check_whole, engine_of
 
 pytestmark = pytest.mark.gpu
@@ -81,12 +89,6 @@ def expected(plain: tuple[list[list[int]], list[int]]) -> list[list[int]]:
     return plain[0]
 
 
-@pytest.fixture(params=[0, 1], ids=["depth 0", "depth 1"])
-def depth(request: pytest.FixtureRequest) -> int:
-    found: int = request.param
-    return found
-
-
 @contextmanager
 def stored(expected: list[list[int]], **options: Any) -> Iterator[LLM]:
     """An engine whose host has all prompts, and whose device has none."""
@@ -97,21 +99,6 @@ def stored(expected: list[list[int]], **options: Any) -> Iterator[LLM]:
         hold_loads(llm, 0.0)
         assert tokens_of(llm) == expected  # whatever happened, it goes on
         check_whole(llm)
-
-
-def send(engine: Engine, uid: int, tokens: list[int], sampling: SamplingParams) -> None:
-    engine.add(Admit(uid, len(tokens), sampling, b"", 0), np.array(tokens, dtype=np.int32))
-
-
-def run_until(engine: Engine, tokens: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
-    """Steps and appends what comes."""
-    while not is_over():
-        report = engine.step()
-        if report is not None:
-            assert not report.failed
-            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
-            for uid, part in zip(report.uids, parts, strict=True):
-                tokens.setdefault(uid, []).extend(part.tolist())
 
 
 # --- loads of others --------------------------------------------------------------------------------------

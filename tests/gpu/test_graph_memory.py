@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.models.config import NANO, find_model
 from tests.helpers import cuda
 from tests.helpers.cuda import FREE, SAMPLED, TOKEN_BUCKETS, generate, news, prompts_of, verdicts
 from tests.helpers.models import Engine
@@ -22,21 +21,9 @@ MAX_ROWS, BUCKETS = 9, (1, 2, 4, 8, 9)
 PREFILLS = ((8,), (5,), (16,), (9,), (30, 2), (64,), (31, 20), (96,), (128,), (100, 92), (256,), (100, 99))
 
 
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return find_model(NANO)
-
-
-@pytest.fixture(scope="module")
-def eager(folder: Path) -> Iterator[Engine]:
-    subject = cuda.graph_engine(folder, "off")
-    yield subject
-    subject.executor.close()
-
-
 @pytest.fixture
-def poisoned(folder: Path) -> Iterator[Engine]:
-    subject = cuda.graph_engine(folder, "all", widths=WIDTHS, max_rows=MAX_ROWS)
+def poisoned(nano: Path) -> Iterator[Engine]:
+    subject = cuda.graph_engine(nano, "all", widths=WIDTHS, max_rows=MAX_ROWS)
     subject.poisoned = cuda.poison(subject)  # type: ignore[attr-defined]
     yield subject
     assert all(runner.num_replays for runner in subject.poisoned), "nothing was replayed"  # type: ignore[attr-defined]
@@ -64,8 +51,8 @@ def test_unused_rows_and_old_outputs_hold_garbage_before_each_replay(poisoned: E
     assert ran.keys() == {"replay/decode", "replay/verify", "replay/piecewise"}
 
 
-def test_noise_in_freed_memory_before_the_first_replay_of_every_graph(folder: Path, eager: Engine) -> None:
-    subject = cuda.graph_engine(folder, "all", widths=WIDTHS, max_rows=MAX_ROWS)
+def test_noise_in_freed_memory_before_the_first_replay_of_every_graph(nano: Path, eager: Engine) -> None:
+    subject = cuda.graph_engine(nano, "all", widths=WIDTHS, max_rows=MAX_ROWS)
     cuda.fill_freed_memory(subject)
     for num_rows in BUCKETS:
         prompts = prompts_of([20 + row % 5 for row in range(num_rows)], seed=num_rows)
@@ -79,8 +66,8 @@ def test_noise_in_freed_memory_before_the_first_replay_of_every_graph(folder: Pa
     subject.executor.close()
 
 
-def test_noise_in_freed_memory_between_replays(folder: Path, eager: Engine) -> None:
-    subject = cuda.graph_engine(folder, "all", widths=WIDTHS, max_rows=MAX_ROWS)
+def test_noise_in_freed_memory_between_replays(nano: Path, eager: Engine) -> None:
+    subject = cuda.graph_engine(nano, "all", widths=WIDTHS, max_rows=MAX_ROWS)
     for _ in range(2):
         check_all(subject, eager)
         cuda.fill_freed_memory(subject)
@@ -90,9 +77,9 @@ def test_noise_in_freed_memory_between_replays(folder: Path, eager: Engine) -> N
 
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
-def test_noise_changes_no_bit_of_what_the_engine_itself_replays(folder: Path, attention: str) -> None:
+def test_noise_changes_no_bit_of_what_the_engine_itself_replays(nano: Path, attention: str) -> None:
     """In bfloat16: the same graphs in the same batches, before the noise and after it."""
-    subject = cuda.graph_engine(folder, "all", "bfloat16", attention=attention, widths=WIDTHS, max_rows=MAX_ROWS)
+    subject = cuda.graph_engine(nano, "all", "bfloat16", attention=attention, widths=WIDTHS, max_rows=MAX_ROWS)
     cases = [prompts_of([17 + 7 * row % 40 for row in range(num_rows)], seed=num_rows) for num_rows in (1, 6, MAX_ROWS)]
     plain = [generate(subject, prompts, 10) for prompts in cases]
     cuda.fill_freed_memory(subject)

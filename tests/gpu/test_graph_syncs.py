@@ -11,7 +11,6 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
-from hiserve.models.config import NANO, find_model
 from tests.helpers import cuda
 from tests.helpers.cuda import FREE, NUM_PAGES, PAGE, SAMPLED, no_sync, prompts_of, run_all, verdicts
 from tests.helpers.gated import spoil_device
@@ -26,11 +25,6 @@ RAN = {
     "decode": {"replay/decode", "replay/verify", "eager/width"},
     "all": {"replay/decode", "replay/verify", "replay/piecewise"},
 }
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return find_model(NANO)
 
 
 def steps_of_every_kind(sampling: SamplingParams) -> list[BatchPlan]:
@@ -53,10 +47,10 @@ def steps_of_every_kind(sampling: SamplingParams) -> list[BatchPlan]:
 
 @pytest.mark.parametrize("graphs", RAN)
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
-def test_no_step_waits_for_the_device(folder: Path, attention: str, graphs: str) -> None:
+def test_no_step_waits_for_the_device(nano: Path, attention: str, graphs: str) -> None:
     """Drafts are a token that no row draws, so each step that verifies emits one token."""
     sizes: dict[str, Any] = {"max_rows": 4, "max_batched_tokens": 4 * CHUNK, "widths": (1, WIDTH)}
-    subject = cuda.graph_engine(folder, graphs, "bfloat16", attention=attention, **sizes)
+    subject = cuda.graph_engine(nano, graphs, "bfloat16", attention=attention, **sizes)
     for sampling in (GREEDY, FREE, SAMPLED):
         for guard in (nullcontext, no_sync):  # the first time is not yet steady state
             subject.rows.tokens.fill_(3)

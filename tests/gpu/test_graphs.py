@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hiserve.core.request import SamplingParams
-from hiserve.models.config import NANO, find_model
 from tests.helpers.cuda import (
     BUCKETS,
     FREE,
@@ -35,20 +34,8 @@ AROUND_BUCKETS = sorted({bucket + offset for bucket in BUCKETS for offset in (-1
 
 
 @pytest.fixture(scope="module")
-def nano() -> Path:
-    return find_model(NANO)
-
-
-@pytest.fixture(scope="module")
 def replayed(nano: Path) -> Iterator[Engine]:
     subject = graph_engine(nano, "decode", widths=(1, *WIDTHS))
-    yield subject
-    subject.executor.close()
-
-
-@pytest.fixture(scope="module")
-def eager(nano: Path) -> Iterator[Engine]:
-    subject = graph_engine(nano, "off")
     yield subject
     subject.executor.close()
 

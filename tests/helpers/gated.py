@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hiserve import LLM
+from hiserve import LLM, SamplingParams
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan, TableWrites
+from hiserve.messages.types import Admit
 from hiserve.runners.gate import Verdict
+from hiserve.worker.loop import Engine
 from tests.helpers import cuda
 from tests.helpers.tiered import engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
@@ -116,6 +118,22 @@ def hold_loads(llm: LLM, seconds: float, reason: str = "") -> None:
         return reason if copy.kind is CopyKind.LOAD else ""
 
     transfers._hold = hold
+
+
+def send(engine: Engine, uid: int, tokens: list[int], sampling: SamplingParams) -> None:
+    """Adds a request."""
+    engine.add(Admit(uid, len(tokens), sampling, b"", 0), np.array(tokens, dtype=np.int32))
+
+
+def run_until(engine: Engine, tokens: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
+    """Steps and appends what comes to the tokens of each request."""
+    while not is_over():
+        report = engine.step()
+        if report is not None:
+            assert not report.failed
+            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
+            for uid, part in zip(report.uids, parts, strict=True):
+                tokens.setdefault(uid, []).extend(part.tolist())
 
 
 def spoil_device(llm: LLM) -> None:

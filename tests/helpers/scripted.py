@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hiserve.core.request import SamplingParams
+from tests.helpers.cuda import wait_for_stream
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY, HandPlanner
 
@@ -33,8 +34,7 @@ def verify(
             start = len(prompts[row]) + len(known)
             written = torch.tensor(drafts, dtype=torch.int32, device=subject.rows.device)
             subject.rows.tokens[row, start : start + width - 1] = written
-        if subject.rows.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
+        wait_for_stream()
         plan = planner.draft_step(dict.fromkeys(prompts, width - 1))
         result = subject.executor.submit(plan).result()
         assert result.faults.size == 0
