@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -114,18 +112,13 @@ class Executor:
 
     def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
-        with self._on_stream():
+        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
             outcome = self._step(plan)
             host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
             host.copy_(outcome.words, non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
         return outcome, host, copied
-
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
-            yield
 
     def _step(self, plan: BatchPlan) -> Outcome:
         with torch.inference_mode():
