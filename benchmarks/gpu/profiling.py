@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +125,10 @@ def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
     events = sorted(events, key=lambda event: event["ts"])
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events]
     busy_us, end = 0.0, spans[0][0]
-    gaps: list[tuple[float, str, str]] = []
+    gaps: list[tuple[float, str]] = []
     for event, (begin, stop) in zip(events, spans, strict=True):
         if begin > end:
-            gaps.append((begin - end, "", event["name"]))
+            gaps.append((begin - end, event["name"]))
         busy_us += max(0.0, stop - max(begin, end))
         end = max(end, stop)
     span_us = end - spans[0][0]
@@ -137,13 +136,12 @@ def on_device(events: list[dict[str, Any]]) -> dict[str, Any]:
     for event in events:
         times[event["name"]].append(event["dur"])
     top = sorted(times.items(), key=lambda item: -sum(item[1]))[:NUM_TOP]
-    small_us = sum(after[0] - before[1] for before, after in pairwise(spans) if 0 < after[0] - before[1] < 20)
     return {
         "span_us": span_us / NUM_STEPS,
         "busy_share": busy_us / span_us,
         "launches": len(events) / NUM_STEPS,
-        "gaps_below_20_us": small_us / NUM_STEPS,
-        "longest_gaps": [(round(us, 1), name[:60]) for us, _, name in sorted(gaps, reverse=True)[:6]],
+        "gaps_below_20_us": sum(us for us, _ in gaps if us < 20) / NUM_STEPS,
+        "longest_gaps": [(round(us, 1), name[:60]) for us, name in sorted(gaps, reverse=True)[:6]],
         "top": [
             {
                 "name": name,

@@ -57,6 +57,13 @@ MUTANTS = [
         test=TESTS + "test_time_that_two_activities_of_the_device_share_is_busy_once",
     ),
     Mutant(
+        name="the device is idle behind what ended while something else ran",
+        file=PROFILING,
+        old="        end = max(end, stop)",
+        new="        end = stop",
+        test=TESTS + "test_time_that_two_activities_of_the_device_share_is_busy_once",
+    ),
+    Mutant(
         name="steps that a strict gate refused are not eligible",
         file=TRAFFIC,
         old=' + gate.get("eager", {}).get("strict_load", 0)',

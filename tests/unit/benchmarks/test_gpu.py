@@ -58,6 +58,7 @@ def test_a_peer_is_scaled_by_what_both_machines_could_do() -> None:
 def test_time_that_two_activities_of_the_device_share_is_busy_once() -> None:
     events: list[dict[str, Any]] = [
         {"name": "gemm", "ts": 0.0, "dur": 40.0},
+        {"name": "fill", "ts": 5.0, "dur": 5.0},
         {"name": "copy", "ts": 20.0, "dur": 40.0},
         {"name": "norm", "ts": 65.0, "dur": 10.0},
         {"name": "gemm", "ts": 175.0, "dur": 25.0},
