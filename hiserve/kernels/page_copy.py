@@ -54,7 +54,9 @@ def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: boo
     )
 
 
-@triton.jit(do_not_specialize=["count", "index_stride"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["count", "index_stride"], do_not_specialize_on_alignment=["indices"]
+)
 def _copy_pages(  # type: ignore[no-untyped-def]
     planes,
     pages,

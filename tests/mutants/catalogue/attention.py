@@ -98,13 +98,6 @@ MUTANTS = [
         test=OF_LISTS + "test_the_kernel_lists_what_its_twin_lists",
     ),
     Mutant(
-        name="a variant of the lists for each first row of a batch",
-        file="hiserve/kernels/page_lists.py",
-        old=', do_not_specialize_on_alignment=["page_table", "kv_lens", "rows", "indptr"]',
-        new="",
-        test="tests/unit/kernels/test_variants.py::test_views_of_an_upload_or_of_a_batch_may_begin_anywhere",
-    ),
-    Mutant(
         name="a backend is opened for what it lacks",
         file=BACKENDS,
         old="        return f\"has no {' and no '.join(lacks)}\" if lacks else None\n",

@@ -13,7 +13,6 @@ EDGES, WINDOWS, WIDTHS = (f"{ORACLE}[{name}]" for name in ("edges", "windows", "
 SPLITS = TESTS + "test_long_rows_are_split_first_into_parts_of_at_most_a_share"
 LAUNCHES = TESTS + "test_rows_alike_fill_the_device_once_whatever_their_number"
 PADDING = TESTS + "test_rows_that_pad_a_batch_change_not_one_bit_of_the_others"
-VARIANTS = "tests/unit/kernels/test_variants.py::test_views_of_an_upload_or_of_a_batch_may_begin_anywhere"
 REPLAYS = TESTS + "test_a_graph_splits_rows_by_the_lengths_of_each_replay"
 
 MUTANTS = [
@@ -176,13 +175,6 @@ MUTANTS = [
         old="max(1, min(num_at_once * (2 if num_rows <= num_at_once else 1), num_more_blocks))",
         new="max(1, num_at_once * (2 if num_rows <= num_at_once else 1))",
         test=LAUNCHES,
-    ),
-    Mutant(
-        name="schedule: a variant for each place in an upload",
-        file=SCHEDULE,
-        old=', do_not_specialize_on_alignment=["qo_indptr", "kv_lens"]',
-        new="",
-        test=VARIANTS,
     ),
     Mutant(
         name="triton: a graph keeps the cuts of its capture",

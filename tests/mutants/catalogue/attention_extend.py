@@ -10,7 +10,6 @@ TESTS = "tests/unit/kernels/test_attention_extend.py::"
 ORACLE = TESTS + "test_equals_the_oracle_and_follows_no_entry_that_a_row_does_not_own"
 EDGES, RUNS = f"{ORACLE}[edges]", f"{ORACLE}[runs]"
 PARTS = TESTS + "test_keys_are_split_where_rows_are_too_few_and_the_parts_join_to_the_whole"
-VARIANTS = "tests/unit/kernels/test_variants.py::test_views_of_an_upload_or_of_a_batch_may_begin_anywhere"
 FRESH = TESTS + "test_rows_without_a_prefix_read_their_own_new_keys_and_the_others_the_pool"
 
 MUTANTS = [
@@ -199,12 +198,5 @@ MUTANTS = [
         old="        num_waves = -(-num_programs * num_parts // num_sms)\n",
         new="        num_waves = num_programs * num_parts // num_sms\n",
         test=PARTS,
-    ),
-    Mutant(
-        name="extend: a variant of the join for each first row",
-        file=EXTEND,
-        old=', do_not_specialize_on_alignment=["qo_indptr"]\n',
-        new="\n",
-        test=VARIANTS,
     ),
 ]

@@ -14,6 +14,7 @@ import pytest
         ("attention_extend", "_extend", ("qo_indptr", "kv_lens", "page_table", "tree_mask")),
         ("attention_extend", "_join", ("qo_indptr",)),
         ("page_lists", "_list_pages", ("page_table", "kv_lens", "rows", "indptr")),
+        ("page_copy", "_copy_pages", ("indices",)),
         ("step", "_check_rows", ("rows", "num_new", "num_draft", "samples", "max_len")),
         ("step", "_place_tokens", ("token_rows", "offsets", "rows", "num_new")),
         ("step", "_count_accepted", ("sampling_rows", "num_draft")),
