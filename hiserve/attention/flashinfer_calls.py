@@ -22,9 +22,7 @@ from torch import Tensor
 from hiserve.attention.base import AttentionShape
 from hiserve.core.plan import Int32Array
 
-MIN_TENSOR_CORE_GROUP = 4
-"""Query heads of one KV head from which decoding is faster on tensor cores."""
-
+_MIN_TENSOR_CORE_GROUP = 4  # query heads of one KV head from which decoding is faster on tensor cores
 _GRAPH_SCHEDULE_BYTES = 1 << 20  # many times what the rows of a graph need; FlashInfer's own default is 8 MiB
 
 
@@ -119,7 +117,7 @@ class Decode:
                 "paged_kv_indices_buffer": buffers.indices,
                 "paged_kv_last_page_len_buffer": buffers.last_page_len,
             }
-        uses_tensor_cores = shape.num_heads // shape.num_kv_heads >= MIN_TENSOR_CORE_GROUP
+        uses_tensor_cores = shape.num_heads // shape.num_kv_heads >= _MIN_TENSOR_CORE_GROUP
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             partials, "NHD", use_tensor_cores=uses_tensor_cores, backend="fa2", **of_graph
         )

@@ -134,7 +134,8 @@ class Case:
             num_decode=max((row + 1 for row, new in enumerate(news) if new == 1), default=0),
             tree_mask=torch.tensor(bits) if trees else None,
         )
-        moved = {name: value.to(self._device) for name, value in fields(inputs).items() if isinstance(value, Tensor)}
+        values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+        moved = {name: value.to(self._device) for name, value in values.items() if isinstance(value, Tensor)}
         return dataclasses.replace(inputs, **moved)
 
     def run(self, backend: Attention, layer: int = 0) -> Tensor:
@@ -170,8 +171,3 @@ class Case:
                 outs.append(torch.einsum("nh,nhd->hd", shares, values))
                 logs.append(torch.logsumexp(with_sinks, 0))
         return torch.stack(outs), torch.stack(logs)
-
-
-def fields(inputs: ForwardInputs) -> dict[str, object]:
-    """Returns the fields by name, not copied."""
-    return {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}

@@ -18,7 +18,6 @@ PROGRAM = """
 import torch
 from dataclasses import fields
 from hiserve.kernels import step, step_reference
-from tests.helpers.interpreted import run_interpreted
 from tests.helpers.step_cases import copied, random_case
 
 torch.set_num_threads(1)
