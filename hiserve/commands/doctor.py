@@ -12,15 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
 from hiserve import __version__
 from hiserve.cache.pools.host_segment import survey
 from hiserve.commands import doctor_graphs
+from hiserve.commands.doctor_lines import Level, line
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
@@ -32,7 +32,6 @@ TORCH_RANGE = ((2, 11), (2, 14))
 LEAST_MEMORY_BYTES = 2 * GIB
 LEAST_SHARED_BYTES = GIB
 IMPORT_TIMEOUT_S = 120.0
-STYLES = {"ok": "green", "note": "yellow", "fail": "bold red"}
 
 # Imports a package in a process of its own, as the workers will: a broken one must not break this one.
 _IMPORT = """
@@ -60,7 +59,7 @@ class Finding(NamedTuple):
         text: What was found, and the remedy where there is something to remedy.
     """
 
-    level: Literal["ok", "note", "fail"]
+    level: Level
     name: str
     text: str
 
@@ -138,8 +137,7 @@ def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
         _model(config, machine),
     ]
     for finding in findings:
-        line = Text.assemble((f"{finding.level:<5}", STYLES[finding.level]), f"{finding.name:<14}", finding.text)
-        console.print(line)
+        console.print(line(*finding))
     return int(any(finding.level == "fail" for finding in findings))
 
 

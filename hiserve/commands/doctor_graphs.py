@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 import hiserve
 from hiserve.cache.pools.host_segment import survey
+from hiserve.commands.doctor_lines import Level, line, mark
 from hiserve.commands.graph_allowed import ALLOWED
 from hiserve.commands.graph_scan import PATTERNS, Finding, Scan, scan
 from hiserve.config import Config
@@ -109,33 +109,25 @@ def run_on_device(config: Config) -> GraphReport | str:
 def _show(answer: Answer, found: Scan) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for each in found.violations:
-        console.print(_line("fail", f"{each.file}:{each.line}", f"{_describe(each)}: {each.text}"))
+        console.print(line("fail", f"{each.file}:{each.line}", f"{_describe(each)}: {each.text}"))
     for entry in found.idle:
         text = f"{entry.file} {entry.function}: nothing there needs the exception for {entry.pattern}; take it out"
-        console.print(_line("fail", "graph_allowed", text))
+        console.print(line("fail", "graph_allowed", text))
     if not (found.violations or found.idle):
         text = f"the hot path waits for nothing, but in {answer.num_exceptions} places that have a reason"
-        console.print(_line("ok", "code", text))
+        console.print(line("ok", "code", text))
     if answer.report is None:
-        console.print(_line("fail" if answer.is_broken else "note", "steps", f"not run: {answer.not_run}"))
+        console.print(line("fail" if answer.is_broken else "note", "steps", f"not run: {answer.not_run}"))
         return
     table = Table(title=f"steps on {answer.report.device}, {answer.report.num_nodes} graph nodes", title_justify="left")
     for name in ("", "step", "ran", "allocations", "difference", "problems"):
         table.add_column(name)
     for check in answer.report.checks:
-        level = "fail" if check.problems else "ok"
+        level: Level = "fail" if check.problems else "ok"
         numbers = (f"{check.allocations:g}", f"{check.difference:.4f}")
-        table.add_row(_level(level), check.kind, check.ran, *numbers, "; ".join(check.problems))
+        table.add_row(mark(level), check.kind, check.ran, *numbers, "; ".join(check.problems))
     console.print(table)
 
 
 def _describe(finding: Finding) -> str:
     return f"{finding.function}: {finding.pattern} {PATTERNS[finding.pattern]}"
-
-
-def _level(level: str) -> Text:
-    return Text(f"{level:<5}", {"ok": "green", "note": "yellow", "fail": "bold red"}[level])
-
-
-def _line(level: str, name: str, text: str) -> Text:
-    return Text.assemble(_level(level), f"{name:<14} ", text)

@@ -7,7 +7,6 @@ from hiserve.commands.graph_scan import Allowed
 _ON_CPU = "the CPU's own; never on CUDA"
 _DEBUGGING = "with --kv-canary alone, whose steps are never captured"
 _AT_START = "while graphs are captured, before the first request"
-
 _COPIED = "until an earlier step's schedule was copied, which lies before the forward that runs now"
 
 ALLOWED = (

@@ -83,10 +83,10 @@ def _requests(history: History) -> RenderableType:
 
 def _graphs(frame: Frame) -> list[Text]:
     """Says how steps were run, and why so; nothing where no worker replays any."""
-    found = {word: frame.verdicts(verdict) for verdict, word in VERDICTS.items()}
-    num_steps = sum(counts.total() for counts in found.values())
     if not frame.verdicts("replay"):
         return []
+    found = {word: frame.verdicts(verdict) for verdict, word in VERDICTS.items()}
+    num_steps = sum(counts.total() for counts in found.values())
     words = [
         f"{counts.total() / num_steps:.1%} {word} ({', '.join(f'{why} {count:,}' for why, count in counts.most_common())})"
         for word, counts in found.items()

@@ -13,7 +13,7 @@ class Mutant:
 
     Attributes:
         name: What is broken, in a few words; unique.
-        file: Path relative to the repository, inside ``hiserve/``.
+        file: Path relative to the repository, inside ``hiserve/`` or ``benchmarks/``.
         old: Text to replace; occurs exactly once in the file.
         new: Its replacement.
         test: Node ids (or files) for pytest, separated by spaces.
