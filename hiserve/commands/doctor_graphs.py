@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import hiserve
 from hiserve.cache.pools.host_segment import survey
@@ -125,7 +126,8 @@ def _show(answer: Answer, found: Scan) -> None:
     for check in answer.report.checks:
         level: Level = "fail" if check.problems else "ok"
         numbers = (f"{check.allocations:g}", f"{check.difference:.4f}")
-        table.add_row(mark(level), check.kind, check.ran, *numbers, "; ".join(check.problems))
+        problems = Text("; ".join(check.problems))  # lines of code: brackets are no markup
+        table.add_row(mark(level), check.kind, check.ran, *numbers, problems)
     console.print(table)
 
 

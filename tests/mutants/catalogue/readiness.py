@@ -80,6 +80,13 @@ MUTANTS = [
         test=OF_DOCTOR,
     ),
     Mutant(
+        name="brackets in a problem are markup",
+        file=DOCTOR,
+        old='Text("; ".join(check.problems))',
+        new='"; ".join(check.problems)',
+        test="tests/unit/commands/test_doctor_graphs.py::test_a_problem_is_shown_to_the_letter",
+    ),
+    Mutant(
         name="not a number is no difference",
         file=READINESS,
         old="if not difference <= MAX_DIFFERENCE:",

@@ -73,6 +73,12 @@ def test_it_is_ready_when_neither_the_code_nor_a_step_is_wrong(
     assert msgspec.json.decode(msgspec.json.encode(answer), type=Answer) == answer
 
 
+def test_a_problem_is_shown_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    late = msgspec.structs.replace(LATE, problems=["graph.py:3, x[rows].item() waits"])
+    doctor_graphs._show(judge(CLEAN, ON_CUDA, lambda config: report(late)), CLEAN)
+    assert "x[rows].item()" in capsys.readouterr().out
+
+
 def test_on_the_cpu_nothing_is_run() -> None:
     def run_steps(config: object) -> GraphReport:
         raise AssertionError("there is no GPU")
