@@ -79,7 +79,8 @@ class Loading:
         rows = self._rows.active
         rows = rows[np.isin(rows, list(self._waiting))]
         last = np.array([max(self._rows.receipt(row).ops) for row in rows.tolist()], dtype=np.int64)
-        return rows[last == last.min(initial=np.iinfo(np.int64).max)]
+        is_next: NDArray[np.bool_] = last == last.min(initial=np.iinfo(np.int64).max)
+        return rows[is_next]
 
     def start(self, rows: NDArray[np.int64]) -> tuple[int, ...]:
         """Lets rows run before their loads have ended; returns the ops that their forward must wait for."""

@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         name="the first load waits for the last",
         file=LOADING,
-        old="return rows[last == last.min(initial=np.iinfo(np.int64).max)]",
+        old="return rows[is_next]",
         new="return rows",
         test=OF_TIERS + "test_rows_start_in_the_order_of_their_loads_not_with_the_last_of_them",
     ),
