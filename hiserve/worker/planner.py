@@ -189,16 +189,17 @@ class Planner:
     def plan(self) -> BatchPlan | None:
         """Returns the next step, or None when no row can do anything now."""
         rows, share = self._plan_running()
-        budget, num_to_score = self._budget - int(share.num_new.sum()), MAX_SCORED_TOKENS - int(share.num_scored.sum())
         admit: list[RowAdmit] = []
         if len(self._waiting):
-            admit, starting, chunks = self._admitter.plan(budget, num_to_score)
+            num_to_score = MAX_SCORED_TOKENS - int(share.num_scored.sum())
+            admit, starting, chunks = self._admitter.plan(self._budget - int(share.num_new.sum()), num_to_score)
             rows, share = np.concatenate((rows, starting)), share.join(chunks)
         rows, share = decode_first(rows, share)
         waits: tuple[int, ...] = ()
         if not rows.size and self._overlaps_loads:
             rows, share, waits = self._plan_loading()
-        copies = self._loading.take(int(share.num_new.sum()))
+        num_tokens = int(share.num_new.sum())
+        copies = self._loading.take(num_tokens)
         lookups, exchanged = self._prefetches.take()
         if not (rows.size or copies or lookups or exchanged):
             return None
@@ -226,7 +227,7 @@ class Planner:
         )
         self._released = []
         self._cache.begin_after(self._step_id)
-        self._costs.begin_step(rows.size, plan.num_tokens)
+        self._costs.begin_step(rows.size, num_tokens)
         self._in_flight.append(_InFlight(plan, rows, columns.admission[rows]))
         return plan
 
@@ -253,11 +254,8 @@ class Planner:
         )
 
     def _plan_loading(self) -> tuple[Int64Array, Share, tuple[int, ...]]:
-        """Lets the next rows start whose loads are under way, nobody else having anything to do: their forward waits.
-
-        Rows whose loads come later would keep them waiting; the link is as busy while these are computed.
-        """
-        rows = self._loading.next_rows()
+        """Nobody else having anything to do, lets the rows start whose loads arrive first: their forward waits for them."""
+        rows = self._loading.next_rows()  # later ones would keep them waiting; the link is as busy meanwhile
         share = self._share(rows, max_draft=0)
         if not self._tables.grow(rows, share.num_new):  # stores, or drafts in flight, still hold what was promised
             rows, share = rows[:0], share.pick(rows[:0])
