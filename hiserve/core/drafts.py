@@ -1,0 +1,56 @@
+"""What a proposer of drafts takes after a step, and what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hiserve.core.plan import Int32Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftStep:
+    """A step of B rows and T tokens whose outcome the rows hold already; S of the rows sampled.
+
+    Row b stored ``first[b]`` tokens before it, and computed ``q_lens[b]`` more, its former drafts included.
+
+    Attributes:
+        rows: int64 ``[B]``, on the device.
+        first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
+        legal: bool ``[B]``. Rows that passed the check; what is made for the others goes to the sink.
+        sampling: int64 ``[S]``. Which of the B rows sampled: the last token that they know is new.
+        q_lens: int32 ``[B]``, on the host. Tokens that each row computed.
+        kv_bounds: int32 ``[B]``, on the host. Upper bounds of the tokens that each row stores, these included.
+        num_draft: Drafts to propose for each sampling row; 0 keeps what the proposer remembers up to date.
+        is_greedy: No row draws at random.
+        features: ``[T, n]``, what the model showed of each token; None if the proposer asked for nothing.
+    """
+
+    rows: Tensor
+    first: Tensor
+    legal: Tensor
+    sampling: Tensor
+    q_lens: Int32Array
+    kv_bounds: Int32Array
+    num_draft: int
+    is_greedy: bool
+    features: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of rows, cheaper than the model computes them.
+
+    Attributes:
+        taps: Layers of the model, counted from 0, whose output it takes of every token, side by side; the number of
+            layers stands for what the output head takes.
+    """
+
+    taps: tuple[int, ...]
+
+    def propose(self, step: DraftStep) -> None:
+        """Writes ``num_draft`` tokens behind what each sampling row knows, and waits for nothing.
+
+        What it writes changes no output, only how many of its tokens are accepted.
+        """
