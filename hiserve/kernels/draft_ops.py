@@ -1,0 +1,173 @@
+"""The device half of drafting around a head: what each device's kernels do, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels.step_ops import RowState
+
+_MODULES = {"cpu": "hiserve.kernels.draft_reference", "cuda": "hiserve.kernels.draft"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftMetadata:
+    """What a forward of a head takes of B rows and T tokens; more in ``ForwardInputs``.
+
+    Attributes:
+        kv_lens: int64 ``[B]``. Tokens a row attends over, these included.
+        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
+        input_ids: int32 ``[T]``.
+        places: int64 ``[T]``. Each token's index in its row; at the row's end it may exceed the last.
+        slots: int64 ``[T]``.
+    """
+
+    kv_lens: Tensor
+    page_table: Tensor
+    input_ids: Tensor
+    places: Tensor
+    slots: Tensor
+
+
+class DraftOps(Protocol):
+    """Work of fixed shape that waits for nothing, and so can be recorded in a graph.
+
+    Features are vectors of F elements that the model showed of a token. A head computes the draft slot of a token from
+    the features of the token before it. Those of the last computed token of each row are kept for the next step, and
+    those of the last token of each page with the page. B rows that computed T tokens in a step have ``T + B`` draft
+    tokens: row b those of the step and the one behind them.
+    """
+
+    def draft_inputs(
+        self,
+        rows: Tensor,
+        first: Tensor,
+        num: Tensor,
+        legal: Tensor,
+        token_rows: Tensor,
+        offsets: Tensor,
+        state: RowState,
+        *,
+        page_size: int,
+        width: int,
+        out: DraftMetadata | None = None,
+    ) -> DraftMetadata:
+        """Gathers tokens, places, slots and page tables of rows, from given places on.
+
+        An illegal row starts at 0, and has the sink for every page. The sink also stands for each page that is no
+        longer the row's own. Tokens past the row's last place, or past the last page of its table, go to the sink;
+        what they are means nothing.
+
+        Args:
+            rows: int64 ``[B]``. Row numbers; row 0 may stand there several times.
+            first: int64 ``[B]``. Place of each row's first token; of an illegal row anything.
+            num: int64 ``[B]``. Tokens of each, from 1 to ``W * page_size``.
+            legal: bool ``[B]``.
+            token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
+            offsets: int64 ``[T]``. The token's index among those of its row.
+            state: The rows. Unchanged.
+            page_size: Tokens per page.
+            width: W, entries of a row's page table; at most the row's own.
+            out: Where to write, W its own; None for new tensors. Entries of its page table past a row's last page
+                keep what they hold; in a new one they are the sink.
+
+        Returns:
+            ``kv_lens`` are ``first + num``, at most ``W * page_size``.
+        """
+
+    def draft_features(
+        self,
+        features: Tensor,
+        last: Tensor,
+        boundary_pages: Tensor,
+        rows: Tensor,
+        first: Tensor,
+        token_rows: Tensor,
+        offsets: Tensor,
+        legal: Tensor,
+        qo_indptr: Tensor,
+        page_table: Tensor,
+        page_size: int,
+    ) -> Tensor:
+        """Gathers for each draft token of a step the features of the token before it.
+
+        Those of tokens that the step computed are in ``features``. Before a row's first one there is nothing at
+        place 0, the page's boundary where a page begins, and else what the row kept.
+
+        Args:
+            features: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
+            last: ``[R, F]``, by row number.
+            boundary_pages: ``[num_pages, F]``.
+            rows: int64 ``[B]``. Row numbers.
+            first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
+            token_rows: int64 ``[T + B]``. Which of the B rows a draft token belongs to.
+            offsets: int64 ``[T + B]``. Its index among those of its row.
+            legal: bool ``[B]``. The others have nothing before their first token.
+            qo_indptr: int32 ``[B + 1]``. Row b computed the tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+            page_table: int32 ``[B, W]``, of ``draft_inputs``.
+            page_size: Tokens per page.
+
+        Returns:
+            ``[T + B, F]``.
+        """
+
+    def keep_features(
+        self,
+        features: Tensor,
+        last: Tensor,
+        boundary_pages: Tensor,
+        rows: Tensor,
+        first: Tensor,
+        token_rows: Tensor,
+        offsets: Tensor,
+        legal: Tensor,
+        qo_indptr: Tensor,
+        page_table: Tensor,
+        page_size: int,
+        state: RowState,
+    ) -> None:
+        """Keeps what later steps take of a step's features: of the last token that counts as computed, and of pages' ends.
+
+        Row 0 and the sink keep nothing of use.
+
+        Args:
+            features: As ``draft_features`` takes it, and so the others; after it, if both stand in a step.
+            last: Changed.
+            boundary_pages: Changed.
+            rows: Row numbers.
+            first: Tokens stored before the step.
+            token_rows: Of draft tokens.
+            offsets: Of draft tokens.
+            legal: The other rows keep nothing.
+            qo_indptr: Of the step.
+            page_table: Of ``draft_inputs``.
+            page_size: Tokens per page.
+            state: The rows after the step: drafts that were refused do not count as computed.
+        """
+
+    def draft_ngrams(
+        self, rows: Tensor, state: RowState, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+    ) -> None:
+        """Writes behind each row what followed the last tokens that it knows where they stood before.
+
+        Of the earlier occurrences of a row's last tokens, at most ``max_ngram`` of them, it takes one of the longest,
+        and of these the latest; what followed is repeated if it is shorter than the drafts. Where fewer than
+        ``min_ngram`` tokens agree anywhere, the last token is repeated. Drafts without a place are not written.
+
+        Args:
+            rows: int64 ``[S]``. Row numbers, each at most once but for row 0. A row that knows nothing gets nothing.
+            state: The rows; tokens from ``known_len`` on are changed, and those of row 0, which mean nothing.
+            num_draft: Drafts for each row, at least 1.
+            min_ngram: Fewest tokens that agree, at least 1.
+            max_ngram: Most tokens that are compared.
+            max_known: Upper bound of ``known_len`` of these rows; in a captured graph that of any replay.
+        """
+
+
+def draft_ops_for(device: torch.device) -> DraftOps:
+    """Returns the kernels for a device: plain torch on the CPU, Triton elsewhere."""
+    return cast("DraftOps", import_module(_MODULES[device.type]))

@@ -1,0 +1,158 @@
+"""The draft kernels in plain torch: vectorised, of fixed shape, without a host sync. See ``DraftOps`` for what each does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels.draft_ops import DraftMetadata
+from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.step_ops import RowState
+
+
+def draft_inputs(
+    rows: Tensor,
+    first: Tensor,
+    num: Tensor,
+    legal: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    state: RowState,
+    *,
+    page_size: int,
+    width: int,
+    out: DraftMetadata | None = None,
+) -> DraftMetadata:
+    """Gathers tokens, places, slots and page tables of rows, from given places on."""
+    if out is not None:
+        width = out.page_table.shape[1]
+    row_len, num_places = state.tokens.shape[1], width * page_size
+    table = _own_pages(rows, legal, state, width)
+    first = first * legal
+    kv_lens = (first + num).clamp_(max=num_places)
+    places = first.index_select(0, token_rows) + offsets
+    pages = table[token_rows, (places // page_size).clamp_(max=width - 1)].long()
+    pages.masked_fill_(places >= min(row_len, num_places), SINK_PAGE)
+    flat = rows.index_select(0, token_rows) * row_len + places.clamp(max=row_len - 1)
+    is_used = torch.arange(width, device=table.device) * page_size < kv_lens[:, None]
+    made = DraftMetadata(
+        kv_lens=kv_lens,
+        page_table=torch.where(is_used, table, SINK_PAGE if out is None else out.page_table),
+        input_ids=state.tokens.view(-1).index_select(0, flat),
+        places=places,
+        slots=pages * page_size + places % page_size,
+    )
+    return made if out is None else _put(made, out)
+
+
+def _own_pages(rows: Tensor, legal: Tensor, state: RowState, width: int) -> Tensor:
+    """Each row's pages, int32 ``[B, width]``; the sink instead of those that are not, or no longer, its own."""
+    table = state.page_table.index_select(0, rows).narrow(1, 0, width)
+    owners = state.entry_owner.index_select(0, rows).narrow(1, 0, width)
+    num_pages = state.page_owner.shape[0]
+    is_own = (table >= 0) & (table < num_pages) & legal[:, None]
+    is_own &= state.page_owner[table.clamp(0, num_pages - 1).long()] == owners
+    return torch.where(is_own, table, SINK_PAGE)
+
+
+def _put(made: DraftMetadata, out: DraftMetadata) -> DraftMetadata:
+    out.kv_lens.copy_(made.kv_lens)
+    out.page_table.copy_(made.page_table)
+    out.input_ids.copy_(made.input_ids)
+    out.places.copy_(made.places)
+    out.slots.copy_(made.slots)
+    return out
+
+
+def draft_features(
+    features: Tensor,
+    last: Tensor,
+    boundary_pages: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    legal: Tensor,
+    qo_indptr: Tensor,
+    page_table: Tensor,
+    page_size: int,
+) -> Tensor:
+    """Gathers for each draft token of a step the features of the token before it."""
+    first = first * legal
+    pages = _pages_of(first - 1, torch.arange(rows.shape[0], device=rows.device), page_table, page_size)
+    starts_page = first % page_size == 0
+    before = torch.where(starts_page[:, None], boundary_pages.index_select(0, pages), last.index_select(0, rows))
+    before.masked_fill_((first == 0)[:, None], 0)
+    computed = features.index_select(0, _step_tokens(token_rows, offsets, qo_indptr).clamp_(min=0))
+    return torch.where((offsets == 0)[:, None], before.index_select(0, token_rows), computed)
+
+
+def keep_features(
+    features: Tensor,
+    last: Tensor,
+    boundary_pages: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    legal: Tensor,
+    qo_indptr: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    state: RowState,
+) -> None:
+    """Keeps what later steps take of a step's features; row 0 and the sink take zeros for the rest."""
+    computed_len = state.computed_len.index_select(0, rows) * legal
+    index = (qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, features.shape[0] - 1)
+    _write(last, rows, features.index_select(0, index), legal)
+    ends = first.index_select(0, token_rows) + offsets  # behind each token of the step
+    is_end = (ends % page_size == 0) & (offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
+    pages = _pages_of(ends - 1, token_rows, page_table, page_size)
+    index = _step_tokens(token_rows, offsets, qo_indptr).clamp_(min=0)
+    _write(boundary_pages, pages, features.index_select(0, index), is_end & (pages != SINK_PAGE))
+
+
+def _step_tokens(token_rows: Tensor, offsets: Tensor, qo_indptr: Tensor) -> Tensor:
+    """The step's token before each draft token, int64 ``[T + B]``; that of an earlier row, or -1, before a row's first."""
+    return qo_indptr.index_select(0, token_rows) + offsets - 1
+
+
+def _pages_of(places: Tensor, table_rows: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+    """The pages that places stand on, int64 ``[n]``; for a place outside the table one of its first or last."""
+    return page_table[table_rows, (places // page_size).clamp_(0, page_table.shape[1] - 1)].long()
+
+
+def _write(kept: Tensor, index: Tensor, values: Tensor, is_kept: Tensor) -> None:
+    """Writes the values that are kept; the first entry takes zeros for the others."""
+    kept.index_copy_(0, torch.where(is_kept, index, 0), torch.where(is_kept[:, None], values, 0))
+
+
+def draft_ngrams(
+    rows: Tensor, state: RowState, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+) -> None:
+    """Writes behind each row what followed the last tokens that it knows where they stood before."""
+    row_len = state.tokens.shape[1]
+    known_len = state.known_len.index_select(0, rows)
+    tokens = state.tokens.narrow(1, 0, min(max_known, row_len)).index_select(0, rows)
+    distance = _distance(tokens, known_len[:, None], min_ngram, max_ngram)
+    index = torch.arange(num_draft, device=rows.device)
+    places = known_len[:, None] + index
+    sources = (known_len[:, None] - distance + index % distance).clamp_(min=0)
+    is_placed = (known_len > 0)[:, None] & (places < row_len)
+    flat = torch.where(is_placed, rows[:, None] * row_len + places, 0)
+    drafts = torch.where(is_placed, tokens.gather(1, sources), 0)
+    state.tokens.view(-1).index_copy_(0, flat.view(-1), drafts.view(-1))
+
+
+def _distance(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int) -> Tensor:
+    """How far behind each row's last token the occurrence ends that it goes on like, int64 ``[S, 1]``; 1 without one."""
+    ends = torch.arange(tokens.shape[1], device=tokens.device)
+    agrees = ends < known_len - 1
+    num_equal = torch.zeros_like(agrees, dtype=torch.int64)
+    for back in range(max_ngram):
+        wanted = tokens.gather(1, (known_len - 1 - back).clamp_(min=0))
+        agrees = agrees & (ends >= back) & (tokens.roll(back, 1) == wanted)
+        num_equal += agrees
+    # The longest wins, and of these the last.
+    score = torch.where(num_equal >= min_ngram, num_equal * tokens.shape[1] + ends, -1).amax(1, keepdim=True)
+    return torch.where(score < 0, 1, known_len - 1 - score % tokens.shape[1])
