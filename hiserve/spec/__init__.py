@@ -1,0 +1,1 @@
+"""Proposers of drafts, and how many of them a step verifies."""

@@ -1,0 +1,47 @@
+"""The proposer without a model: what followed the last tokens where they stood before in the row.
+
+The idea is prompt lookup decoding (Saxena 2023): replies repeat what their prompts say.
+"""
+
+from __future__ import annotations
+
+from hiserve.core.drafts import DraftStep
+from hiserve.kernels.draft_ops import DraftOps
+from hiserve.kernels.step_ops import RowState
+
+_MIN_NGRAM, _MAX_NGRAM = 1, 3
+
+
+class NgramProposer:
+    """Looks up each row's last tokens among those that it knows, on the device.
+
+    Args:
+        state: The rows.
+        ops: Of their device.
+        min_ngram: Fewest last tokens that must agree, at least 1.
+        max_ngram: Most last tokens that are compared.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self, state: RowState, ops: DraftOps, min_ngram: int = _MIN_NGRAM, max_ngram: int = _MAX_NGRAM
+    ) -> None:
+        assert 1 <= min_ngram <= max_ngram, f"from {min_ngram} to {max_ngram} tokens"
+        self._state = state
+        self._ops = ops
+        self._min_ngram = min_ngram
+        self._max_ngram = max_ngram
+
+    def propose(self, step: DraftStep) -> None:
+        """Writes ``num_draft`` tokens behind what each sampling row knows."""
+        if not step.num_draft or not step.sampling.shape[0]:
+            return
+        self._ops.draft_ngrams(
+            step.rows.index_select(0, step.sampling),
+            self._state,
+            num_draft=step.num_draft,
+            min_ngram=self._min_ngram,
+            max_ngram=self._max_ngram,
+            max_known=int(step.kv_bounds.max()) + 1,  # the token drawn last is not stored
+        )
