@@ -89,6 +89,7 @@ class BatchPlan:
             whose log-probability is wanted.
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
+        num_propose: Drafts to propose, once the step is done, for each row that samples.
         host_release: int32 ``[H]``. Host pages given back, before the copies.
         copies: Copies between tiers to start. The step reads nothing that they write but what it waits for.
         waits: Loads, of this plan or before, whose bytes the step's forward reads: it waits for them on the device.
@@ -103,6 +104,7 @@ class BatchPlan:
     samples: BoolArray
     num_scored: Int32Array
     max_len: Int32Array
+    num_propose: int = 0
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = field(default_factory=TableWrites)

@@ -121,7 +121,7 @@ class Admitter:
         if request.forerunner is not None or (num_host and not self._loading.has_room):
             return None
         with cache.lock(match, num_host, request.priority) as receipt:
-            need = -(-(request.tokens.size + 1) // cache.page_size) - receipt.pages.size
+            need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - receipt.pages.size
             if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
                 return None
             if receipt.host_pages.size:

@@ -47,7 +47,8 @@ def share_budget(
     computed: Int32Array,
     limit: Int32Array,
     to_score: Int32Array,
-    max_draft: int,
+    drafted: Int32Array | None,
+    max_len: int,
     budget: int,
 ) -> Share:
     """Splits the token budget over running rows.
@@ -63,7 +64,9 @@ def share_budget(
         limit: int32 ``[B]``. Longest the row may get; a row that may have reached it in flight waits.
         to_score: int32 ``[B]``. The first that many tokens to compute are scored: of all rows, a step scores
             ``MAX_SCORED_TOKENS``.
-        max_draft: Drafts to verify per row and step.
+        drafted: int32 ``[B]``. Drafts that stand behind what is known of each row, to be verified; None for none at all.
+            Those that would take a row beyond its limit too: rows of one width are one graph, and what is too much is cut.
+        max_len: Longest that any row may get.
         budget: Tokens of the whole step.
 
     Returns:
@@ -73,7 +76,9 @@ def share_budget(
     left = limit - ahead
     behind = np.where(left > 0, ahead - computed, 0)
     # A row drafts once it has caught up: until then it has no last token to draft from.
-    draft = np.where(behind == 1, np.minimum(max_draft, left - 1), 0) if max_draft else np.zeros_like(behind)
+    draft = np.zeros_like(behind)
+    if drafted is not None:
+        draft = np.where(behind == 1, np.minimum(drafted, max_len - 1 - ahead), 0)
     need = behind + draft
     scored = np.minimum(to_score, behind)
     scores_fit = scored.sum() <= MAX_SCORED_TOKENS

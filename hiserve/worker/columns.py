@@ -18,8 +18,14 @@ class Columns:
 
     The lengths of a row, in tokens::
 
-        0 ─ published ─ settled ─ computed ≤ known + pending ≤ limit
+        0 ─ published ─ settled ─ computed ≤ known + pending ≤ limit, drafts aside
             (pages)     (done)    (planned)
+
+    Args:
+        max_rows: Rows, the padding row not counted.
+        max_len: Longest that a row may get, in tokens.
+        page_size: Tokens per page.
+        num_ahead: Drafts that a step may write behind the last token of a row.
 
     Attributes:
         tokens: int32 ``[R, max_len]``. Known tokens.
@@ -28,6 +34,7 @@ class Columns:
         computed: int32 ``[R]``. Tokens computed once the steps in flight end, at most.
         settled: int32 ``[R]``. Tokens computed by steps whose result is in.
         limit: int32 ``[R]``. Longest the row may get.
+        drafted: int32 ``[R]``. Drafts that stand behind what is known, once the steps in flight end.
         page_table: int32 ``[R, max_pages]``.
         num_pages: int32 ``[R]``. Valid entries of ``page_table``.
         num_published: int32 ``[R]``. Leading pages that the index owns.
@@ -41,15 +48,18 @@ class Columns:
         active: int64 ``[n]``. Rows in use, longest tenancy first.
     """
 
-    def __init__(self, max_rows: int, max_len: int, page_size: int) -> None:
+    def __init__(self, max_rows: int, max_len: int, page_size: int, num_ahead: int = 0) -> None:
         count = max_rows + 1
         self._page_size = page_size
+        self._num_ahead = num_ahead
+        self._max_len = max_len
         self.tokens = np.zeros((count, max_len), dtype=np.int32)
         self.known = np.zeros(count, dtype=np.int32)
         self.pending = np.zeros(count, dtype=np.int32)
         self.computed = np.zeros(count, dtype=np.int32)
         self.settled = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
+        self.drafted = np.zeros(count, dtype=np.int32)
         self.page_table = np.zeros((count, -(-max_len // page_size)), dtype=np.int32)
         self.num_pages = np.zeros(count, dtype=np.int32)
         self.num_published = np.zeros(count, dtype=np.int32)
@@ -89,6 +99,7 @@ class Columns:
         self.pending[row] = 0
         self.computed[row] = self.settled[row] = prefix.size * self._page_size
         self.limit[row] = limit
+        self.drafted[row] = 0
         self.page_table[row, : prefix.size] = prefix
         self.num_pages[row] = self.num_published[row] = prefix.size
         self.admission[row] = self._admissions
@@ -147,8 +158,17 @@ class Columns:
         assert receipt is not None, f"row {row} holds no receipt"
         return receipt
 
+    def num_pages_for(self, num_known: NDArray[np.integer]) -> NDArray[np.integer]:
+        """Returns the pages that rows take until they have one token more than these, and its drafts."""
+        return -(-np.minimum(num_known + max(1, self._num_ahead), self._max_len) // self._page_size)
+
+    def end(self, rows: NDArray[np.int64], num_new: Int32Array) -> Int32Array:
+        """Returns where rows (int64 ``[n]``) end whose next step computes so many tokens, and proposes drafts."""
+        end = self.computed[rows] + num_new
+        return np.minimum(end + self._num_ahead * (num_new > 0), self._max_len) if self._num_ahead else end
+
     def num_promised_pages(self) -> int:
         """Returns the pages that rows still need for what is known of them, and one more token."""
         rows = self.active
-        whole = -(-(self.known[rows] + 1) // self._page_size)
+        whole = self.num_pages_for(self.known[rows])
         return int(np.maximum(whole - self.num_pages[rows], 0).sum())

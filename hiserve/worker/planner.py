@@ -58,7 +58,7 @@ class Planner:
         max_len: Longest prompt plus output, in tokens.
         max_batched_tokens: Budget of a step, in tokens.
         eos_token_ids: Tokens that end a reply.
-        max_draft: Drafts verified per row and step; 0 is plain decoding.
+        num_draft: Drafts proposed for a row whenever it samples, to be verified when it does so next; 0 is plain decoding.
         overlaps_loads: A row whose load is unfinished may start when nobody else runs: its forward waits for the
             load on the device.
         costs: Says whether a load is worth it; measures it unless given.
@@ -74,14 +74,14 @@ class Planner:
         max_len: int,
         max_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
-        max_draft: int = 0,
+        num_draft: int = 0,
         overlaps_loads: bool = False,
         costs: Costs | None = None,
         store_prefetch: StorePrefetch | None = None,
         store_timeout_s: float = 0.0,
     ) -> None:
         self._cache = cache
-        self._rows = Columns(max_rows, max_len, cache.page_size)
+        self._rows = Columns(max_rows, max_len, cache.page_size, num_ahead=num_draft)
         self._tables = PageTables(cache, self._rows)
         self._costs = costs or Costs(max_batched_tokens)
         self._counts = CacheCounts(cache)
@@ -104,7 +104,7 @@ class Planner:
             counts=self._counts,
             max_len=max_len,
         )
-        self._max_draft = max_draft
+        self._num_draft = num_draft
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._released: list[int] = []
@@ -208,6 +208,7 @@ class Planner:
         computed = columns.computed[rows] + share.num_new
         columns.computed[rows] = computed
         columns.pending[rows] += share.samples + share.num_draft
+        columns.drafted[rows[share.samples]] = self._num_draft
         plan = BatchPlan(
             step_id=self._step_id,
             rows=rows.astype(np.int32),
@@ -216,6 +217,7 @@ class Planner:
             samples=share.samples,
             num_scored=share.num_scored,
             max_len=computed,
+            num_propose=self._num_draft,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             copies=copies + exchanged,
@@ -235,12 +237,12 @@ class Planner:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
         while True:
             rows = self._loading.runnable(self._rows.active)
-            share = self._share(rows, self._max_draft)
+            share = self._share(rows)
             if self._tables.grow(rows, share.num_new):
                 return rows, share
             self._preempt(int(rows[-1]))
 
-    def _share(self, rows: Int64Array, max_draft: int) -> Share:
+    def _share(self, rows: Int64Array) -> Share:
         """Returns what each of these rows, int64 ``[B]``, does in a step that they have for themselves."""
         columns = self._rows
         return share_budget(
@@ -249,14 +251,15 @@ class Planner:
             computed=columns.computed[rows],
             limit=columns.limit[rows],
             to_score=columns.to_score(rows),
-            max_draft=max_draft,
+            drafted=columns.drafted[rows] if self._num_draft else None,
+            max_len=self._max_len,
             budget=self._budget,
         )
 
     def _plan_loading(self) -> tuple[Int64Array, Share, tuple[int, ...]]:
         """Nobody else having anything to do, lets the rows start whose loads arrive first: their forward waits for them."""
         rows = self._loading.next_rows()  # later ones would keep them waiting; the link is as busy meanwhile
-        share = self._share(rows, max_draft=0)
+        share = self._share(rows)
         if not self._tables.grow(rows, share.num_new):  # stores, or drafts in flight, still hold what was promised
             rows, share = rows[:0], share.pick(rows[:0])
         rows, share = decode_first(rows, share)
@@ -326,8 +329,7 @@ class Planner:
             columns.settled[rows] -= rejected
         known = columns.known[rows]
         room = columns.limit[rows] - known
-        assert (counts <= room).all(), f"rows {rows} emitted {counts} tokens with room for {room}"
-        counts, stops = self._stops.cut(rows, counts, tokens)
+        counts, stops = self._stops.cut(rows, np.minimum(counts, room), tokens)
         width = np.arange(tokens.shape[1])
         is_new = width < counts[:, None]
         places = (rows * self._max_len + known)[:, None] + width

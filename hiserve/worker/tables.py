@@ -26,9 +26,9 @@ class PageTables:
         self._journal = TableJournal()
 
     def grow(self, rows: NDArray[np.int64], num_new: Int32Array) -> bool:
-        """Gives each row the pages its new tokens need; False, and nothing, when there are too few."""
+        """Gives each row the pages its new tokens and their drafts need; False, and nothing, when there are too few."""
         columns, page_size = self._rows, self._cache.page_size
-        held, end = columns.num_pages[rows], columns.computed[rows] + num_new
+        held, end = columns.num_pages[rows], columns.end(rows, num_new)
         growing = (end > held * page_size).nonzero()[0]
         if not growing.size:
             return True

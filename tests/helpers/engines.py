@@ -20,7 +20,7 @@ def echo_engine(
     max_len: int = 96,
     budget: int = 16,
     depth: int = 0,
-    max_draft: int = 0,
+    num_draft: int = 0,
     eos: tuple[int, ...] = (0, 1, 2),
     step_s: float = 0.0,
     seed: int = 0,
@@ -47,7 +47,7 @@ def echo_engine(
         max_len=max_len,
         max_batched_tokens=budget,
         eos_token_ids=eos,
-        max_draft=max_draft,
+        num_draft=num_draft,
         overlaps_loads=overlaps_loads,
         costs=costs,
     )

@@ -60,7 +60,7 @@ class Run:
         seed: int,
         *,
         depth: int,
-        max_draft: int,
+        num_draft: int,
         num_pages: int,
         page_size: int,
         faults: bool,
@@ -75,7 +75,7 @@ class Run:
             page_size=page_size,
             max_len=self.max_len,
             depth=depth,
-            max_draft=max_draft,
+            num_draft=num_draft,
             budget=int(self.rng.choice([3, 7, 16, 64])),
             seed=seed,
             **tiers,
@@ -168,22 +168,22 @@ class Run:
                 assert self.cached.get(uid, 0) == 0, f"request {uid} skipped scores of its prompt"
 
 
-@pytest.mark.parametrize("max_draft", [0, 1, 3])
+@pytest.mark.parametrize("num_draft", [0, 1, 3])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_random_workloads_match_the_oracle(depth: int, max_draft: int) -> None:
+def test_random_workloads_match_the_oracle(depth: int, num_draft: int) -> None:
     preempted = cached = accepted = 0
     for seed in range(12):
         print("seed", seed)
         page_size = [1, 4, 16][seed % 3]
         num_pages = 1 + 80 // page_size + int(seed % 4) * (8 // page_size + 1)
-        run = Run(seed, depth=depth, max_draft=max_draft, num_pages=num_pages, page_size=page_size, faults=False).go()
+        run = Run(seed, depth=depth, num_draft=num_draft, num_pages=num_pages, page_size=page_size, faults=False).go()
         preempted += run.engine.stats().preemptions
         cached += run.engine.stats().cached_tokens
         accepted += run.executor.num_accepted
         assert not run.failed
     assert preempted >= 1
     assert cached > 0
-    assert (accepted > 0) == (max_draft > 0)
+    assert (accepted > 0) == (num_draft > 0)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -191,15 +191,15 @@ def test_a_stale_row_is_recomputed_once_and_then_fails_alone(depth: int) -> None
     stale = failed = 0
     for seed in range(100, 112):
         print("seed", seed)
-        run = Run(seed, depth=depth, max_draft=1, num_pages=60, page_size=4, faults=True).go()
+        run = Run(seed, depth=depth, num_draft=1, num_pages=60, page_size=4, faults=True).go()
         stale += run.engine.stats().stale_rows
         failed += len(run.failed)
     assert stale > failed > 0
 
 
-@pytest.mark.parametrize("max_draft", [0, 2])
+@pytest.mark.parametrize("num_draft", [0, 2])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_every_request_gets_each_of_its_scores_once_and_in_order(depth: int, max_draft: int) -> None:
+def test_every_request_gets_each_of_its_scores_once_and_in_order(depth: int, num_draft: int) -> None:
     """Prompts in chunks, prefixes that others cached, preemptions and faults in the middle of a prompt."""
     preempted = stale = resumed = cached = 0
     for seed in range(200, 212):
@@ -208,7 +208,7 @@ def test_every_request_gets_each_of_its_scores_once_and_in_order(depth: int, max
         run = Run(
             seed,
             depth=depth,
-            max_draft=max_draft,
+            num_draft=num_draft,
             num_pages=1 + 84 // page_size,
             page_size=page_size,
             faults=seed % 3 == 0,

@@ -90,9 +90,9 @@ MUTANTS = [
     Mutant(
         name="drafts leave no room for the bonus token",
         file=BUDGET,
-        old="np.minimum(max_draft, left - 1)",
-        new="np.minimum(max_draft, left)",
-        test=OF_BUDGET + "test_drafts_stop_before_the_limit_since_a_bonus_token_follows",
+        old="np.minimum(drafted, max_len - 1 - ahead)",
+        new="np.minimum(drafted, max_len - ahead)",
+        test=OF_BUDGET + "test_drafts_stop_before_the_end_of_the_context_since_a_bonus_token_follows",
     ),
     Mutant(
         name="a row drafts before it has caught up",

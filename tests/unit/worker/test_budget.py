@@ -15,7 +15,8 @@ def share(
     pending: list[int] | None = None,
     limit: list[int] | None = None,
     to_score: list[int] | None = None,
-    max_draft: int = 0,
+    num_draft: int = 0,
+    max_len: int = 1000,
 ) -> Share:
     def column(values: list[int]) -> np.ndarray:
         return np.array(values, dtype=np.int32)
@@ -26,7 +27,8 @@ def share(
         computed=column(computed),
         limit=column(limit or [1000] * len(known)),
         to_score=column(to_score or [0] * len(known)),
-        max_draft=max_draft,
+        drafted=column([num_draft] * len(known)) if num_draft else None,
+        max_len=max_len,
         budget=budget,
     )
 
@@ -60,19 +62,20 @@ def test_a_row_that_may_have_reached_its_limit_in_flight_waits() -> None:
 
 
 def test_a_row_drafts_only_once_it_has_caught_up() -> None:
-    got = share(known=[20, 20], computed=[10, 19], budget=100, max_draft=3)
+    got = share(known=[20, 20], computed=[10, 19], budget=100, num_draft=3)
     assert got.num_new.tolist() == [10, 4]
     assert got.num_draft.tolist() == [0, 3]
 
 
-def test_drafts_stop_before_the_limit_since_a_bonus_token_follows() -> None:
-    got = share(known=[20, 20, 20], computed=[19, 19, 19], limit=[21, 22, 30], budget=100, max_draft=3)
+def test_drafts_stop_before_the_end_of_the_context_since_a_bonus_token_follows() -> None:
+    """Where a row may go no further they do not stop: rows of one width are one graph."""
+    got = share(known=[29, 28, 20], computed=[28, 27, 19], limit=[30, 30, 21], budget=100, num_draft=3, max_len=30)
     assert got.num_draft.tolist() == [0, 1, 3]
     assert got.num_new.tolist() == [1, 2, 4]
 
 
 def test_drafts_are_cut_by_the_budget_but_the_last_token_is_not() -> None:
-    got = share(known=[20, 20, 20], computed=[19, 19, 19], budget=6, max_draft=3)
+    got = share(known=[20, 20, 20], computed=[19, 19, 19], budget=6, num_draft=3)
     assert got.num_new.tolist() == [4, 2, 0]
     assert got.num_draft.tolist() == [3, 1, 0]
     assert got.samples.tolist() == [True, True, False]
@@ -98,16 +101,16 @@ rows = st.lists(
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=rows, budget=st.integers(0, 120), max_draft=st.integers(0, 4))
+@given(rows=rows, budget=st.integers(0, 120), num_draft=st.integers(0, 4))
 def test_the_budget_is_used_up_and_never_exceeded(
-    rows: list[tuple[int, int, int, int]], budget: int, max_draft: int
+    rows: list[tuple[int, int, int, int]], budget: int, num_draft: int
 ) -> None:
     known = [known for known, *_ in rows]
     pending = [pending for _, pending, *_ in rows]
     computed = [max(0, k + p - behind) for (k, p, behind, _) in rows]
     limit = [k + p + left for (k, p, _, left) in rows]
-    got = share(known, computed, pending=pending, limit=limit, budget=budget, max_draft=max_draft)
-    most = share(known, computed, pending=pending, limit=limit, budget=10_000, max_draft=max_draft)
+    got = share(known, computed, pending=pending, limit=limit, budget=budget, num_draft=num_draft)
+    most = share(known, computed, pending=pending, limit=limit, budget=10_000, num_draft=num_draft)
     assert got.num_new.sum() == min(budget, most.num_new.sum())
     assert (got.num_new <= most.num_new).all()
     assert (got.num_draft <= most.num_draft).all()

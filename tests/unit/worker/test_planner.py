@@ -84,7 +84,7 @@ def test_a_stop_token_is_reported_and_ends_the_reply_even_as_the_last_allowed_on
 
 
 def test_a_stop_token_inside_an_accepted_run_cuts_the_rest() -> None:
-    steps = Steps(num_pages=30, max_draft=3, eos=(7, 8))
+    steps = Steps(num_pages=30, num_draft=3, eos=(7, 8))
     steps.add(1, prompt(5, seed=1))
     steps.add(2, prompt(6, seed=2))
     steps.emit(steps.planner.plan(), [11], [12])
@@ -97,7 +97,7 @@ def test_a_stop_token_inside_an_accepted_run_cuts_the_rest() -> None:
 
 
 def test_a_rejected_draft_that_is_a_stop_token_stops_nothing() -> None:
-    steps = Steps(num_pages=30, max_draft=2, eos=(8,))
+    steps = Steps(num_pages=30, num_draft=2, eos=(8,))
     steps.add(1, prompt(5))
     steps.emit(steps.planner.plan(), [11])
     plan = steps.planner.plan()
@@ -139,7 +139,7 @@ def test_a_row_forgets_the_stop_tokens_of_the_tenant_before() -> None:
 
 
 def test_the_first_of_several_stop_tokens_in_an_accepted_run_ends_the_reply() -> None:
-    steps = Steps(num_pages=30, max_draft=3, eos=(7,))
+    steps = Steps(num_pages=30, num_draft=3, eos=(7,))
     steps.add(1, prompt(5, seed=1), stop_token_ids=(21, 8))
     steps.add(2, prompt(6, seed=2))
     steps.emit(steps.planner.plan(), [11], [12])
@@ -148,19 +148,19 @@ def test_the_first_of_several_stop_tokens_in_an_accepted_run_ends_the_reply() ->
     assert steps.ends == {1: FinishReason.STOP, 2: FinishReason.STOP}
 
 
-def test_no_more_is_drafted_than_the_limit_leaves_room_for() -> None:
-    steps = Steps(num_pages=30, max_draft=3)
+def test_a_reply_ends_at_its_limit_inside_an_accepted_run() -> None:
+    steps = Steps(num_pages=30, num_draft=3)
     steps.add(1, prompt(5), max_tokens=4)
     steps.emit(steps.planner.plan(), [11])
     plan = steps.planner.plan()
-    assert plan.num_draft.tolist() == [2]  # a third would leave no room for the token that follows
-    steps.emit(plan, [12, 13, 14])
+    assert plan.num_draft.tolist() == [3]
+    steps.emit(plan, [12, 13, 14, 15])
     assert steps.said == {1: [11, 12, 13, 14]}
     assert steps.ends == {1: FinishReason.LENGTH}
 
 
 def test_rejected_drafts_are_computed_again() -> None:
-    steps = Steps(num_pages=30, max_draft=3)
+    steps = Steps(num_pages=30, num_draft=3)
     steps.add(1, prompt(5))
     steps.emit(steps.planner.plan(), [11])
     plan = steps.planner.plan()
@@ -283,15 +283,15 @@ def test_nobody_waits_for_an_aborted_row() -> None:
 
 
 def test_nobody_waits_for_a_preempted_row() -> None:
-    steps = Steps(num_pages=11, budget=64, max_draft=3)
+    steps = Steps(num_pages=12, budget=64, num_draft=3)
     steps.add(1, prompt(15, seed=1), max_tokens=12)
     steps.step()
     steps.add(2, prompt(16), max_tokens=2)
     steps.add(3, prompt(16), max_tokens=2)
     steps.plan()
     assert steps.running() == [1, 2]
-    assert steps.cache.pages.num_free == 1
-    plan = steps.plan()  # both rows want a page: 2 loses its row while its prompt is in flight
+    assert steps.cache.pages.num_free == 0
+    plan = steps.plan()  # 1 wants a page: 2 loses its row while its prompt is in flight
     assert steps.running() == [1]
     assert plan.release.size == 1
     steps.planner.abort([2])

@@ -27,6 +27,7 @@ class Row:
     limit: int
     known: int
     computed: int
+    drafted: int = 0
     flying: list[tuple[int, int, bool]] = field(default_factory=list)
 
     @property
@@ -37,12 +38,12 @@ class Row:
     def most_computed(self) -> int:
         return self.computed + sum(num_new for num_new, _, _ in self.flying)
 
-    def wants(self, max_draft: int) -> tuple[int, int]:
+    def wants(self, max_len: int) -> tuple[int, int]:
         """(known tokens to compute, drafts) with all the budget there is."""
         if self.most_known >= self.limit:
             return 0, 0
         behind = self.most_known - self.most_computed
-        return behind, min(max_draft, self.limit - self.most_known - 1) if behind == 1 else 0
+        return behind, min(self.drafted, max_len - self.most_known - 1) if behind == 1 else 0
 
 
 class Model:
@@ -50,15 +51,15 @@ class Model:
 
     Args:
         depth: Steps in flight while the next is planned.
-        max_draft: Drafts per row and step.
+        num_draft: Drafts per row and step.
         budget: Tokens of a step.
         num_pages: Pages; few make it preempt.
         seed: Of everything that is random.
     """
 
-    def __init__(self, *, depth: int, max_draft: int, budget: int, num_pages: int, seed: int) -> None:
+    def __init__(self, *, depth: int, num_draft: int, budget: int, num_pages: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.max_len, self.max_draft, self.budget, self.depth = 40, max_draft, budget, depth
+        self.max_len, self.num_draft, self.budget, self.depth = 40, num_draft, budget, depth
         cache = CacheManager(num_pages=num_pages, page_size=PAGE, namespace=b"model", eviction=LruEviction())
         self.planner = Planner(
             cache=cache,
@@ -66,7 +67,7 @@ class Model:
             max_len=self.max_len,
             max_batched_tokens=budget,
             eos_token_ids=(EOS,),
-            max_draft=max_draft,
+            num_draft=num_draft,
         )
         self.rows: dict[int, Row] = {}  # longest tenancy first
         self.limits: dict[int, int] = {}
@@ -107,7 +108,7 @@ class Model:
         self.forget(plan.release.tolist())
         expected: dict[int, tuple[int, int, bool]] = {}
         left = self.budget
-        wants = {number: row.wants(self.max_draft) for number, row in self.rows.items()}
+        wants = {number: row.wants(self.max_len) for number, row in self.rows.items()}
         for number in sorted(wants, key=lambda number: wants[number][0] > 1):
             behind, drafts = wants[number]
             num_new = min(left, behind + drafts)
@@ -129,8 +130,11 @@ class Model:
         for number, max_len in zip(numbers, plan.max_len.tolist(), strict=True):
             row = self.rows[number]
             row.flying.append(expected[number])
-            assert max_len == row.most_computed < row.limit <= self.max_len
-            assert (self.planner._rows.page_table[number, : -(-max_len // PAGE)] > 0).all()
+            row.drafted = self.num_draft if expected[number][2] else row.drafted
+            assert max_len == row.most_computed < self.max_len
+            end = min(max_len + self.num_draft, self.max_len)  # of what it proposes, too
+            assert (self.planner._rows.page_table[number, : -(-end // PAGE)] > 0).all()
+        assert plan.num_propose == self.num_draft
         self.flying.append((plan, [self.rows[number] for number in numbers]))
 
     def commit(self) -> None:
@@ -181,11 +185,11 @@ class Model:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize(("budget", "num_pages"), [(64, 60), (11, 60), (7, 13), (64, 13)])
-@pytest.mark.parametrize("max_draft", [0, 1, 3])
-def test_every_plan_is_what_its_rows_want_one_by_one(depth: int, budget: int, num_pages: int, max_draft: int) -> None:
+@pytest.mark.parametrize("num_draft", [0, 1, 3])
+def test_every_plan_is_what_its_rows_want_one_by_one(depth: int, budget: int, num_pages: int, num_draft: int) -> None:
     accepted = cut = preempted = mixed = 0
     for seed in range(6):
-        model = Model(depth=depth, max_draft=max_draft, budget=budget, num_pages=num_pages, seed=seed)
+        model = Model(depth=depth, num_draft=num_draft, budget=budget, num_pages=num_pages, seed=seed)
         for uid in range(9):
             model.add(uid)
         model.run()
@@ -194,6 +198,6 @@ def test_every_plan_is_what_its_rows_want_one_by_one(depth: int, budget: int, nu
         accepted, cut = accepted + model.num_accepted, cut + model.num_cut
         preempted, mixed = preempted + model.num_preempted, mixed + model.num_mixed
     assert mixed, "no step had both prompts and decoding rows"
-    assert bool(accepted) == bool(max_draft)
-    assert cut or not max_draft, "no reply ended inside an accepted run"
+    assert bool(accepted) == bool(num_draft)
+    assert cut or not num_draft, "no reply ended inside an accepted run"
     assert bool(preempted) == (num_pages == 13)

@@ -66,14 +66,14 @@ def test_a_page_is_not_published_by_the_step_before_the_one_that_fills_it() -> N
 
 
 def test_rejected_drafts_do_not_fill_a_page() -> None:
-    steps = Steps(num_pages=30, max_draft=3)
+    steps = Steps(num_pages=30, num_draft=3)
     steps.add(1, prompt(5))
     steps.emit(steps.planner.plan(), [11])
     steps.emit(steps.planner.plan(), [12, 13])  # computed: 11 and three drafts, of which 12 was right
     steps.emit(steps.planner.plan(), [14])  # computed: 13 and three drafts, all wrong
     known = np.append(prompt(5), [11, 12, 13, 14])
     assert num_findable(steps, known) == 8
-    steps = Steps(num_pages=30, max_draft=3)
+    steps = Steps(num_pages=30, num_draft=3)
     steps.add(1, prompt(6))
     steps.emit(steps.planner.plan(), [11])
     steps.emit(steps.planner.plan(), [12])  # known: eight, the last of them not computed
@@ -92,7 +92,7 @@ def test_chunks_of_a_prompt_are_published_as_they_are_committed() -> None:
 
 
 def test_what_was_computed_after_a_stop_is_not_published() -> None:
-    steps = Steps(num_pages=30, max_draft=3, eos=(8,))
+    steps = Steps(num_pages=30, num_draft=3, eos=(8,))
     steps.add(1, prompt(5))
     steps.emit(steps.planner.plan(), [11])
     steps.emit(steps.planner.plan(), [8, 12, 13, 14])  # nine tokens computed, seven of them wanted
@@ -224,7 +224,7 @@ def test_the_latest_admitted_is_preempted_and_goes_on_with_the_same_tokens(ahead
 
 
 def test_a_row_that_loses_its_place_before_its_first_token_reports_its_first_hit_later() -> None:
-    steps = Steps(num_pages=11, budget=64, max_draft=3)
+    steps = Steps(num_pages=12, budget=64, num_draft=3)
     steps.add(9, prompt(9), max_tokens=1)
     steps.finish()
     steps.add(1, prompt(15, seed=1), max_tokens=12)

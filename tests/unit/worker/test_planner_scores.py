@@ -40,7 +40,7 @@ def test_each_row_gets_as_many_likeliest_tokens_as_it_asked_for_and_the_others_n
 
 
 def test_scores_behind_a_stop_token_are_cut_with_their_tokens() -> None:
-    steps = Steps(num_pages=30, max_draft=3, eos=(8,))
+    steps = Steps(num_pages=30, num_draft=3, eos=(8,))
     steps.add(1, prompt(5, seed=1), logprobs=0)
     steps.add(2, prompt(6, seed=2), logprobs=1)
 
