@@ -1,0 +1,161 @@
+"""The wide model: its config.json, its parameters, and its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.widen.places import Places
+from benchmarks.widen.tensors import Filler
+from hiserve.models.config import ModelConfig, parse_config, read_model_config
+from hiserve.models.generation import read_generation
+from hiserve.models.hub import INDEX, SINGLE
+from hiserve.models.names import Piece, parameter_table
+
+# What a wide model takes from its shape; the rest is the narrow model's.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+SHARD_BYTES = 4 << 30
+_LAYERS = "model.layers."
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A narrow model of a wide shape.
+
+    Attributes:
+        folder: Of the narrow model.
+        raw: The wide model's ``config.json``.
+        places: Of the narrow model in the wide one.
+        filler: Fills the wide model's tensors.
+    """
+
+    folder: Path
+    raw: dict[str, Any]
+    places: Places
+    filler: Filler
+
+    @property
+    def config(self) -> ModelConfig:
+        """The wide model's shape."""
+        return self.places.wide
+
+
+def widen(folder: Path, shape: dict[str, Any], seed: int) -> Widened:
+    """Puts a model into a wide shape; nothing is allocated.
+
+    Args:
+        folder: A Llama checkpoint.
+        shape: ``config.json`` of a Llama or Qwen, of which only sizes count.
+        seed: Of what the wide model has more.
+
+    Raises:
+        ValueError: It does not fit.
+    """
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw |= wide_sizes(raw, shape)
+    wide = parse_config(raw, folder / "config.json", read_generation(folder))
+    places = Places(read_model_config(folder), wide)
+    return Widened(folder, raw, places, Filler(places, seed))
+
+
+def wide_sizes(narrow: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of ``config.json`` that differ, and the eps of norms over zeros besides."""
+    eps = narrow["rms_norm_eps"] * narrow["hidden_size"] / shape["hidden_size"]
+    return {name: shape[name] for name in SIZES} | {"rms_norm_eps": eps}
+
+
+def parameters(widened: Widened, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Returns what ``Decoder`` takes, each parameter allocated where it stays and filled there."""
+    source = _source(widened)
+    filled = {}
+    for name, pieces in parameter_table(widened.config).items():
+        num_rows, first = sum(piece.num_rows for piece in pieces), pieces[0].shape
+        filled[name] = torch.empty((num_rows, *first[1:]), dtype=dtype, device=device)
+        for piece in pieces:
+            part = filled[name][piece.start : piece.start + piece.num_rows]
+            widened.filler.fill(piece.source, part, source(piece.source))
+    return filled
+
+
+def write(widened: Widened, dtype: torch.dtype, device: torch.device, out: Path) -> None:
+    """Writes a checkpoint folder with the narrow model's tokenizer; tensors are made on the device one by one."""
+    source = _source(widened)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for piece in pieces_of(widened.config):
+            made = torch.empty(piece.shape, dtype=dtype, device=device)
+            widened.filler.fill(piece.source, made, source(piece.source))
+            yield piece.source, made.cpu()
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name in TEXT_FILES:
+        shutil.copy(widened.folder / name, out)
+    write_json(out / "config.json", widened.raw | {"dtype": str(dtype).removeprefix("torch.")})
+    write_shards(tensors(), out)
+
+
+def pieces_of(config: ModelConfig) -> Iterator[Piece]:
+    """Yields the tensors of a checkpoint."""
+    return (piece for pieces in parameter_table(config).values() for piece in pieces)
+
+
+def write_shards(tensors: Iterable[tuple[str, Tensor]], out: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes tensors of the CPU as they come, in files of about ``shard_bytes``, and their index."""
+    shard: dict[str, Tensor] = {}
+    places: dict[str, str] = {}
+    num_bytes = 0
+
+    def close() -> None:
+        file = f"model-{len(set(places.values())) + 1:05d}.safetensors"
+        save_file(shard, out / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and num_bytes + tensor.nbytes > shard_bytes:
+            close()
+            num_bytes = 0
+        shard[name] = tensor
+        num_bytes += tensor.nbytes
+    close()
+    write_json(out / INDEX, {"metadata": {}, "weight_map": places})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file of one object."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _source(widened: Widened) -> Callable[[str], Tensor | None]:
+    """Returns what finds the narrow tensor of a wide name; None is one of an extra layer."""
+    tensors = load_file(widened.folder / SINGLE)
+    narrow_layer = {str(wide): layer for layer, wide in enumerate(widened.places.layers)}
+
+    def find(name: str) -> Tensor | None:
+        if name == "lm_head.weight" and name not in tensors:
+            name = "model.embed_tokens.weight"
+        if not name.startswith(_LAYERS):
+            return tensors[name]
+        layer, _, rest = name.removeprefix(_LAYERS).partition(".")
+        return tensors[f"{_LAYERS}{narrow_layer[layer]}.{rest}"] if layer in narrow_layer else None
+
+    return find
