@@ -73,6 +73,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         has_out_bias: The projection after attention has a bias.
         has_mlp_bias: The three projections of the MLP have biases.
         experts: What stands in place of the MLP in some or all layers, or None.
+        num_mtp_layers: Draft heads that come in the checkpoint's own files.
         dtype: Type name of the stored weights.
         eos_token_ids: Tokens that end a reply.
         bos_token_id: Token that starts a text, or None.
@@ -97,6 +98,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_out_bias: bool
     has_mlp_bias: bool
     experts: ExpertsConfig | None
+    num_mtp_layers: int
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
@@ -242,6 +244,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: Generation) -> Mod
         has_out_bias=bool(fields.attention_bias),
         has_mlp_bias=bool(fields.mlp_bias),
         experts=_experts(fields),
+        num_mtp_layers=fields.num_nextn_predict_layers or 0,
         dtype=dtype,
         eos_token_ids=ends or (),
         bos_token_id=fields.bos_token_id,

@@ -25,7 +25,16 @@ from hiserve.models.weights import load_parameters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
+class Layer:
+    """One layer of a decoder.
+
+    Attributes:
+        input_norm: Before attention.
+        attention: Queries, keys and values to what they mix, and back.
+        mlp_norm: Before the MLP.
+        mlp: Or its experts.
+    """
+
     input_norm: RMSNorm
     attention: SelfAttention
     mlp_norm: RMSNorm
@@ -49,17 +58,34 @@ class Decoder:
         parameters: As ``names.parameter_table`` names them. Taken out one by one, so that a
             projection that keeps a packed copy frees the original.
         max_len: Tokens of the longest request.
+        taps: Layers, counted from 0, whose output is shown of every token: the residual stream behind each. The number
+            of layers stands for the states behind the last norm.
+
+    Attributes:
+        embedding: Of tokens; draft heads share it.
+        head: States to logits; likewise.
     """
 
-    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, taps: tuple[int, ...] = ()
+    ) -> None:
         embedding = parameters.pop("embedding")
-        self._embedding = Embedding(embedding)
+        self.embedding = Embedding(embedding)
         frequencies = rotary_frequencies(config.rope, config.head_dim, max_len).to(embedding.device)
         ops = ops_for(embedding.device)
         self._rotary = Rotary(frequencies, embedding.dtype, ops, config.rope.attention_factor)
-        self._layers = [_layer(config, parameters, index, ops) for index in range(config.num_layers)]
+        self._layers = [make_layer(config, parameters, index, ops) for index in range(config.num_layers)]
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
-        self._head = Linear(parameters.pop("head", embedding))
+        self.head = Linear(parameters.pop("head", embedding))
+        self._columns = {
+            layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(taps)
+        }
+        self._shows_end = any(layer >= config.num_layers - 1 for layer in taps)
+
+    @property
+    def features_size(self) -> int:
+        """Elements that are shown of each token."""
+        return len(self._columns) * self.embedding.weight.shape[1]
 
     def forward(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> ForwardOutputs:
         """Computes the step's tokens and stores their keys and values.
@@ -69,23 +95,36 @@ class Decoder:
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
         """
-        mixed, residual = self.trunk(inputs, layers, attention)
-        return ForwardOutputs(logits=self.logits(mixed, residual, inputs.logits_rows))
+        features = self.new_features(inputs.input_ids.shape[0])
+        mixed, residual = self.trunk(inputs, layers, attention, features)
+        logits = self.logits(mixed, residual, inputs.logits_rows, features)
+        return ForwardOutputs(logits=logits, features=features)
 
-    def trunk(self, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention) -> tuple[Tensor, Tensor]:
+    def new_features(self, num_tokens: int) -> Tensor | None:
+        """Returns room for what is shown of so many tokens; None where nothing is."""
+        return self.embedding.weight.new_empty((num_tokens, self.features_size)) if self._columns else None
+
+    def trunk(
+        self,
+        inputs: ForwardInputs,
+        layers: Sequence[LayerKV],
+        attention: Attention,
+        features: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Computes all that tokens have to do with each other: everything up to the last attention.
 
         Args:
             inputs: The batch.
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
+            features: ``[T, features_size]``. Filled in for the layers before the last; None shows nothing.
 
         Returns:
             ``[T, num_heads * head_dim]``, what the last attention gives, and ``[T, hidden_size]``, the residual stream
             before it.
         """
         rotation = self._rotary(inputs.positions)
-        residual = self._embedding(inputs.input_ids)
+        residual = self.embedding(inputs.input_ids)
         x = self._layers[0].input_norm(residual)
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
             if inputs.before_layer is not None:
@@ -93,28 +132,46 @@ class Decoder:
             mixed = layer.attention(x, inputs, rotation, kv, attention)
             if index + 1 < len(self._layers):
                 x = self._layers[index + 1].input_norm.add(layer.close(mixed, residual), residual)
+                self._show(index, residual, features)
         return mixed, residual
 
-    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor) -> Tensor:
-        """Returns the logits ``[N, vocab_size]`` of some tokens; of a prompt few are wanted, so the others stop here.
+    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, features: Tensor | None = None) -> Tensor:
+        """Returns the logits ``[N, vocab_size]`` of some tokens.
+
+        Of a prompt few are wanted: the others stop here, unless the last layer is shown.
 
         Args:
             mixed: From ``trunk``.
-            residual: Likewise. Unchanged.
+            residual: Likewise; rows past those of ``mixed`` mean nothing. Unchanged.
             logits_rows: int64 ``[N]``, indices into T.
+            features: As ``trunk`` left it. Filled in for the last layer and what follows it.
         """
-        residual = residual.index_select(0, logits_rows)
-        delta = self._layers[-1].close(mixed.index_select(0, logits_rows), residual)
-        return self._head(self._norm.add(delta, residual))
+        if features is None or not self._shows_end:
+            residual = residual.index_select(0, logits_rows)
+            return self.head(self._close(mixed.index_select(0, logits_rows), residual))
+        residual = residual[: mixed.shape[0]].clone()
+        states = self._close(mixed, residual)
+        self._show(len(self._layers) - 1, residual, features)
+        self._show(len(self._layers), states, features)
+        return self.head(states.index_select(0, logits_rows))
+
+    def _close(self, mixed: Tensor, residual: Tensor) -> Tensor:
+        """Computes what follows the last attention; leaves the last layer's output in ``residual``."""
+        return self._norm.add(self._layers[-1].close(mixed, residual), residual)
+
+    def _show(self, layer: int, states: Tensor, features: Tensor | None) -> None:
+        if features is not None and layer in self._columns:
+            features[:, self._columns[layer]] = states
 
 
-def _layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> _Layer:
+def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
+    """Takes the parameters of one layer out of a decoder's; ``index`` counts from 0."""
     ours = f"layers.{index}."
     qk_weight = None
     if config.has_qk_norm:
         query, key = parameters.pop(ours + "q_norm"), parameters.pop(ours + "k_norm")
         qk_weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
-    return _Layer(
+    return Layer(
         input_norm=RMSNorm(parameters.pop(ours + "input_norm"), config.norm_eps, ops),
         attention=SelfAttention(
             layer=index,
@@ -159,7 +216,14 @@ def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: O
 
 
 def load_decoder(
-    folder: Path, config: ModelConfig, *, dtype: str, device: str, load_format: str, max_len: int | None = None
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    load_format: str,
+    max_len: int | None = None,
+    taps: tuple[int, ...] = (),
 ) -> Decoder:
     """Reads a checkpoint, or draws random weights of its shape.
 
@@ -170,9 +234,10 @@ def load_decoder(
         device: ``cpu`` or ``cuda``.
         load_format: ``auto`` or ``dummy``.
         max_len: Tokens of the longest request; None is the model's context.
+        taps: As ``Decoder`` takes them.
 
     Raises:
         ModelError: The checkpoint cannot be used.
     """
     parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format)
-    return Decoder(config, parameters, config.context_length if max_len is None else max_len)
+    return Decoder(config, parameters, config.context_length if max_len is None else max_len, taps)

@@ -42,6 +42,11 @@ _EXPERTS = frozenset(
 _BIAS = frozenset({"attention_bias", "mlp_bias"})
 _EXPERT_SWITCHES = _EXPERTS - {"num_experts", "num_experts_per_tok"}
 _QWEN_WINDOW: dict[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN2 = Family(
+    has_qkv_bias=True,
+    ignored=_EXPERTS | _BIAS,
+    defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32},
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(ignored=_WINDOW | _EXPERTS),
@@ -59,11 +64,8 @@ FAMILIES = {
             "norm_topk_prob": True,
         },
     ),
-    "Qwen2ForCausalLM": Family(
-        has_qkv_bias=True,
-        ignored=_EXPERTS | _BIAS,
-        defaults=_QWEN_WINDOW | {"max_window_layers": 28, "num_key_value_heads": 32},
-    ),
+    "Qwen2ForCausalLM": _QWEN2,
+    "MiMoForCausalLM": _QWEN2,  # and a draft head
     "Qwen3ForCausalLM": Family(
         has_qk_norm=True,
         ignored=_EXPERTS | {"mlp_bias"},

@@ -79,6 +79,7 @@ class ConfigFields(msgspec.Struct):
     moe_intermediate_size: Size | None = None
     norm_topk_prob: bool | None = None
     decoder_sparse_step: Size | None = None
+    num_nextn_predict_layers: Count | None = None
     mlp_only_layers: tuple[int, ...] | None = None
     hidden_act: str | None = None
     quantization_config: Any = None

@@ -51,33 +51,52 @@ def parameter_table(config: ModelConfig, spelling: Spelling = Spelling.EACH) -> 
     """Returns every parameter of the decoder and the checkpoint tensors stacked in it."""
     hidden = config.hidden_size
     table = {
-        "embedding": _stack(("model.embed_tokens.weight", (config.vocab_size, hidden))),
-        "norm": _stack(("model.norm.weight", (hidden,))),
+        "embedding": stack(("model.embed_tokens.weight", (config.vocab_size, hidden))),
+        "norm": stack(("model.norm.weight", (hidden,))),
     }
     if not config.tie_embeddings:
-        table["head"] = _stack(("lm_head.weight", (config.vocab_size, hidden)))
+        table["head"] = stack(("lm_head.weight", (config.vocab_size, hidden)))
     for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        table[ours + "input_norm"] = _stack((theirs + "input_layernorm.weight", (hidden,)))
-        table |= _attention(config, ours, theirs + "self_attn.")
-        table[ours + "mlp_norm"] = _stack((theirs + "post_attention_layernorm.weight", (hidden,)))
-        if config.experts is not None and config.experts.is_in(layer):
-            table |= _experts(config.experts, hidden, ours, theirs, spelling)
-        else:
-            table |= _mlp(config, ours, theirs + "mlp.")
+        table |= layer_table(config, layer, f"model.layers.{layer}.", spelling=spelling)
     return table
 
 
-def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
-    hidden = config.hidden_size
+def bundled_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Returns what the tensors of draft heads begin with that come in the model's own files; they are no layers of it."""
+    behind = range(config.num_layers, config.num_layers + config.num_mtp_layers)
+    return (*(f"model.layers.{layer}." for layer in behind), *(f"model.mtp_layers.{i}." for i in range(len(behind))))
+
+
+def layer_table(
+    config: ModelConfig, layer: int, theirs: str, *, width: int | None = None, spelling: Spelling = Spelling.EACH
+) -> dict[str, tuple[Piece, ...]]:
+    """Returns the parameters of one layer.
+
+    Args:
+        config: Of the decoder.
+        layer: Its index.
+        theirs: What its names in the checkpoint begin with.
+        width: Of what attention reads; None is ``hidden_size``.
+        spelling: Of its experts.
+    """
+    hidden, ours = config.hidden_size, f"layers.{layer}."
+    table = {ours + "input_norm": stack((theirs + "input_layernorm.weight", (hidden,)))}
+    table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
+    table[ours + "mlp_norm"] = stack((theirs + "post_attention_layernorm.weight", (hidden,)))
+    if config.experts is not None and config.experts.is_in(layer):
+        return table | _experts(config.experts, hidden, ours, theirs, spelling)
+    return table | _mlp(config, ours, theirs + "mlp.")
+
+
+def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[str, tuple[Piece, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     table = _projection(
-        ours + "qkv", theirs, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, hidden, config.has_qkv_bias
+        ours + "qkv", theirs, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, width, config.has_qkv_bias
     )
-    table |= _projection(ours + "out", theirs, {"o_proj": hidden}, queries, config.has_out_bias)
+    table |= _projection(ours + "out", theirs, {"o_proj": config.hidden_size}, queries, config.has_out_bias)
     if config.has_qk_norm:
-        table[ours + "q_norm"] = _stack((theirs + "q_norm.weight", (config.head_dim,)))
-        table[ours + "k_norm"] = _stack((theirs + "k_norm.weight", (config.head_dim,)))
+        table[ours + "q_norm"] = stack((theirs + "q_norm.weight", (config.head_dim,)))
+        table[ours + "k_norm"] = stack((theirs + "k_norm.weight", (config.head_dim,)))
     return table
 
 
@@ -93,9 +112,9 @@ def _projection(
     ours: str, theirs: str, rows: dict[str, int], width: int, has_bias: bool
 ) -> dict[str, tuple[Piece, ...]]:
     """A stack of projections of one input, by name and rows, and their biases."""
-    table = {ours: _stack(*((f"{theirs}{name}.weight", (count, width)) for name, count in rows.items()))}
+    table = {ours: stack(*((f"{theirs}{name}.weight", (count, width)) for name, count in rows.items()))}
     if has_bias:
-        table[ours + "_bias"] = _stack(*((f"{theirs}{name}.bias", (count,)) for name, count in rows.items()))
+        table[ours + "_bias"] = stack(*((f"{theirs}{name}.bias", (count,)) for name, count in rows.items()))
     return table
 
 
@@ -116,13 +135,14 @@ def _experts(
         gate_up_parts = [(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden))]
         down_parts = [(theirs + "experts.down_proj", (count, hidden, inner))]
     return {
-        ours + "router": _stack((theirs + "gate.weight", (count, hidden))),
-        ours + "experts_gate_up": _stack(*gate_up_parts),
-        ours + "experts_down": _stack(*down_parts),
+        ours + "router": stack((theirs + "gate.weight", (count, hidden))),
+        ours + "experts_gate_up": stack(*gate_up_parts),
+        ours + "experts_down": stack(*down_parts),
     }
 
 
-def _stack(*parts: Part) -> tuple[Piece, ...]:
+def stack(*parts: Part) -> tuple[Piece, ...]:
+    """Returns the pieces of a parameter, one tensor below the other."""
     pieces: list[Piece] = []
     start = 0
     for name, shape in parts:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hiserve.errors import ModelError
 from hiserve.models.config import ModelConfig
 from hiserve.models.hub import INDEX, SINGLE
-from hiserve.models.names import Piece, Spelling, parameter_table
+from hiserve.models.names import Piece, Spelling, bundled_prefixes, parameter_table
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
@@ -38,24 +38,82 @@ def load_parameters(
         ModelError: A file is missing or damaged; a tensor is missing, unexpected or of the wrong shape or type.
     """
     if load_format == "dummy":
-        parameters = _allocate(parameter_table(config), dtype, device)
-        _draw(parameters, device)
-        return parameters
-    files = _files(folder)
-    held = {path: _names(path) for path in files}
-    table = parameter_table(config, Spelling.of([source for names in held.values() for source in names]))
+        return draw_parameters(parameter_table(config), dtype, device)
+    held = held_tensors(folder, param="model")
+    sources = {source for names in held.values() for source in names}
+    table = parameter_table(config, Spelling.of(sources))
+    ignored = {source for source in sources if _is_ignored(source, config)}
+    what = f"{config.architecture} as described by config.json"
+    compare(
+        folder, what, {piece.source for pieces in table.values() for piece in pieces}, sources - ignored, param="model"
+    )
+    return read_parameters(held, table, dtype, device, param="model")
+
+
+def draw_parameters(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Draws every parameter of a table from a fixed seed; norms are 1."""
+    parameters = _allocate(table, dtype, device)
+    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+    for name, parameter in parameters.items():
+        if name.endswith("norm"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    return parameters
+
+
+def read_parameters(
+    held: dict[Path, set[str]],
+    table: dict[str, tuple[Piece, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    param: str,
+) -> dict[str, Tensor]:
+    """Reads every parameter of a table, none of whose tensors is missing.
+
+    Args:
+        held: As ``held_tensors`` returns it.
+        table: The parameters.
+        dtype: What they are stored as.
+        device: Where.
+        param: The setting that names the checkpoint.
+
+    Raises:
+        ModelError: A file is damaged, or a tensor has the wrong shape or type.
+    """
     places = {piece.source: (name, piece) for name, pieces in table.items() for piece in pieces}
-    _compare(folder, config, set(places), {source for names in held.values() for source in names})
     parameters = _allocate(table, dtype, device)
     for path, names in held.items():
-        with _opened(path) as file:
+        with _opened(path, param) as file:
             for source in names & places.keys():
                 name, piece = places[source]
                 tensor = file.get_tensor(source)
-                _check(tensor, piece)
+                _check(tensor, piece, param)
                 target = parameters[name][piece.start : piece.start + piece.num_rows]
                 target.copy_(tensor.view(target.shape))
     return parameters
+
+
+def read_tensor(held: dict[Path, set[str]], source: str, *, param: str) -> Tensor:
+    """Reads one tensor as it is stored, onto the CPU; arguments as ``read_parameters`` takes them."""
+    path = next(path for path, names in held.items() if source in names)
+    with _opened(path, param) as file:
+        tensor: Tensor = file.get_tensor(source)
+    return tensor
+
+
+def held_tensors(folder: Path, *, param: str) -> dict[Path, set[str]]:
+    """Returns the names of the tensors in each file of a checkpoint.
+
+    Args:
+        folder: Of the checkpoint.
+        param: The setting that names it.
+
+    Raises:
+        ModelError: A file is missing or damaged.
+    """
+    return {path: _names(path, param) for path in _files(folder, param)}
 
 
 def _allocate(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -68,43 +126,41 @@ def _allocate(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: t
     return parameters
 
 
-def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, parameter in parameters.items():
-        if name.endswith("norm"):
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param: str) -> None:
+    """Names what the checkpoint lacks and what it has too much, before anything is read.
 
+    Args:
+        folder: Of the checkpoint.
+        what: Its tensors are to make.
+        wanted: Names of the tensors that it needs.
+        held: Names of those that are there, but for those that nobody minds.
+        param: The setting that names the checkpoint.
 
-def _compare(folder: Path, config: ModelConfig, wanted: set[str], held: set[str]) -> None:
-    """Names what the checkpoint lacks and what it has too much, before anything is read."""
-    missing = wanted - held
-    unexpected = {source for source in held - wanted if not _is_ignored(source, config)}
+    Raises:
+        ModelError: They differ.
+    """
+    missing, unexpected = wanted - held, held - wanted
     if missing:
-        raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param="model")
+        raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
     if unexpected:
-        raise ModelError(
-            f"{str(folder)!r} has {_named(unexpected)}, which {config.architecture} as described by config.json "
-            "has no place for.",
-            param="model",
-        )
+        raise ModelError(f"{str(folder)!r} has {_named(unexpected)}, which {what} has no place for.", param=param)
 
 
 def _is_ignored(source: str, config: ModelConfig) -> bool:
-    """Copies of what is already there: a tied head, and rotary frequencies."""
-    return source.endswith("rotary_emb.inv_freq") or (source == "lm_head.weight" and config.tie_embeddings)
+    """Copies of what is already there, a tied head and rotary frequencies; and a draft head that comes with the model."""
+    is_copy = source.endswith("rotary_emb.inv_freq") or (source == "lm_head.weight" and config.tie_embeddings)
+    return is_copy or source.startswith(bundled_prefixes(config))
 
 
-def _check(tensor: Tensor, piece: Piece) -> None:
+def _check(tensor: Tensor, piece: Piece, param: str) -> None:
     if tuple(tensor.shape) != piece.shape:
         raise ModelError(
             f"tensor {piece.source} has shape {list(tensor.shape)}; config.json asks for {list(piece.shape)}.",
-            param="model",
+            param=param,
         )
     if not tensor.is_floating_point():
         raise ModelError(
-            f"tensor {piece.source} holds {tensor.dtype}; quantized checkpoints are not supported.", param="model"
+            f"tensor {piece.source} holds {tensor.dtype}; quantized checkpoints are not supported.", param=param
         )
 
 
@@ -114,13 +170,13 @@ def _named(names: Collection[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(shown)}{more}"
 
 
-def _names(path: Path) -> set[str]:
-    with _opened(path) as file:
+def _names(path: Path, param: str) -> set[str]:
+    with _opened(path, param) as file:
         return set(file.keys())
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, param: str) -> Iterator[Any]:
     """Opens a file of tensors.
 
     Raises:
@@ -130,14 +186,14 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except FileNotFoundError:
-        raise ModelError(f"{path.name} is missing from {str(path.parent)!r}.", param="model") from None
+        raise ModelError(f"{path.name} is missing from {str(path.parent)!r}.", param=param) from None
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path.name} in {str(path.parent)!r} is damaged: {error}. Fetch it again.", param="model"
+            f"{path.name} in {str(path.parent)!r} is damaged: {error}. Fetch it again.", param=param
         ) from None
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, param: str) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     index = folder / INDEX
@@ -145,10 +201,10 @@ def _files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{str(folder)!r} has neither {SINGLE} nor {INDEX}; only safetensors are read. Save the model again with "
             "transformers' save_pretrained, or take a copy that has them.",
-            param="model",
+            param=param,
         )
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{INDEX} in {str(folder)!r} is damaged: it has no weight_map.", param="model") from None
+        raise ModelError(f"{INDEX} in {str(folder)!r} is damaged: it has no weight_map.", param=param) from None

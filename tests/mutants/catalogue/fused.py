@@ -157,8 +157,8 @@ MUTANTS = [
     Mutant(
         name="the last layer's output is left out",
         file=DECODER,
-        old="self._norm.add(delta, residual))",
-        new="self._norm(residual))",
+        old="self._norm.add(self._layers[-1].close(mixed, residual), residual)",
+        new="self._norm(residual)",
         test=OF_LOGITS,
     ),
 ]

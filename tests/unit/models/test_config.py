@@ -108,6 +108,7 @@ def test_biases_of_each_family(tmp_path: Path) -> None:
         "MistralForCausalLM": (False, False, False),
         "MixtralForCausalLM": (False, False, False),
         "Qwen2ForCausalLM": (True, False, False),
+        "MiMoForCausalLM": (True, False, False),
         "Qwen3ForCausalLM": (True, True, False),
         "Qwen3MoeForCausalLM": (True, True, False),
     }
