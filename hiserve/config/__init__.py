@@ -12,6 +12,7 @@ from hiserve.config.sections import (
     Runner,
     Scheduler,
     Server,
+    Spec,
     StorePrefetch,
 )
 from hiserve.config.settings import (
@@ -38,6 +39,7 @@ __all__ = [
     "Scheduler",
     "Server",
     "Setting",
+    "Spec",
     "StorePrefetch",
     "flag_of",
     "flat",

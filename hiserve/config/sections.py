@@ -20,6 +20,7 @@ GraphGate = Literal["precise", "strict"]
 Graphs = Literal["auto", "off", "decode", "all"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
+MAX_SPEC_STEPS = 15
 
 
 def about(
@@ -275,6 +276,22 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
 
 
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding: tokens are proposed cheaply, and verified together; the output stays what it is."""
+
+    spec: Annotated[
+        str,
+        about(
+            "Who proposes tokens: off; ngram, what followed the last tokens before; eagle3 or mtp, a head that comes with "
+            "the model; eagle3:PATH, one of its own; draft:PATH, a small model with the same vocabulary."
+        ),
+    ] = "off"
+    spec_steps: Annotated[
+        int | Auto,
+        about("Tokens proposed for each that the model draws; auto is 3.", unit="tokens", least=0, most=MAX_SPEC_STEPS),
+    ] = "auto"
+
+
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):
     """How many workers."""
 
@@ -333,5 +350,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     cache: Cache = Cache()
     scheduler: Scheduler = Scheduler()
     runner: Runner = Runner()
+    spec: Spec = Spec()
     parallel: Parallel = Parallel()
     server: Server = Server()

@@ -14,6 +14,7 @@ from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, StepShape, step
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
+SPEC_STEPS = 3  # tokens proposed for each that the model draws, unless told
 # Of ``auto`` on cpu, where the device's pages lie in the same memory: enough to outlive a worker, and soon touched.
 MAX_CPU_HOST_BYTES = GIB // 4
 # Bytes that a row's tables take per token and per page, on the device and on the host together.
@@ -158,6 +159,9 @@ def _choose(config: Config, model: ModelFacts, machine: Machine) -> Config:
             overlap=_or(runner.overlap, 0 if on_cpu else 1),
             cpu_threads=_or(runner.cpu_threads, threads),
             graphs=_graphs(config, on_cpu=on_cpu),
+        ),
+        spec=msgspec.structs.replace(
+            config.spec, spec_steps=0 if config.spec.spec == "off" else _or(config.spec.spec_steps, SPEC_STEPS)
         ),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from hiserve.core.drafts import Proposer
 from hiserve.core.plan import BatchPlan
 from hiserve.runners.canary import Canary
 from hiserve.runners.eager import EagerRunner
@@ -14,7 +15,7 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Outcome, finish_step
+from hiserve.runners.step import Ran, draft_step, finish_step
 from hiserve.sampling.params import Drawing
 
 # Waits on the device for one layer's part of what the step loads, or for all of it (None).
@@ -32,6 +33,7 @@ class Dispatch:
         piecewise: Graphs of what lies between attentions, if there are any.
         is_strict: No graph is replayed while any load is under way.
         canary: Checks what rows find in pages; None unless debugging.
+        proposer: Drafts what follows each step; None for plain decoding.
 
     Attributes:
         coverage: What was captured, for the gate.
@@ -47,12 +49,14 @@ class Dispatch:
         piecewise: PiecewiseRunner | None = None,
         is_strict: bool = False,
         canary: Canary | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self._rows = rows
         self._eager = eager
         self._full = full
         self._piecewise = piecewise
         self._canary = canary
+        self._proposer = proposer
         self._device = rows.device.index if rows.device.type == "cuda" else -1
         self._dtype = dtype
         self.coverage = Coverage(device=self._device, dtype=dtype, page_size=rows.page_size, is_strict=is_strict)
@@ -101,7 +105,7 @@ class Dispatch:
         if self._canary is not None:
             self._canary.note(plan)
 
-    def run(self, plan: BatchPlan, verdict: Verdict, wait: Wait | None = None) -> Outcome:
+    def run(self, plan: BatchPlan, verdict: Verdict, wait: Wait | None = None) -> Ran:
         """Computes a step of at least one row on the current stream.
 
         Args:
@@ -127,4 +131,9 @@ class Dispatch:
             outputs = self._piecewise.run(forward, verdict.bucket)
         else:
             outputs = self._eager.run(forward)
-        return finish_step(plan, inputs, outputs.logits, self._rows)
+        return Ran(finish_step(plan, inputs, outputs.logits, self._rows), inputs, outputs.features)
+
+    def propose(self, plan: BatchPlan, ran: Ran) -> None:
+        """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""
+        if self._proposer is not None:
+            self._proposer.propose(draft_step(plan, ran, self._rows))

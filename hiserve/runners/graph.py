@@ -19,7 +19,7 @@ from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.gate import FullGraphs
 from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
 from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Outcome, draw, finish_step, record
+from hiserve.runners.step import Outcome, Ran, draw, finish_step, record
 from hiserve.sampling.params import Drawing
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class _Captured:
         columns: Around it; the rest of them is constant.
         inputs: Written by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
+        features: ``[rows * width, n]``, likewise; None where the model shows nothing.
         forward: From the columns to the logits.
         draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
         attention: What the first graph attends with.
@@ -46,6 +47,7 @@ class _Captured:
     columns: Columns
     inputs: StepInputs
     logits: Tensor
+    features: Tensor | None
     forward: Graph
     draws: dict[Drawing, tuple[Graph, Tensor]]
     attention: Attention
@@ -152,14 +154,17 @@ class GraphRunner:
 
         def forward() -> None:
             gather_inputs(columns, rows, out=inputs)
-            made["logits"] = self._model.forward(inputs.forward, self._layers, attention).logits
+            outputs = self._model.forward(inputs.forward, self._layers, attention)
+            made["logits"] = outputs.logits
+            if outputs.features is not None:
+                made["features"] = outputs.features
 
         def finish(drawing: Drawing) -> None:
             drawn = draw(inputs, made["logits"], rows, drawing)
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
         forward()
-        logits, words = made["logits"].clone(), {}
+        expected, words = {name: tensor.clone() for name, tensor in made.items()}, {}
         for drawing in DRAWINGS:
             finish(drawing)
             words[drawing] = made["words"]
@@ -168,12 +173,14 @@ class GraphRunner:
         for drawing in DRAWINGS:
             graph = self._capture.record(partial(finish, drawing))
             draws[drawing] = graph, made["words"]
-        _check_replay(forward_graph, made["logits"], logits)
+        for name, tensor in expected.items():
+            _check_replay(forward_graph, made[name], tensor)
         for drawing, (graph, drawn) in draws.items():
             _check_replay(graph, drawn, words[drawing])
-        return _Captured(varying, columns, inputs, made["logits"], forward_graph, draws, attention)
+        features = made.get("features")
+        return _Captured(varying, columns, inputs, made["logits"], features, forward_graph, draws, attention)
 
-    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Outcome:
+    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Ran:
         """Replays the graphs of a bucket on the current stream.
 
         Args:
@@ -184,12 +191,13 @@ class GraphRunner:
         captured = self._captured[bucket]
         self._fill(captured, plan)
         captured.forward.replay()
+        num_tokens, inputs = plan.rows.size * self._width, _of_plan(captured.inputs, plan)
+        features = None if captured.features is None else captured.features[:num_tokens]
         if drawing in captured.draws:
             graph, words = captured.draws[drawing]
             graph.replay()
-            return Outcome(words, bucket, bucket, self._width)
-        num_rows = plan.rows.size
-        return finish_step(plan, _of_plan(captured.inputs, plan), captured.logits[: num_rows * self._width], self._rows)
+            return Ran(Outcome(words, bucket, bucket, self._width), inputs, features)
+        return Ran(finish_step(plan, inputs, captured.logits[:num_tokens], self._rows), inputs, features)
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""
@@ -209,7 +217,14 @@ def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
     num_rows, forward = plan.rows.size, inputs.forward
     return replace(
         inputs,
-        forward=replace(forward, kv_lens=forward.kv_lens[:num_rows], max_kv_len=int(plan.max_len.max())),
+        forward=replace(
+            forward,
+            qo_indptr=forward.qo_indptr[: num_rows + 1],
+            kv_lens=forward.kv_lens[:num_rows],
+            q_lens=plan.num_new,
+            kv_bounds=plan.max_len,
+            max_kv_len=int(plan.max_len.max()),
+        ),
         rows=inputs.rows[:num_rows],
         legal=inputs.legal[:num_rows],
         num_draft=inputs.num_draft[:num_rows],

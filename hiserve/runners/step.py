@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.runners.inputs import StepInputs
 from hiserve.runners.rows import DeviceRows
@@ -38,6 +39,21 @@ class Outcome:
     num_top: int | None = None
     num_prompt_top: int | None = None
     deferred: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ran:
+    """A step that was launched and recorded.
+
+    Attributes:
+        outcome: For the host.
+        inputs: Of the plan's rows.
+        features: ``[T, n]``, what the model showed of its tokens; None where it shows nothing.
+    """
+
+    outcome: Outcome
+    inputs: StepInputs
+    features: Tensor | None
 
 
 def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> Outcome:
@@ -136,6 +152,29 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
         drawn,
         counts,
         rows.state,
+    )
+
+
+def draft_step(plan: BatchPlan, ran: Ran, rows: DeviceRows) -> DraftStep:
+    """Returns what a proposer takes of a step.
+
+    Args:
+        plan: Of the step.
+        ran: The step.
+        rows: As it left them.
+    """
+    inputs, forward = ran.inputs, ran.inputs.forward
+    starts = forward.qo_indptr.long()
+    return DraftStep(
+        rows=inputs.rows,
+        first=forward.kv_lens - starts.diff(),
+        legal=inputs.legal,
+        sampling=inputs.sampling,
+        q_lens=forward.q_lens,
+        kv_bounds=forward.kv_bounds,
+        num_draft=plan.num_propose,
+        is_greedy=rows.sampling.drawing(plan.rows[plan.samples]) is Drawing.GREEDY,
+        features=ran.features,
     )
 
 

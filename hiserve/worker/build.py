@@ -30,6 +30,7 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.adopt import adopt
 from hiserve.worker.copier import Copier
+from hiserve.worker.drafting import open_proposer
 from hiserve.worker.executor import Executor
 from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
@@ -116,6 +117,7 @@ def _planner(config: Config, cache: CacheManager, model: ModelConfig) -> Planner
         max_len=known(config.model.max_model_len),
         max_batched_tokens=known(config.scheduler.max_batched_tokens),
         eos_token_ids=model.eos_token_ids,
+        num_draft=known(config.spec.spec_steps),
         # A canary is read when a row starts: its load must have arrived, and not failed, by then.
         overlaps_loads=config.model.device == "cuda" and not config.cache.kv_canary,
         store_prefetch=None if config.cache.store is None else config.cache.store_prefetch,
@@ -126,6 +128,7 @@ def _planner(config: Config, cache: CacheManager, model: ModelConfig) -> Planner
 def _runners(config: Config, model: Decoder, model_config: ModelConfig, pool: DevicePool, rows: DeviceRows) -> Dispatch:
     """Prepares the runners; on CUDA measures the largest steps, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
+    num_draft = known(config.spec.spec_steps)
     runners = make_runners(
         config.runner,
         model,
@@ -133,7 +136,9 @@ def _runners(config: Config, model: Decoder, model_config: ModelConfig, pool: De
         rows,
         attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
         max_batched_tokens=max_tokens,
+        widths=(1, 1 + num_draft) if num_draft else (1,),
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
+        proposer=open_proposer(config.spec, rows),
     )
     if rows.device.type == "cuda":
         budget = step_memory(

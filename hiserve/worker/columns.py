@@ -165,7 +165,10 @@ class Columns:
     def end(self, rows: NDArray[np.int64], num_new: Int32Array) -> Int32Array:
         """Returns where rows (int64 ``[n]``) end whose next step computes so many tokens, and proposes drafts."""
         end = self.computed[rows] + num_new
-        return np.minimum(end + self._num_ahead * (num_new > 0), self._max_len) if self._num_ahead else end
+        if not self._num_ahead:
+            return end
+        ahead = np.where(num_new > 0, np.int32(self._num_ahead), np.int32(0))
+        return np.minimum(end + ahead, np.int32(self._max_len))
 
     def num_promised_pages(self) -> int:
         """Returns the pages that rows still need for what is known of them, and one more token."""

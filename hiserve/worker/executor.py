@@ -16,7 +16,7 @@ from hiserve.messages.types import GateCounts
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Loads, Reason, admit
 from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Outcome, read_outcome
+from hiserve.runners.step import Outcome, Ran, read_outcome
 from hiserve.worker.copier import Copier
 
 
@@ -107,33 +107,39 @@ class Executor:
             self._copier.close()
 
     def _run(self, plan: BatchPlan) -> StepResult:
-        outcome = self._step(plan)
+        with torch.inference_mode():
+            outcome, ran = self._step(plan)
+            self._finish(plan, ran)
         return read_outcome(plan, outcome, outcome.words.numpy())
 
     def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
-        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
-            outcome = self._step(plan)
+        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream), torch.inference_mode():
+            outcome, ran = self._step(plan)
             host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
             host.copy_(outcome.words, non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
+            self._finish(plan, ran)  # behind the copy: the host waits for no draft
         return outcome, host, copied
 
-    def _step(self, plan: BatchPlan) -> Outcome:
-        with torch.inference_mode():
-            self._rows.apply(plan)
-            self._runners.note(plan)
-            if self._copier is not None:
-                self._copier.start(plan)
-            else:
-                assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
-            outcome = self._pass_gate(plan) if plan.rows.size else self._nothing("")
+    def _step(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
+        self._rows.apply(plan)
+        self._runners.note(plan)
+        if self._copier is not None:
+            self._copier.start(plan)
+        else:
+            assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
+        return self._pass_gate(plan) if plan.rows.size else self._nothing("")
+
+    def _finish(self, plan: BatchPlan, ran: Ran | None) -> None:
+        """Drafts what follows; then all that the step writes to pages is on the stream."""
+        if ran is not None:
+            self._runners.propose(plan, ran)
         if self._copier is not None:
             self._copier.forward_done(plan.step_id)
-        return outcome
 
-    def _pass_gate(self, plan: BatchPlan) -> Outcome:
+    def _pass_gate(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
         """Does what the gate says to a step."""
         runners, copier = self._runners, self._copier
         loads = Loads() if copier is None else copier.loads
@@ -145,11 +151,12 @@ class Executor:
         if verdict.loads:
             assert copier is not None, f"loads {verdict.loads} with one tier"
             wait = partial(copier.wait, verdict.loads)
-        return runners.run(plan, verdict, wait)
+        ran = runners.run(plan, verdict, wait)
+        return ran.outcome, ran
 
-    def _nothing(self, deferred: str) -> Outcome:
+    def _nothing(self, deferred: str) -> tuple[Outcome, None]:
         """The outcome of a plan of which nothing was computed."""
-        return Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred)
+        return Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
 
 
 def _collect(plan: BatchPlan, outcome: Outcome, host: Tensor, copied: torch.cuda.Event) -> StepResult:

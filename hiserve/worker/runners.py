@@ -11,6 +11,7 @@ import torch
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape
 from hiserve.config import Runner
+from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.models.decoder import Decoder
 from hiserve.runners.buckets import row_buckets, token_buckets
@@ -35,6 +36,7 @@ def make_runners(
     max_batched_tokens: int,
     widths: Sequence[int] = (1,),
     canary: Canary | None = None,
+    proposer: Proposer | None = None,
 ) -> Dispatch:
     """Opens the attention backend and captures the graphs.
 
@@ -47,6 +49,7 @@ def make_runners(
         max_batched_tokens: Tokens of the largest step.
         widths: Tokens of each row, one of them known and the others drafts, for which whole steps are captured.
         canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.
+        proposer: Drafts what follows each step.
 
     Raises:
         ConfigError: The backend is not installed or does not support the model.
@@ -55,7 +58,7 @@ def make_runners(
     eager = EagerRunner(model, layers, attention)
     dtype = str(shape.dtype).removeprefix("torch.")
     if settings.graphs == "off" or canary is not None:
-        return Dispatch(rows, eager, dtype=dtype, canary=canary)
+        return Dispatch(rows, eager, dtype=dtype, canary=canary, proposer=proposer)
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
     full = {
@@ -65,7 +68,9 @@ def make_runners(
     if settings.graphs == "all":
         piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens))
     is_strict = settings.graph_gate == "strict"
-    runners = Dispatch(rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict)
+    runners = Dispatch(
+        rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict, proposer=proposer
+    )
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
     held = torch.cuda.memory_reserved(rows.device) - before
