@@ -102,7 +102,7 @@ def keep_features(
     state: RowState,
 ) -> None:
     """Keeps what later steps take of a step's features; row 0 and the sink take zeros for the rest."""
-    computed_len = state.computed_len.index_select(0, rows) * legal
+    first, computed_len = first * legal, state.computed_len.index_select(0, rows) * legal
     index = (qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, features.shape[0] - 1)
     _write(last, rows, features.index_select(0, index), legal)
     ends = first.index_select(0, token_rows) + offsets  # behind each token of the step

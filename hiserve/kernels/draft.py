@@ -1,0 +1,345 @@
+"""The draft kernels in Triton; what each does stands at ``DraftOps``, and ``draft_reference`` has their twins."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hiserve.kernels.draft_ops import DraftMetadata
+from hiserve.kernels.launch import await_previous, early_launch, start_next
+from hiserve.kernels.ngram import draft_ngrams
+from hiserve.kernels.reference import SINK_PAGE
+from hiserve.kernels.step_ops import RowState
+
+__all__ = ["draft_features", "draft_inputs", "draft_ngrams", "keep_features"]
+
+_TABLE_BLOCK = 4096
+_TOKEN_BLOCK = 256
+_INPUT_WARPS = 8
+_FEATURE_BLOCK = 2048
+
+
+def draft_inputs(
+    rows: Tensor,
+    first: Tensor,
+    num: Tensor,
+    legal: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    state: RowState,
+    *,
+    page_size: int,
+    width: int,
+    out: DraftMetadata | None = None,
+) -> DraftMetadata:
+    """Gathers tokens, places, slots and page tables of rows, from given places on, in one launch."""
+    num_rows, num_tokens = rows.shape[0], token_rows.shape[0]
+    if out is None:
+        out = _new_metadata(num_rows, num_tokens, width, rows.device)
+    _draft_inputs[(num_rows + triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
+        rows,
+        first,
+        num,
+        legal,
+        token_rows,
+        offsets,
+        state.tokens,
+        state.page_table,
+        state.entry_owner,
+        state.page_owner,
+        out.kv_lens,
+        out.page_table,
+        out.input_ids,
+        out.places,
+        out.slots,
+        num_rows,
+        num_tokens,
+        out.page_table.stride(0),
+        out.page_table.shape[1],
+        state.page_table.shape[1],
+        state.page_owner.shape[0],
+        state.tokens.shape[1],
+        SINK=SINK_PAGE,
+        PAGE_SIZE=page_size,
+        TABLE_BLOCK=_TABLE_BLOCK,
+        TOKEN_BLOCK=_TOKEN_BLOCK,
+        num_warps=_INPUT_WARPS,
+        **early_launch(rows.device),
+    )
+    return out
+
+
+def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.device) -> DraftMetadata:
+    return DraftMetadata(
+        kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
+        page_table=torch.full((num_rows, width), SINK_PAGE, dtype=torch.int32, device=device),
+        input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
+        places=torch.empty(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
+    )
+
+
+def draft_features(
+    features: Tensor,
+    last: Tensor,
+    boundary_pages: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    legal: Tensor,
+    qo_indptr: Tensor,
+    page_table: Tensor,
+    page_size: int,
+) -> Tensor:
+    """Gathers for each draft token of a step the features of the token before it."""
+    _check_features(features, last, boundary_pages)
+    num_tokens, size = token_rows.shape[0], features.shape[1]
+    out = torch.empty((num_tokens, size), dtype=features.dtype, device=features.device)
+    block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
+    _draft_features[(num_tokens, triton.cdiv(size, block))](
+        features,
+        last,
+        boundary_pages,
+        rows,
+        first,
+        token_rows,
+        offsets,
+        legal,
+        qo_indptr,
+        page_table,
+        out,
+        features.stride(0),
+        last.stride(0),
+        boundary_pages.stride(0),
+        page_table.stride(0),
+        size,
+        PAGE_SIZE=page_size,
+        BLOCK=block,
+        **early_launch(features.device),
+    )
+    return out
+
+
+def keep_features(
+    features: Tensor,
+    last: Tensor,
+    boundary_pages: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    token_rows: Tensor,
+    offsets: Tensor,
+    legal: Tensor,
+    qo_indptr: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    state: RowState,
+) -> None:
+    """Keeps what later steps take of a step's features."""
+    _check_features(features, last, boundary_pages)
+    size = features.shape[1]
+    block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
+    _keep_features[(token_rows.shape[0], triton.cdiv(size, block))](
+        features,
+        last,
+        boundary_pages,
+        rows,
+        first,
+        token_rows,
+        offsets,
+        legal,
+        qo_indptr,
+        page_table,
+        state.computed_len,
+        features.stride(0),
+        last.stride(0),
+        boundary_pages.stride(0),
+        page_table.stride(0),
+        size,
+        SINK=SINK_PAGE,
+        PAGE_SIZE=page_size,
+        BLOCK=block,
+        **early_launch(features.device),
+    )
+
+
+def _check_features(features: Tensor, last: Tensor, boundary_pages: Tensor) -> None:
+    for kept in (last, boundary_pages):
+        assert kept.dtype == features.dtype, f"features of {features.dtype} are kept as {kept.dtype}"
+        assert kept.shape[1] == features.shape[1], f"of {features.shape[1]} features {kept.shape[1]} are kept"
+        assert kept.stride(1) == features.stride(1) == 1, f"features {kept.stride()} and {features.stride()} apart"
+
+
+# Not compiled anew for each alignment of their addresses: most are views into one upload, or of a batch.
+_VARYING = [
+    *("rows", "first", "num", "legal", "token_rows", "offsets", "qo_indptr", "table"),
+    *("kv_lens", "input_ids", "places", "slots", "num_rows", "num_tokens", "table_stride", "width"),
+]
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _draft_inputs(  # type: ignore[no-untyped-def]
+    rows,
+    first,
+    num,
+    legal,
+    token_rows,
+    offsets,
+    tokens,
+    page_table,
+    entry_owner,
+    page_owner,
+    kv_lens,
+    table,
+    input_ids,
+    places,
+    slots,
+    num_rows,
+    num_tokens,
+    table_stride,
+    width,
+    num_entries,
+    num_pages,
+    row_len,
+    SINK: tl.constexpr,  # noqa: N803
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    TABLE_BLOCK: tl.constexpr,  # noqa: N803
+    TOKEN_BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program copies the table of one row or, behind these, places a block of tokens."""
+    program = tl.program_id(0).to(tl.int64)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    if program < num_rows:
+        row, is_legal = tl.load(rows + program), tl.load(legal + program) != 0
+        start = tl.where(is_legal, tl.load(first + program), 0)
+        kv_len = tl.minimum(start + tl.load(num + program), width * PAGE_SIZE)
+        tl.store(kv_lens + program, kv_len)
+        num_used = tl.cdiv(kv_len, PAGE_SIZE).to(tl.int32)
+        num_read = tl.where(is_legal, num_used, 0)
+        for begin in range(0, num_used, TABLE_BLOCK):
+            entry = begin + tl.arange(0, TABLE_BLOCK)
+            flat = row * num_entries + entry
+            page = _own_page(page_table, entry_owner, page_owner, flat, entry < num_read, num_pages, SINK)
+            tl.store(table + program * table_stride + entry, page, mask=entry < num_used)
+    else:
+        token = (program - num_rows) * TOKEN_BLOCK + tl.arange(0, TOKEN_BLOCK)
+        mask = token < num_tokens
+        number = tl.load(token_rows + token, mask=mask, other=0)
+        row, is_legal = tl.load(rows + number, mask=mask, other=0), tl.load(legal + number, mask=mask, other=0) != 0
+        start = tl.load(first + number, mask=mask & is_legal, other=0)
+        place = start + tl.load(offsets + token, mask=mask, other=0)
+        is_placed = mask & is_legal & (place < row_len) & (place < width * PAGE_SIZE)
+        flat = row * num_entries + place // PAGE_SIZE
+        page = _own_page(page_table, entry_owner, page_owner, flat, is_placed, num_pages, SINK)
+        input_id = tl.load(tokens + row * row_len + tl.minimum(place, row_len - 1), mask=mask, other=0)
+        tl.store(input_ids + token, input_id, mask=mask)
+        tl.store(places + token, place, mask=mask)
+        tl.store(slots + token, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _own_page(  # type: ignore[no-untyped-def]
+    page_table,
+    entry_owner,
+    page_owner,
+    flat,
+    mask,
+    num_pages,
+    SINK: tl.constexpr,  # noqa: N803
+):
+    """The pages of some entries; the sink instead of those that are not, or no longer, the row's own."""
+    page = tl.load(page_table + flat, mask=mask, other=SINK)
+    is_own = mask & (page >= 0) & (page < num_pages)
+    owner = tl.load(page_owner + page, mask=is_own, other=0)
+    is_own = is_own & (owner == tl.load(entry_owner + flat, mask=mask, other=0))
+    return tl.where(is_own, page, SINK)
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _draft_features(  # type: ignore[no-untyped-def]
+    features,
+    last,
+    boundary_pages,
+    rows,
+    first,
+    token_rows,
+    offsets,
+    legal,
+    qo_indptr,
+    table,
+    out,
+    feature_stride,
+    last_stride,
+    boundary_stride,
+    table_stride,
+    size,
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program copies a block of one draft token's features from where they are."""
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    number, offset = tl.load(token_rows + token), tl.load(offsets + token)
+    start = tl.where(tl.load(legal + number) != 0, tl.load(first + number), 0)
+    follows = (offset == 0) & (start > 0)
+    starts_page = follows & (start % PAGE_SIZE == 0)
+    entry = tl.where(starts_page, start // PAGE_SIZE - 1, 0)
+    page = tl.load(table + number * table_stride + entry).to(tl.int64)
+    row = tl.load(rows + number)
+    computed = tl.load(qo_indptr + number).to(tl.int64) + offset - 1
+    # At most one of the three is read.
+    in_row, in_page = element < tl.where(follows, size, 0), element < tl.where(starts_page, size, 0)
+    value = tl.load(last + row * last_stride + element, mask=in_row & ~in_page, other=0.0)
+    value = tl.load(boundary_pages + page * boundary_stride + element, mask=in_page, other=value)
+    in_step = element < tl.where(offset > 0, size, 0)
+    value = tl.load(features + computed * feature_stride + element, mask=in_step, other=value)
+    tl.store(out + token * size + element, value, mask=element < size)
+
+
+@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
+def _keep_features(  # type: ignore[no-untyped-def]
+    features,
+    last,
+    boundary_pages,
+    rows,
+    first,
+    token_rows,
+    offsets,
+    legal,
+    qo_indptr,
+    table,
+    computed_len,
+    feature_stride,
+    last_stride,
+    boundary_stride,
+    table_stride,
+    size,
+    SINK: tl.constexpr,  # noqa: N803
+    PAGE_SIZE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    IS_EARLY: tl.constexpr,  # noqa: N803
+):
+    """Each program keeps a block of the features of the token before one draft token, if they are to be kept."""
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start_next(IS_EARLY)
+    await_previous(IS_EARLY)
+    number, offset = tl.load(token_rows + token), tl.load(offsets + token)
+    row, is_computed = tl.load(rows + number), (tl.load(legal + number) != 0) & (offset > 0)
+    end, computed = tl.load(first + number) + offset, tl.load(computed_len + row)  # behind the token
+    is_last = is_computed & (end == computed)
+    ends_page = is_computed & (end <= computed) & (end % PAGE_SIZE == 0)
+    page = tl.load(table + number * table_stride + end // PAGE_SIZE - 1, mask=ends_page, other=SINK).to(tl.int64)
+    ends_page = ends_page & (page != SINK)
+    index = tl.load(qo_indptr + number).to(tl.int64) + offset - 1
+    to_row, to_page = element < tl.where(is_last, size, 0), element < tl.where(ends_page, size, 0)
+    value = tl.load(features + index * feature_stride + element, mask=to_row | to_page, other=0.0)
+    tl.store(last + row * last_stride + element, value, mask=to_row)
+    tl.store(boundary_pages + page * boundary_stride + element, value, mask=to_page)

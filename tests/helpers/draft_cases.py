@@ -1,0 +1,169 @@
+"""Random steps that have been recorded, of whose tokens a head computes its part; and rows that repeat themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hiserve.kernels import step_reference
+from hiserve.kernels.draft_ops import DraftMetadata
+from hiserve.kernels.step_ops import RowState
+from tests.helpers.step_cases import STALE, random_case
+
+NUM_FEATURES = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftCase:
+    """B rows and their draft tokens; what a step of these rows computed; the rows after it."""
+
+    rows: Tensor
+    first: Tensor
+    num: Tensor
+    legal: Tensor
+    token_rows: Tensor
+    offsets: Tensor
+    qo_indptr: Tensor
+    features: Tensor
+    last: Tensor
+    boundary_pages: Tensor
+    state: RowState
+    page_size: int
+    width: int
+
+    @property
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What ``draft_inputs`` takes first."""
+        return self.rows, self.first, self.num, self.legal, self.token_rows, self.offsets
+
+    def old_metadata(self) -> DraftMetadata:
+        """Buffers of a graph, with what an earlier step left in them."""
+        num_rows, num_tokens = len(self.rows), len(self.token_rows)
+        return DraftMetadata(
+            kv_lens=torch.full((num_rows,), STALE),
+            page_table=torch.full((num_rows, self.width), STALE, dtype=torch.int32),
+            input_ids=torch.full((num_tokens,), STALE, dtype=torch.int32),
+            places=torch.full((num_tokens,), STALE),
+            slots=torch.full((num_tokens,), STALE),
+        )
+
+    def step_features(self, page_table: Tensor) -> tuple[Tensor, ...]:
+        """What ``draft_features`` and ``keep_features`` take before the page size; what they keep is copied."""
+        return (
+            self.features,
+            self.last.clone(),
+            self.boundary_pages.clone(),
+            self.rows,
+            self.first,
+            self.token_rows,
+            self.offsets,
+            self.legal,
+            self.qo_indptr,
+            page_table,
+        )
+
+    def drafting(self, index: int) -> DraftCase:
+        """The forward of one draft of each row, the ``index``-th."""
+        each_row = torch.arange(len(self.rows))
+        return DraftCase(
+            rows=self.rows,
+            first=self.state.known_len[self.rows] - 1 + index,
+            num=torch.ones_like(self.num),
+            legal=self.legal,
+            token_rows=each_row,
+            offsets=torch.zeros_like(each_row),
+            qo_indptr=torch.arange(len(each_row) + 1, dtype=torch.int32),
+            features=self.features,
+            last=self.last,
+            boundary_pages=self.boundary_pages,
+            state=self.state,
+            page_size=self.page_size,
+            width=self.width,
+        )
+
+
+def draft_case(generator: torch.Generator) -> DraftCase:
+    """The rows of a step after it, the same rows legal; since then a page may have changed hands."""
+    step = random_case(generator)
+    columns, state = step.columns, step.state
+    first = state.computed_len[columns.rows]
+    made = step_reference.step_inputs(columns, state, page_size=step.page_size, width=step.width)
+    counts = step_reference.accept(step.drawn, step.sampling_rows, step.sampling_drafts, state)
+    step_reference.advance(
+        columns.rows, made.kv_lens, made.legal, columns.num_draft, step.sampling, step.drawn, counts, state
+    )
+    _spoil(generator, state)
+    num_pages, num_tokens = len(state.page_owner), len(columns.token_rows)
+    num = columns.num_new + 1
+    token_rows = torch.arange(len(num)).repeat_interleave(num)
+    kept = torch.randn(len(state.tokens) + num_pages, NUM_FEATURES, generator=generator)
+    kept[0] = kept[len(state.tokens)] = 0  # row 0 and the sink keep nothing
+    return DraftCase(
+        rows=columns.rows,
+        first=torch.where(made.legal, first, STALE),
+        num=num,
+        legal=made.legal,
+        token_rows=token_rows,
+        offsets=torch.cat([torch.arange(each) for each in num.tolist()]),
+        qo_indptr=torch.cat((torch.zeros(1), columns.num_new.cumsum(0))).to(torch.int32),
+        features=torch.randn(num_tokens, 2 * NUM_FEATURES, generator=generator)[:, :NUM_FEATURES],
+        last=kept[: len(state.tokens)],
+        boundary_pages=kept[len(state.tokens) :],
+        state=state,
+        page_size=step.page_size,
+        width=step.width,
+    )
+
+
+def _spoil(generator: torch.Generator, state: RowState) -> None:
+    """Lets a few pages belong to others, and now and then an entry be none."""
+    num_pages = len(state.page_owner)
+    pages = torch.randint(1, num_pages, (2,), generator=generator)
+    state.page_owner[pages] += 1
+    row = int(torch.randint(1, len(state.tokens), (), generator=generator))
+    wrong = (-2, num_pages, 1_000_000)[int(torch.randint(0, 3, (), generator=generator))]
+    state.page_table[row, int(torch.randint(0, state.page_table.shape[1], (), generator=generator))] = wrong
+
+
+def own_pages(case: DraftCase, number: int) -> list[int]:
+    """The pages of a row, entry by entry; the sink for what is not its own."""
+    state, row = case.state, int(case.rows[number])
+    pages = []
+    for entry in range(case.width):
+        page = int(state.page_table[row, entry])
+        is_page = bool(case.legal[number]) and 0 <= page < len(state.page_owner)
+        pages.append(page if is_page and state.page_owner[page] == state.entry_owner[row, entry] else 0)
+    return pages
+
+
+def repeating_state(generator: torch.Generator, row_len: int, known_lens: list[int], num_ids: int) -> RowState:
+    """Rows of few different tokens, row 0 first; behind what they know stands something else."""
+    num_rows = len(known_lens)
+    tokens = torch.randint(1, num_ids + 1, (num_rows, row_len), generator=generator, dtype=torch.int32)
+    known_len = torch.tensor(known_lens)
+    tokens[torch.arange(row_len) >= known_len[:, None]] = STALE
+    tokens[0] = 0
+    table = torch.zeros((num_rows, 1), dtype=torch.int32)
+    return RowState(tokens, torch.zeros(num_rows, dtype=torch.int64), known_len, table, table, table[0])
+
+
+def looked_up(known: list[int], num_draft: int, min_ngram: int, max_ngram: int) -> list[int]:
+    """What followed a text's last tokens where they stood before."""
+    if not known:
+        return []
+    followed = known[-1:]
+    for end in _ends_before(known, min_ngram, max_ngram):
+        followed = known[end:]
+        break
+    return [followed[index % len(followed)] for index in range(num_draft)]
+
+
+def _ends_before(known: list[int], min_ngram: int, max_ngram: int) -> list[int]:
+    """Where the longest end of a text that it has twice ended before, the latest place first."""
+    for size in range(max_ngram, min_ngram - 1, -1):
+        found = [end for end in range(len(known) - 1, size - 1, -1) if known[end - size : end] == known[-size:]]
+        if found:
+            return found
+    return []

@@ -1,0 +1,103 @@
+"""Drafts that repeat what stood before: the twin against a plain search, Triton against the twin."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hiserve.kernels import draft_reference as twins
+from tests.helpers.draft_cases import looked_up, repeating_state
+from tests.helpers.interpreted import run_interpreted
+
+NUM_CASES = 150
+PROGRAM = """
+import torch
+from hiserve.kernels import draft_reference, ngram
+from tests.helpers.draft_cases import repeating_state
+from tests.helpers.step_cases import copied
+
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(SEED)
+ngram._BLOCK = 4
+for number in range(NUM_CASES):
+    row_len = 9 + number % 4
+    known_lens = torch.randint(0, row_len + 1, (6,), generator=generator).tolist()
+    ours = repeating_state(generator, row_len, [0, 1, row_len, *known_lens], 1 + number % 3)
+    theirs = copied(ours)
+    rows = torch.tensor([0, *(torch.randperm(8, generator=generator) + 1).tolist(), 0])
+    sizes = dict(num_draft=1 + number % 5, min_ngram=1 + number % 2, max_ngram=2 + number % 3, max_known=row_len)
+    ngram.draft_ngrams(rows, ours, **sizes)
+    draft_reference.draft_ngrams(rows, theirs, **sizes)
+    assert torch.equal(ours.tokens, theirs.tokens), (number, sizes, ours.known_len, ours.tokens, theirs.tokens)
+"""
+
+
+def drafts_of(text: list[int], num_draft: int, row_len: int = 16, max_ngram: int = 3) -> list[int]:
+    """What the twin writes behind a text; 0 for places it leaves alone."""
+    state = repeating_state(torch.Generator(), row_len, [0, len(text)], 1)
+    state.tokens[1] = torch.tensor(text + [0] * (row_len - len(text)))
+    rows = torch.tensor([1])
+    twins.draft_ngrams(rows, state, num_draft=num_draft, min_ngram=1, max_ngram=max_ngram, max_known=len(text))
+    assert state.tokens[1, : len(text)].tolist() == text
+    return state.tokens[1, len(text) : len(text) + num_draft].tolist()
+
+
+def test_drafts_are_what_a_plain_search_finds() -> None:
+    generator = torch.Generator().manual_seed(29)
+    seen: Counter[str] = Counter()
+    for number in range(NUM_CASES):
+        row_len, num_draft, min_ngram = 6 + number % 15, 1 + number % 5, 1 + number % 3
+        known_lens = torch.randint(0, row_len + 1, (5,), generator=generator).tolist()
+        state = repeating_state(generator, row_len, [0, *known_lens], 1 + number % 4)
+        before = state.tokens.tolist()
+        rows = (torch.randperm(5, generator=generator) + 1)[: 1 + number % 5]
+        twins.draft_ngrams(
+            torch.cat((rows, torch.tensor([0, 0]))),
+            state,
+            num_draft=num_draft,
+            min_ngram=min_ngram,
+            max_ngram=3,
+            max_known=max(1, max(known_lens)),
+        )
+        for row in range(1, 6):
+            known, wanted = int(state.known_len[row]), before[row]
+            if row in rows.tolist():
+                drafts = looked_up(wanted[:known], num_draft, min_ngram, 3)[: row_len - known]
+                wanted = wanted[:known] + drafts + wanted[known + len(drafts) :]
+                seen["known"] += bool(drafts)
+                seen["full"] += known == row_len
+                seen["cut"] += bool(drafts) and len(drafts) < num_draft
+                seen["nothing known"] += not known
+            assert state.tokens[row].tolist() == wanted, (number, row)
+        assert state.tokens[0].tolist() == [0] * row_len
+    print(seen)
+    assert min(seen.values()) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 4, 9, 2, 3], [4, 9, 2]),  # two tokens agree
+        ([2, 3, 5, 1, 2, 3, 7, 3, 8, 1, 2, 3], [7, 3, 8]),  # three that agree are better than one that stands later
+        ([1, 5, 1, 6, 1], [6, 1, 6]),  # of equals the latest, and what follows goes round
+        ([4, 4], [4, 4, 4]),
+        ([1, 2, 3], [3, 3, 3]),  # nothing agrees
+        ([7], [7, 7, 7]),
+    ],
+)
+def test_the_longest_agreement_wins_and_of_these_the_latest(text: list[int], expected: list[int]) -> None:
+    assert drafts_of(text, 3) == expected
+
+
+def test_a_full_row_is_left_alone() -> None:
+    assert drafts_of([1, 2, 1], 3, row_len=4) == [2]
+    assert drafts_of([1, 2, 1, 2], 3, row_len=4) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [31])
+def test_triton_writes_the_drafts_that_the_twin_writes(seed: int) -> None:
+    print(f"seed {seed}")
+    run_interpreted(PROGRAM.replace("SEED", str(seed)).replace("NUM_CASES", "30"))
