@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,13 @@ FOLDER = find_model(NANO)
 NARROW_VOCAB = 4096
 SEED = 3
 CPU = torch.device("cpu")
-# Nothing divides anything: a wide model whose groups, heads and layers are not those of nano.
+# No ratio to nano is a whole number, but that of head_dim.
 MINI: dict[str, Any] = {
     "vocab_size": 5000,
-    "hidden_size": 512,
+    "hidden_size": 384,
     "intermediate_size": 800,
     "num_hidden_layers": 12,
-    "num_attention_heads": 12,
+    "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "head_dim": 128,
     "max_position_embeddings": 4096,
@@ -80,11 +82,18 @@ def widened() -> Widened:
 
 
 @pytest.fixture(scope="module")
-def wide_folder(widened: Widened, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The miniature in float64."""
-    folder = tmp_path_factory.mktemp("widened")
-    write(widened, torch.float64, CPU, folder)
-    return folder
+def wide_folder(widened: Widened) -> Iterator[Path]:
+    """The miniature in float64, gone with the tests: pytest would keep hundreds of megabytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(widened, torch.float64, CPU, Path(folder))
+        yield Path(folder)
+
+
+@pytest.fixture
+def empty_folder() -> Iterator[Path]:
+    """Likewise, for another one."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def logits_of(folder: Path, dtype: str, prompts: list[list[int]]) -> tuple[list[Tensor], Engine]:
@@ -106,17 +115,17 @@ def test_logits_are_those_of_the_narrow_model_and_padded_tokens_are_out_of_reach
 
 
 @torch.inference_mode()
-def test_a_tied_head_cannot_reach_padded_tokens_either(tmp_path: Path, prompts: list[list[int]]) -> None:
-    write(widen(FOLDER, MINI | {"tie_word_embeddings": True}, SEED), torch.float32, CPU, tmp_path)
-    assert read_model_config(tmp_path).tie_embeddings
-    (expected,), (found,) = (logits_of(folder, "float32", prompts[:1])[0] for folder in (FOLDER, tmp_path))
+def test_a_tied_head_cannot_reach_padded_tokens_either(empty_folder: Path, prompts: list[list[int]]) -> None:
+    write(widen(FOLDER, MINI | {"tie_word_embeddings": True}, SEED), torch.float32, CPU, empty_folder)
+    assert read_model_config(empty_folder).tie_embeddings
+    (expected,), (found,) = (logits_of(folder, "float32", prompts[:1])[0] for folder in (FOLDER, empty_folder))
     torch.testing.assert_close(found[:, :NARROW_VOCAB], expected, atol=1e-4, rtol=0)
     assert found[:, NARROW_VOCAB:].max() < LOUDLY
 
 
-def test_bfloat16_is_as_close_as_its_rounding(tmp_path: Path, widened: Widened, prompts: list[list[int]]) -> None:
-    write(widened, torch.bfloat16, CPU, tmp_path)
-    (expected,), (found,) = (logits_of(folder, "bfloat16", prompts[:1])[0] for folder in (FOLDER, tmp_path))
+def test_bfloat16_is_as_close_as_its_rounding(empty_folder: Path, widened: Widened, prompts: list[list[int]]) -> None:
+    write(widened, torch.bfloat16, CPU, empty_folder)
+    (expected,), (found,) = (logits_of(folder, "bfloat16", prompts[:1])[0] for folder in (FOLDER, empty_folder))
     distance = (found[:, :NARROW_VOCAB] - expected).float().square().mean().sqrt()
     assert distance < 0.03 * expected.float().std()
     assert found[:, NARROW_VOCAB:].max() < LOUDLY
@@ -323,10 +332,10 @@ def test_an_eagle3_head_has_a_vocabulary_of_its_own_size_with_the_ids_of_its_tar
     folder = random_head("eagle3", target, tmp_path)
     head = widen_head(widened, folder, draft_vocab_size=4500)
     made = head.tensors(widened, torch.float32, CPU)
-    assert made["lm_head.weight"].shape == (4500, 512)
+    assert made["lm_head.weight"].shape == (4500, 384)
     assert not made["d2t"].any() and made["d2t"].shape == (4500,)
     assert made["t2d"].nonzero().flatten().tolist() == list(range(4500)) and made["t2d"].shape == (5000,)
-    assert (head.raw["draft_vocab_size"], head.raw["target_hidden_size"]) == (4500, 512)
+    assert (head.raw["draft_vocab_size"], head.raw["target_hidden_size"]) == (4500, 384)
     for size in (4000, 5001):
         with pytest.raises(ValueError, match=f"draft_vocab_size is {size}, and must be from 4096 to 5000"):
             widen_head(widened, folder, draft_vocab_size=size)
