@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hiserve.attention.base import AttentionShape
 from hiserve.models.config import ModelConfig
+from hiserve.models.draft_config import DraftConfig
 
 
 def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
@@ -25,3 +28,8 @@ def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) 
         dtype=dtype,
         windows=config.windows,
     )
+
+
+def draft_attention_shape(draft: DraftConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
+    """As ``attention_shape``, of what drafts. A head has nothing to say of the first token: nobody shows it what was before."""
+    return replace(attention_shape(draft.model, dtype=dtype, page_size=page_size), hides_first=draft.head is not None)

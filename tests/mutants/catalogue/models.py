@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(
         name="Qwen2 has no biases",
         file=FAMILY,
-        old="        has_qkv_bias=True,\n",
+        old="    has_qkv_bias=True,\n",
         new="",
         test=OF_CONFIG + "test_biases_of_each_family",
     ),

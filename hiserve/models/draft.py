@@ -1,0 +1,277 @@
+"""What drafts: heads that look at the model's states, EAGLE-3 and MTP, and small models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention
+from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.groups import CacheGroupSpec
+from hiserve.errors import ModelError
+from hiserve.kernels.ops import Ops, ops_for
+from hiserve.layers.embedding import Embedding
+from hiserve.layers.linear import Linear
+from hiserve.layers.norm import RMSNorm
+from hiserve.layers.rotary import Rotary
+from hiserve.models.config import ModelConfig
+from hiserve.models.decoder import Decoder, Layer, load_decoder, make_layer
+from hiserve.models.draft_config import DraftConfig
+from hiserve.models.draft_formats import Head
+from hiserve.models.draft_weights import load_head_parameters
+from hiserve.models.frequencies import rotary_frequencies
+
+
+class DraftHead(Protocol):
+    """Computes logits of the token behind each that it is given.
+
+    Attributes:
+        feature_size: Elements that it takes of the token before each, and carries from draft to draft; 0 is none.
+        shift: The rotary position of token j is ``j - shift``.
+        taps: Layers of the model that it sees, as ``Decoder`` takes them.
+    """
+
+    feature_size: int
+    shift: int
+    taps: tuple[int, ...]
+
+    def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
+        """Returns the KV groups of its layers, stored as ``dtype``."""
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """Makes features ``[T, feature_size]`` of what the model showed of each token, ``[T, len(taps) * hidden_size]``."""
+
+    def forward(
+        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """Computes tokens and stores their keys and values.
+
+        Args:
+            inputs: The batch; its positions are rotary ones.
+            features: ``[T, feature_size]``, of the token before each: fused, or as this returned them. Unchanged.
+            layers: The pool's views of its group.
+            attention: A backend on which ``plan(inputs)`` was called.
+
+        Returns:
+            Logits ``[N, vocab_size]`` over the model's vocabulary, -inf of what it cannot draft, and what to carry,
+            ``[N, feature_size]``.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Body:
+    """What heads have in common: a decoder layer, and logits.
+
+    Attributes:
+        layer: The layer.
+        rotary: Its positions.
+        norm: Behind it.
+        output: To logits.
+        tokens: int64 ``[n]``, the model's token of each that it can draft; None if all are the same.
+        vocab_size: Of the model.
+        carries_normed: The state carried is that behind ``norm``.
+    """
+
+    layer: Layer
+    rotary: Rotary
+    norm: RMSNorm
+    output: Linear
+    tokens: Tensor | None
+    vocab_size: int
+    carries_normed: bool
+
+    def __call__(
+        self, x: Tensor, stream: Tensor, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """As ``DraftHead.forward``, of what attention reads and the residual stream before it, which stays."""
+        (kv,) = layers
+        if inputs.before_layer is not None:
+            inputs.before_layer(0)
+        mixed = self.layer.attention(x, inputs, self.rotary(inputs.positions), kv, attention)
+        stream = stream.index_select(0, inputs.logits_rows)
+        normed = self.norm.add(self.layer.close(mixed.index_select(0, inputs.logits_rows), stream), stream)
+        logits = self.output(normed)
+        if self.tokens is not None:
+            spread = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
+            logits = spread.index_copy_(1, self.tokens, logits)
+        return logits, normed if self.carries_normed else stream
+
+
+class Eagle3Head:
+    """EAGLE-3 (Li et al., arXiv:2503.01840): states of several layers, fused, beside the embedding.
+
+    Args:
+        draft: Its shape.
+        parameters: As ``Head.table`` names them.
+        tokens: As ``load_head_parameters`` returns them.
+        target: The model.
+        max_len: Tokens of the longest request.
+    """
+
+    shift = 1
+
+    def __init__(
+        self, draft: DraftConfig, parameters: dict[str, Tensor], tokens: Tensor | None, target: Decoder, max_len: int
+    ) -> None:
+        head, ops = _head(draft), _ops(target)
+        self.feature_size = draft.feature_size
+        self.taps = draft.taps
+        self.groups = draft.kv_groups
+        own = parameters.pop("embedding", None)
+        is_shared = own is None or torch.equal(own, target.embedding.weight)
+        self._embedding = target.embedding if own is None or is_shared else Embedding(own)
+        self._fuse = Linear(parameters.pop("fuse"))
+        eps = draft.model.norm_eps
+        self._fuse_norm = RMSNorm(parameters.pop("fuse_norm"), eps, ops) if head.norm_before_fuse else None
+        self._state_norm = RMSNorm(parameters.pop("state_norm"), eps, ops)
+        self._norm_before_residual = head.norm_before_residual
+        self._body = _body(draft, parameters, Linear(parameters.pop("head")), tokens, target, max_len)
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """As the protocol."""
+        return self._fuse(tapped if self._fuse_norm is None else self._fuse_norm(tapped))
+
+    def forward(
+        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """As the protocol."""
+        normed = self._state_norm(features)
+        embedded = self._body.layer.input_norm(self._embedding(inputs.input_ids))
+        stream = normed if self._norm_before_residual else features
+        return self._body(torch.cat((embedded, normed), -1), stream, inputs, layers, attention)
+
+
+class MTPHead:
+    """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437): the last states and the embedding make a stream of their own.
+
+    Embedding and output head are the model's.
+
+    Args:
+        draft: Its shape.
+        parameters: As ``Head.table`` names them.
+        target: The model.
+        max_len: Tokens of the longest request.
+    """
+
+    shift = 1
+
+    def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: Decoder, max_len: int) -> None:
+        head, ops, eps = _head(draft), _ops(target), draft.model.norm_eps
+        self.feature_size = draft.feature_size
+        self.taps = draft.taps
+        self.groups = draft.kv_groups
+        self._embedding = target.embedding
+        self._embedding_norm = RMSNorm(parameters.pop("embedding_norm"), eps, ops)
+        self._state_norm = RMSNorm(parameters.pop("state_norm"), eps, ops)
+        self._join = Linear(parameters.pop("join"))
+        self._state_first = head.format.state_first
+        self._masks_first = head.format.masks_first
+        self._body = _body(draft, parameters, target.head, None, target, max_len)
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """As the protocol: there is nothing to fuse."""
+        return tapped
+
+    def forward(
+        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """As the protocol."""
+        embedded = self._embedding(inputs.input_ids)
+        if self._masks_first:
+            embedded = embedded.masked_fill(inputs.positions[:, None] == 0, 0)
+        both = self._embedding_norm(embedded), self._state_norm(features)
+        stream = self._join(torch.cat(both[::-1] if self._state_first else both, -1))
+        return self._body(self._body.layer.input_norm(stream), stream, inputs, layers, attention)
+
+
+class DraftModel:
+    """A small model with the same vocabulary. It looks at nothing but tokens.
+
+    Args:
+        draft: Its shape.
+        decoder: The model.
+    """
+
+    shift = 0
+    feature_size = 0
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, draft: DraftConfig, decoder: Decoder) -> None:
+        self.groups = draft.kv_groups
+        self._decoder = decoder
+
+    def fuse(self, tapped: Tensor) -> Tensor:
+        """As the protocol: nothing is taken."""
+        return tapped[:, :0]
+
+    def forward(
+        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """As the protocol."""
+        logits = self._decoder.forward(inputs, layers, attention).logits
+        return logits, features.new_empty((logits.shape[0], 0))
+
+
+def load_draft(
+    draft: DraftConfig, target: Decoder, *, dtype: str, device: str, load_format: str, max_len: int
+) -> DraftHead:
+    """Reads the checkpoint of what drafts, or draws random weights of its shape.
+
+    Args:
+        draft: As ``find_draft`` returns it.
+        target: The model that it drafts for, on the same device, of the same type.
+        dtype: Type name of weights and activations, a key of ``config.DTYPE_BYTES``.
+        device: ``cpu`` or ``cuda``.
+        load_format: ``auto`` or ``dummy``.
+        max_len: Tokens of the longest request.
+
+    Raises:
+        ModelError: The checkpoint cannot be used.
+    """
+    if draft.head is None:
+        try:
+            decoder = load_decoder(
+                draft.folder, draft.model, dtype=dtype, device=device, load_format=load_format, max_len=max_len
+            )
+        except ModelError as error:
+            raise ModelError(error.message, param="spec") from None
+        return DraftModel(draft, decoder)
+    parameters, tokens = load_head_parameters(draft, getattr(torch, dtype), torch.device(device), load_format)
+    if draft.kind == "eagle3":
+        return Eagle3Head(draft, parameters, tokens, target, max_len)
+    return MTPHead(draft, parameters, target, max_len)
+
+
+def _body(
+    draft: DraftConfig,
+    parameters: dict[str, Tensor],
+    output: Linear,
+    tokens: Tensor | None,
+    target: Decoder,
+    max_len: int,
+) -> _Body:
+    model: ModelConfig = draft.model
+    weight, ops = target.embedding.weight, _ops(target)
+    frequencies = rotary_frequencies(model.rope, model.head_dim, max_len).to(weight.device)
+    return _Body(
+        layer=make_layer(model, parameters, 0, ops),
+        rotary=Rotary(frequencies, weight.dtype, ops, model.rope.attention_factor),
+        norm=RMSNorm(parameters.pop("norm"), model.norm_eps, ops),
+        output=output,
+        tokens=tokens,
+        vocab_size=model.vocab_size,
+        carries_normed=_head(draft).format.carries_normed,
+    )
+
+
+def _head(draft: DraftConfig) -> Head:
+    assert draft.head is not None, f"{draft.kind} is no head"
+    return draft.head
+
+
+def _ops(target: Decoder) -> Ops:
+    return ops_for(target.embedding.weight.device)

@@ -1,0 +1,292 @@
+"""A draft head's or draft model's shape, read from its folder without torch; and whether it fits the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from hiserve.core.groups import CacheGroupSpec
+from hiserve.errors import ModelError
+from hiserve.models.config import ModelConfig, find_model, parse_config, read_model_config
+from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat, Head, HeadKind, mtp_format
+from hiserve.models.family import FAMILIES
+from hiserve.models.fields import Count, Size, convert, read_json
+from hiserve.models.generation import Generation
+from hiserve.models.hub import INDEX, SINGLE
+
+DraftKind = Literal["eagle3", "mtp", "draft_model"]
+_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its own library limits it
+
+
+class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts for a model.
+
+    Attributes:
+        kind: ``eagle3``, ``mtp`` or ``draft_model``.
+        folder: Its checkpoint's.
+        model: Shape of its layers: a head's one, or those of a small model.
+        taps: Layers of the model, counted from 0, whose outputs it sees; their number is what the output head takes.
+        head: A head's own settings; None of a small model.
+        is_bundled: It came with the model.
+    """
+
+    kind: DraftKind
+    folder: Path
+    model: ModelConfig
+    taps: tuple[int, ...] = ()
+    head: Head | None = None
+    is_bundled: bool = False
+
+    @property
+    def feature_size(self) -> int:
+        """Elements that it takes of each of the model's tokens, and carries from draft to draft."""
+        return 0 if self.head is None else self.model.hidden_size
+
+    @property
+    def shift(self) -> int:
+        """The rotary position of token j is ``j - shift``."""
+        return 0 if self.head is None else 1
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, what it shares with the model left out."""
+        if self.head is None:
+            return self.model.num_params
+        pieces = [piece for stacked in self.head.table(self.model).values() for piece in stacked]
+        return sum(piece.num_rows * (piece.shape[-1] if len(piece.shape) > 1 else 1) for piece in pieces)
+
+    def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
+        """Returns the KV groups its layers write, stored as ``dtype``."""
+        return tuple(msgspec.structs.replace(group, name="draft") for group in self.model.kv_groups(dtype))
+
+
+class _EagleFields(msgspec.Struct):
+    eagle_aux_hidden_state_layer_ids: tuple[Count, ...] | None = None
+    use_aux_hidden_state: bool | None = None
+
+
+class _HeadFields(msgspec.Struct):
+    """What a head's ``config.json`` says beside its layer's shape."""
+
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+    norm_before_residual: bool | None = None
+    norm_before_fc: bool | None = None
+    eagle_aux_hidden_state_layer_ids: tuple[Count, ...] | None = None
+    eagle_config: _EagleFields | None = None
+    num_nextn_predict_layers: Count | None = None
+    bias: bool | None = None
+    fc_norm: Any = None
+    use_aux_norm: bool | None = None
+    norm_output: Any = None
+
+
+def find_draft(kind: DraftKind, source: str | None, folder: Path, target: ModelConfig) -> DraftConfig:
+    """Returns what drafts for a model.
+
+    Args:
+        kind: ``eagle3``, ``mtp`` or ``draft_model``.
+        source: Its folder, or its name on the Hugging Face Hub. None is a head that came with the model: in its own
+            files, or in a folder of the kind's name in the model's.
+        folder: Of the model.
+        target: The model.
+
+    Raises:
+        ModelError: There is none, it cannot be used, or it does not fit.
+    """
+    try:
+        if source is not None:
+            place = find_model(source)
+        else:
+            place = folder if kind == "mtp" and target.num_mtp_layers else folder / kind
+            if not (place / "config.json").is_file():
+                raise ModelError(f"no {kind} came with the model in {str(folder)!r}. Name the folder of one.")
+        draft = read_draft_model(place, folder, target) if kind == "draft_model" else read_head(kind, place, target)
+    except ModelError as error:
+        raise ModelError(error.message, param="spec") from None
+    return msgspec.structs.replace(draft, is_bundled=source is None)
+
+
+def read_draft_model(folder: Path, target_folder: Path, target: ModelConfig) -> DraftConfig:
+    """Reads the shape of a small model that drafts.
+
+    Raises:
+        ModelError: It cannot be served, or it has another vocabulary.
+    """
+    model = read_model_config(folder)
+    if model.vocab_size != target.vocab_size:
+        raise _misfit("The draft model", folder, f"it has {model.vocab_size} tokens, the model {target.vocab_size}")
+    ours, theirs = (_vocabulary(each) for each in (target_folder, folder))
+    if ours is not None and theirs is not None and ours != theirs:
+        raise _misfit("The draft model", folder, "its tokenizer.json gives tokens other numbers than the model's")
+    return DraftConfig(kind="draft_model", folder=folder, model=model)
+
+
+def read_head(kind: HeadKind, folder: Path, target: ModelConfig) -> DraftConfig:
+    """Reads the shape of a head, and compares it with the model that it is to draft for.
+
+    Args:
+        kind: ``eagle3`` or ``mtp``.
+        folder: The head's; the model's own if the head is in the model's files.
+        target: The model.
+
+    Raises:
+        ModelError: Another kind of head, an unsupported one, one that makes no sense or does not fit.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    architecture = _architecture(raw)
+    if kind == "eagle3" and architecture in EAGLE3_FORMATS:
+        draft = _read_eagle3(EAGLE3_FORMATS[architecture], raw, path, target)
+    elif kind == "mtp" and architecture.removesuffix(MTP_SUFFIX) in FAMILIES:
+        draft = _read_mtp(architecture.removesuffix(MTP_SUFFIX), raw, path, target)
+    else:
+        known = EAGLE3_FORMATS if kind == "eagle3" else [name + MTP_SUFFIX for name in FAMILIES]
+        raise ModelError(
+            f"architecture {architecture} of {str(folder)!r} is no {kind} head that is supported. Supported: "
+            f"{', '.join(sorted(known))}."
+        )
+    _refuse_misfit(draft, target)
+    return draft
+
+
+def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: ModelConfig) -> DraftConfig:
+    fields = convert(raw, _HeadFields, path)
+    layer = raw.get(form.nested, {}) if form.nested else raw
+    if not isinstance(layer, dict) or layer.get("model_type") not in (None, "llama"):
+        raise _unsupported(form, path.parent, f"{form.nested} of another kind than llama")
+    model = parse_config(layer | {"architectures": ["LlamaForCausalLM"]}, path, Generation())
+    eagle = fields.eagle_config or _EagleFields()
+    refused = {
+        f"{model.num_layers} layers": model.num_layers != 1,
+        "a bias of fc": fields.bias,
+        "fc_norm": fields.fc_norm,
+        "use_aux_norm": fields.use_aux_norm,
+        # Some mean by it that a norm stands before the output head, as it always does; others what is carried.
+        "norm_output": fields.norm_output,
+        "use_aux_hidden_state false": eagle.use_aux_hidden_state is False,
+        "no norm_before_residual, which engines assume differently": (
+            form.nested is not None and fields.norm_before_residual is None
+        ),
+    }
+    if named := [name for name, is_so in refused.items() if is_so]:
+        raise _unsupported(form, path.parent, ", ".join(named))
+    taps = _taps(form, fields, eagle, target)
+    head = Head(
+        format=form,
+        target_layers=target.num_layers,
+        target_hidden_size=fields.target_hidden_size or model.hidden_size,
+        num_states=len(taps),
+        vocab_size=fields.draft_vocab_size or model.vocab_size,
+        has_embedding=form.embedding is not None and form.embedding in _tensor_names(path.parent),
+        norm_before_residual=bool(fields.norm_before_residual),
+        norm_before_fuse=bool(fields.norm_before_fc),
+    )
+    return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), taps=taps, head=head)
+
+
+def _taps(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, target: ModelConfig) -> tuple[int, ...]:
+    """Returns the layers that EAGLE-3 sees; where nothing is said, those that its authors chose."""
+    given = (eagle if "eagle_config" in form.layers_field else fields).eagle_aux_hidden_state_layer_ids
+    if given is None:
+        return (1, target.num_layers // 2 - 1, target.num_layers - 4)
+    return tuple(layer - form.names_inputs for layer in given)
+
+
+def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -> DraftConfig:
+    form = mtp_format(base)
+    model = parse_config(raw | {"architectures": [base]}, path, Generation())
+    refused = {
+        f"{model.num_mtp_layers} heads, one for each draft": model.num_mtp_layers != 1,
+        "experts": model.experts is not None and model.experts.is_in(model.num_layers),
+    }
+    if named := [name for name, is_so in refused.items() if is_so]:
+        raise _unsupported(form, path.parent, ", ".join(named))
+    head = Head(
+        format=form,
+        target_layers=model.num_layers,
+        target_hidden_size=model.hidden_size,
+        num_states=1,
+        vocab_size=model.vocab_size,
+        is_in_model=_architecture(raw) == base,
+    )
+    taps = (target.num_layers if form.sees_normed else target.num_layers - 1,)
+    return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), taps=taps, head=head)
+
+
+def _one_layer(model: ModelConfig) -> ModelConfig:
+    return msgspec.structs.replace(model, num_layers=1, windows=(), experts=None, num_mtp_layers=0)
+
+
+def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:
+    head, model = draft.head, draft.model
+    assert head is not None
+    seen = ", ".join(map(str, draft.taps))
+    shares = not head.has_embedding
+    facts = {
+        f"it was made for a hidden_size of {head.target_hidden_size}, the model's is {target.hidden_size}": (
+            head.target_hidden_size != target.hidden_size
+        ),
+        f"its hidden_size is {model.hidden_size}, that of the model's embedding {target.hidden_size}, and it brings none": (
+            shares and model.hidden_size != target.hidden_size
+        ),
+        f"it was made for {model.vocab_size} tokens, the model has {target.vocab_size}": (
+            model.vocab_size != target.vocab_size
+        ),
+        f"it drafts {head.vocab_size} tokens, more than the model's {target.vocab_size}": (
+            head.vocab_size > target.vocab_size
+        ),
+        f"it was made for a model of {head.target_layers} layers, this one has {target.num_layers}": (
+            head.target_layers != target.num_layers
+        ),
+        f"it sees layers {seen}, counted from 0, but the model has {target.num_layers}": (
+            draft.kind == "eagle3" and any(not 0 <= layer < target.num_layers for layer in draft.taps)
+        ),
+        f"it sees layers {seen}, one of them twice; config.json must say which": len(set(draft.taps)) < len(draft.taps),
+        "it sees no layer at all": not draft.taps,
+    }
+    if named := [fact for fact, is_so in facts.items() if is_so]:
+        raise _misfit(f"The {head.format.title} head", draft.folder, "; ".join(named))
+
+
+def _misfit(what: str, folder: Path, fact: str) -> ModelError:
+    return ModelError(
+        f"{what} in {str(folder)!r} does not fit the model: {fact}. Name one that was made for this model, or leave --spec "
+        "out."
+    )
+
+
+def _unsupported(form: DraftFormat, folder: Path, what: str) -> ModelError:
+    return ModelError(f"{form.title} head in {str(folder)!r}: {what} is not supported yet.")
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    given = raw.get("architectures")
+    name = given[0] if isinstance(given, list) and given else given
+    return name if isinstance(name, str) else "(none given)"
+
+
+def _vocabulary(folder: Path) -> Any:
+    """Returns what numbers the tokens of a ``tokenizer.json`` have, or None without one."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    raw = read_json(path)
+    model, added = raw.get("model"), raw.get("added_tokens")
+    numbers = {str(each.get("content")): each.get("id") for each in added or [] if isinstance(each, dict)}
+    return model.get("vocab") if isinstance(model, dict) else None, numbers
+
+
+def _tensor_names(folder: Path) -> frozenset[str]:
+    """Returns the names in a checkpoint, none where it cannot be read: who loads it will say why."""
+    try:
+        if not (folder / SINGLE).is_file():
+            return frozenset(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        with (folder / SINGLE).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            return frozenset(json.loads(file.read(min(size, _MAX_HEADER_BYTES))))
+    except (OSError, ValueError, KeyError, TypeError):
+        return frozenset()

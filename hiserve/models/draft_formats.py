@@ -1,0 +1,175 @@
+"""The formats of draft heads' checkpoints: a table of what each calls its tensors and of what it leaves unsaid."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from hiserve.models.config import ModelConfig
+from hiserve.models.names import Piece, layer_table, stack
+
+HeadKind = Literal["eagle3", "mtp"]
+
+
+class DraftFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """What a kind of checkpoint settles. Names may contain ``{behind}``, the number of layers of the head's model.
+
+    Attributes:
+        title: What messages call it.
+        kind: EAGLE-3 fuses states of several layers and reads them beside the embedding (Li et al., arXiv:2503.01840).
+            MTP, multi-token prediction, joins the last states and the embedding into a stream of its own (DeepSeek-V3,
+            arXiv:2412.19437).
+        layer: What the names of its decoder layer's tensors begin with.
+        names: Those of the tensors outside the layer, by parameter.
+        embedding: Name of an embedding that a checkpoint may have, where not, the model's is shared; None if it is
+            always the model's.
+        ignored: Tensors that say nothing new: copies of the model's, and what training alone needs.
+        maps: Name of the tensor that maps its vocabulary to the model's; None if it has the model's.
+        nested: Field of config.json that describes the decoder layer, for those that set it apart.
+        layers_field: Where config.json says which layers it sees: a field, or a field within a field.
+        names_inputs: The layers named there are those whose inputs it sees; otherwise their outputs.
+        sees_normed: MTP sees the model's states behind the last norm; otherwise those before.
+        carries_normed: The state that the next draft takes is the one behind the head's last norm; otherwise before.
+        state_first: MTP's ``join`` takes the state first, then the embedding; otherwise the other way round.
+        masks_first: The embedding counts as zero where the position is 0.
+    """
+
+    title: str
+    kind: HeadKind
+    layer: str
+    names: dict[str, str]
+    embedding: str | None = None
+    ignored: tuple[str, ...] = ()
+    maps: str | None = None
+    nested: str | None = None
+    layers_field: tuple[str, ...] = ()
+    names_inputs: bool = False
+    sees_normed: bool = True
+    carries_normed: bool = False
+    state_first: bool = False
+    masks_first: bool = False
+
+
+_EAGLE3 = DraftFormat(
+    title="EAGLE-3",
+    kind="eagle3",
+    layer="midlayer.",
+    names={
+        "fuse": "fc.weight",
+        "fuse_norm": "input_norm.weight",
+        "state_norm": "midlayer.hidden_norm.weight",
+        "norm": "norm.weight",
+        "head": "lm_head.weight",
+    },
+    embedding="embed_tokens.weight",
+    ignored=("t2d",),
+    maps="d2t",
+    layers_field=("eagle_config", "eagle_aux_hidden_state_layer_ids"),
+)
+_SPECULATORS = msgspec.structs.replace(
+    _EAGLE3,
+    title="EAGLE-3 of speculators",
+    layer="layers.0.",
+    names=_EAGLE3.names | {"state_norm": "layers.0.hidden_norm.weight"},
+    nested="transformer_layer_config",
+    layers_field=("eagle_aux_hidden_state_layer_ids",),
+    names_inputs=True,
+)
+_DEEPSEEK = DraftFormat(
+    title="MTP in DeepSeek's naming",
+    kind="mtp",
+    layer="model.layers.{behind}.",
+    names={
+        "embedding_norm": "model.layers.{behind}.enorm.weight",
+        "state_norm": "model.layers.{behind}.hnorm.weight",
+        "join": "model.layers.{behind}.eh_proj.weight",
+        "norm": "model.layers.{behind}.shared_head.norm.weight",
+    },
+    carries_normed=True,
+    ignored=("model.layers.{behind}.embed_tokens.weight", "model.layers.{behind}.shared_head.head.weight"),
+)
+_MIMO = DraftFormat(
+    title="MTP of MiMo",
+    kind="mtp",
+    layer="model.mtp_layers.0.",
+    names={
+        "embedding_norm": "model.mtp_layers.0.token_layernorm.weight",
+        "state_norm": "model.mtp_layers.0.hidden_layernorm.weight",
+        "join": "model.mtp_layers.0.input_proj.weight",
+        "norm": "model.mtp_layers.0.final_layernorm.weight",
+    },
+    sees_normed=False,
+    carries_normed=True,
+    state_first=True,
+    masks_first=True,
+)
+
+# Which heads are read, by their architecture in config.json.
+EAGLE3_FORMATS = {
+    "LlamaForCausalLM": _EAGLE3,  # as its authors publish them
+    "LlamaForCausalLMEagle3": _EAGLE3,  # as SpecForge does
+    "Eagle3Speculator": _SPECULATORS,
+    "Eagle3DraftModel": _SPECULATORS,
+}
+# MTP's is that of the model it belongs to, with this behind it where it comes in a folder of its own.
+MTP_SUFFIX = "NextN"
+
+
+def mtp_format(architecture: str) -> DraftFormat:
+    """Returns the format of the MTP heads of an architecture."""
+    return _MIMO if architecture == "MiMoForCausalLM" else _DEEPSEEK
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """A head's own settings.
+
+    Attributes:
+        format: Of its checkpoint.
+        target_layers: Layers of the model it belongs to.
+        target_hidden_size: Width of that model.
+        num_states: States of the model that it sees of each token, side by side.
+        vocab_size: Tokens that it can draft.
+        is_in_model: Its tensors stand among those of the model.
+        has_embedding: It brings its own embedding.
+        norm_before_residual: EAGLE-3's residual stream begins with the normed state; otherwise with the state.
+        norm_before_fuse: What EAGLE-3 fuses is normed before.
+    """
+
+    format: DraftFormat
+    target_layers: int
+    target_hidden_size: int
+    num_states: int
+    vocab_size: int
+    is_in_model: bool = False
+    has_embedding: bool = False
+    norm_before_residual: bool = False
+    norm_before_fuse: bool = False
+
+    def named(self, name: str) -> str:
+        """Returns a name in the checkpoint."""
+        return name.replace("{behind}", str(self.target_layers))
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Tensors of the checkpoint that are not read."""
+        return frozenset(map(self.named, self.format.ignored))
+
+    def table(self, model: ModelConfig) -> dict[str, tuple[Piece, ...]]:
+        """Returns every parameter and the checkpoint tensors stacked in it.
+
+        Args:
+            model: Shape of its decoder layer; ``vocab_size`` is the model's.
+        """
+        hidden, seen = model.hidden_size, self.num_states * self.target_hidden_size
+        shapes: dict[str, tuple[int, ...]] = {"state_norm": (hidden,), "norm": (hidden,)}
+        if self.format.kind == "eagle3":
+            shapes |= {"fuse": (hidden, seen), "head": (self.vocab_size, hidden)}
+            shapes |= {"fuse_norm": (seen,)} if self.norm_before_fuse else {}
+        else:
+            shapes |= {"embedding_norm": (hidden,), "join": (hidden, 2 * hidden)}
+        table = {name: stack((self.named(self.format.names[name]), shape)) for name, shape in shapes.items()}
+        if self.has_embedding and self.format.embedding is not None:
+            table["embedding"] = stack((self.format.embedding, (model.vocab_size, hidden)))
+        width = 2 * hidden if self.format.kind == "eagle3" else hidden
+        return table | layer_table(model, 0, self.named(self.format.layer), width=width)
