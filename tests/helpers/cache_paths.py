@@ -1,0 +1,197 @@
+"""Paths that a prompt's pages take before it comes again, each of which shows that it was taken."""
+
+from __future__ import annotations
+
+import gc
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hiserve import LLM, SamplingParams
+from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.reuse import CacheUse
+from hiserve.llm.outputs import CompletionOutput
+from tests.helpers.tiered import check_whole, counts_of, engine_of, garble_host, leave_device, rest, seal, transfers_of
+
+PAGE = 16
+SETTINGS: dict[str, Any] = {
+    "in_process": True,
+    "dtype": "float64",
+    "max_model_len": 160,
+    "max_running_requests": 4,
+    "max_batched_tokens": 64,
+    "cpu_threads": 1,
+    "log_level": "warning",
+}
+HOST = {"host_cache_gib": 0.025, "kv_canary": True}  # some 1,600 tokens
+NUM_TOKENS, FEW_TOKENS = 1024, 176  # of the device's pages; few are fewer than the prompts of one round take
+SMALL_HOST_GIB = 0.003
+MAX_LOGPROB_ERROR = 1e-6
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prompts, how they are answered, and what the answers must be.
+
+    Attributes:
+        prompts: Their tokens.
+        sampling: Of each.
+        expected: The answer to each.
+    """
+
+    prompts: list[list[int]]
+    sampling: list[SamplingParams]
+    expected: list[CompletionOutput]
+
+    def num_full(self, page_size: int) -> list[int]:
+        """Tokens of each prompt that can come from a cache."""
+        return [(len(prompt) - 1) // page_size * page_size for prompt in self.prompts]
+
+
+def answer(prompts: list[list[int]], sampling: list[SamplingParams], **settings: Any) -> Work:
+    """Asks an engine that reuses nothing and guesses nothing."""
+    with LLM(disable_prefix_cache=True, host_cache_gib=0, **pool(PAGE), **SETTINGS | settings) as llm:
+        results = llm.generate(prompts, sampling)
+    expected = [result.outputs[0] for result in results]
+    assert len({token for each in expected for token in each.token_ids}) >= 20
+    assert all(result.cached.num_tokens == 0 for result in results)
+    return Work(prompts, sampling, expected)
+
+
+def ask(llm: LLM, work: Work, *, backwards: bool = False) -> list[CacheUse]:
+    """Asks everything once and returns what came from where; ``backwards``: what was used last comes first."""
+    order = -1 if backwards else 1
+    results = llm.generate(work.prompts[::order], work.sampling[::order])[::order]
+    for result, expected in zip(results, work.expected, strict=True):
+        check(result.outputs[0], expected)
+    return [result.cached for result in results]
+
+
+def check(got: CompletionOutput, expected: CompletionOutput) -> None:
+    """The same tokens, end and log-probabilities."""
+    assert got.token_ids == expected.token_ids
+    assert (got.finish_reason, got.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    assert (got.logprobs is None) == (expected.logprobs is None)
+    for ours, theirs in zip(got.logprobs or (), expected.logprobs or (), strict=True):
+        assert abs(ours.logprob - theirs.logprob) <= MAX_LOGPROB_ERROR
+        assert ours.top.keys() == theirs.top.keys()
+
+
+def pool(page_size: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """Settings of a device pool of so many tokens, whatever its pages."""
+    return {"page_size": page_size, "kv_pages": -(-num_tokens // page_size)}
+
+
+def device_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    with LLM(**SETTINGS | pool(page_size) | {"host_cache_gib": 0, "kv_canary": True} | settings) as llm:
+        ask(llm, work)
+        again = ask(llm, work)
+        assert [use.device for use in again] == work.num_full(page_size)
+        check_whole(llm)
+
+
+def host_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    with LLM(**SETTINGS | pool(page_size) | HOST | settings) as llm:
+        ask(llm, work)
+        leave_device(llm)
+        again = ask(llm, work)
+        assert sum(use.host for use in again) > 0
+        assert [use.num_tokens for use in again] == work.num_full(page_size)
+        assert counts_of(llm).loads.num_fulfilled * page_size >= sum(work.num_full(page_size)) // 2
+        check_whole(llm)
+
+
+def store_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    with LLM(
+        **SETTINGS | pool(page_size) | HOST | {"store": f"file:{folder}", "store_prefetch": "wait"} | settings
+    ) as llm:
+        ask(llm, work)
+        rest(llm)
+        assert counts_of(llm).uploads.num_fulfilled > 0
+        engine_of(llm).flush()
+        again = ask(llm, work)
+        assert sum(use.store for use in again) > 0
+        assert [use.num_tokens for use in again] == work.num_full(page_size)
+        assert counts_of(llm).prefetches.num_fulfilled > 0
+        check_whole(llm)
+
+
+def eviction_storm(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    with LLM(**SETTINGS | pool(page_size, FEW_TOKENS) | HOST | {"host_cache_gib": SMALL_HOST_GIB} | settings) as llm:
+        ask(llm, work)
+        rest(llm)
+        for backwards in (True, False, True):
+            ask(llm, work, backwards=backwards)
+        counts = counts_of(llm)
+        assert counts.device.num_evicted > 0 and counts.host.num_evicted > 0 and counts.loads.num_fulfilled > 0
+        check_whole(llm)
+
+
+def warm_restart(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    try:
+        for life in range(2):
+            with LLM(**SETTINGS | pool(page_size) | HOST | {"host_cache_name": name} | settings) as llm:
+                found = ask(llm, work)
+                if life:
+                    assert [use.num_tokens for use in found] == work.num_full(page_size)
+                    assert sum(use.host for use in found) > 0
+                    check_whole(llm)
+                else:
+                    seal(llm)
+            del llm
+            gc.collect()  # the lock of the name goes with the last view of its memory
+    finally:
+        for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
+            path.unlink()
+
+
+def failed_loads(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    with LLM(**SETTINGS | pool(page_size) | HOST | settings) as llm:
+        ask(llm, work)
+        leave_device(llm)
+        num_loads = 0
+
+        def fail_some(copy: PageCopy) -> str | None:
+            nonlocal num_loads
+            num_loads += copy.kind is CopyKind.LOAD
+            return "broken" if copy.kind is CopyKind.LOAD and num_loads % 2 else None
+
+        transfers_of(llm)._hold = fail_some
+        ask(llm, work)
+        assert counts_of(llm).loads.unfulfilled["broken"] > 0
+        check_whole(llm)
+
+
+def garbled_pages(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
+    with LLM(**SETTINGS | pool(page_size) | HOST | {"cache_verify": "all"} | settings) as llm:
+        ask(llm, work)
+        leave_device(llm)
+        seal(llm)
+        garble_host(llm)
+        ask(llm, work)
+        counts = counts_of(llm)
+        assert counts.loads.unfulfilled["checksum"] == counts.loads.num_wanted > 0
+        leave_device(llm)
+        again = ask(llm, work)  # what was computed again took the place of what was garbled
+        assert sum(use.host for use in again) > 0
+        check_whole(llm)
+
+
+Case = tuple[Any, ...]
+
+
+def pairs_of(case: Case) -> set[tuple[int, Any, int, Any]]:
+    return {(i, case[i], j, case[j]) for i in range(len(case)) for j in range(i)}
+
+
+def pairwise(cases: list[Case]) -> Iterator[Case]:
+    """Yields cases until each pair of two factors' values has occurred, those first that bring most new ones."""
+    missing = set().union(*map(pairs_of, cases))
+    while missing:
+        best = max(cases, key=lambda case: len(pairs_of(case) & missing))
+        missing -= pairs_of(best)
+        yield best
