@@ -214,9 +214,10 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
     start_next(IS_EARLY)
     await_previous(IS_EARLY)
     if program < num_rows:
-        row, is_legal = tl.load(rows + program), tl.load(legal + program) != 0
-        start = tl.where(is_legal, tl.load(first + program), 0)
-        kv_len = tl.minimum(start + tl.load(num + program), width * PAGE_SIZE)
+        row = tl.load(rows + program)
+        is_legal = tl.load(legal + program) != 0
+        kv_len = tl.where(is_legal, tl.load(first + program), 0) + tl.load(num + program)
+        kv_len = tl.minimum(kv_len, width * PAGE_SIZE)
         tl.store(kv_lens + program, kv_len)
         num_used = tl.cdiv(kv_len, PAGE_SIZE).to(tl.int32)
         num_read = tl.where(is_legal, num_used, 0)
@@ -229,16 +230,16 @@ def _draft_inputs(  # type: ignore[no-untyped-def]
         token = (program - num_rows) * TOKEN_BLOCK + tl.arange(0, TOKEN_BLOCK)
         mask = token < num_tokens
         number = tl.load(token_rows + token, mask=mask, other=0)
-        row, is_legal = tl.load(rows + number, mask=mask, other=0), tl.load(legal + number, mask=mask, other=0) != 0
-        start = tl.load(first + number, mask=mask & is_legal, other=0)
-        place = start + tl.load(offsets + token, mask=mask, other=0)
-        is_placed = mask & is_legal & (place < row_len) & (place < width * PAGE_SIZE)
-        flat = row * num_entries + place // PAGE_SIZE
-        page = _own_page(page_table, entry_owner, page_owner, flat, is_placed, num_pages, SINK)
-        input_id = tl.load(tokens + row * row_len + tl.minimum(place, row_len - 1), mask=mask, other=0)
+        token_row = tl.load(rows + number, mask=mask, other=0)
+        may_read = tl.load(legal + number, mask=mask, other=0) != 0
+        place = tl.load(first + number, mask=may_read, other=0) + tl.load(offsets + token, mask=mask, other=0)
+        may_read = may_read & (place < row_len) & (place < width * PAGE_SIZE)
+        flat_token = token_row * num_entries + place // PAGE_SIZE
+        token_page = _own_page(page_table, entry_owner, page_owner, flat_token, may_read, num_pages, SINK)
+        input_id = tl.load(tokens + token_row * row_len + tl.minimum(place, row_len - 1), mask=mask, other=0)
         tl.store(input_ids + token, input_id, mask=mask)
         tl.store(places + token, place, mask=mask)
-        tl.store(slots + token, page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=mask)
+        tl.store(slots + token, token_page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

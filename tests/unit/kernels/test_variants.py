@@ -19,6 +19,10 @@ import pytest
         ("step", "_place_tokens", ("token_rows", "offsets", "rows", "num_new")),
         ("step", "_count_accepted", ("sampling_rows", "num_draft")),
         ("step", "_advance_rows", ("rows", "num_draft", "sampling")),
+        ("draft", "_draft_inputs", ("rows", "first", "num", "legal", "token_rows", "offsets", "kv_lens", "table")),
+        ("draft", "_draft_features", ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table")),
+        ("draft", "_keep_features", ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table")),
+        ("ngram", "_draft_ngrams", ("rows",)),
     ],
 )
 def test_views_of_an_upload_or_of_a_batch_may_begin_anywhere(module: str, kernel: str, views: tuple[str, ...]) -> None:
