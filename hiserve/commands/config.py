@@ -10,13 +10,14 @@ from hiserve.config import Config, Setting, flag_of, settings
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 
 
 def run(config: Config) -> int:
     """Prints every setting with its resolved value, then memory item by item."""
-    _, model = read_model(config.model)
+    folder, model = read_model(config.model)
     machine = survey(config, probe())
-    resolved = resolve(config, model.facts(), machine)
+    resolved = resolve(config, model_facts(config, folder, model), machine)
     table = Table(title="settings")
     for name in ("section", "flag", "given", "resolved", "unit"):
         table.add_column(name)

@@ -26,6 +26,7 @@ from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
 from hiserve.errors import ConfigError, HiserveError
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 
 LEAST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))
@@ -248,7 +249,7 @@ def _port(host: str, port: int) -> Finding:
 def _model(config: Config, machine: Machine) -> Finding:
     name = config.model.shape or config.model.model
     try:
-        resolved = resolve(config, read_model(config.model)[1].facts(), survey(config, machine))
+        resolved = resolve(config, model_facts(config, *read_model(config.model)), survey(config, machine))
     except HiserveError as error:
         return Finding("fail", "model", error.message)
     needed = (sum(resolved.memory.values()) + sum(resolved.host_memory.values())) / GIB

@@ -23,6 +23,7 @@ from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
 from hiserve.messages.readiness import GraphReport
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 
 TIMEOUT_S = 1800.0  # weights are read and kernels compiled
 _MODULE = "hiserve.worker.readiness"
@@ -56,7 +57,7 @@ def run(config: Config, *, as_json: bool) -> int:
     Raises:
         HiserveError: The model cannot be read, or the configuration is not possible here.
     """
-    resolved = resolve(config, read_model(config.model)[1].facts(), survey(config, probe())).config
+    resolved = resolve(config, model_facts(config, *read_model(config.model)), survey(config, probe())).config
     found = scan(Path(hiserve.__file__).parent, ALLOWED)
     answer = judge(found, resolved, run_on_device)
     if as_json:

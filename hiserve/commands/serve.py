@@ -30,6 +30,7 @@ from hiserve.errors import ResourceError
 from hiserve.models.config import ModelConfig
 from hiserve.models.fields import read_json
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
 from hiserve.server.connection import Connection
@@ -74,7 +75,7 @@ def run(config: Config) -> int:
         warn_if_open(listener, config.server)
         begin = time.monotonic()
         folder, model = read_model(config.model)
-        resolved = resolve(config, model.facts(), survey(config, probe()))
+        resolved = resolve(config, model_facts(config, folder, model), survey(config, probe()))
         for line in resolved.decisions:
             logger.info("%s", line)
         gate = Gate(lambda: EngineClient.start(resolved.config))

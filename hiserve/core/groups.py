@@ -20,7 +20,8 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: Unique within the model.
         codec: What a row is. ``kv``: one key and one value vector per KV head. ``token_position``: the token id in
-            the place of the key, its position in that of the value.
+            the place of the key, its position in that of the value. ``boundary``: the keys of a page are one vector of
+            the page; of the values nothing is used.
         num_layers: Layers in the group; a layer's index within the group is its slice.
         num_kv_heads: KV heads per layer.
         head_dim: Elements per head.
@@ -44,6 +45,13 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes one token occupies in this group, all layers together."""
         elements = math.prod((2, self.num_layers, self.num_kv_heads, self.head_dim))
         return elements * self.element_bytes
+
+
+def boundary_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
+    """Returns the group that keeps a vector of ``size`` elements for each page: what drafting goes on with behind it."""
+    return CacheGroupSpec(
+        name="boundary", num_layers=1, num_kv_heads=1, head_dim=-(-size // page_size), dtype=dtype, codec="boundary"
+    )
 
 
 CANARY = CacheGroupSpec(name="canary", num_layers=1, num_kv_heads=1, head_dim=1, dtype="int32", codec="token_position")

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, Graphs, flag_of, known, settings
+from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, Graphs, Spec, flag_of, known, settings
 from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.endpoints import check_kv_events
-from hiserve.core.groups import debug_groups
+from hiserve.core.groups import boundary_group, debug_groups
 from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, StepShape, step_memory
 from hiserve.errors import ConfigError, ResourceError
 
@@ -21,6 +21,22 @@ MAX_CPU_HOST_BYTES = GIB // 4
 TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
 
 
+class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resolve`` must know of what drafts for a model.
+
+    Attributes:
+        kind: ``eagle3``, ``mtp`` or ``draft_model``.
+        num_params: Parameters.
+        slot_elements: KV elements per token, all layers together.
+        feature_size: Elements of what it takes of each token; a page keeps those of its last.
+    """
+
+    kind: str
+    num_params: int
+    slot_elements: int
+    feature_size: int
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What ``resolve`` must know of a model.
 
@@ -30,6 +46,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         num_params: Parameters.
         slot_elements: KV elements per token, all layers together.
         step: What a step of it is made of.
+        draft: What drafts for it; None without a checkpoint for that.
     """
 
     context_length: int
@@ -37,6 +54,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_params: int
     slot_elements: int
     step: StepShape
+    draft: DraftFacts | None = None
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +102,8 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     check_kv_events(config)
     chosen = _choose(config, model, machine)
     on_cpu, replicas = chosen.model.device == "cpu", config.parallel.replicas
-    weights = model.num_params * DTYPE_BYTES[chosen.model.dtype]
+    num_params = model.num_params + (0 if model.draft is None else model.draft.num_params)
+    weights = num_params * DTYPE_BYTES[chosen.model.dtype]
     page = _page_bytes(config, model, chosen.model.dtype)
     free = (machine.memory_bytes if on_cpu else machine.cuda_memory_bytes) // replicas
     if weights >= free:
@@ -160,9 +179,7 @@ def _choose(config: Config, model: ModelFacts, machine: Machine) -> Config:
             cpu_threads=_or(runner.cpu_threads, threads),
             graphs=_graphs(config, on_cpu=on_cpu),
         ),
-        spec=msgspec.structs.replace(
-            config.spec, spec_steps=0 if config.spec.spec == "off" else _or(config.spec.spec_steps, SPEC_STEPS)
-        ),
+        spec=_spec(config, model),
     )
 
 
@@ -223,6 +240,14 @@ def _graphs(config: Config, *, on_cpu: bool) -> Graphs:
     return graphs
 
 
+def _spec(config: Config, model: ModelFacts) -> Spec:
+    spec = config.spec.spec
+    if spec == "auto":
+        spec = "off" if model.draft is None else model.draft.kind
+    steps = 0 if spec == "off" else _or(config.spec.spec_steps, SPEC_STEPS)
+    return msgspec.structs.replace(config.spec, spec=spec, spec_steps=steps)
+
+
 def _check_backend(config: Config, *, on_cpu: bool) -> None:
     backend = config.runner.attention_backend
     if on_cpu and backend in ("triton", "flashinfer"):
@@ -239,6 +264,9 @@ def _or(value: int | Auto, otherwise: int) -> int:
 
 def _page_bytes(config: Config, model: ModelFacts, dtype: str) -> int:
     slot_bytes = model.slot_elements * DTYPE_BYTES[dtype] + sum(group.slot_bytes for group in debug_groups(config))
+    if model.draft is not None:
+        slot_bytes += model.draft.slot_elements * DTYPE_BYTES[dtype]
+        slot_bytes += boundary_group(model.draft.feature_size, config.cache.page_size, dtype).slot_bytes
     return config.cache.page_size * slot_bytes
 
 

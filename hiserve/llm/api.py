@@ -26,6 +26,7 @@ from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.models.config import ModelConfig
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 from hiserve.text.chat import check_text, parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
@@ -68,7 +69,7 @@ class LLM:
         if in_process and given.parallel.replicas > 1:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
         folder, model_config = read_model(given.model)
-        resolved = resolve(given, model_config.facts(), survey(given, probe()))
+        resolved = resolve(given, model_facts(given, folder, model_config), survey(given, probe()))
         for decision in resolved.decisions:
             logger.info(decision)
         self.config = resolved.config

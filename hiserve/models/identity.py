@@ -18,6 +18,7 @@ def cache_namespace(
     dtype: str,
     page_size: int,
     debug_groups: Sequence[str] = (),
+    draft: tuple[str, Path] | None = None,
     secret: bytes = b"",
 ) -> bytes:
     """Returns the 16-byte digest of weights, element type, layout, page size, shard and server.
@@ -30,11 +31,18 @@ def cache_namespace(
         shape: Built-in shape in place of the checkpoint's.
         dtype: Element type name of the KV cache.
         page_size: Tokens per page.
-        debug_groups: Names of the groups of a page that are not the model's.
+        debug_groups: Names of the groups of a page that are there for debugging.
+        draft: Kind and folder of what drafts and has groups of its own in a page; None without.
         secret: The server's, where a cache outlives it: who does not know it cannot tell what a digest stands for.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    stamps = [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
     shard, layout = "1/1", "+".join((LAYOUT_VERSION, *debug_groups))
-    weights = (str(folder.resolve()), load_format, shape or "", *stamps)
+    weights = (str(folder.resolve()), load_format, shape or "", *_stamps(folder))
+    if draft is not None:
+        kind, place = draft
+        weights = (*weights, kind, str(place.resolve()), *_stamps(place))
     return namespace_digest(secret, *weights, dtype, layout, str(page_size), shard)
+
+
+def _stamps(folder: Path) -> list[str]:
+    files = sorted(folder.glob("*.safetensors"))
+    return [f"{file.name}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]

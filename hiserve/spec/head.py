@@ -10,7 +10,7 @@ arXiv:2401.15077); the slot convention is ours: a page's draft part depends on n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -98,12 +98,14 @@ class HeadProposer:
             max_kv_len = int(step.kv_bounds.max()) + 2 + index
             made = self._inputs(rows, known + index, one, legal, each_row, none, max_kv_len)
             bounds = np.full(num_sampling, max_kv_len, dtype=np.int32)
-            inputs = _forward_inputs(made, self._head.shift, each_row, qo_indptr, each_row, q_lens, bounds, num_sampling)
+            inputs = _forward_inputs(
+                made, self._head.shift, each_row, qo_indptr, each_row, q_lens, bounds, num_sampling
+            )
             logits, carried = self._run(inputs, carried)
 
     def _follow(self, step: DraftStep) -> tuple[Tensor, Tensor]:
         """Computes the draft slots of a step's tokens, and of the ones behind them: logits and states of sampling rows."""
-        rows, state, page_size = step.rows, self._state, self._pool.page_size
+        rows, state = step.rows, self._state
         q_lens = step.q_lens + np.int32(1)
         num = q_lens.astype(np.int64)
         indptr = np.zeros(num.size + 1, dtype=np.int64)

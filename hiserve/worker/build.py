@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -18,13 +19,16 @@ from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.stores import open_store
 from hiserve.config import DTYPE_BYTES, Config, known
 from hiserve.core.digest import chain_of
-from hiserve.core.groups import CANARY, CacheGroupSpec, debug_groups
+from hiserve.core.drafts import Proposer
+from hiserve.core.groups import CANARY, CacheGroupSpec
 from hiserve.core.step_memory import step_memory
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, load_decoder
+from hiserve.models.draft import load_draft
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.canary import Canary
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.rows import DeviceRows
@@ -76,21 +80,25 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     max_len = known(config.model.max_model_len)
     max_rows = known(config.scheduler.max_running_requests)
     num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
+    draft = read_draft(config.spec, folder, model_config)
+    groups = page_groups(config, model_config, draft)
     with _phase(startup_s, "load weights"):
-        load_format = config.model.load_format
-        model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=load_format, max_len=max_len)
-    groups = (*model_config.kv_groups(dtype), *debug_groups(config))
+        settings: dict[str, Any] = {"dtype": dtype, "device": device, "load_format": config.model.load_format}
+        taps = () if draft is None else draft.taps
+        model = load_decoder(folder, model_config, max_len=max_len, taps=taps, **settings)
+        head = None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
         pool = DevicePool(groups, num_pages, page_size, device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
-    namespace = namespace_of(config, folder)
+    namespace = namespace_of(config, folder, draft)
     cache = _cache(config, namespace, segment, kv_events)
     copier = None
     if segment is not None:
         copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s)
     with _phase(startup_s, "prepare runners"):
-        runners = _runners(config, model, model_config, pool, rows)
+        proposer = open_proposer(config, draft, head, pool, rows)
+        runners = _runners(config, model, model_config, pool, rows, proposer)
     depth = known(config.runner.overlap)
     facts = EngineFacts(
         max_running=max_rows,
@@ -125,7 +133,14 @@ def _planner(config: Config, cache: CacheManager, model: ModelConfig) -> Planner
     )
 
 
-def _runners(config: Config, model: Decoder, model_config: ModelConfig, pool: DevicePool, rows: DeviceRows) -> Dispatch:
+def _runners(
+    config: Config,
+    model: Decoder,
+    model_config: ModelConfig,
+    pool: DevicePool,
+    rows: DeviceRows,
+    proposer: Proposer | None,
+) -> Dispatch:
     """Prepares the runners; on CUDA measures the largest steps, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
     num_draft = known(config.spec.spec_steps)
@@ -138,7 +153,7 @@ def _runners(config: Config, model: Decoder, model_config: ModelConfig, pool: De
         max_batched_tokens=max_tokens,
         widths=(1, 1 + num_draft) if num_draft else (1,),
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
-        proposer=open_proposer(config.spec, rows),
+        proposer=proposer,
     )
     if rows.device.type == "cuda":
         budget = step_memory(

@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
-from hiserve.config import Spec
+import torch
+
+from hiserve.attention.backends import open_attention
+from hiserve.attention.base import Attention
+from hiserve.cache.pools.device import DevicePool
+from hiserve.config import Config
 from hiserve.core.drafts import Proposer
-from hiserve.errors import ConfigError
 from hiserve.kernels.draft_ops import draft_ops_for
+from hiserve.models.attention import draft_attention_shape
+from hiserve.models.draft import DraftHead
+from hiserve.models.draft_config import DraftConfig
 from hiserve.runners.rows import DeviceRows
+from hiserve.spec.head import DraftPool, HeadProposer
 from hiserve.spec.ngram import NgramProposer
 
 
-def open_proposer(settings: Spec, rows: DeviceRows) -> Proposer | None:
+def open_proposer(
+    config: Config, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
+) -> Proposer | None:
     """Returns what drafts, or None for plain decoding.
 
     Args:
-        settings: Resolved.
+        config: Resolved.
+        draft: The checkpoint that drafts, if one does.
+        head: Loaded from it.
+        pool: With its groups.
         rows: The permanent rows.
 
     Raises:
-        ConfigError: There is no such proposer.
+        ConfigError: No attention backend supports it.
     """
-    match settings.spec:
-        case "off":
-            return None
-        case "ngram":
-            return NgramProposer(rows.state, draft_ops_for(rows.device))
-        case other:
-            raise ConfigError(f"--spec is {other!r}. Use off or ngram.", param="spec")
+    ops = draft_ops_for(rows.device)
+    if draft is None or head is None:
+        return NgramProposer(rows.state, ops) if config.spec.spec == "ngram" else None
+    layers, page_size = pool.layers("draft"), config.cache.page_size
+    # Without features there is no boundary: a vector of no elements for each page.
+    boundary = layers[0].k.new_empty((rows.num_pages, 0))
+    if head.feature_size:
+        boundary = pool.layers("boundary")[0].k.view(rows.num_pages, -1)[:, : head.feature_size]
+    return HeadProposer(
+        head,
+        DraftPool(layers, boundary, page_size),
+        _attention(config, draft, rows),
+        rows.state,
+        rows.sampling,
+        rows.ops,
+        ops,
+    )
+
+
+def _attention(config: Config, draft: DraftConfig, rows: DeviceRows) -> Attention:
+    """Opens a backend that reads lengths on the device: how many drafts are accepted is known only there."""
+    dtype = getattr(torch, config.model.dtype)
+    shape = draft_attention_shape(draft, dtype=dtype, page_size=config.cache.page_size)
+    name = config.runner.attention_backend
+    return open_attention("triton" if rows.device.type == "cuda" and name != "reference" else name, shape, rows.device)

@@ -13,8 +13,10 @@ from hiserve.cache.pools.stores import secret_of
 from hiserve.config import Config, known
 from hiserve.core.groups import debug_groups
 from hiserve.core.resolve import GIB, Machine
+from hiserve.models.draft_config import DraftConfig
 from hiserve.models.identity import cache_namespace
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import page_groups, read_draft
 
 
 def survey(config: Config, machine: Machine, directory: Path = SHARED_MEMORY) -> Machine:
@@ -59,12 +61,15 @@ def server_secret(config: Config, directory: Path = SHARED_MEMORY) -> bytes:
     return read_secret(path.with_name(f".{path.name}.secret"))
 
 
-def namespace_of(config: Config, folder: Path, directory: Path = SHARED_MEMORY) -> bytes:
+def namespace_of(
+    config: Config, folder: Path, draft: DraftConfig | None = None, directory: Path = SHARED_MEMORY
+) -> bytes:
     """Returns the digest of everything that keeps this configuration's cache apart from others but the tenant.
 
     Args:
         config: Resolved.
         folder: Of the model.
+        draft: What drafts for it.
         directory: Where named segments lie.
 
     Raises:
@@ -77,6 +82,7 @@ def namespace_of(config: Config, folder: Path, directory: Path = SHARED_MEMORY) 
         dtype=config.model.dtype,
         page_size=config.cache.page_size,
         debug_groups=[group.name for group in debug_groups(config)],
+        draft=None if draft is None else (draft.kind, draft.folder),
         secret=server_secret(config, directory),
     )
 
@@ -97,12 +103,13 @@ def layout_of(config: Config, directory: Path = SHARED_MEMORY) -> SegmentLayout 
         return None
     folder, model_config = read_model(config.model)
     page_size = config.cache.page_size
-    groups = (*model_config.kv_groups(config.model.dtype), *debug_groups(config))
+    draft = read_draft(config.spec, folder, model_config)
+    groups = page_groups(config, model_config, draft)
     page_bytes = PageLayout(groups, page_size).page_bytes
     num_pages = host_bytes // page_bytes
     if num_pages < 2:
         return None
-    return SegmentLayout(namespace_of(config, folder, directory), page_size, page_bytes, num_pages)
+    return SegmentLayout(namespace_of(config, folder, draft, directory), page_size, page_bytes, num_pages)
 
 
 def open_segment(config: Config, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:

@@ -55,12 +55,12 @@ def test_each_replica_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_digests_know_the_secret_of_a_name_and_nothing_else_has_one(tmp_path: Path) -> None:
     assert server_secret(config(), tmp_path) == b""
     named = config(host_cache_name="n")
-    digest = namespace_of(named, FOLDER, tmp_path)
-    assert namespace_of(named, FOLDER, tmp_path) == digest
+    digest = namespace_of(named, FOLDER, directory=tmp_path)
+    assert namespace_of(named, FOLDER, directory=tmp_path) == digest
     assert (tmp_path / ".hiserve-n.secret").stat().st_mode & 0o777 == 0o600
-    assert len({digest, namespace_of(config(), FOLDER, tmp_path)}) == 2
+    assert len({digest, namespace_of(config(), FOLDER, directory=tmp_path)}) == 2
     (tmp_path / ".hiserve-n.secret").unlink()
-    assert namespace_of(named, FOLDER, tmp_path) != digest
+    assert namespace_of(named, FOLDER, directory=tmp_path) != digest
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float64"}, {"load_format": "dummy"}, {"page_size": 4}])

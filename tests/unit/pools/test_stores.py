@@ -55,6 +55,6 @@ def test_the_store_gives_the_secret_of_the_namespace_even_where_the_segment_has_
     stored = make_config(store=f"file:{tmp_path}/a", dtype="float32")
     named = make_config(store=f"file:{tmp_path}/a", dtype="float32", host_cache_name="n")
     assert server_secret(named, tmp_path) == server_secret(stored) == secret_of(stored.cache)
-    assert namespace_of(named, folder, tmp_path) == namespace_of(stored, folder)
+    assert namespace_of(named, folder, directory=tmp_path) == namespace_of(stored, folder)
     others = (make_config(dtype="float32"), make_config(store=f"file:{tmp_path}/b", dtype="float32"))
     assert namespace_of(stored, folder) not in [namespace_of(other, folder) for other in others]
