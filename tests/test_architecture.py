@@ -25,6 +25,7 @@ TORCH_FREE = (
     *(module for module, _, _ in COMMANDS.values()),
     "hiserve.scheduler.process",
     "hiserve.server.app",
+    "hiserve.spec.adaptive",
     "hiserve.worker.planner",
 )
 LISTING = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"

@@ -1,0 +1,239 @@
+"""How many drafts the next step verifies: as many as give the most tokens per second, and none where that is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.core.plan import Int32Array
+
+FloatArray = NDArray[np.float64]
+
+MIN_GAIN = 0.05  # of a change, as a share of the tokens per second
+LEAST_GAIN = 0.01  # where nothing has changed for long: little lost for ever is much
+DWELL_STEPS = 20  # from one change to the next
+PROBE_SHARE = 0.01  # of all time, for numbers of drafts other than the best known
+MIN_PROBE_LOSS = 0.1  # steps; what a probe costs at least, so that numbers that are as good are not probed all the time
+MAX_CREDIT = 2.0  # steps that probes which went well may pay for in advance
+
+PRIOR = 0.6  # of the first draft, before any was verified
+PRIOR_ROWS = 2.0  # rows that weigh as much
+WINDOW_ROWS = 64.0  # whose drafts are remembered,
+WINDOW_STEPS = 8.0  # and for how many steps at least
+
+TIME_RATE = 0.02  # of a new time, against those before it
+MIN_S = 1e-9  # of a step, so that a clock that stood still can be told
+MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCosts:
+    """Seconds that the parts of a step take, measured at start, for up to K drafts a row.
+
+    Attributes:
+        rows: int64 ``[R]``, ascending. Rows of the batches that were measured; others cost what the next larger one does.
+        verify: float64 ``[R, K + 1]``. A step that verifies k drafts of each row, and few stored tokens.
+        follow: float64 ``[R, K + 1]``. The draft forward behind that step, of which the first draft comes.
+        draft: float64 ``[R]``. Each further draft.
+        verify_token: What each stored token of any row adds to a step.
+        draft_token: What it adds to each draft forward.
+    """
+
+    rows: NDArray[np.int64]
+    verify: FloatArray
+    follow: FloatArray
+    draft: FloatArray
+    verify_token: float = 0.0
+    draft_token: float = 0.0
+
+    @property
+    def max_draft(self) -> int:
+        """K."""
+        return int(self.verify.shape[1]) - 1
+
+    def bucket(self, num_rows: int) -> int:
+        """Returns which of the R batches stands for so many rows; the last for more than were measured."""
+        return int(np.searchsorted(self.rows[:-1], num_rows))
+
+    def seconds(self, bucket: int, num_stored: float) -> FloatArray:
+        """Returns what it takes to make k drafts and to verify them, float64 ``[K + 1]``; ``num_stored`` is of all rows."""
+        further = np.maximum(np.arange(self.max_draft + 1) - 1, 0)
+        forwards = self.follow[bucket] + further * self.draft[bucket] + (1 + further) * (self.draft_token * num_stored)
+        seconds: FloatArray = self.verify[bucket] + self.verify_token * num_stored + forwards
+        return seconds
+
+
+class Acceptance:
+    """How likely drafts are accepted, by their place: what was seen lately weighs most.
+
+    A place that no row has reached lately keeps its chance relative to the one before it; one never reached has the
+    same chance as that.
+
+    Args:
+        max_draft: K, at least 1.
+    """
+
+    def __init__(self, max_draft: int) -> None:
+        self._max_draft = max_draft
+        # Of the rows that verified a draft at a place: those whose drafts before it were accepted, and it as well.
+        self._reached = np.zeros(max_draft)
+        self._accepted = np.zeros(max_draft)
+        self.chances = np.zeros(max_draft)
+        self._update()
+
+    def add(self, num_draft: Int32Array, counts: Int32Array) -> None:
+        """Takes in a step; int32 ``[S]`` drafts of each row, and those accepted + 1."""
+        num_rows = _num_with(num_draft, self._max_draft)
+        share = num_rows / (WINDOW_ROWS + WINDOW_STEPS * num_rows)
+        self._reached += _num_with(np.minimum(num_draft, counts), self._max_draft) - share * self._reached
+        self._accepted += _num_with(counts - 1, self._max_draft) - share * self._accepted
+        self._update()
+
+    def _update(self) -> None:
+        """``chances``, float64 ``[K]``: that a row's drafts up to each place are accepted."""
+        after, all_so_far = PRIOR, 1.0
+        for place in range(self._max_draft):
+            after = (self._accepted[place] + PRIOR_ROWS * after) / (self._reached[place] + PRIOR_ROWS)
+            all_so_far *= after
+            self.chances[place] = all_so_far
+
+
+class Times:
+    """What steps take, by the table that was measured at start and by what steps took since.
+
+    Args:
+        costs: The table.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._factors = np.zeros_like(costs.verify)  # logarithms
+        self._num_measured = np.zeros_like(costs.verify, dtype=np.int64)
+
+    def expect(self, num_rows: int, mean_context: float) -> FloatArray:
+        """Returns the seconds of making and verifying k drafts a row, float64 ``[K + 1]``."""
+        bucket = self._costs.bucket(num_rows)
+        by_table, factors = self._costs.seconds(bucket, num_rows * mean_context), self._known_factors(bucket)
+        return np.multiply(by_table, np.exp(factors))
+
+    def add(self, num_rows: int, mean_context: float, num_draft: int, seconds: float) -> None:
+        """Takes in what a step took."""
+        bucket = self._costs.bucket(num_rows)
+        expected = self.expect(num_rows, mean_context)[num_draft]
+        error = min(max(float(np.log(max(seconds, MIN_S) / expected)), -MAX_ERROR), MAX_ERROR)
+        rate = max(TIME_RATE, 1.0 / (1 + self._num_measured[bucket, num_draft]))
+        self._factors[bucket, num_draft] = self._known_factors(bucket)[num_draft] + rate * error
+        self._num_measured[bucket, num_draft] += 1
+
+    def _known_factors(self, bucket: int) -> FloatArray:
+        """Numbers of drafts that were never measured are taken to be as wrong in the table as those that were."""
+        factors: FloatArray = self._factors[bucket]
+        is_measured = self._num_measured[bucket] > 0
+        if is_measured.all() or not is_measured.any():
+            return factors
+        return np.where(is_measured, factors, factors[is_measured].mean())
+
+
+def _num_with(num_draft: Int32Array, max_draft: int) -> NDArray[np.int64]:
+    """Returns how many rows have a draft at each place, int64 ``[max_draft]``."""
+    rows = np.bincount(np.minimum(num_draft, max_draft), minlength=max_draft + 1)
+    return rows[:0:-1].cumsum()[::-1]
+
+
+class DraftController:
+    """Picks how many drafts each row makes and verifies.
+
+    The choice is that of most expected tokens per expected second. It changes where a change gains enough, and not
+    soon again. A small share of all time goes to other numbers of drafts, in single steps, so that what was learned
+    in other times, or measured wrongly, is found out: each of them is probed when enough has been saved for what that
+    is expected to lose. What a probe gains over that pays for the next: where drafts are accepted again, one follows
+    the other.
+
+    A choice may be verified any number of steps later; what is recorded need not be what was chosen last.
+
+    Args:
+        costs: Measured at start, for at least one draft.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._max_draft = costs.max_draft
+        self._times = Times(costs)
+        self._acceptance = Acceptance(costs.max_draft)
+        self._credit = np.zeros(costs.max_draft + 1)  # steps that may be lost to probes
+        self._num_draft = 0
+        self._age = DWELL_STEPS
+
+    @property
+    def num_draft(self) -> int:
+        """The number chosen, probes aside."""
+        return self._num_draft
+
+    def choose(self, allowed: Int32Array, mean_context: float) -> int:
+        """Returns how many drafts to make for the next step, at most.
+
+        Args:
+            allowed: int32 ``[S]``. The most that each row may have.
+            mean_context: Tokens stored of a row.
+        """
+        most = min(int(allowed.max(initial=0)), self._max_draft)
+        if most == 0:
+            return 0
+        self._age += 1
+        tokens = self._expect_tokens(allowed)[: most + 1]
+        seconds = self._times.expect(allowed.size, mean_context)[: most + 1]
+        rates = tokens / seconds
+        best, now = int(rates.argmax()), min(self._num_draft, most)
+        needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / self._age))
+        if self._age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[now]:
+            self._num_draft, self._age = best, 0
+            return best
+        return self._probe(now, seconds / seconds[now] - tokens / tokens[now])
+
+    def record(self, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None) -> None:
+        """Takes in a step.
+
+        Args:
+            num_draft: int32 ``[S]``. Drafts that each row verified; rows that failed their check are left out.
+            counts: int32 ``[S]``. Those accepted + 1, before any stop.
+            mean_context: As in ``choose``.
+            seconds: From the end of the step before it to its own, the making of its drafts included; None if it did
+                something else too, or the device was idle.
+        """
+        if not counts.size:
+            return
+        width = int(num_draft.max())
+        if width != self._num_draft:
+            gained = self._gain(num_draft, counts, mean_context, seconds)
+            self._credit[width] = min(max(self._credit[width] + gained, -MAX_CREDIT), MAX_CREDIT)
+        self._acceptance.add(num_draft, counts)
+        if seconds is not None:
+            self._times.add(counts.size, mean_context, width, seconds)
+
+    def _expect_tokens(self, allowed: Int32Array) -> FloatArray:
+        """Returns the tokens that these rows emit if each verifies k drafts or what it may, float64 ``[K + 1]``."""
+        tokens = np.full(self._max_draft + 1, float(allowed.size))
+        tokens[1:] += (_num_with(allowed, self._max_draft) * self._acceptance.chances).cumsum()
+        return tokens
+
+    def _gain(self, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None) -> float:
+        """Returns by how much a step was better than expected, in steps of those that are usual now."""
+        tokens = self._expect_tokens(num_draft)
+        gained = float((counts.sum() - tokens[-1]) / tokens[self._num_draft])
+        if seconds is not None:
+            expected = self._times.expect(counts.size, mean_context)
+            gained += float((expected[num_draft.max()] - seconds) / expected[self._num_draft])
+        return gained
+
+    def _probe(self, now: int, losses: FloatArray) -> int:
+        """Returns another number than ``now`` if one can be afforded; ``losses`` are in steps."""
+        losses = np.maximum(losses, MIN_PROBE_LOSS)
+        credit = self._credit[: losses.size]
+        credit += PROBE_SHARE / self._max_draft
+        credit[now] = 0.0
+        most = int((credit / losses).argmax())
+        if credit[most] < losses[most]:
+            return now
+        credit[most] -= losses[most]
+        return most
