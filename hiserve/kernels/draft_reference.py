@@ -146,13 +146,15 @@ def draft_ngrams(
 
 def _distance(tokens: Tensor, known_len: Tensor, min_ngram: int, max_ngram: int) -> Tensor:
     """How far behind each row's last token the occurrence ends that it goes on like, int64 ``[S, 1]``; 1 without one."""
-    ends = torch.arange(tokens.shape[1], device=tokens.device)
+    width = tokens.shape[1]
+    ends = torch.arange(width, dtype=torch.int32, device=tokens.device)
     agrees = ends < known_len - 1
-    num_equal = torch.zeros_like(agrees, dtype=torch.int64)
-    for back in range(max_ngram):
+    score = torch.zeros_like(tokens)
+    for back in range(min(max_ngram, width)):
         wanted = tokens.gather(1, (known_len - 1 - back).clamp_(min=0))
-        agrees = agrees & (ends >= back) & (tokens.roll(back, 1) == wanted)
-        num_equal += agrees
+        agrees[:, :back] = False
+        agrees[:, back:] &= tokens[:, : width - back] == wanted
+        score += agrees
     # The longest wins, and of these the last.
-    score = torch.where(num_equal >= min_ngram, num_equal * tokens.shape[1] + ends, -1).amax(1, keepdim=True)
-    return torch.where(score < 0, 1, known_len - 1 - score % tokens.shape[1])
+    best = score.mul_(width).add_(ends).amax(1, keepdim=True).long()
+    return torch.where(best < min_ngram * width, 1, known_len - 1 - best % width)

@@ -139,11 +139,12 @@ def own_pages(case: DraftCase, number: int) -> list[int]:
 
 
 def repeating_state(generator: torch.Generator, row_len: int, known_lens: list[int], num_ids: int) -> RowState:
-    """Rows of few different tokens, row 0 first; behind what they know stands something else."""
+    """Rows of few different tokens, row 0 first; behind what they know stands something else, at each place another."""
     num_rows = len(known_lens)
     tokens = torch.randint(1, num_ids + 1, (num_rows, row_len), generator=generator, dtype=torch.int32)
     known_len = torch.tensor(known_lens)
-    tokens[torch.arange(row_len) >= known_len[:, None]] = STALE
+    places = torch.arange(row_len, dtype=torch.int32)
+    tokens = torch.where(places < known_len[:, None], tokens, STALE - places)
     tokens[0] = 0
     table = torch.zeros((num_rows, 1), dtype=torch.int32)
     return RowState(tokens, torch.zeros(num_rows, dtype=torch.int64), known_len, table, table, table[0])
