@@ -30,18 +30,20 @@ MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """Seconds that the parts of a step take, measured at start, for up to K drafts a row.
+    """Seconds that the parts of a step take, measured at start.
 
     Attributes:
         rows: int64 ``[R]``, ascending. Rows of the batches that were measured; others cost what the next larger one does.
-        verify: float64 ``[R, K + 1]``. A step that verifies k drafts of each row, and few stored tokens.
-        follow: float64 ``[R, K + 1]``. The draft forward behind that step, of which the first draft comes.
+        tiers: int64 ``[C]``, ascending from 0. Drafts a row that may be chosen; others cost likewise.
+        verify: float64 ``[R, C]``. A step that verifies that many drafts of each row, and few stored tokens.
+        follow: float64 ``[R, C]``. The draft forward behind that step, of which the first draft comes.
         draft: float64 ``[R]``. Each further draft.
         verify_token: What each stored token of any row adds to a step.
         draft_token: What it adds to each draft forward.
     """
 
     rows: NDArray[np.int64]
+    tiers: NDArray[np.int64]
     verify: FloatArray
     follow: FloatArray
     draft: FloatArray
@@ -50,16 +52,20 @@ class StepCosts:
 
     @property
     def max_draft(self) -> int:
-        """K."""
-        return int(self.verify.shape[1]) - 1
+        """K, of the largest tier."""
+        return int(self.tiers[-1])
 
     def bucket(self, num_rows: int) -> int:
         """Returns which of the R batches stands for so many rows; the last for more than were measured."""
         return int(np.searchsorted(self.rows[:-1], num_rows))
 
+    def tier(self, num_draft: int) -> int:
+        """Returns which of the C tiers stands for so many drafts."""
+        return int(np.searchsorted(self.tiers[:-1], num_draft))
+
     def seconds(self, bucket: int, num_stored: float) -> FloatArray:
-        """Returns what it takes to make k drafts and to verify them, float64 ``[K + 1]``; ``num_stored`` is of all rows."""
-        further = np.maximum(np.arange(self.max_draft + 1) - 1, 0)
+        """Returns what it takes to make and verify each tier, float64 ``[C]``; ``num_stored`` is of all rows."""
+        further = np.maximum(self.tiers - 1, 0)
         forwards = self.follow[bucket] + further * self.draft[bucket] + (1 + further) * (self.draft_token * num_stored)
         seconds: FloatArray = self.verify[bucket] + self.verify_token * num_stored + forwards
         return seconds
@@ -113,22 +119,22 @@ class Times:
         self._num_measured = np.zeros_like(costs.verify, dtype=np.int64)
 
     def expect(self, num_rows: int, mean_context: float) -> FloatArray:
-        """Returns the seconds of making and verifying k drafts a row, float64 ``[K + 1]``."""
+        """Returns the seconds of making and verifying each tier, float64 ``[C]``."""
         bucket = self._costs.bucket(num_rows)
         by_table, factors = self._costs.seconds(bucket, num_rows * mean_context), self._known_factors(bucket)
         return np.multiply(by_table, np.exp(factors))
 
-    def add(self, num_rows: int, mean_context: float, num_draft: int, seconds: float) -> None:
-        """Takes in what a step took."""
+    def add(self, num_rows: int, mean_context: float, tier: int, seconds: float) -> None:
+        """Takes in what a step took that verified one of the C tiers."""
         bucket = self._costs.bucket(num_rows)
-        expected = self.expect(num_rows, mean_context)[num_draft]
+        expected = self.expect(num_rows, mean_context)[tier]
         error = min(max(float(np.log(max(seconds, MIN_S) / expected)), -MAX_ERROR), MAX_ERROR)
-        rate = max(TIME_RATE, 1.0 / (1 + self._num_measured[bucket, num_draft]))
-        self._factors[bucket, num_draft] = self._known_factors(bucket)[num_draft] + rate * error
-        self._num_measured[bucket, num_draft] += 1
+        rate = max(TIME_RATE, 1.0 / (1 + self._num_measured[bucket, tier]))
+        self._factors[bucket, tier] = self._known_factors(bucket)[tier] + rate * error
+        self._num_measured[bucket, tier] += 1
 
     def _known_factors(self, bucket: int) -> FloatArray:
-        """Numbers of drafts that were never measured are taken to be as wrong in the table as those that were."""
+        """Tiers that were never measured are taken to be as wrong in the table as those that were."""
         factors: FloatArray = self._factors[bucket]
         is_measured = self._num_measured[bucket] > 0
         if is_measured.all() or not is_measured.any():
@@ -145,11 +151,10 @@ def _num_with(num_draft: Int32Array, max_draft: int) -> NDArray[np.int64]:
 class DraftController:
     """Picks how many drafts each row makes and verifies.
 
-    The choice is that of most expected tokens per expected second. It changes where a change gains enough, and not
-    soon again. A small share of all time goes to other numbers of drafts, in single steps, so that what was learned
-    in other times, or measured wrongly, is found out: each of them is probed when enough has been saved for what that
-    is expected to lose. What a probe gains over that pays for the next: where drafts are accepted again, one follows
-    the other.
+    The choice is the tier of most expected tokens per expected second. It changes where a change gains enough, and not
+    soon again. A small share of all time goes to other tiers, in single steps, so that what was learned in other times,
+    or measured wrongly, is found out: each is probed when enough has been saved for what that is expected to lose. What
+    a probe gains over that pays for the next: where drafts are accepted again, one follows the other.
 
     A choice may be verified any number of steps later; what is recorded need not be what was chosen last.
 
@@ -158,17 +163,17 @@ class DraftController:
     """
 
     def __init__(self, costs: StepCosts) -> None:
-        self._max_draft = costs.max_draft
+        self._costs = costs
         self._times = Times(costs)
         self._acceptance = Acceptance(costs.max_draft)
-        self._credit = np.zeros(costs.max_draft + 1)  # steps that may be lost to probes
-        self._num_draft = 0
+        self._credit = np.zeros(costs.tiers.size)  # steps that may be lost to probes
+        self._kept = 0
         self._age = DWELL_STEPS
 
     @property
     def num_draft(self) -> int:
-        """The number chosen, probes aside."""
-        return self._num_draft
+        """What is chosen, probes aside."""
+        return int(self._costs.tiers[self._kept])
 
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
         """Returns how many drafts to make for the next step, at most.
@@ -177,19 +182,21 @@ class DraftController:
             allowed: int32 ``[S]``. The most that each row may have.
             mean_context: Tokens stored of a row.
         """
-        most = min(int(allowed.max(initial=0)), self._max_draft)
+        most = int(allowed.max(initial=0))
         if most == 0:
             return 0
         self._age += 1
-        tokens = self._expect_tokens(allowed)[: most + 1]
-        seconds = self._times.expect(allowed.size, mean_context)[: most + 1]
+        num_tiers = int(np.searchsorted(self._costs.tiers, most, side="right"))
+        tokens = self._expect_tokens(allowed)[:num_tiers]
+        seconds = self._times.expect(allowed.size, mean_context)[:num_tiers]
         rates = tokens / seconds
-        best, now = int(rates.argmax()), min(self._num_draft, most)
+        best = int(rates.argmax())
+        kept = self._kept if self._kept < num_tiers else best
         needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / self._age))
-        if self._age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[now]:
-            self._num_draft, self._age = best, 0
-            return best
-        return self._probe(now, seconds / seconds[now] - tokens / tokens[now])
+        if self._age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[kept]:
+            self._kept, self._age = best, 0
+            return self.num_draft
+        return int(self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])])
 
     def record(self, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None) -> None:
         """Takes in a step.
@@ -203,37 +210,39 @@ class DraftController:
         """
         if not counts.size:
             return
-        width = int(num_draft.max())
-        if width != self._num_draft:
-            gained = self._gain(num_draft, counts, mean_context, seconds)
-            self._credit[width] = min(max(self._credit[width] + gained, -MAX_CREDIT), MAX_CREDIT)
+        tier = self._costs.tier(int(num_draft.max()))
+        if tier != self._kept:
+            gained = self._gain(tier, num_draft, counts, mean_context, seconds)
+            self._credit[tier] = min(max(self._credit[tier] + gained, -MAX_CREDIT), MAX_CREDIT)
         self._acceptance.add(num_draft, counts)
         if seconds is not None:
-            self._times.add(counts.size, mean_context, width, seconds)
+            self._times.add(counts.size, mean_context, tier, seconds)
 
     def _expect_tokens(self, allowed: Int32Array) -> FloatArray:
-        """Returns the tokens that these rows emit if each verifies k drafts or what it may, float64 ``[K + 1]``."""
-        tokens = np.full(self._max_draft + 1, float(allowed.size))
-        tokens[1:] += (_num_with(allowed, self._max_draft) * self._acceptance.chances).cumsum()
-        return tokens
+        """Returns the tokens that these rows emit of each tier, or what they may have of it, float64 ``[C]``."""
+        tokens = np.full(self._costs.max_draft + 1, float(allowed.size))
+        tokens[1:] += (_num_with(allowed, self._costs.max_draft) * self._acceptance.chances).cumsum()
+        return tokens[self._costs.tiers]
 
-    def _gain(self, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None) -> float:
+    def _gain(
+        self, tier: int, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None
+    ) -> float:
         """Returns by how much a step was better than expected, in steps of those that are usual now."""
         tokens = self._expect_tokens(num_draft)
-        gained = float((counts.sum() - tokens[-1]) / tokens[self._num_draft])
+        gained = float((counts.sum() - tokens[-1]) / tokens[self._kept])
         if seconds is not None:
             expected = self._times.expect(counts.size, mean_context)
-            gained += float((expected[num_draft.max()] - seconds) / expected[self._num_draft])
+            gained += float((expected[tier] - seconds) / expected[self._kept])
         return gained
 
-    def _probe(self, now: int, losses: FloatArray) -> int:
-        """Returns another number than ``now`` if one can be afforded; ``losses`` are in steps."""
+    def _probe(self, kept: int, losses: FloatArray) -> int:
+        """Returns another tier than ``kept`` if one can be afforded; ``losses``, in steps, are of those to choose from."""
         losses = np.maximum(losses, MIN_PROBE_LOSS)
         credit = self._credit[: losses.size]
-        credit += PROBE_SHARE / self._max_draft
-        credit[now] = 0.0
+        credit += PROBE_SHARE / (self._credit.size - 1)
+        credit[kept] = 0.0
         most = int((credit / losses).argmax())
         if credit[most] < losses[most]:
-            return now
+            return kept
         credit[most] -= losses[most]
         return most

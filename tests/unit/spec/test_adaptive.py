@@ -22,9 +22,17 @@ BAR = 0.97
 
 def device(max_draft: int = K) -> StepCosts:
     """A step takes 5 ms until 64 tokens fill the device; then every token costs."""
-    tokens = ROWS[:, None] * (np.arange(max_draft + 1) + 1.0)
+    tiers = np.arange(max_draft + 1)
+    tokens = ROWS[:, None] * (tiers + 1.0)
     verify = 5e-3 + 2e-5 * tokens + 6e-5 * np.maximum(tokens - 64, 0)
-    return StepCosts(ROWS, verify, 4e-4 + 2e-6 * tokens, 3e-4 + 1e-6 * ROWS, verify_token=1e-8, draft_token=5e-10)
+    further = 3e-4 + 1e-6 * ROWS
+    return StepCosts(ROWS, tiers, verify, 4e-4 + 2e-6 * tokens, further, verify_token=1e-8, draft_token=5e-10)
+
+
+def plain(*seconds: float) -> StepCosts:
+    """A device whose steps take so long, by the number of drafts; to make them takes nothing."""
+    tiers = np.arange(len(seconds))
+    return StepCosts(np.array([1]), tiers, np.array([seconds]), np.zeros((1, tiers.size)), np.zeros(1))
 
 
 def wrong(factors: tuple[float, ...]) -> StepCosts:
@@ -236,8 +244,7 @@ def test_changes_keep_their_distance() -> None:
 
 
 def test_a_small_gain_changes_nothing_soon_and_something_late() -> None:
-    costs = StepCosts(np.array([1]), np.array([[1.0, 1.6]]), np.zeros((1, 2)), np.zeros(1))
-    controller = DraftController(costs)
+    controller = DraftController(plain(1.0, 1.6))
     allowed, one = np.array([1], np.int32), np.array([1], np.int32)
     for _ in range(100):  # accepted seven times in ten: 1.7 tokens in 1.6 s, 6 % more
         controller.record(one, one + 1, 0.0, None)
@@ -270,7 +277,6 @@ def test_a_stall_in_a_probe_does_not_end_probes() -> None:
 
 def test_what_was_saved_for_probes_is_bounded() -> None:
     controller = DraftController(device())
-    controller._num_draft = 0
     for _ in range(100):
         controller.record(np.full(4, K, np.int32), np.full(4, K + 1, np.int32), CONTEXT, 1e-4)
     assert controller._credit.max() <= adaptive.MAX_CREDIT
@@ -290,12 +296,29 @@ def test_no_number_is_above_what_a_request_allows() -> None:
     assert seen == set(range(K + 1))
 
 
+def test_only_tiers_are_chosen() -> None:
+    """The best of them where all have room for it, and the best that fits where the kept one does not."""
+    every = device(7)
+    tiers = np.array([0, 1, 3, 7])
+    costs = dataclasses.replace(every, tiers=tiers, verify=every.verify[:, tiers], follow=every.follow[:, tiers])
+    controller = DraftController(costs)
+    seen: dict[int, list[int]] = {2: [], 7: []}
+    for step in range(2000):
+        most = 2 if step % 4 == 3 else 7
+        seen[most].append(controller.choose(np.array([most], np.int32), CONTEXT))
+        verified = np.array([min(seen[most][-1], most)], np.int32)
+        controller.record(verified, verified + 1, CONTEXT, float(every.seconds(0, CONTEXT)[verified[0]]))
+    assert set(seen[2]) == {0, 1}
+    assert set(seen[7]) <= {0, 1, 3, 7}
+    assert seen[2][-50:].count(1) > 45
+    assert seen[7][-50:].count(7) > 45
+
+
 def test_rows_that_may_have_no_drafts_weigh_against_them() -> None:
     """Verifying is paid for by all rows of a batch that is full, and gains for some."""
-    costs = StepCosts(np.array([8]), np.array([[1.0, 1.5]]), np.zeros((1, 2)), np.zeros(1))
     few, all_rows = np.array([1, 1, 0, 0, 0, 0, 0, 0], np.int32), np.ones(8, np.int32)
     for allowed, best in ((all_rows, 1), (few, 0)):
-        controller = DraftController(costs)
+        controller = DraftController(plain(1.0, 1.5))
         for _ in range(200):
             verified = np.minimum(allowed, controller.choose(allowed, 0.0))
             controller.record(verified, verified + 1, 0.0, None)
@@ -363,10 +386,11 @@ def test_a_batch_costs_what_the_next_larger_one_that_was_measured_does() -> None
 
 
 def test_making_drafts_costs_a_forward_behind_the_step_and_one_for_each_further_draft() -> None:
-    costs = StepCosts(
-        np.array([4]), np.array([[10.0, 11.0, 12.0]]), np.array([[1.0, 1.5, 2.0]]), np.array([0.5]), 1e-2, 1e-3
-    )
-    np.testing.assert_allclose(costs.seconds(0, 100.0), [10 + 1 + 1 + 0.1, 11 + 1 + 1.5 + 0.1, 12 + 1 + 2 + 0.5 + 0.2])
+    tiers, verify, follow = np.array([0, 1, 3]), np.array([[10.0, 11.0, 12.0]]), np.array([[1.0, 1.5, 2.0]])
+    costs = StepCosts(np.array([4]), tiers, verify, follow, np.array([0.5]), verify_token=1e-2, draft_token=1e-3)
+    expected = [10 + 1 + 1 + 0.1, 11 + 1 + 1.5 + 0.1, 12 + 1 + 2 + 2 * 0.5 + 3 * 0.1]
+    np.testing.assert_allclose(costs.seconds(0, 100.0), expected)
+    assert [costs.tier(num_draft) for num_draft in (0, 1, 2, 3)] == [0, 1, 2, 2]
 
 
 def test_times_are_refined_by_what_steps_took() -> None:
