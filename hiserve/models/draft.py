@@ -18,7 +18,6 @@ from hiserve.layers.embedding import Embedding
 from hiserve.layers.linear import Linear
 from hiserve.layers.norm import RMSNorm
 from hiserve.layers.rotary import Rotary
-from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, Layer, load_decoder, make_layer
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
@@ -254,8 +253,7 @@ def _body(
     target: Decoder,
     max_len: int,
 ) -> _Body:
-    model: ModelConfig = draft.model
-    weight, ops = target.embedding.weight, _ops(target)
+    model, weight, ops = draft.model, target.embedding.weight, _ops(target)
     frequencies = rotary_frequencies(model.rope, model.head_dim, max_len).to(weight.device)
     return _Body(
         layer=make_layer(model, parameters, 0, ops),
