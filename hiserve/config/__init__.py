@@ -3,6 +3,7 @@
 from hiserve.config.sections import (
     DTYPE_BYTES,
     MAX_INT32,
+    MAX_SPEC_STEPS,
     Auto,
     Cache,
     CacheVerify,
@@ -29,6 +30,7 @@ from hiserve.config.settings import (
 __all__ = [
     "DTYPE_BYTES",
     "MAX_INT32",
+    "MAX_SPEC_STEPS",
     "Auto",
     "Cache",
     "CacheVerify",

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import msgspec
 
-from hiserve.config import MAX_INT32
+from hiserve.config import MAX_INT32, MAX_SPEC_STEPS
 from hiserve.errors import RequestError
 
 MAX_SEED = 2**63 - 1
@@ -50,6 +50,30 @@ class FinishReason(IntEnum):
         return None if self is FinishReason.RUNNING else self.name.lower()
 
 
+class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a request uses the engine's speculation. Its output is the same in any case.
+
+    Attributes:
+        enabled: False verifies no drafts; true asks for an engine that speculates; None takes what there is.
+        num_steps: Drafts verified at once, at most; None leaves it to the engine. Range 0 to 15.
+    """
+
+    enabled: bool | None = None
+    num_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses a number out of range.
+
+        Raises:
+            RequestError: ``num_steps`` is.
+        """
+        if self.num_steps is not None and not 0 <= self.num_steps <= MAX_SPEC_STEPS:
+            raise RequestError(
+                f"spec.num_steps is {self.num_steps}; it must be between 0 and {MAX_SPEC_STEPS}.",
+                param="spec.num_steps",
+            )
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the next token is chosen, when to stop, and what to tell of the choice.
 
@@ -78,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logprobs: Report the log-probability of each generated token, and of this many likeliest
             ones, 0 to 20. They are the model's own, before everything above.
         prompt_logprobs: The same for the tokens of the prompt. The prompt is then computed whole.
+        spec: How to use the engine's speculation; None leaves it to the engine.
     """
 
     temperature: float = 1.0
@@ -99,6 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    spec: SpecParams | None = None
 
     def __post_init__(self) -> None:
         """Refuses values out of range, with the field's name.
@@ -137,3 +163,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("stop_token_ids", "logit_bias"):
             if not all(0 <= token < vocab_size for token in getattr(self, name) or ()):
                 raise RequestError(f"{name} must hold token ids between 0 and {vocab_size - 1}.", param=name)
+
+    def check_spec(self, spec_steps: int) -> None:
+        """Refuses speculation that the engine does not have.
+
+        Args:
+            spec_steps: Drafts that it verifies at once, at most; 0 without speculation.
+
+        Raises:
+            RequestError: ``spec`` asks for speculation where there is none, or for more drafts.
+        """
+        asked = self.spec or SpecParams()
+        if not spec_steps and (asked.enabled or asked.num_steps):
+            param = "spec.enabled" if asked.enabled else "spec.num_steps"
+            raise RequestError(
+                f"{param} asks for speculation, and there is none here. Leave it out, or start with --spec.",
+                param=param,
+            )
+        if (asked.num_steps or 0) > spec_steps:
+            raise RequestError(
+                f"spec.num_steps is {asked.num_steps}; the most here is {spec_steps}. Lower it, or start with a larger "
+                "--spec-steps.",
+                param="spec.num_steps",
+            )
+
+    def most_drafts(self, spec_steps: int) -> int:
+        """Returns how many drafts to verify at once, of the ``spec_steps`` that the engine would."""
+        if self.spec is None:
+            return spec_steps
+        if self.spec.enabled is False:
+            return 0
+        return spec_steps if self.spec.num_steps is None else min(self.spec.num_steps, spec_steps)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+COLD = "cold"
+SOURCES = (COLD, "device", "host", "store")
+
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens that were not computed, by the tier that had them when the request was admitted.
@@ -26,6 +29,11 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
     def num_tokens(self) -> int:
         """All of them together."""
         return self.device + self.host + self.store
+
+    @property
+    def source(self) -> str:
+        """The tier that gave most of them, the nearest of several; one of ``SOURCES``, cold when there are none."""
+        return max(SOURCES[1:], key=lambda tier: int(getattr(self, tier))) if self.num_tokens else COLD
 
     def __add__(self, other: CacheUse) -> CacheUse:
         """Returns the use of two prompts, this one and a later one; the miss is that of this one."""

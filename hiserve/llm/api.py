@@ -102,7 +102,7 @@ class LLM:
         if len(each) != len(batch):
             raise RequestError(f"{len(each)} sampling parameters for {len(batch)} prompts; give one, or one each.")
         for params in each:
-            params.check_vocabulary(self._vocab_size)
+            self._check(params)
         encoded = [self.encode(prompt) for prompt in batch]
         outputs = list(self._run(zip(encoded, each, strict=True)))
         for prompt, output in zip(batch, outputs, strict=True):
@@ -120,7 +120,7 @@ class LLM:
             EngineError, UnavailableError: As ``generate``.
         """
         self._require_open()
-        yield from self._run((self.encode(prompt), params) for prompt, params in requests)
+        yield from self._run((self.encode(prompt), self._check(params)) for prompt, params in requests)
 
     def chat(
         self, conversations: Messages | Sequence[Messages], sampling: SamplingParams | None = None, **fields: Any
@@ -207,6 +207,16 @@ class LLM:
             own = sampling if choice == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
             builder = ChoiceBuilder(request.output, choice, own, Output(self._spelling, own))
             yield Job(request, prompt, own, choice, builder.take)
+
+    def _check(self, sampling: SamplingParams) -> SamplingParams:
+        """Refuses what this model or engine does not have; returns the parameters.
+
+        Raises:
+            RequestError: A token id, or speculation.
+        """
+        sampling.check_vocabulary(self._vocab_size)
+        sampling.check_spec(known(self.config.spec.spec_steps))
+        return sampling
 
     def _check_length(self, num_tokens: int, param: str) -> None:
         max_len = known(self.config.model.max_model_len)

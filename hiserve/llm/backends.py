@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.config import Config, known
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
@@ -34,14 +35,15 @@ class Job:
         sampling: With a seed.
         choice: Index among the prompt's choices.
         take: Called with new tokens, the finish reason, what of the prompt came from the cache (None when told
-            before) and packed scores; returns True when the engine need not go on.
+            before), all drafts until now (None when nothing is new) and packed scores; returns True when the engine need
+            not go on.
     """
 
     request: Any
     tokens: Int32Array
     sampling: SamplingParams
     choice: int
-    take: Callable[[list[int], FinishReason, CacheUse | None, bytes], bool]
+    take: Callable[[list[int], FinishReason, CacheUse | None, DraftUse | None, bytes], bool]
 
 
 class Backend(Protocol):
@@ -129,15 +131,15 @@ class InProcess:
             if uid in live:
                 raise EngineError(f"request {uid} failed: {message}")
         token_at = score_at = 0
-        columns = (report.uids, report.counts, report.finishes, report.cached, report.score_words)
-        for uid, count, finish, cached, words in zip(*columns, strict=True):
+        columns = (report.uids, report.counts, report.finishes, report.cached, report.drafts, report.score_words)
+        for uid, count, finish, cached, drafts, words in zip(*columns, strict=True):
             tokens = report.tokens[token_at : token_at + count].tolist()
             scores = report.scores[score_at : score_at + 4 * words]
             token_at, score_at = token_at + count, score_at + 4 * words
             job = live.get(uid)
             if job is None:  # it had enough, and this is the answer to its abort
                 continue
-            has_enough = job.take(tokens, FinishReason(finish), cached, scores)
+            has_enough = job.take(tokens, FinishReason(finish), cached, drafts, scores)
             if finish or has_enough:
                 del live[uid]
                 yield job
@@ -184,7 +186,7 @@ class Processes:
     async def _finish(self, job: Job, room: asyncio.Semaphore, ended: SimpleQueue[Job | None]) -> None:
         async with aclosing(self._client.generate(job.tokens, job.sampling, choice=job.choice)) as deltas:
             async for delta in deltas:
-                if job.take(delta.tokens, delta.finish, delta.cached, delta.scores):
+                if job.take(delta.tokens, delta.finish, delta.cached, delta.drafts, delta.scores):
                     break
         room.release()
         ended.put(job)

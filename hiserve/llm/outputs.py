@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import NOTHING, CacheUse
@@ -36,6 +37,7 @@ class CompletionOutput:
         finish_reason: ``stop`` or ``length``.
         stop_reason: The stop text or stop token that ended it; None for an end-of-sequence token.
         logprobs: One entry per generated token, if they were asked for.
+        drafts: What speculation gave; None without it.
     """
 
     index: int = 0
@@ -44,6 +46,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
+    drafts: DraftUse | None = None
 
 
 @dataclass(slots=True)
@@ -88,11 +91,19 @@ class ChoiceBuilder:
         self._scores: list[bytes] = []
         request.outputs.append(self._choice)
 
-    def take(self, tokens: list[int], finish: FinishReason, cached: CacheUse | None, scores: bytes) -> bool:
+    def take(
+        self,
+        tokens: list[int],
+        finish: FinishReason,
+        cached: CacheUse | None,
+        drafts: DraftUse | None,
+        scores: bytes,
+    ) -> bool:
         """Takes news of the choice; returns True when it needs no more tokens."""
         choice = self._choice
         if cached is not None and choice.index == 0:
             self._request.cached = cached
+        choice.drafts = drafts or choice.drafts
         self._scores.append(scores)
         shown = self._shown.push(tokens, finish)
         choice.text += shown.text

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Tokens
@@ -18,6 +19,7 @@ UNREPORTED = -1
 class _Row:
     finish: int = 0
     cached: CacheUse | None = None
+    drafts: DraftUse | None = None
     queue_s: float = UNREPORTED
     tokens: array[int] = field(default_factory=lambda: array("i"))
     scores: bytearray = field(default_factory=bytearray)
@@ -38,7 +40,7 @@ class Coalescer:
     def add(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
         """Merges a report.
 
-        Tokens and scores are appended, the finish is the latest, ``cached`` and ``queue_s`` are the first known.
+        Tokens and scores are appended, finish and ``drafts`` are the latest, ``cached`` and ``queue_s`` the first known.
 
         Args:
             news: Columns, and the arrays that come beside them:
@@ -46,14 +48,15 @@ class Coalescer:
             scores: ``4 * sum(score_words)`` bytes.
         """
         at = score_at = 0
-        columns = (news.uids, news.counts, news.finishes, news.cached, news.score_words, news.queue_s)
-        for uid, count, finish, cached, words, queue_s in zip(*columns, strict=True):
+        columns = (news.uids, news.counts, news.finishes, news.cached, news.drafts, news.score_words, news.queue_s)
+        for uid, count, finish, cached, drafts, words, queue_s in zip(*columns, strict=True):
             row = self._rows.setdefault(uid, _Row())
             row.tokens.frombytes(tokens[at : at + count].tobytes())
             row.scores += scores[score_at : score_at + WORD_BYTES * words]
             row.finish = finish
             if row.cached is None:
                 row.cached = cached
+            row.drafts = drafts or row.drafts
             if row.queue_s == UNREPORTED:
                 row.queue_s = queue_s
             at += count
@@ -67,6 +70,7 @@ class Coalescer:
             counts=[len(row.tokens) for row in rows.values()],
             finishes=[row.finish for row in rows.values()],
             cached=[row.cached for row in rows.values()],
+            drafts=[row.drafts for row in rows.values()],
             score_words=[len(row.scores) // WORD_BYTES for row in rows.values()],
             queue_s=[row.queue_s for row in rows.values()],
         )

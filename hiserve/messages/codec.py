@@ -102,7 +102,7 @@ class Decoder(Generic[MessageT]):
 
 def _check_columns(message: Tokens | StepReport, num_tokens: int, num_score_bytes: int) -> None:
     rows, counts, finishes, words = len(message.uids), message.counts, message.finishes, message.score_words
-    lengths = [len(column) for column in (counts, finishes, message.cached, words)]
+    lengths = [len(column) for column in (counts, finishes, message.cached, message.drafts, words)]
     if isinstance(message, Tokens):
         lengths.append(len(message.queue_s))
     if any(length != rows for length in lengths):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config import Config
+from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
@@ -86,6 +87,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     dropped_event_batches: int = 0
     graph_gate: GateCounts = {}
     cache: CacheStats = CacheStats()
+    drafts: DraftStats = DraftStats()
 
 
 class WorkerFacts(msgspec.Struct, frozen=True):
@@ -134,6 +136,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
         counts: New tokens of each; 0 is possible with a finish, and with scores of its prompt.
         finishes: ``FinishReason`` of each, 0 while it runs.
         cached: What of its prompt came from the cache; None when already reported.
+        drafts: All its drafts until now; None when nothing is new, and without speculation.
         score_words: Words of four bytes in the scores frame, of each.
         queue_s: Seconds from acceptance to admission to a worker, -1 when already reported.
     """
@@ -142,6 +145,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: list[int]
     finishes: list[int]
     cached: list[CacheUse | None]
+    drafts: list[DraftUse | None]
     score_words: list[int]
     queue_s: list[float]
 
@@ -289,7 +293,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     gained, 16 bytes each, and of those that one lost.
 
     Attributes:
-        uids, counts, finishes, cached, score_words: As in ``Tokens``.
+        uids, counts, finishes, cached, drafts, score_words: As in ``Tokens``.
         failed: (uid, code, message) of requests the engine had to fail.
         stats: Gauges and counters after the step.
     """
@@ -299,6 +303,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: list[int]
     finishes: list[int]
     cached: list[CacheUse | None]
+    drafts: list[DraftUse | None]
     score_words: list[int]
     failed: list[tuple[int, str, str]]
     stats: WorkerStats

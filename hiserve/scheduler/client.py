@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from hiserve.config import Config, known, without_secrets
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import NOTHING, CacheUse
@@ -49,6 +50,7 @@ class Delta(msgspec.Struct):
         tokens: New tokens; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING but in the last delta.
         cached: What of the prompt came from the cache, in the first delta; None after.
+        drafts: All drafts until now; None when nothing is new, and without speculation.
         scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
@@ -56,6 +58,7 @@ class Delta(msgspec.Struct):
     tokens: list[int]
     finish: FinishReason
     cached: CacheUse | None
+    drafts: DraftUse | None
     scores: bytes
     queue_s: float
 
@@ -69,18 +72,28 @@ class _Stream:
         self._finish = 0
         self._scores = bytearray()
         self._cached: CacheUse | None = None
+        self._drafts: DraftUse | None = None
         self._queue_s: float = UNREPORTED
         self._is_first = True
         self._error: HiserveError | None = None
         self._news = asyncio.Event()
 
-    def push(self, tokens: list[int], finish: int, cached: CacheUse | None, scores: bytes, queue_s: float) -> None:
+    def push(
+        self,
+        tokens: list[int],
+        finish: int,
+        cached: CacheUse | None,
+        drafts: DraftUse | None,
+        scores: bytes,
+        queue_s: float,
+    ) -> None:
         self._tokens += tokens
         self._scores += scores
         self._finish = finish
         self._queue_s = max(self._queue_s, queue_s)
         if self._cached is None:
             self._cached = cached or NOTHING
+        self._drafts = drafts or self._drafts
         self._news.set()
 
     def fail(self, error: HiserveError) -> None:
@@ -96,8 +109,10 @@ class _Stream:
                 raise self._error
             self._news.set()
         cached = self._cached if self._is_first else None
-        delta = Delta(self._tokens, FinishReason(self._finish), cached, bytes(self._scores), self._queue_s)
+        scores = bytes(self._scores)
+        delta = Delta(self._tokens, FinishReason(self._finish), cached, self._drafts, scores, self._queue_s)
         self._tokens, self._scores, self._queue_s, self._is_first = [], bytearray(), UNREPORTED, False
+        self._drafts = None
         return delta
 
 
@@ -327,11 +342,11 @@ class EngineClient:
 
     def _spread(self, news: Tokens, tokens: list[int], scores: bytes) -> None:
         at = score_at = 0
-        columns = (news.uids, news.counts, news.finishes, news.cached, news.score_words, news.queue_s)
-        for uid, count, finish, cached, words, queue_s in zip(*columns, strict=True):
+        columns = (news.uids, news.counts, news.finishes, news.cached, news.drafts, news.score_words, news.queue_s)
+        for uid, count, finish, cached, drafts, words, queue_s in zip(*columns, strict=True):
             stream = self._end(uid) if finish else self._stream(uid)
             end, score_end = at + count, score_at + WORD_BYTES * words
-            stream.push(tokens[at:end], finish, cached, scores[score_at:score_end], queue_s)
+            stream.push(tokens[at:end], finish, cached, drafts, scores[score_at:score_end], queue_s)
             at, score_at = end, score_end
 
     def _stream(self, uid: int) -> _Stream:

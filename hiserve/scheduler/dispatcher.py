@@ -119,6 +119,7 @@ class Dispatcher:
                 counts=zeros,
                 finishes=[int(FinishReason.ABORT)] * len(dropped),
                 cached=[NOTHING] * len(dropped),
+                drafts=[None] * len(dropped),
                 score_words=zeros,
                 queue_s=[UNREPORTED] * len(dropped),
             )
@@ -216,6 +217,7 @@ class Dispatcher:
                 counts=report.counts,
                 finishes=report.finishes,
                 cached=report.cached,
+                drafts=report.drafts,
                 score_words=report.score_words,
                 queue_s=[entry.take_queue_s() for entry in entries],
             )

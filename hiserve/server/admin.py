@@ -13,7 +13,7 @@ from hiserve import __version__
 from hiserve.config import without_secrets
 from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError
-from hiserve.messages.types import Status
+from hiserve.messages.types import Status, WorkerFacts
 from hiserve.server.auth import Auth, tag_of
 from hiserve.server.fields import Fields, parse_body
 from hiserve.server.gate import Gate
@@ -59,7 +59,7 @@ class AdminRoutes:
         self._auth.require_admin(request)
         engine = self._gate.engine
         status = await self._gate.status(STATUS_TIMEOUT_S) if engine else None
-        workers: list[dict[str, Any]] = msgspec.to_builtins(status.workers) if status else []
+        workers = [_facts(worker) for worker in status.workers] if status else []
         startup = {"api": {**self._startup_s, "engine": self._gate.startup_s}}
         startup |= {f"worker {worker['replica']}": worker["startup_s"] for worker in workers}
         processes = {
@@ -148,3 +148,11 @@ class AdminRoutes:
             "max_total_num_tokens": num_pages * page_size,
             "token_usage": num_used / num_pages if num_pages else 0.0,
         }
+
+
+def _facts(worker: WorkerFacts) -> dict[str, Any]:
+    """Returns what there is to know of a worker, drafts in the words of the usage."""
+    facts: dict[str, Any] = msgspec.to_builtins(worker)
+    by_source = worker.stats.drafts.by_source
+    facts["stats"]["drafts"]["by_source"] = {source: use.shown() for source, use in by_source.items()}
+    return facts

@@ -41,6 +41,7 @@ SHARED = (
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",
 )
+DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 # vLLM's offloading connector knows two directions.
 TRANSFER = {"copy": "transfer_type"}
 DIRECTIONS = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}
@@ -56,6 +57,8 @@ ALIASES: dict[str, list[Alias]] = {
             "cache_config_info",
             renames={"page_size": "block_size", "num_pages": "num_gpu_blocks"},
         ),
+        *_same("vllm", "spec_decode_num_accepted_tokens_per_pos"),
+        *(Alias(f"vllm:{name}", name, drops=("cache_source",)) for name in DRAFTS),
         Alias("vllm:kv_offload_total_bytes", "kv_offload_total_bytes", renames=TRANSFER, values=DIRECTIONS),
         Alias("vllm:kv_offload_total_time", "kv_offload_total_time", renames=TRANSFER, values=DIRECTIONS),
     ],
@@ -72,6 +75,7 @@ ALIASES: dict[str, list[Alias]] = {
         Alias("sglang:backuped_tokens", "cache_fulfilled_tokens", where={"copy": "upload"}),
         Alias("sglang:storage_prefetch_hit_tokens", "cache_wanted_tokens", where={"copy": "prefetch"}),
         Alias("sglang:storage_prefetch_unfulfilled_tokens", "cache_unfulfilled_tokens", where={"copy": "prefetch"}),
+        Alias("sglang:spec_accept_length", "spec_accept_length", where={"cache_source": "all"}),
         Alias("sglang:num_running_reqs", "num_requests_running"),
         Alias("sglang:num_queue_reqs", "num_requests_waiting"),
         Alias("sglang:token_usage", "kv_cache_usage_perc"),

@@ -95,7 +95,13 @@ def create_app(
         AdminRoutes(gate, auth, model, resolved, startup_s).router(),
         CacheRoutes(gate, auth, resolved.config.cache).router(),
     ]
-    document = Document(routers, vocab_size=model.vocab_size, is_strict=is_strict, has_keys=bool(server.api_key))
+    document = Document(
+        routers,
+        vocab_size=model.vocab_size,
+        spec_steps=model.spec_steps,
+        is_strict=is_strict,
+        has_keys=bool(server.api_key),
+    )
     routers.append(document.router())
     for router in routers:
         app.include_router(router)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import MAX_SEED, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.server.gate import Engine
@@ -57,6 +58,12 @@ class Choices:
         """What came from the cache when each prompt was first computed, all together; the miss is the first prompt's."""
         first, *others = self._firsts
         return sum((other.cached for other in others), first.cached)
+
+    @property
+    def drafts(self) -> DraftUse | None:
+        """All drafts so far, of all choices together; None without speculation."""
+        known = [generation.drafts for generation in self.generations if generation.drafts is not None]
+        return sum(known, DraftUse()) if known else None
 
     @property
     def num_generated(self) -> int:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
@@ -22,6 +23,7 @@ class Delta(Protocol):
         tokens: New token ids; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING until the last delta.
         cached: What of the prompt came from the cache, in the first delta; None after.
+        drafts: All drafts until now; None when nothing is new, and without speculation.
         scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
@@ -34,6 +36,9 @@ class Delta(Protocol):
 
     @property
     def cached(self) -> CacheUse | None: ...
+
+    @property
+    def drafts(self) -> DraftUse | None: ...
 
     @property
     def scores(self) -> bytes: ...

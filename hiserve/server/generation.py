@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import NOTHING
@@ -107,6 +108,7 @@ class Generation:
         self._texts: list[str] = []
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
         self.cached = NOTHING
+        self.drafts: DraftUse | None = None
         self.queue_s = -1.0
         self.prompt_scores = bytearray()
         self.tokens: list[int] = []
@@ -160,6 +162,7 @@ class Generation:
             self.cached = delta.cached
             self.queue_s = delta.queue_s
             self._meter.admitted(delta.cached, delta.queue_s)
+        self.drafts = delta.drafts or self.drafts
         self._meter.tokens(len(tokens))
         if delta.scores:
             of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes

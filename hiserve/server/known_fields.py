@@ -21,6 +21,7 @@ SAMPLING = frozenset(
         "repetition_penalty",
         "seed",
         "skip_special_tokens",
+        "spec",
         "stop",
         "stop_token_ids",
         "temperature",

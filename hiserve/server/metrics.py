@@ -16,6 +16,7 @@ from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
 from hiserve.server.cache_metrics import CacheMetrics
+from hiserve.server.draft_metrics import DraftMetrics
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
@@ -95,6 +96,7 @@ class Metrics:
             registry=self._registry,
         )
         self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
+        self._drafts = DraftMetrics(self._registry, self._model_name)
 
     def finished(self, reason: str) -> Counter:
         """Returns the counter of requests that ended for this reason."""
@@ -128,6 +130,7 @@ class Metrics:
         self._cache.clear()
         self._cache.labels(self._model_name, self._page_size, num_pages).set(1)
         self._tiers.show([stat.cache for stat in stats])
+        self._drafts.show([stat.drafts for stat in stats])
         self._step_age.set(max((self._observe_worker(worker) for worker in status.workers), default=0.0))
 
     def render(self) -> bytes:
@@ -149,6 +152,7 @@ class Metrics:
                 old = before.graph_gate.get(verdict, {}).get(reason, 0)
                 self._gate.labels(self._model_name, verdict, reason).inc(max(0, count - old))
         self._tiers.count(before.cache, stats.cache)
+        self._drafts.count(before.drafts, stats.drafts)
         has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting
         self._workers[worker.replica] = _LastSeen(worker.incarnation, stats, now if has_moved else last.moved)
         return 0.0 if has_moved else now - last.moved

@@ -65,7 +65,13 @@ class NativeRoutes:
         arrived = time.monotonic()
         body = parse_body(await request.body())
         check_model(body, self._model.name)
-        asked = parse_native(body, self._model.defaults, vocab_size=self._model.vocab_size, is_strict=self._is_strict)
+        asked = parse_native(
+            body,
+            self._model.defaults,
+            vocab_size=self._model.vocab_size,
+            spec_steps=self._model.spec_steps,
+            is_strict=self._is_strict,
+        )
         engine = self._gate.require()
         encoded = await unless_gone(request.receive, self._encode(asked, engine.max_model_len))
         shapes: list[NativeShape] = []

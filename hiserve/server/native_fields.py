@@ -69,13 +69,16 @@ class NativeRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
 
 
-def parse_native(body: dict[str, Any], defaults: SamplingParams, *, vocab_size: int, is_strict: bool) -> NativeRequest:
+def parse_native(
+    body: dict[str, Any], defaults: SamplingParams, *, vocab_size: int, spec_steps: int, is_strict: bool
+) -> NativeRequest:
     """Reads a request.
 
     Args:
         body: The parsed body.
         defaults: Sampling where the body is silent.
         vocab_size: Token ids must be below it.
+        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
         is_strict: Refuse unknown fields.
 
     Raises:
@@ -95,7 +98,9 @@ def parse_native(body: dict[str, Any], defaults: SamplingParams, *, vocab_size: 
         wanted = "a string or a list of strings" if name == "text" else "a list of token ids, or a list of such lists"
         raise fields.wrong(name, wanted)
     prompts = [
-        _parse_one(parse_prompt(value, vocab_size=vocab_size, param=name), one, defaults, vocab_size, is_strict)
+        _parse_one(
+            parse_prompt(value, vocab_size=vocab_size, param=name), one, defaults, vocab_size, spec_steps, is_strict
+        )
         for value, one in zip(values, _each(body, len(values), is_batch=is_batch), strict=True)
     ]
     num_choices = sum(prompt.sampling.n for prompt in prompts)
@@ -157,7 +162,12 @@ def _each(body: dict[str, Any], num_prompts: int, *, is_batch: bool) -> list[dic
 
 
 def _parse_one(
-    prompt: str | Int32Array, one: dict[str, Any], defaults: SamplingParams, vocab_size: int, is_strict: bool
+    prompt: str | Int32Array,
+    one: dict[str, Any],
+    defaults: SamplingParams,
+    vocab_size: int,
+    spec_steps: int,
+    is_strict: bool,
 ) -> NativePrompt:
     fields = Fields(one)
     given = fields.nested("sampling_params")
@@ -178,6 +188,7 @@ def _parse_one(
             Fields(ours),
             defaults,
             vocab_size=vocab_size,
+            spec_steps=spec_steps,
             max_tokens=max(1, min_tokens or 0, DEFAULT_NEW_TOKENS) if max_tokens is None else max(1, max_tokens),
             logprobs=num_top if has_logprobs else None,
             prompt_logprobs=None if first_scored is None else num_top,

@@ -8,7 +8,7 @@ from typing import Any
 from hiserve.core.request import FinishReason
 from hiserve.server.generation import Generation, Piece
 from hiserve.server.logprobs import Scored, Spell, scored_prompt, token_text, unpack
-from hiserve.server.shapes import cache_miss
+from hiserve.server.shapes import cache_miss, spec_details
 
 # Logprob, token id, text of the token or None.
 Entry = tuple[float | None, int, str | None]
@@ -69,6 +69,7 @@ class NativeShape:
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "storage": cached.store},
             "cache_miss": cache_miss(cached),
             "weight_version": self._version,
+            **spec_details(generation.drafts),
         }
         if is_over:
             meta["e2e_latency"] = time.monotonic() - self._arrived

@@ -141,6 +141,7 @@ class OpenAIRoutes:
             body,
             self._model.defaults,
             vocab_size=self._model.vocab_size,
+            spec_steps=self._model.spec_steps,
             is_chat=is_chat,
             is_strict=self._is_strict,
         )

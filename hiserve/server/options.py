@@ -53,7 +53,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_options(
-    body: dict[str, Any], defaults: SamplingParams, *, vocab_size: int, is_chat: bool, is_strict: bool
+    body: dict[str, Any],
+    defaults: SamplingParams,
+    *,
+    vocab_size: int,
+    spec_steps: int,
+    is_chat: bool,
+    is_strict: bool,
 ) -> Options:
     """Reads everything but the prompt and the model.
 
@@ -61,6 +67,7 @@ def parse_options(
         body: The parsed body.
         defaults: Sampling where the body is silent.
         vocab_size: Token ids must be below it.
+        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
         is_chat: Chat completion; otherwise text completion.
         is_strict: Refuse unknown fields.
 
@@ -79,6 +86,7 @@ def parse_options(
         fields,
         defaults,
         vocab_size=vocab_size,
+        spec_steps=spec_steps,
         max_tokens=max(1, max_tokens) if max_tokens is not None else None,
         logprobs=logprobs,
         prompt_logprobs=max(scored, default=None),

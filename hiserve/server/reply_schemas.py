@@ -47,13 +47,24 @@ class PromptTokensDetails(msgspec.Struct):
     cache_miss: CacheMiss | None
 
 
+class SpecTokensDetails(msgspec.Struct):
+    """What speculation gave; accepted are tokens beyond the one that every step gives."""
+
+    accept_length: float
+    proposed: int
+    accepted: int
+    verify_steps: int
+    accepted_per_position: list[int]
+
+
 class Usage(msgspec.Struct):
-    """Tokens of a reply."""
+    """Tokens of a reply; without speculation there is nothing to say of it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    spec_tokens_details: SpecTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatMessage(msgspec.Struct):
@@ -143,6 +154,7 @@ class MetaInfo(msgspec.Struct):
     cached_tokens_details: StorageTokensDetails
     cache_miss: CacheMiss | None
     weight_version: str
+    spec_tokens_details: SpecTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct):

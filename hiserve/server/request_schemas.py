@@ -57,14 +57,15 @@ def filled(properties: dict[str, Schema], *, required: Iterable[str] = (), is_op
     return schema | ({"required": required} if required else {}) | ({} if is_open else {"additionalProperties": False})
 
 
-def request_bodies(vocab_size: int, *, is_strict: bool) -> dict[str, Schema]:
+def request_bodies(vocab_size: int, *, spec_steps: int, is_strict: bool) -> dict[str, Schema]:
     """Returns the schema of every request body, by name.
 
     Args:
         vocab_size: Token ids are below it.
+        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
         is_strict: Fields that are not known are refused.
     """
-    fields = _fields(vocab_size)
+    fields = _fields(vocab_size, spec_steps)
 
     def body(honoured: frozenset[str], table: dict[str, Schema], required: Iterable[str] = ()) -> Schema:
         neutral = {name: {"enum": list(values)} if values else NULL for name, values in known_fields.REFUSED.items()}
@@ -100,7 +101,7 @@ def _token(vocab_size: int) -> Schema:
     return whole(0, vocab_size - 1)
 
 
-def _sampling(vocab_size: int) -> dict[str, Schema]:
+def _sampling(vocab_size: int, spec_steps: int) -> dict[str, Schema]:
     """Returns the schema of each field of ``SamplingParams``, from the ranges that it checks."""
     schemas: dict[str, Schema] = {}
     for name, (least, most) in RANGES.items():
@@ -119,16 +120,19 @@ def _sampling(vocab_size: int) -> dict[str, Schema]:
         "include_stop_str_in_output": FLAG,
         "skip_special_tokens": FLAG,
         "ignore_eos": FLAG,
+        "spec": filled(
+            {"enabled": FLAG if spec_steps else {"const": False}, "num_steps": whole(0, spec_steps)}, is_open=False
+        ),
     }
     assert schemas.keys() == set(SamplingParams.__struct_fields__), "a sampling parameter without a schema"
     return schemas | {name: schemas[ours] for name, ours in OTHER_NAMES.items()} | {"no_stop_trim": FLAG}
 
 
-def _fields(vocab_size: int) -> dict[str, Schema]:
+def _fields(vocab_size: int, spec_steps: int) -> dict[str, Schema]:
     """Returns the schema of each field of the OpenAI routes and of the tokenizer's, by name."""
     tokens = list_of(_token(vocab_size), least=1)
     text = {"type": "string", "minLength": 1}
-    return _sampling(vocab_size) | {
+    return _sampling(vocab_size, spec_steps) | {
         "add_generation_prompt": FLAG,
         "add_special_tokens": FLAG,
         "cache_salt": TEXT,

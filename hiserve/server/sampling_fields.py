@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import SamplingParams, SpecParams
+from hiserve.errors import RequestError
 from hiserve.server.fields import Fields
 
 
@@ -11,6 +12,7 @@ def parse_sampling(
     defaults: SamplingParams,
     *,
     vocab_size: int,
+    spec_steps: int,
     max_tokens: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
@@ -21,6 +23,7 @@ def parse_sampling(
         fields: Where the fields of ``known_fields.SAMPLING`` are.
         defaults: Values of temperature, filters and repetition penalty where the fields are silent.
         vocab_size: Token ids must be below it.
+        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
         max_tokens: As the endpoint reads it; its name differs.
         logprobs: The same.
         prompt_logprobs: The same.
@@ -48,6 +51,18 @@ def parse_sampling(
         ignore_eos=fields.flag("ignore_eos"),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        spec=_spec(fields) if fields.has("spec") else None,
     )
     sampling.check_vocabulary(vocab_size)
+    sampling.check_spec(spec_steps)
     return sampling
+
+
+def _spec(fields: Fields) -> SpecParams:
+    spec = fields.nested("spec")
+    for name in spec.values:
+        if name not in SpecParams.__struct_fields__:
+            raise RequestError(f"spec.{name[:100]} is not known; spec takes enabled and num_steps.", param="spec")
+    return SpecParams(
+        enabled=spec.flag("enabled") if spec.has("enabled") else None, num_steps=spec.integer("num_steps")
+    )

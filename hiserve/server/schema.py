@@ -82,13 +82,17 @@ class Document:
     Args:
         routers: Of all routes; looked at when the document is asked for.
         vocab_size: Token ids are below it.
+        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
         is_strict: Fields that are not known are refused.
         has_keys: Requests must carry an API key.
     """
 
-    def __init__(self, routers: Iterable[APIRouter], *, vocab_size: int, is_strict: bool, has_keys: bool) -> None:
+    def __init__(
+        self, routers: Iterable[APIRouter], *, vocab_size: int, spec_steps: int, is_strict: bool, has_keys: bool
+    ) -> None:
         self._routers = routers
         self._vocab_size = vocab_size
+        self._spec_steps = spec_steps
         self._is_strict = is_strict
         self._has_keys = has_keys
 
@@ -108,7 +112,7 @@ class Document:
             msgspec.json.schema_components([form], ref_template=REF) for form in (replies.Error, *REPLIES.values())
         ]
         schemas = {name: schema for _, components in forms for name, schema in components.items()}
-        schemas |= request_bodies(self._vocab_size, is_strict=self._is_strict)
+        schemas |= request_bodies(self._vocab_size, spec_steps=self._spec_steps, is_strict=self._is_strict)
         paths: dict[str, Any] = {}
         for route in (route for router in self._routers for route in router.routes):
             assert isinstance(route, Route), f"a route of another kind: {route}"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 from starlette.responses import Response
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.server.choices import Choices
@@ -25,6 +26,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         created: Unix time of the server's start.
         fingerprint: Changes when the same request may be answered differently.
         defaults: Sampling where a request is silent.
+        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
     """
 
     name: str
@@ -33,6 +35,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     fingerprint: str
     defaults: SamplingParams = SamplingParams()
+    spec_steps: int = 0
 
 
 class Shape(Protocol):
@@ -77,12 +80,18 @@ def usage(choices: Choices) -> dict[str, Any]:
         "cached_tokens_details": {"device": cached.device, "host": cached.host, "store": cached.store},
         "cache_miss": cache_miss(cached),
     }
-    return {
+    counts = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": details,
     }
+    return counts | spec_details(choices.drafts)
+
+
+def spec_details(drafts: DraftUse | None) -> dict[str, Any]:
+    """Returns what the usage of a reply says of speculation; nothing where there is none."""
+    return {} if drafts is None else {"spec_tokens_details": drafts.shown()}
 
 
 def cache_miss(cached: CacheUse) -> dict[str, Any] | None:

@@ -150,6 +150,7 @@ class Admitter:
         request.was_admitted = True
         num_stored = min(num_host, self._prefetches.num_stored_tokens(request.uid))
         request.cached = CacheUse(num_device, num_host - num_stored, num_stored, miss.reason, miss.num_tokens)
+        request.source = request.cached.source
         self.counters["prompt_tokens"] += request.num_prompt
         self.counters["cached_tokens"] += num_device + num_host
         self._counts.admitted(request.cached)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import Receipt
 from hiserve.core.plan import Int32Array
-from hiserve.core.reuse import CacheUse
+from hiserve.core.reuse import SOURCES, CacheUse
 from hiserve.worker.waiting import Request
 
 
@@ -34,7 +34,12 @@ class Columns:
         computed: int32 ``[R]``. Tokens computed once the steps in flight end, at most.
         settled: int32 ``[R]``. Tokens computed by steps whose result is in.
         limit: int32 ``[R]``. Longest the row may get.
-        drafted: int32 ``[R]``. Drafts that stand behind what is known, once the steps in flight end.
+        drafted: int32 ``[R]``. Drafts to verify that stand behind what is known, once the steps in flight end.
+        max_draft: int32 ``[R]``. Drafts that the tenant wants verified at once, at most.
+        draft_use: int32 ``[R, 2 + num_ahead]``. Steps of the tenant that verified drafts, these, and how many of them
+            were accepted at each position.
+        has_draft_news: bool ``[R]``. Whether ``draft_use`` is still to be reported; never without speculation.
+        source: int8 ``[R]``. Where most of what was cached of the prompt came from, an index into ``SOURCES``.
         page_table: int32 ``[R, max_pages]``.
         num_pages: int32 ``[R]``. Valid entries of ``page_table``.
         num_published: int32 ``[R]``. Leading pages that the index owns.
@@ -60,6 +65,10 @@ class Columns:
         self.settled = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
         self.drafted = np.zeros(count, dtype=np.int32)
+        self.max_draft = np.zeros(count, dtype=np.int32)
+        self.draft_use = np.zeros((count, 2 + num_ahead), dtype=np.int32)
+        self.has_draft_news = np.zeros(count, dtype=np.bool_)
+        self.source = np.zeros(count, dtype=np.int8)
         self.page_table = np.zeros((count, -(-max_len // page_size)), dtype=np.int32)
         self.num_pages = np.zeros(count, dtype=np.int32)
         self.num_published = np.zeros(count, dtype=np.int32)
@@ -100,6 +109,10 @@ class Columns:
         self.computed[row] = self.settled[row] = prefix.size * self._page_size
         self.limit[row] = limit
         self.drafted[row] = 0
+        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead)
+        self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
+        self.has_draft_news[row] = self._num_ahead > 0
+        self.source[row] = SOURCES.index(request.source)
         self.page_table[row, : prefix.size] = prefix
         self.num_pages[row] = self.num_published[row] = prefix.size
         self.admission[row] = self._admissions
@@ -138,6 +151,7 @@ class Columns:
         request, receipt = self.tenant(row), self.receipts[row]
         assert receipt is not None
         private = self.page_table[row, self.num_published[row] : self.num_pages[row]].copy()
+        request.draft_use = self.draft_use[row].copy()
         self.admission[row] = 0
         self._num_scoring -= bool(self.score_end[row])
         self.requests[row] = None
@@ -160,15 +174,17 @@ class Columns:
 
     def num_pages_for(self, num_known: NDArray[np.integer]) -> NDArray[np.integer]:
         """Returns the pages that rows take until they have one token more than these, and its drafts."""
-        return -(-np.minimum(num_known + max(1, self._num_ahead), self._max_len) // self._page_size)
+        most = np.minimum(num_known + max(1, self._num_ahead), self._max_len)
+        whole: NDArray[np.integer] = -(-most // self._page_size)
+        return whole
 
     def end(self, rows: NDArray[np.int64], num_new: Int32Array) -> Int32Array:
         """Returns where rows (int64 ``[n]``) end whose next step computes so many tokens, and proposes drafts."""
-        end = self.computed[rows] + num_new
-        if not self._num_ahead:
-            return end
-        ahead = np.where(num_new > 0, np.int32(self._num_ahead), np.int32(0))
-        return np.minimum(end + ahead, np.int32(self._max_len))
+        end: Int32Array = self.computed[rows] + num_new
+        if self._num_ahead:
+            ahead = np.where(num_new > 0, np.int32(self._num_ahead), np.int32(0))
+            end = np.minimum(end + ahead, np.int32(self._max_len))
+        return end
 
     def num_promised_pages(self) -> int:
         """Returns the pages that rows still need for what is known of them, and one more token."""

@@ -52,6 +52,7 @@ class Outbox:
             counts=report.counts,
             finishes=report.finishes,
             cached=report.cached,
+            drafts=report.drafts,
             score_words=report.score_words,
             queue_s=[UNREPORTED] * len(report.uids),
         )
@@ -88,6 +89,7 @@ class Outbox:
             counts=news.counts,
             finishes=news.finishes,
             cached=news.cached,
+            drafts=news.drafts,
             score_words=news.score_words,
             failed=failed,
             stats=stats,

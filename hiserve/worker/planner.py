@@ -24,6 +24,7 @@ from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.cache_tree import outline
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
+from hiserve.worker.draft_counts import DraftCounts
 from hiserve.worker.loading import Loading
 from hiserve.worker.prefetch import Prefetches
 from hiserve.worker.report import Report
@@ -105,6 +106,7 @@ class Planner:
             max_len=max_len,
         )
         self._num_draft = num_draft
+        self._draft_counts = DraftCounts(self._rows)
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._released: list[int] = []
@@ -171,6 +173,7 @@ class Planner:
             dropped_event_batches=dropped,
             graph_gate=gate or {},
             cache=self._counts.stats(store),
+            drafts=self._draft_counts.stats(),
             **self._admitter.counters,
             **self._counters,
         )
@@ -208,7 +211,7 @@ class Planner:
         computed = columns.computed[rows] + share.num_new
         columns.computed[rows] = computed
         columns.pending[rows] += share.samples + share.num_draft
-        columns.drafted[rows[share.samples]] = self._num_draft
+        num_propose = self._propose(rows[share.samples])
         plan = BatchPlan(
             step_id=self._step_id,
             rows=rows.astype(np.int32),
@@ -217,7 +220,7 @@ class Planner:
             samples=share.samples,
             num_scored=share.num_scored,
             max_len=computed,
-            num_propose=self._num_draft,
+            num_propose=num_propose,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             copies=copies + exchanged,
@@ -232,6 +235,15 @@ class Planner:
         self._costs.begin_step(rows.size, num_tokens)
         self._in_flight.append(_InFlight(plan, rows, columns.admission[rows]))
         return plan
+
+    def _propose(self, rows: Int64Array) -> int:
+        """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
+        columns = self._rows
+        columns.drafted[rows] = drafted = np.minimum(columns.max_draft[rows], self._num_draft)
+        num_propose = self._num_draft if drafted.any() else 0  # of few widths, for graphs
+        if rows.size:
+            self._draft_counts.chose(num_propose)
+        return num_propose
 
     def _plan_running(self) -> tuple[Int64Array, Share]:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
@@ -300,7 +312,7 @@ class Planner:
         )
         scores = pick_scores(plan, result, ok, counts, columns)
         self._tell(rows, counts, finishes, tokens, scores)
-        self._publish(settled, plan.step_id)
+        self._tables.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._release(row)
 
@@ -339,6 +351,7 @@ class Planner:
         finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
         finishes[stops] = int(FinishReason.STOP)
         self._counters["generated_tokens"] += int(counts.sum())
+        self._draft_counts.verified(rows, num_draft, counts)
         return counts, finishes, tokens
 
     def _tell(
@@ -350,26 +363,10 @@ class Planner:
             others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int64)
             rows, nothing = np.concatenate((rows, others)), np.zeros(others.size, dtype=np.int32)
             counts, finishes = np.concatenate((counts, nothing)), np.concatenate((finishes, nothing))
-        uids, cached = columns.uid[rows].tolist(), columns.take_cached(rows)
-        self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, tokens)
+        uids, cached, drafts = columns.uid[rows].tolist(), columns.take_cached(rows), self._draft_counts.take(rows)
+        self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, drafts, tokens)
         if scores:
             self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
-
-    def _publish(self, rows: Int64Array, step_id: int) -> None:
-        """Publishes every page that became full; dedup may move a row to pages that were there before."""
-        columns, page_size = self._rows, self._cache.page_size
-        published = columns.num_published[rows]
-        full = np.minimum(columns.settled[rows], columns.known[rows]) // page_size
-        grown = (full > published).nonzero()[0]
-        ranges = zip(rows[grown].tolist(), published[grown].tolist(), full[grown].tolist(), strict=True)
-        for row, start, end in ranges:
-            pages = columns.page_table[row, start:end]
-            key = columns.tokens[row, start * page_size : end * page_size].tobytes()
-            canonical = self._cache.publish(columns.receipt(row), key, pages, step_id)
-            if canonical is not pages:
-                moved = np.flatnonzero(canonical != pages[: canonical.size])
-                self._tables.write(np.full_like(moved, row), start + moved, canonical[moved])
-            columns.num_published[row] = start + canonical.size
 
     def _handle_fault(self, row: int) -> None:
         """Recomputes a request whose page table the device refused; a second time it fails."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
@@ -20,6 +21,7 @@ class Report:
         counts: New tokens of each.
         finishes: ``FinishReason`` of each.
         cached: What of the prompt came from the cache, with the first news of each; None after that.
+        drafts: All drafts of each until now; None where nothing is new, and without speculation.
         score_words: Words of four bytes in ``scores``, of each.
         tokens: int32 ``[sum(counts)]``.
         scores: Of prompt tokens, then of generated ones, as ``core.plan.Scores.pack`` writes them.
@@ -32,6 +34,7 @@ class Report:
     counts: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
     cached: list[CacheUse | None] = field(default_factory=list)
+    drafts: list[DraftUse | None] = field(default_factory=list)
     score_words: list[int] = field(default_factory=list)
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     scores: bytes = b""
@@ -45,13 +48,20 @@ class Report:
         return not (self.uids or self.failed or self.published or self.removed)
 
     def add_tokens(
-        self, uids: list[int], counts: list[int], finishes: list[int], cached: list[CacheUse | None], tokens: Int32Array
+        self,
+        uids: list[int],
+        counts: list[int],
+        finishes: list[int],
+        cached: list[CacheUse | None],
+        drafts: list[DraftUse | None],
+        tokens: Int32Array,
     ) -> None:
         """Reports new tokens; arguments as the attributes."""
         self.uids += uids
         self.counts += counts
         self.finishes += finishes
         self.cached += cached
+        self.drafts += drafts
         self.score_words += [0] * len(uids)
         self.tokens = np.concatenate((self.tokens, tokens))
 
@@ -67,4 +77,5 @@ class Report:
         self.counts.append(0)
         self.finishes.append(int(finish))
         self.cached.append(None)
+        self.drafts.append(None)
         self.score_words.append(0)

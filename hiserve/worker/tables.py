@@ -53,6 +53,22 @@ class PageTables:
         columns.page_table[rows, indices] = pages
         self._journal.write(rows, columns.admission[rows], indices, pages)
 
+    def publish(self, rows: NDArray[np.int64], step_id: int) -> None:
+        """Publishes every page that became full with a step; dedup may move a row to pages that were there before."""
+        columns, page_size = self._rows, self._cache.page_size
+        published = columns.num_published[rows]
+        full = np.minimum(columns.settled[rows], columns.known[rows]) // page_size
+        grown = (full > published).nonzero()[0]
+        ranges = zip(rows[grown].tolist(), published[grown].tolist(), full[grown].tolist(), strict=True)
+        for row, start, end in ranges:
+            pages = columns.page_table[row, start:end]
+            key = columns.tokens[row, start * page_size : end * page_size].tobytes()
+            canonical = self._cache.publish(columns.receipt(row), key, pages, step_id)
+            if canonical is not pages:
+                moved = np.flatnonzero(canonical != pages[: canonical.size])
+                self.write(np.full_like(moved, row), start + moved, canonical[moved])
+            columns.num_published[row] = start + canonical.size
+
     def take(self) -> TableWrites:
         """Returns the entries that changed since the last call."""
         return self._journal.take(self._rows.admission, self._cache.pages.owner)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
+from hiserve.core.reuse import COLD, CacheUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class Request:
         priority: Larger keeps what it uses in the cache for longer.
         num_faults: Times the device found its page table stale.
         cached: What of the prompt came from the cache at first admission; None before it, and once reported.
+        source: Where most of it came from, by ``CacheUse.source``.
+        draft_use: int32 ``[2 + drafts]``. The row's ``Columns.draft_use`` when the request lost it; None before that.
         num_scored: Prompt tokens whose score was reported; the first has none. All are, when none is wanted.
         was_admitted: Whether it ever had a row.
         forerunner: Whom it waits for, if anyone.
@@ -56,6 +58,8 @@ class Request:
     priority: int = 0
     num_faults: int = 0
     cached: CacheUse | None = None
+    source: str = COLD
+    draft_use: Int32Array | None = None
     num_scored: int = field(init=False)
     was_admitted: bool = False
     forerunner: Forerunner | None = None

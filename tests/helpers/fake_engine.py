@@ -174,6 +174,7 @@ class FakeEngine:
         report.counts.append(count)
         report.finishes.append(int(finish))
         report.cached.append(cached)
+        report.drafts.append(None)
         report.score_words.append(len(scores) // 4)
 
     def _publish(self, request: _Request) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
@@ -25,6 +26,7 @@ class FakeDelta(msgspec.Struct):
     cached: CacheUse | None = None
     scores: bytes = b""
     queue_s: float = -1.0
+    drafts: DraftUse | None = None
 
 
 @dataclass
@@ -53,6 +55,7 @@ class FakeEngineClient:
         cached: Cached tokens reported by the first delta, all on the device; or what the cache gave, or gives each prompt.
         queue_s: Seconds in the queue reported by the first delta.
         scores: Packed scores of each delta; empty for none at all.
+        drafts: All drafts until each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
         fail_at: Index of the delta before which ``failure`` is raised, or None.
         seen: All requests, in order.
@@ -63,6 +66,7 @@ class FakeEngineClient:
     cached: int | CacheUse | Callable[[Int32Array], CacheUse] = 0
     queue_s: float = 0.0
     scores: list[bytes] = field(default_factory=list)
+    drafts: list[DraftUse | None] = field(default_factory=list)
     max_model_len: int = 256
     is_ready: bool = True
     fail_at: int | None = None
@@ -120,7 +124,8 @@ class FakeEngineClient:
                 is_first = i == 0
                 scores = self.scores[i] if self.scores else b""
                 queue_s = self.queue_s if is_first else -1.0
-                yield FakeDelta(tokens, finish, self._use(seen.prompt) if is_first else None, scores, queue_s)
+                use, drafts = self._use(seen.prompt) if is_first else None, self.drafts[i] if self.drafts else None
+                yield FakeDelta(tokens, finish, use, scores, queue_s, drafts)
         finally:
             if not seen.finished and not seen.failed:
                 seen.aborted = True

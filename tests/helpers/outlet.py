@@ -75,6 +75,7 @@ def step_report(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ())
         counts=[len(tokens) for _, tokens, _ in rows],
         finishes=[finish for _, _, finish in rows],
         cached=[CacheUse() for _ in rows],
+        drafts=[None for _ in rows],
         score_words=[0 for _ in rows],
         failed=[(uid, "engine_error", "it broke") for uid in failed],
         stats=WorkerStats(),

@@ -20,7 +20,7 @@ def say(link: Link, frames: Frames) -> None:
 
 
 def report(incarnation: int, uid: int) -> Frames:
-    message = StepReport(incarnation, [uid], [1], [0], [None], [0], [], WorkerStats(steps=incarnation))
+    message = StepReport(incarnation, [uid], [1], [0], [None], [None], [0], [], WorkerStats(steps=incarnation))
     return encode(message, np.array([1], dtype=np.int32), b"", b"", b"")
 
 

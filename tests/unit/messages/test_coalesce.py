@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.coalesce import Coalescer
 from hiserve.messages.types import Tokens
@@ -13,13 +14,20 @@ from hiserve.messages.types import Tokens
 News = tuple[Tokens, np.ndarray, bytes]
 
 
-def columns(*rows: tuple[int, list[int], int, int], scores: tuple[bytes, ...] = (), queue_s: float = -1) -> News:
+def columns(
+    *rows: tuple[int, list[int], int, int],
+    scores: tuple[bytes, ...] = (),
+    queue_s: float = -1,
+    drafts: DraftUse | None = None,
+) -> News:
     """Rows are (uid, tokens, finish, cached tokens or -1); the news of each may have scores."""
     uids, lists, finishes, told = (list(column) for column in zip(*rows, strict=True))
     cached = [None if num < 0 else CacheUse(device=num) for num in told]
     tokens = np.array([token for part in lists for token in part], dtype=np.int32)
     words = [len(packed) // 4 for packed in scores] or [0] * len(rows)
-    news = Tokens(uids, [len(part) for part in lists], finishes, cached, words, [queue_s] * len(rows))
+    news = Tokens(
+        uids, [len(part) for part in lists], finishes, cached, [drafts] * len(rows), words, [queue_s] * len(rows)
+    )
     return news, tokens, b"".join(scores)
 
 
@@ -29,7 +37,13 @@ def test_tokens_are_appended_per_request_in_order_of_first_arrival() -> None:
     late.add(*columns((3, [8], 2, -1), (7, [], 0, -1), (5, [4], 0, 32)))
     news, tokens, scores = late.take()
     assert news == Tokens(
-        [7, 3, 5], [2, 2, 1], [0, 2, 0], [CacheUse(16), CacheUse(), CacheUse(32)], [0, 0, 0], [-1, -1, -1]
+        [7, 3, 5],
+        [2, 2, 1],
+        [0, 2, 0],
+        [CacheUse(16), CacheUse(), CacheUse(32)],
+        [None, None, None],
+        [0, 0, 0],
+        [-1, -1, -1],
     )
     assert scores == b""
     assert tokens.tolist() == [1, 2, 9, 8, 4]
@@ -40,7 +54,7 @@ def test_a_finish_without_tokens_is_kept() -> None:
     late = Coalescer()
     late.add(*columns((1, [], 3, -1)))
     news, tokens, _ = late.take()
-    assert news == Tokens([1], [0], [3], [None], [0], [-1])
+    assert news == Tokens([1], [0], [3], [None], [None], [0], [-1])
     assert tokens.dtype == np.int32
     assert len(tokens) == 0
 
@@ -102,3 +116,11 @@ def check_and_forget(late: Coalescer, streams: dict[int, tuple[list[int], bytear
     }
     assert got == streams
     streams.clear()
+
+
+def test_of_drafts_the_latest_news_counts() -> None:
+    late, first, last = Coalescer(), DraftUse(1, 3, (1, 0, 0)), DraftUse(2, 6, (2, 1, 1))
+    for drafts in (first, last, None):
+        late.add(*columns((1, [5], 0, -1), drafts=drafts))
+    news, _, _ = late.take()
+    assert news.drafts == [last]

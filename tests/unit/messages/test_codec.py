@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.config import Config
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.codec import Decoder, MalformedError, encode, split_digests
@@ -39,6 +40,7 @@ def report(**changes: object) -> StepReport:
         "counts": [3, 1],
         "finishes": [0, 2],
         "cached": [CacheUse(16, 8, 4, "cold", 28), None],
+        "drafts": [None, DraftUse(2, 6, (2, 1, 0))],
         "score_words": [2, 1],
         "failed": [(9, "engine_error", "no")],
     }
@@ -107,6 +109,7 @@ def test_malformed_frames_raise_one_typed_error(frames: list[bytes]) -> None:
         {"finishes": [0, 9]},
         {"finishes": [-1, 0]},
         {"cached": []},
+        {"drafts": [None]},
         {"score_words": [3]},
         {"score_words": [4, -1]},
         {"score_words": [2, 2]},
@@ -121,9 +124,9 @@ def test_columns_that_contradict_each_other_are_malformed(changes: dict[str, obj
         Decoder[FromWorker](FromWorker).decode(encode(report(**changes), TOKENS, SCORES, b"", b""))
 
 
-@pytest.mark.parametrize("changes", [{"queue_s": []}, {"score_words": [1]}, {"counts": [3]}])
+@pytest.mark.parametrize("changes", [{"queue_s": []}, {"drafts": []}, {"score_words": [1]}, {"counts": [3]}])
 def test_news_whose_columns_contradict_each_other_is_malformed(changes: dict[str, object]) -> None:
-    news = Tokens([1], [4], [1], [CacheUse()], [3], [0.5])
+    news = Tokens([1], [4], [1], [CacheUse()], [DraftUse(1, 3, (1, 1, 0))], [3], [0.5])
     frames = encode(news, TOKENS, SCORES)
     received = Decoder[ToClient](ToClient).decode(frames)
     assert (received.message, received.scores) == (news, SCORES)
@@ -151,7 +154,7 @@ def test_sending_a_message_without_its_array_is_our_own_fault() -> None:
 VALID = [
     encode(Generate(7, SamplingParams(), b"x", 1), TOKENS),
     encode(report(), TOKENS, SCORES, b"p" * 16, b""),
-    encode(Tokens([1], [4], [1], [CacheUse()], [3], [0.5]), TOKENS, SCORES),
+    encode(Tokens([1], [4], [1], [CacheUse()], [None], [3], [0.5]), TOKENS, SCORES),
 ]
 
 

@@ -35,7 +35,7 @@ class SlowClient:
     def tell(self, uid: int) -> None:
         """Sends the next number to a request."""
         tokens = np.full(2000, self.num_sent, dtype=np.int32)
-        self.service.tokens(Tokens([uid], [len(tokens)], [0], [None], [0], [-1]), tokens, b"")
+        self.service.tokens(Tokens([uid], [len(tokens)], [0], [None], [None], [0], [-1]), tokens, b"")
         self.num_sent += 1
 
     async def stop_reading(self) -> None:

@@ -96,6 +96,7 @@ def make_server(
     compat: str = "none",
     template: str = tiny_text.TEMPLATE,
     defaults: SamplingParams | None = None,
+    spec_steps: int = 0,
     tokenizer: Tokenizer = TOKENIZER,
     **settings: Any,
 ) -> Server:
@@ -116,6 +117,7 @@ def make_server(
             created=1,
             fingerprint="fp",
             defaults=defaults or SamplingParams(),
+            spec_steps=spec_steps,
         ),
         resolved=resolved(**settings),
         tokenizer_info=b'{"tokenizer_class": "Tiny"}',

@@ -90,7 +90,7 @@ def test_what_a_model_is_silent_about_is_openais() -> None:
 def test_fields_of_an_object_inside_a_body_are_named_with_it() -> None:
     fields = Fields({"sampling_params": {"top_p": "x"}}).nested("sampling_params")
     with pytest.raises(Exception, match=r"sampling_params\.top_p must be a number"):
-        parse_sampling(fields, SamplingParams(), vocab_size=10, max_tokens=None)
+        parse_sampling(fields, SamplingParams(), vocab_size=10, spec_steps=0, max_tokens=None)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

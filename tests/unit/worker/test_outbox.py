@@ -31,7 +31,7 @@ def report(
     uid: int, *tokens: int, finish: int = 0, scores: bytes = b"", published: bytes = b"", removed: bytes = b""
 ) -> Report:
     made = Report(published=published, removed=removed)
-    made.add_tokens([uid], [len(tokens)], [finish], [CacheUse()], np.array(tokens, dtype=np.int32))
+    made.add_tokens([uid], [len(tokens)], [finish], [CacheUse()], [None], np.array(tokens, dtype=np.int32))
     made.add_scores([scores])
     return made
 

@@ -134,7 +134,7 @@ class Model:
             assert max_len == row.most_computed < self.max_len
             end = min(max_len + self.num_draft, self.max_len)  # of what it proposes, too
             assert (self.planner._rows.page_table[number, : -(-end // PAGE)] > 0).all()
-        assert plan.num_propose == self.num_draft
+        assert plan.num_propose == (self.num_draft if plan.samples.any() else 0)
         self.flying.append((plan, [self.rows[number] for number in numbers]))
 
     def commit(self) -> None:

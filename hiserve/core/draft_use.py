@@ -1,0 +1,64 @@
+"""What became of the drafts that steps verified."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+
+class DraftUse(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts that were verified, and what they gave.
+
+    A step appends one token to a reply in any case. Accepted is what it appends beyond: drafts that agree with what the
+    model drew, less those behind the end of the reply.
+
+    Attributes:
+        verify_steps: Steps of a row that verified a draft at least.
+        proposed: Drafts that they verified.
+        accepted_per_position: Of them, those accepted: of the first drafts, of the second ones, and so on.
+    """
+
+    verify_steps: int = 0
+    proposed: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def accepted(self) -> int:
+        """All drafts that were accepted."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a verifying step appends on average, at least 1."""
+        return 1 + self.accepted / max(1, self.verify_steps)
+
+    def __add__(self, other: DraftUse) -> DraftUse:
+        """Returns both together."""
+        positions = zip_longest(self.accepted_per_position, other.accepted_per_position, fillvalue=0)
+        return DraftUse(
+            self.verify_steps + other.verify_steps, self.proposed + other.proposed, tuple(map(sum, positions))
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Returns it in the words of ``usage.spec_tokens_details``."""
+        return {
+            "accept_length": self.accept_length,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "verify_steps": self.verify_steps,
+            "accepted_per_position": self.accepted_per_position,
+        }
+
+
+class DraftStats(msgspec.Struct, frozen=True):
+    """Drafts of one worker. Counters never fall.
+
+    Attributes:
+        by_source: By where most of the prompts' cached tokens came from (``CacheUse.source``); empty without speculation.
+        chosen_steps: Steps that drew tokens, by how many drafts were to follow each; keys are numbers.
+    """
+
+    by_source: dict[str, DraftUse] = {}
+    chosen_steps: dict[str, int] = {}
