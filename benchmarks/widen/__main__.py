@@ -1,7 +1,8 @@
 """Writes hiserve-nano and its draft heads as a model of a built-in shape, from which ``hiserve`` starts as from any other.
 
-Usage: ``python -m benchmarks.widen SHAPE OUT [--head NAME=FOLDER ...]``: ``OUT/target`` and ``OUT/NAME``, made tensor by
-tensor on the device from a seed. ``--plan`` says how large they are and writes nothing.
+Usage: ``python -m benchmarks.widen SHAPE OUT [--head KIND=FOLDER ...]``: the model in ``OUT``, each head in ``OUT/KIND``,
+where ``--spec KIND`` finds it; all made tensor by tensor on the device from a seed. Heads that come with the narrow model
+need not be named. ``--plan`` says how large everything is and writes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.widen.heads import widen_head, write_head
+from benchmarks.widen.heads import bundled_heads, widen_head, write_head
 from benchmarks.widen.plan import plan_head, plan_target
 from benchmarks.widen.target import widen, write
 from hiserve.config import DTYPE_BYTES
@@ -23,15 +24,16 @@ def main() -> None:
     """Prints the plan, and writes what it says."""
     given = arguments()
     widened = widen(find_model(given.model), SHAPES[given.shape], given.seed)
-    heads = {name: widen_head(widened, Path(folder)) for name, folder in given.head}
+    folders = bundled_heads(widened.folder) | {kind: Path(folder) for kind, folder in given.head}
+    heads = {kind: widen_head(widened, folder) for kind, folder in folders.items()}
     element = DTYPE_BYTES[given.dtype]
-    print("\n".join(plan_target(widened, element) + [plan_head(name, head, element) for name, head in heads.items()]))
+    print("\n".join(plan_target(widened, element) + [plan_head(kind, head, element) for kind, head in heads.items()]))
     if given.plan:
         return
     dtype, device = getattr(torch, given.dtype), torch.device(given.device)
-    write(widened, dtype, device, given.out / "target")
-    for name, head in heads.items():
-        write_head(widened, head, dtype, device, given.out / name)
+    write(widened, dtype, device, given.out)
+    for kind, head in heads.items():
+        write_head(widened, head, dtype, device, given.out / kind)
     print(f"seed {given.seed}: {given.out}")
 
 
@@ -42,7 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default=NANO, help="what is widened")
     parser.add_argument(
-        "--head", action="append", default=[], type=lambda pair: pair.split("=", 1), metavar="NAME=FOLDER"
+        "--head", action="append", default=[], type=lambda pair: pair.split("=", 1), metavar="KIND=FOLDER"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float64"))

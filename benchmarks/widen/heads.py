@@ -15,6 +15,7 @@ from benchmarks.widen.target import Widened, wide_sizes, write_json
 from hiserve.models.hub import SINGLE
 
 MAX_DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as the published ones for large vocabularies have it
+KINDS = ("eagle3", "mtp")
 _MAPS = ("d2t", "t2d")
 
 
@@ -43,6 +44,11 @@ class WideHead:
             made["d2t"] = torch.zeros(self.raw["draft_vocab_size"], dtype=torch.int64, device=device)
             made["t2d"] = known
         return made
+
+
+def bundled_heads(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the heads that come with a model, by kind."""
+    return {kind: folder / kind for kind in KINDS if (folder / kind / "config.json").is_file()}
 
 
 def widen_head(widened: Widened, folder: Path, draft_vocab_size: int | None = None) -> WideHead:

@@ -176,6 +176,20 @@ MUTANTS = [
         test=TESTS + "test_an_eagle3_head_has_a_vocabulary_of_its_own_size_with_the_ids_of_its_target",
     ),
     Mutant(
+        name="heads that come with the narrow model are forgotten",
+        file=HEADS,
+        old='if (folder / kind / "config.json").is_file()',
+        new="if not kind",
+        test=TESTS + "test_the_command_writes_heads_where_the_engine_finds_those_of_a_model",
+    ),
+    Mutant(
+        name="all tokens of the model are in a smaller draft vocabulary",
+        file=HEADS,
+        old="torch.arange(widened.config.vocab_size, device=device) < ",
+        new="torch.arange(widened.config.vocab_size, device=device) <= ",
+        test=TESTS + "test_an_eagle3_head_has_a_vocabulary_of_its_own_size_with_the_ids_of_its_target",
+    ),
+    Mutant(
         name="the plan forgets extra layers",
         file=PLAN,
         old="(num_layers - num_nano) * layer",

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.drive import Drive
 from benchmarks.widen.__main__ import main
-from benchmarks.widen.heads import WideHead, widen_head, write_head
+from benchmarks.widen.heads import widen_head, write_head
 from benchmarks.widen.places import Places
 from benchmarks.widen.plan import head_bytes, largest_bytes, target_bytes
 from benchmarks.widen.target import Widened, parameters, widen, write, write_shards
 from hiserve import LLM, SamplingParams
 from hiserve.models.config import NANO, ModelConfig, find_model, read_model_config
+from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.hub import INDEX
 from hiserve.models.shapes import SHAPES
 from hiserve.models.weights import load_parameters
+from tests.helpers.draft_heads import Drafter, make_head, save_head
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
-from tools.nano.head_files import export_head, load_head, load_target, restore
-from tools.nano.heads import HEADS, Head, Seen, unroll
-from tools.nano.model import Nano, NanoConfig
+from tools.nano.head_files import load_target
+from tools.nano.heads import Eagle3Head, MTPHead
+from tools.nano.model import NanoConfig
 
 FOLDER = find_model(NANO)
 NARROW_VOCAB = 4096
@@ -227,110 +228,54 @@ def test_a_dtype_without_room_for_what_hides_padded_tokens_is_refused(widened: W
         parameters(widened, torch.float16, CPU)
 
 
-# Draft heads: random ones, in the form they are trained in.
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """A target in training form, a head of it, and what the head's output layer and inputs are."""
-
-    target: Nano
-    head: Head
-    output: Tensor
-    aux_layers: list[int]
-
-
 @pytest.fixture(scope="module")
-def target() -> Nano:
-    return load_target(FOLDER, CPU)
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[DraftKind, Path]:
+    """Random heads of nano, of which no norm is 1."""
+    folder, target = tmp_path_factory.mktemp("heads"), load_target(FOLDER, CPU)
+    kinds: dict[DraftKind, type[Eagle3Head] | type[MTPHead]] = {"eagle3": Eagle3Head, "mtp": MTPHead}
+    return {kind: save_head(make_head(form, target), folder / kind, NanoConfig()) for kind, form in kinds.items()}
 
 
-@pytest.fixture(scope="module")
-def wide_target(widened: Widened, wide_folder: Path) -> tuple[Nano, Tensor]:
-    """The wide model in training form, and its output layer."""
-    config = widened.config
-    shape = NanoConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        ffn_size=config.intermediate_size,
-        rope_theta=config.rope.theta,
-        max_positions=512,
-        norm_eps=config.norm_eps,
-    )
-    state: dict[str, Tensor] = {}
-    for file in wide_folder.glob("*.safetensors"):
-        state |= {name.removeprefix("model."): tensor.float() for name, tensor in load_file(file).items()}
-    output = state.pop("lm_head.weight")
-    model = Nano(shape)
-    model.load_state_dict(state)
-    return model.requires_grad_(False).eval(), output
+def drafted(drafter: Drafter, text: Tensor) -> Tensor:
+    """Logits ``[T - 1, vocab]`` of slots 1 to T - 1, the last two of them drafted one by one with states of the head's own."""
+    last = len(text) - 2
+    features = drafter.head.fuse(drafter.show([text], chunk=16)[0])
+    logits, states = drafter.compute([(0, 1, text[1:last])], features[: last - 1])
+    parts = [logits]
+    for slot in (last, last + 1):
+        logits, states = drafter.compute([(0, slot, text[slot : slot + 1])], states[-1:])
+        parts.append(logits)
+    return torch.cat(parts)
 
 
-def random_head(kind: str, target: Nano, folder: Path) -> Path:
-    """Writes a random head of nano."""
-    torch.manual_seed(7)
-    export_head(HEADS[kind](target), target.config, folder)
-    return folder
-
-
-def observe(drafter: Drafter, ids: Tensor) -> Seen:
-    """What the head sees of the target."""
-    target, x, aux = drafter.target, drafter.target.embed_tokens(ids), []
-    for number, layer in enumerate(target.layers):
-        x = layer(x, target.cos[: ids.shape[1]], target.sin[: ids.shape[1]])
-        if number in drafter.aux_layers:
-            aux.append(x)
-    return Seen(aux=torch.cat(aux, dim=-1), last=target.norm(x))
-
-
-def drafted(drafter: Drafter, ids: Tensor) -> Tensor:
-    """Logits ``[3, 1, T - 3, vocab]`` of three drafts from every row."""
-    seen = observe(drafter, ids)
-    return torch.stack(
-        [
-            F.linear(normed, drafter.output)
-            for normed in unroll(drafter.head, drafter.target.embed_tokens.weight, ids, seen, 3)
-        ]
-    )
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("float64", 1e-9)])
+@pytest.mark.parametrize(("kind", "draft_vocab_size"), [("eagle3", 4500), ("eagle3", None), ("mtp", None)])
 def test_a_head_drafts_what_the_narrow_one_drafts_and_no_padded_token(
-    kind: str,
-    tmp_path: Path,
+    kind: DraftKind,
+    draft_vocab_size: int | None,
+    dtype: str,
+    tolerance: float,
+    heads: dict[DraftKind, Path],
+    empty_folder: Path,
     widened: Widened,
-    target: Nano,
-    wide_target: tuple[Nano, Tensor],
+    wide_folder: Path,
     prompts: list[list[int]],
 ) -> None:
-    folder = random_head(kind, target, tmp_path / "narrow")
-    head = load_head(folder, target)
-    narrow = Drafter(target, head, head.output_weight(target.embed_tokens.weight), [1, 3, 5])
-    write_head(widened, widen_head(widened, folder), torch.float32, CPU, tmp_path / "wide")
-    raw = json.loads((tmp_path / "wide" / "config.json").read_text())
-    wide_head = HEADS[kind](wide_target[0]).eval()
-    restore(wide_head, load_file(tmp_path / "wide" / "model.safetensors"), wide_target[0].config)
-    output = wide_head.output_weight(wide_target[1])
-    aux_layers = raw.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [])
-    wide = Drafter(wide_target[0], wide_head, output, aux_layers or [0])
-    ids = torch.tensor([prompts[0] + prompts[3]])
-    expected, found = drafted(narrow, ids), drafted(wide, ids)
-    torch.testing.assert_close(found[..., :NARROW_VOCAB], expected, atol=1e-4, rtol=0)
-    assert found[..., NARROW_VOCAB:].max() < LOUDLY
-    assert expected.std() > 0.05  # random as it is, it says something
-    assert (raw["num_hidden_layers"], aux_layers) == ((1, [1, 4, 7]) if kind == "eagle3" else (12, []))
+    write_head(widened, widen_head(widened, heads[kind], draft_vocab_size), torch.float64, CPU, empty_folder)
+    text = torch.tensor((prompts[0] + prompts[3])[:40])
+    narrow = drafted(Drafter(FOLDER, kind, heads[kind], dtype=dtype), text)
+    drafter = Drafter(wide_folder, kind, empty_folder, dtype=dtype)
+    wide = drafted(drafter, text)
+    torch.testing.assert_close(wide[:, :NARROW_VOCAB], narrow, atol=tolerance, rtol=0)
+    assert wide[:, NARROW_VOCAB:].max() < LOUDLY
+    assert narrow.std() > 0.2  # random as it is, it says something
+    assert drafter.draft.taps == ((1, 4, 7) if kind == "eagle3" else (12,))
 
 
 def test_an_eagle3_head_has_a_vocabulary_of_its_own_size_with_the_ids_of_its_target(
-    tmp_path: Path, widened: Widened, target: Nano
+    widened: Widened, heads: dict[DraftKind, Path]
 ) -> None:
-    folder = random_head("eagle3", target, tmp_path)
-    head = widen_head(widened, folder, draft_vocab_size=4500)
+    head = widen_head(widened, heads["eagle3"], draft_vocab_size=4500)
     made = head.tensors(widened, torch.float32, CPU)
     assert made["lm_head.weight"].shape == (4500, 384)
     assert not made["d2t"].any() and made["d2t"].shape == (4500,)
@@ -338,7 +283,7 @@ def test_an_eagle3_head_has_a_vocabulary_of_its_own_size_with_the_ids_of_its_tar
     assert (head.raw["draft_vocab_size"], head.raw["target_hidden_size"]) == (4500, 384)
     for size in (4000, 5001):
         with pytest.raises(ValueError, match=f"draft_vocab_size is {size}, and must be from 4096 to 5000"):
-            widen_head(widened, folder, draft_vocab_size=size)
+            widen_head(widened, heads["eagle3"], draft_vocab_size=size)
 
 
 def wide_of(shape: str) -> tuple[Widened, ModelConfig]:
@@ -367,18 +312,42 @@ def test_norms_of_the_large_shapes_are_exact_in_bfloat16(shape: str) -> None:
     assert config.norm_eps == 1e-5 * 256 / config.hidden_size
 
 
-def test_the_command_plans_an_8b_model_and_its_heads_and_writes_nothing(
-    tmp_path: Path, target: Nano, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    heads = {kind: random_head(kind, target, tmp_path / kind) for kind in HEADS}
-    flags = [word for kind, folder in heads.items() for word in ("--head", f"{kind}={folder}")]
-    monkeypatch.setattr(sys, "argv", ["widen", "llama-8b", str(tmp_path / "out"), "--plan", *flags])
+def command(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["widen", *map(str, words)])
     main()
+
+
+def test_the_command_plans_an_8b_model_and_its_heads_and_writes_nothing(
+    tmp_path: Path,
+    heads: dict[DraftKind, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [word for kind, folder in heads.items() for word in ("--head", f"{kind}={folder}")]
+    command(monkeypatch, "llama-8b", tmp_path / "out", "--plan", *flags)
     told = capsys.readouterr().out
     assert "parameters, in one copy        14.958 GiB" in told
-    wide: dict[str, WideHead] = {kind: widen_head(wide_of("llama-8b")[0], folder) for kind, folder in heads.items()}
+    wide = {kind: widen_head(wide_of("llama-8b")[0], folder) for kind, folder in heads.items()}
     for kind, head in wide.items():
         assert f"head {kind:23} {head_bytes(head, 2) / 2**30:8.3f} GiB" in told
     assert wide["eagle3"].shapes["lm_head.weight"] == (32_000, 4096)
     assert wide["mtp"].shapes["model.layers.32.eh_proj.weight"] == (4096, 8192)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_the_command_writes_heads_where_the_engine_finds_those_of_a_model(
+    is_named: bool, tmp_path: Path, heads: dict[DraftKind, Path], empty_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "llama-8b", MINI)
+    model = tmp_path / "narrow"
+    shutil.copytree(FOLDER, model)
+    if is_named:
+        flags = [f"--head=eagle3={heads['eagle3']}"]
+    else:
+        flags = []
+        shutil.copytree(heads["eagle3"], model / "eagle3")
+    command(monkeypatch, "llama-8b", empty_folder, "--model", model, "--device", "cpu", *flags)
+    found = find_draft("eagle3", None, empty_folder, read_model_config(empty_folder))
+    assert (found.is_bundled, found.taps, found.model.hidden_size) == (True, (1, 4, 7), 384)
+    load_parameters(empty_folder, read_model_config(empty_folder), torch.bfloat16, CPU, "auto")
