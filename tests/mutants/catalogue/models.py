@@ -174,8 +174,8 @@ MUTANTS = [
     Mutant(
         name="tensors are not compared before they are read",
         file=WEIGHTS,
-        old="    compare(folder,",
-        new="    0 and compare(folder,",
+        old="    compare(\n        folder,",
+        new="    0 and compare(\n        folder,",
         test=OF_WEIGHTS + "test_what_is_missing_is_named_before_anything_is_read",
     ),
     Mutant(
