@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 from hiserve.config import Config
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import SamplingParams, SpecParams
 from hiserve.errors import HiserveError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Config", "HiserveError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Config", "HiserveError", "SamplingParams", "SpecParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -162,15 +162,19 @@ def _sampling(fields: dict[str, Any]) -> SamplingParams:
 
 
 def _result(output: Any) -> dict[str, Any]:
-    choices = [
-        {name: value for name, value in msgspec.to_builtins(choice).items() if value is not None or name != "logprobs"}
-        for choice in output.outputs
-    ]
     return {
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
-        "choices": choices,
+        "choices": [_choice(choice) for choice in output.outputs],
     }
+
+
+def _choice(choice: Any) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(choice)
+    del shown["drafts"]
+    if choice.logprobs is None:
+        del shown["logprobs"]
+    return shown | ({} if choice.drafts is None else {"spec_tokens_details": choice.drafts.shown()})
 
 
 def _parse_object(text: str) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class DraftCounts:
         return news
 
     def stats(self) -> DraftStats:
-        """Returns everything as of now."""
-        if not self._chosen and self._totals.shape[1] == 2:
+        """Returns everything as of now; nothing without speculation."""
+        if self._totals.shape[1] == 2:
             return DraftStats()
         by_source = dict(zip(SOURCES, map(_use, self._totals.tolist()), strict=True))
         return DraftStats(by_source, {str(number): count for number, count in sorted(self._chosen.items())})

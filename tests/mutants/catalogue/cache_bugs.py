@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PLANNER = "hiserve/worker/planner.py"
+TABLES = "hiserve/worker/tables.py"
 LOOP = "hiserve/worker/loop.py"
 TIERS = "hiserve/cache/index/tiers.py"
 HOLDS = "hiserve/cache/index/holds.py"
@@ -27,7 +28,7 @@ E2E = "tests/e2e/test_priority_eviction.py"
 MUTANTS = [
     Mutant(
         name="TC-20: pages are published while the forward that writes them is in flight",
-        file=PLANNER,
+        file=TABLES,
         old="full = np.minimum(columns.settled[rows], columns.known[rows])",
         new="full = np.minimum(columns.computed[rows], columns.known[rows])",
         test=STREAMS + "test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done",

@@ -56,7 +56,7 @@ MUTANTS = [
     Mutant(
         name="columns of different lengths are accepted",
         file=CODEC,
-        old="(counts, finishes, message.cached, words)",
+        old="(counts, finishes, message.cached, message.drafts, words)",
         new="(counts, finishes, words)",
         test=COLUMNS,
     ),

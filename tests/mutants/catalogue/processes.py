@@ -77,8 +77,8 @@ MUTANTS = [
     Mutant(
         name="cached tokens are told in every delta",
         file=CLIENT,
-        old="UNREPORTED, False\n        return delta",
-        new="UNREPORTED, self._is_first\n        return delta",
+        old="bytearray(), UNREPORTED, False\n",
+        new="bytearray(), UNREPORTED, self._is_first\n",
         test=OF_PROCESSES
         + "test_closing_after_the_end_is_harmless "
         + OF_PROCESSES

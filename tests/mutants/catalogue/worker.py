@@ -225,28 +225,28 @@ MUTANTS = [
     # --- pages ---
     Mutant(
         name="a page is published before it is computed",
-        file=PLANNER,
+        file=TABLES,
         old="np.minimum(columns.settled[rows], columns.known[rows])",
         new="columns.known[rows]",
         test=OF_PAGES + "test_a_page_is_findable_once_the_step_that_filled_it_is_committed",
     ),
     Mutant(
         name="a page is published while a step computes it",
-        file=PLANNER,
+        file=TABLES,
         old="np.minimum(columns.settled[rows], columns.known[rows])",
         new="np.minimum(columns.computed[rows], columns.known[rows])",
         test=OF_PAGES + "test_a_page_is_not_published_by_the_step_before_the_one_that_fills_it",
     ),
     Mutant(
         name="a page computed after the stop is published",
-        file=PLANNER,
+        file=TABLES,
         old="np.minimum(columns.settled[rows], columns.known[rows])",
         new="columns.settled[rows]",
         test=OF_PAGES + "test_what_was_computed_after_a_stop_is_not_published",
     ),
     Mutant(
         name="the device is not told of a move",
-        file=PLANNER,
+        file=TABLES,
         old="if canonical is not pages:",
         new="if False:",
         test=OF_PAGES + "test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one",

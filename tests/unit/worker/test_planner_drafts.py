@@ -10,8 +10,9 @@ import pytest
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import BatchPlan, StepResult
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.worker.planner import Planner
 from hiserve.worker.waiting import Request
 
@@ -27,6 +28,7 @@ class Row:
     limit: int
     known: int
     computed: int
+    max_draft: int
     drafted: int = 0
     flying: list[tuple[int, int, bool]] = field(default_factory=list)
 
@@ -76,6 +78,10 @@ class Model:
         self.ends: dict[int, FinishReason] = {}
         self.told_ends: dict[int, FinishReason] = {}
         self.flying: deque[tuple[BatchPlan, list[Row]]] = deque()
+        self.max_drafts: dict[int, int] = {}
+        self.used: dict[int, DraftUse] = {}
+        self.told_use: dict[int, DraftUse | None] = {}
+        self.num_drawing: dict[int, int] = {}
         self.num_accepted = self.num_cut = self.num_preempted = self.num_mixed = 0
 
     def add(self, uid: int) -> None:
@@ -83,7 +89,10 @@ class Model:
         max_tokens = int(self.rng.integers(1, 25))
         self.limits[uid] = min(prompt.size + max_tokens, self.max_len)
         self.said[uid], self.heard[uid] = [], []
-        sampling = SamplingParams(seed=0, max_tokens=max_tokens)
+        own = [None, None, 0, 1, 2][int(self.rng.integers(5))]
+        self.max_drafts[uid] = self.num_draft if own is None else min(own, self.num_draft)
+        self.used[uid], self.num_drawing[uid] = DraftUse(0, 0, (0,) * self.num_draft), 0
+        sampling = SamplingParams(seed=0, max_tokens=max_tokens, spec=SpecParams(num_steps=own))
         self.planner.add(Request(uid, prompt, prompt.size, sampling, b"", choice=0))
 
     def run(self) -> None:
@@ -117,7 +126,9 @@ class Model:
                 expected[number] = num_new, max(0, num_new - behind), num_new >= behind
         for admit in plan.admit:
             uid = int(self.planner._rows.uid[admit.row])
-            row = self.rows[admit.row] = Row(uid, self.limits[uid], admit.tokens.size, admit.num_computed)
+            row = self.rows[admit.row] = Row(
+                uid, self.limits[uid], admit.tokens.size, admit.num_computed, self.max_drafts[uid]
+            )
             num_new = min(left, row.known - row.computed)
             left -= num_new
             expected[admit.row] = num_new, 0, num_new == row.known - row.computed
@@ -130,11 +141,12 @@ class Model:
         for number, max_len in zip(numbers, plan.max_len.tolist(), strict=True):
             row = self.rows[number]
             row.flying.append(expected[number])
-            row.drafted = self.num_draft if expected[number][2] else row.drafted
+            row.drafted = row.max_draft if expected[number][2] else row.drafted
             assert max_len == row.most_computed < self.max_len
             end = min(max_len + self.num_draft, self.max_len)  # of what it proposes, too
             assert (self.planner._rows.page_table[number, : -(-end // PAGE)] > 0).all()
-        assert plan.num_propose == (self.num_draft if plan.samples.any() else 0)
+        is_wanted = any(samples and self.rows[number].max_draft for number, (_, _, samples) in expected.items())
+        assert plan.num_propose == (self.num_draft if is_wanted else 0)
         self.flying.append((plan, [self.rows[number] for number in numbers]))
 
     def commit(self) -> None:
@@ -153,6 +165,7 @@ class Model:
             num_new, _, _ = row.flying.pop(0)
             row.computed += num_new - (num_draft + 1 - count if samples else 0)
             self.num_accepted += max(0, count - 1)
+            before = row.known
             for token in run.tolist():
                 row.known += 1
                 self.said[row.uid].append(token)
@@ -161,6 +174,10 @@ class Model:
                     self.num_cut += len(run) > 1 and token == EOS
                     finished.append(int(number))
                     break
+            self.num_drawing[row.uid] += bool(samples)
+            if num_draft:
+                positions = tuple(int(row.known - before > 1 + i) for i in range(self.num_draft))
+                self.used[row.uid] += DraftUse(1, int(num_draft), positions)
         tokens = np.array(runs, dtype=np.int32).reshape(-1, width)
         self.planner.commit(StepResult(plan.step_id, np.array(counts, dtype=np.int32), tokens))
         for number in finished:
@@ -172,12 +189,24 @@ class Model:
             assert tuple(int(column[number]) for column in theirs) == ours, f"row {number}"
         self.listen()
 
+    def check_counts(self) -> None:
+        """What is told of drafts is what became of them, of each request whatever rows it had, and of all."""
+        assert self.told_use == self.used
+        for uid, use in self.used.items():
+            assert len(self.said[uid]) == self.num_drawing[uid] + use.accepted, (
+                "a step gives one token, drafts the others"
+            )
+        stats = self.planner.stats().drafts
+        assert sum(stats.by_source.values(), DraftUse()) == sum(self.used.values(), DraftUse())
+
     def listen(self) -> None:
         report = self.planner.take_report()
         if report is None:
             return
         ends = np.cumsum(report.counts)
-        for uid, count, end, finish in zip(report.uids, report.counts, ends, report.finishes, strict=True):
+        columns = report.uids, report.counts, ends, report.finishes, report.drafts
+        for uid, count, end, finish, use in zip(*columns, strict=True):
+            self.told_use[uid] = use or self.told_use.get(uid)
             self.heard[uid] += report.tokens[end - count : end].tolist()
             if finish:
                 self.told_ends[uid] = FinishReason(finish)
@@ -195,6 +224,10 @@ def test_every_plan_is_what_its_rows_want_one_by_one(depth: int, budget: int, nu
         model.run()
         assert (model.heard, model.told_ends) == (model.said, model.ends), f"seed {seed}"
         assert len(model.ends) == 9
+        if num_draft:
+            model.check_counts()
+        else:
+            assert set(model.told_use.values()) == {None}
         accepted, cut = accepted + model.num_accepted, cut + model.num_cut
         preempted, mixed = preempted + model.num_preempted, mixed + model.num_mixed
     assert mixed, "no step had both prompts and decoding rows"
