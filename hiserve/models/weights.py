@@ -53,12 +53,7 @@ def load_parameters(
 def draw_parameters(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Draws every parameter of a table from a fixed seed; norms are 1."""
     parameters = _allocate(table, dtype, device)
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, parameter in parameters.items():
-        if name.endswith("norm"):
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
+    _draw(parameters, device)
     return parameters
 
 
@@ -124,6 +119,15 @@ def _allocate(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: t
         shape = (rows,) if len(first) == 1 else (rows, first[-1])
         parameters[name] = torch.empty(shape, dtype=dtype, device=device)
     return parameters
+
+
+def _draw(parameters: dict[str, Tensor], device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+    for name, parameter in parameters.items():
+        if name.endswith("norm"):
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
 def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param: str) -> None:
