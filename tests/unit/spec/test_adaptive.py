@@ -268,6 +268,29 @@ def test_probes_where_no_drafts_are_best_cost_what_they_may(rows: int, chances: 
     assert out.shares[1] >= 0.985
 
 
+def test_tiers_that_are_as_good_are_probed_now_and_then() -> None:
+    controller = DraftController(plain(1.0, 1.0 + adaptive.PRIOR))
+    chosen = [controller.choose(np.array([1], np.int32), 0.0) for _ in range(1000)]
+    assert 90 <= sum(chosen) <= 101
+
+
+def test_a_probe_that_goes_well_is_followed_by_others() -> None:
+    """What was gained over what was expected pays for them at once; a probe that fails is followed by none."""
+    one = np.array([1], np.int32)
+    for count in (1, 2):
+        controller = DraftController(plain(1.0, 1.2))
+        for _ in range(200):
+            controller.record(one, one, 0.0, None)  # none was ever accepted: a probe costs a fifth of a step
+        controller._credit[:] = 0.0
+        steps = 0
+        while not controller.choose(one, 0.0):
+            steps += 1
+        assert 15 <= steps <= 25
+        controller.record(one, np.array([count], np.int32), 0.0, None)
+        more = [controller.choose(one, 0.0) for _ in range(8)]
+        assert sum(more) == 0 if count == 1 else sum(more) >= 3
+
+
 def test_a_stall_in_a_probe_does_not_end_probes() -> None:
     controller = DraftController(device())
     for _ in range(100):
@@ -405,3 +428,14 @@ def test_times_are_refined_by_what_steps_took() -> None:
     assert times.expect(16, CONTEXT)[3] < 0.7 * after[3]
     np.testing.assert_allclose(times.expect(16, CONTEXT)[2], after[2])
     np.testing.assert_allclose(times.expect(1, CONTEXT), Times(device()).expect(1, CONTEXT))
+
+
+def test_a_stall_is_not_believed() -> None:
+    times = Times(device())
+    before = times.expect(16, CONTEXT)[2]
+    for _ in range(50):
+        times.add(16, CONTEXT, 2, before)
+    times.add(16, CONTEXT, 2, 1000 * before)
+    assert times.expect(16, CONTEXT)[2] < 1.02 * before
+    times.add(16, CONTEXT, 2, 0.0)  # nor a clock that stood still
+    assert times.expect(16, CONTEXT)[2] > 0.98 * before

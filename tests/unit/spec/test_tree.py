@@ -318,13 +318,12 @@ class Rows:
         self._table = torch.tensor([[1, 3, 5, 7], [2, 4, 6, 8]], dtype=torch.int32)
 
     @torch.inference_mode()
-    def logits(self, tokens: list[Tensor], positions: Tensor, first: Tensor, masks: Tensor | None) -> list[Tensor]:
-        """Stores each row's tokens behind its first ones, and returns ``[n, vocab_size]`` of each."""
+    def logits(self, tokens: list[Tensor], positions: Tensor, places: Tensor, masks: Tensor | None) -> list[Tensor]:
+        """Stores each row's tokens at their places, and returns ``[n, vocab_size]`` of each."""
         engine = self._engine
         counts = [len(row) for row in tokens]
         rows = torch.repeat_interleave(torch.arange(2), torch.tensor(counts))
-        places = torch.cat([torch.arange(count) for count in counts]) + first[rows]
-        lengths = first + torch.tensor(counts)
+        lengths = places[[0, counts[0]]] + torch.tensor(counts)
         inputs = ForwardInputs(
             input_ids=torch.cat(tokens).int(),
             positions=positions,
@@ -352,14 +351,15 @@ def test_each_node_has_the_logits_that_its_path_alone_gives(tmp_path: Path) -> N
     prompts = [torch.randint(3, 300, (length,), generator=generator) for length in (13, 30)]
     first = torch.tensor([len(prompt) for prompt in prompts])
     rows = Rows(subject)
-    rows.logits(prompts, torch.cat([torch.arange(len(prompt)) for prompt in prompts]), torch.tensor([0, 0]), None)
+    whole_prompts = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    rows.logits(prompts, whole_prompts, whole_prompts, None)
 
     grown = grow(num_trees=2, size=3, depth=3, seed=6)
     tree = build_tree(grown.roots, grown.levels, 12)
     assert (link(tree).next_sibling >= 0).any(1).all(), "the trees have no branches"
     positions, places = place(tree, first)
     assert places.view(2, 12)[:, 0].tolist() == first.tolist()
-    logits = rows.logits(list(tree.tokens), positions, first, tree.masks.flatten())
+    logits = rows.logits(list(tree.tokens), positions, places, tree.masks.flatten())
 
     for row in range(2):
         for node, path in enumerate(paths_of(tree, row)):
@@ -367,5 +367,5 @@ def test_each_node_has_the_logits_that_its_path_alone_gives(tmp_path: Path) -> N
             whole = prompts[row].tolist() + tree.tokens[row, list(path)].tolist()
             expected = alone.logits(HandPlanner(16, 60), {1: whole}, chunk=64)[1][-1]
             torch.testing.assert_close(logits[row][node], expected, rtol=1e-9, atol=1e-9)
-    causal = rows.logits(list(tree.tokens), positions, first, None)
+    causal = rows.logits(list(tree.tokens), positions, places, None)
     assert not torch.allclose(causal[0], logits[0]), "the masks hide nothing"
