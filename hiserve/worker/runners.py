@@ -68,9 +68,7 @@ def make_runners(
     if settings.graphs == "all":
         piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens))
     is_strict = settings.graph_gate == "strict"
-    runners = Dispatch(
-        rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict, proposer=proposer
-    )
+    runners = Dispatch(rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
     held = torch.cuda.memory_reserved(rows.device) - before

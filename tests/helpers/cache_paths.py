@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
     "log_level": "warning",
 }
 HOST = {"host_cache_gib": 0.025, "kv_canary": True}  # some 1,600 tokens
-NUM_TOKENS, FEW_TOKENS = 1024, 176  # of the device's pages; few are fewer than the prompts of one round take
+NUM_TOKENS, FEW_TOKENS = 1008, 160  # of the device's pages; few are fewer than the prompts of one round take
 SMALL_HOST_GIB = 0.003
 MAX_LOGPROB_ERROR = 1e-6
 
@@ -82,7 +82,7 @@ def check(got: CompletionOutput, expected: CompletionOutput) -> None:
 
 def pool(page_size: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
     """Settings of a device pool of so many tokens, whatever its pages."""
-    return {"page_size": page_size, "kv_pages": -(-num_tokens // page_size)}
+    return {"page_size": page_size, "kv_pages": 1 + -(-num_tokens // page_size)}
 
 
 def device_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:

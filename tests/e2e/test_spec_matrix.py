@@ -1,0 +1,118 @@
+"""The same tokens, ends and scores with every proposer, whatever became of a prompt's pages meanwhile.
+
+Exact: float64 on the CPU, against an engine that guesses nothing and reuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.models.config import NANO, find_model
+from tests.helpers.cache_paths import (
+    HOST,
+    SETTINGS,
+    Case,
+    Work,
+    answer,
+    ask,
+    device_hits,
+    host_hits,
+    pairwise,
+    pool,
+    store_hits,
+)
+from tests.helpers.tiered import check_whole, counts_of, engine_of, rest
+from tools.nano.head_files import export_head, load_target
+from tools.nano.heads import HEADS
+
+SEED = 43
+NUM_NEW = 22
+
+
+def chunks(work: Work, folder: Path, page_size: int, **settings: object) -> None:
+    """Prompts are computed in many small steps, beside rows that verify drafts."""
+    options = SETTINGS | pool(page_size) | {"max_batched_tokens": 16, "host_cache_gib": 0} | settings
+    with LLM(**options) as llm:
+        ask(llm, work)
+        assert engine_of(llm).stats().steps > sum(map(len, work.prompts)) // 16
+        check_whole(llm)
+
+
+def preemption(work: Work, folder: Path, page_size: int, **settings: object) -> None:
+    """Fewer pages than the rows want: some lose theirs, and start over."""
+    num_tokens = max(len(prompt) for prompt in work.prompts) + NUM_NEW + 16
+    options = SETTINGS | pool(page_size, 2 * num_tokens) | {"host_cache_gib": 0} | settings
+    with LLM(**options) as llm:
+        ask(llm, work)
+        check_whole(llm)
+
+
+def storm(work: Work, folder: Path, page_size: int, **settings: object) -> None:
+    """The device holds one row and a half: pages leave it and come back all the time."""
+    with LLM(**SETTINGS | pool(page_size, 192) | HOST | settings) as llm:
+        for backwards in (False, True, False):
+            ask(llm, work, backwards=backwards)
+            rest(llm)
+        counts = counts_of(llm)
+        assert counts.device.num_evicted > 0 and counts.loads.num_fulfilled > 0
+        check_whole(llm)
+
+
+PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm)
+PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY = (
+    ("ngram", "draft_model", "eagle3", "mtp"),
+    (0, 1, 3, 7),
+    (1, 16, 64),
+    (0, 1),
+    (True, False),
+)
+ALL: list[Case] = list(product(PATHS, PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY))
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Settings of the proposers; the heads' weights are drawn."""
+    folder = tmp_path_factory.mktemp("heads")
+    target = load_target(find_model(NANO), torch.device("cpu"))
+    torch.manual_seed(SEED)
+    for kind, head in HEADS.items():
+        export_head(head(target), target.config, folder / kind)
+    return {"ngram": "ngram", "draft_model": f"draft:{NANO}"} | {kind: f"{kind}:{folder / kind}" for kind in HEADS}
+
+
+@lru_cache
+def work_of(is_greedy: bool) -> Work:
+    """Prompts that repeat themselves, and share their beginnings in pairs."""
+    rng = np.random.default_rng([SEED, is_greedy])
+    shared = rng.integers(7, 4096, 20).tolist()
+    prompts = [shared * 2 + rng.integers(7, 4096, 10 + 9 * index).tolist() + shared[:9] for index in range(4)]
+    options = {"temperature": 0.0} if is_greedy else {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.2}
+    sampling = [
+        SamplingParams(seed=i, max_tokens=NUM_NEW - i, ignore_eos=bool(i % 2), logprobs=2, **options) for i in range(4)
+    ]
+    return answer(prompts, sampling)
+
+
+def named(case: Case) -> str:
+    path, proposer, steps, page_size, depth, is_greedy = case
+    return f"{path.__name__}-{proposer}-{steps}-page_{page_size}-depth_{depth}-{'greedy' if is_greedy else 'drawn'}"
+
+
+@pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
+def test_speculation_changes_nothing(case: Case, specs: dict[str, str], tmp_path: Path) -> None:
+    path, proposer, steps, page_size, depth, is_greedy = case
+    path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=specs[proposer], spec_steps=steps)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ALL, ids=named)
+def test_the_whole_product_changes_nothing(case: Case, specs: dict[str, str], tmp_path: Path) -> None:
+    test_speculation_changes_nothing(case, specs, tmp_path)
