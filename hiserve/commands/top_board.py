@@ -78,7 +78,7 @@ def _requests(history: History) -> RenderableType:
     state = f"[bold]{running:,}[/bold] running, [bold]{waiting:,}[/bold] waiting"
     if frame.counter("num_preemptions_total"):
         state += f", {frame.counter('num_preemptions_total'):,.0f} preempted so far"
-    return Group(Text.from_markup(state), table, *_graphs(frame))
+    return Group(Text.from_markup(state), table, *_graphs(frame), *_drafts(frame))
 
 
 def _graphs(frame: Frame) -> list[Text]:
@@ -93,6 +93,16 @@ def _graphs(frame: Frame) -> list[Text]:
         if counts
     ]
     return [Text("steps: " + ", ".join(words))]
+
+
+def _drafts(frame: Frame) -> list[Text]:
+    """Says how many drafts were accepted; nothing where none was verified."""
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    num_steps, num_proposed, num_accepted = (frame.counter(f"spec_decode_num_{name}_total") for name in names)
+    if not num_steps:
+        return []
+    length = 1 + num_accepted / num_steps
+    return [Text(f"drafts: {num_accepted:,.0f} of {num_proposed:,.0f} accepted, {length:.2f} tokens a verifying step")]
 
 
 def _tiers(history: History) -> RenderableType:

@@ -188,9 +188,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     def most_drafts(self, spec_steps: int) -> int:
-        """Returns how many drafts to verify at once, of the ``spec_steps`` that the engine would."""
+        """Returns how many drafts to verify at once, at most; ``spec_steps`` where the request leaves it to the engine."""
         if self.spec is None:
             return spec_steps
         if self.spec.enabled is False:
             return 0
-        return spec_steps if self.spec.num_steps is None else min(self.spec.num_steps, spec_steps)
+        return spec_steps if self.spec.num_steps is None else self.spec.num_steps

@@ -130,6 +130,20 @@ async def test_how_steps_were_run_is_shown_where_graphs_are_replayed(capsys: Any
     assert "replayed" not in await shown(eager={"graphs_off": 4})
 
 
+async def test_what_became_of_drafts_is_shown_where_there_are_any(capsys: Any) -> None:
+    counts = "".join(
+        f'hiserve:spec_decode_num_{name}_total{{cache_source="{source}",model_name="m"}} {count}\n'
+        for source in ("cold", "host")
+        for name, count in (("drafts", 500.0), ("draft_tokens", 1500.0), ("accepted_tokens", 700.0))
+    )
+    async with serving(metrics=(200, (METRICS + counts).encode())) as server:
+        assert await top("--url", server.url, "--once") == 0
+    assert "drafts: 1,400 of 3,000 accepted, 2.40 tokens a verifying step" in words(capsys)
+    async with serving() as server:
+        assert await top("--url", server.url, "--once") == 0
+    assert "drafts" not in words(capsys)
+
+
 async def test_without_cache_stats_the_device_is_what_the_workers_tell(capsys: Any) -> None:
     async with serving(**{"cache/stats": (404, {})}) as server:
         assert await top("--url", server.url, "--once") == 0

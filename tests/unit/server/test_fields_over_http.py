@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.models.generation import SamplingDefaults
 from hiserve.server import known_fields
 from hiserve.server.fields import Fields
@@ -45,6 +45,7 @@ REACHES_THE_ENGINE: list[tuple[str, Any, dict[str, Any]]] = [
     ("skip_special_tokens", False, {"skip_special_tokens": False}),
     ("ignore_eos", True, {"ignore_eos": True}),
     ("prompt_logprobs", 2, {"prompt_logprobs": 2}),
+    ("spec", {"enabled": False}, {"spec": SpecParams(enabled=False)}),
 ]
 
 
