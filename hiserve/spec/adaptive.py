@@ -23,7 +23,7 @@ PRIOR_ROWS = 2.0  # rows that weigh as much
 WINDOW_ROWS = 64.0  # whose drafts are remembered,
 WINDOW_STEPS = 8.0  # and for how many steps at least
 
-TIME_RATE = 0.02  # of a new time, against those before it
+TIME_RATE = 0.01  # of a new time, against those before it
 MIN_S = 1e-9  # of a step, so that a clock that stood still can be told
 MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
 
@@ -63,12 +63,16 @@ class StepCosts:
         """Returns which of the C tiers stands for so many drafts."""
         return int(np.searchsorted(self.tiers[:-1], num_draft))
 
+    def further(self, bucket: int, num_stored: float) -> FloatArray:
+        """Returns what all drafts but the first take, float64 ``[C]``; ``num_stored`` is of all rows."""
+        further: FloatArray = np.maximum(self.tiers - 1, 0) * (self.draft[bucket] + self.draft_token * num_stored)
+        return further
+
     def seconds(self, bucket: int, num_stored: float) -> FloatArray:
-        """Returns what it takes to make and verify each tier, float64 ``[C]``; ``num_stored`` is of all rows."""
-        further = np.maximum(self.tiers - 1, 0)
-        forwards = self.follow[bucket] + further * self.draft[bucket] + (1 + further) * (self.draft_token * num_stored)
-        seconds: FloatArray = self.verify[bucket] + self.verify_token * num_stored + forwards
-        return seconds
+        """Returns what it takes to make and verify each tier, float64 ``[C]``."""
+        stored = (self.verify_token + self.draft_token) * num_stored
+        seconds: FloatArray = self.verify[bucket] + self.follow[bucket] + stored
+        return seconds + self.further(bucket, num_stored)
 
 
 class Acceptance:
@@ -99,11 +103,12 @@ class Acceptance:
 
     def _update(self) -> None:
         """``chances``, float64 ``[K]``: that a row's drafts up to each place are accepted."""
-        after, all_so_far = PRIOR, 1.0
-        for place in range(self._max_draft):
-            after = (self._accepted[place] + PRIOR_ROWS * after) / (self._reached[place] + PRIOR_ROWS)
+        after, all_so_far, chances = PRIOR, 1.0, []
+        for reached, accepted in zip(self._reached.tolist(), self._accepted.tolist(), strict=True):
+            after = (accepted + PRIOR_ROWS * after) / (reached + PRIOR_ROWS)
             all_so_far *= after
-            self.chances[place] = all_so_far
+            chances.append(all_so_far)
+        self.chances[:] = chances
 
 
 class Times:
@@ -198,19 +203,25 @@ class DraftController:
             return self.num_draft
         return int(self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])])
 
-    def record(self, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None) -> None:
+    def record(
+        self, num_draft: Int32Array, counts: Int32Array, num_made: int, mean_context: float, seconds: float | None
+    ) -> None:
         """Takes in a step.
 
         Args:
             num_draft: int32 ``[S]``. Drafts that each row verified; rows that failed their check are left out.
             counts: int32 ``[S]``. Those accepted + 1, before any stop.
+            num_made: Drafts of each row whose making took part of the time: those made behind the step before, if its
+                end was told when it had verified; those made behind this one, if its end is told only then.
             mean_context: As in ``choose``.
-            seconds: From the end of the step before it to its own, the making of its drafts included; None if it did
-                something else too, or the device was idle.
+            seconds: From the end of the step before to the end of this one; None if it did something else too.
         """
         if not counts.size:
             return
-        tier = self._costs.tier(int(num_draft.max()))
+        tier, made = self._costs.tier(int(num_draft.max())), self._costs.tier(num_made)
+        if seconds is not None and made != tier:
+            further = self._costs.further(self._costs.bucket(counts.size), counts.size * mean_context)
+            seconds += float(further[tier] - further[made])
         if tier != self._kept:
             gained = self._gain(tier, num_draft, counts, mean_context, seconds)
             self._credit[tier] = min(max(self._credit[tier] + gained, -MAX_CREDIT), MAX_CREDIT)

@@ -20,16 +20,23 @@ MUTANTS = [
     Mutant(
         name="the first draft costs a forward of its own",
         file=ADAPTIVE,
-        old="further = np.maximum(self.tiers - 1, 0)",
-        new="further = self.tiers",
+        old="np.maximum(self.tiers - 1, 0) * (",
+        new="self.tiers * (",
         test=OF_TESTS + "test_making_drafts_costs_a_forward_behind_the_step_and_one_for_each_further_draft",
     ),
     Mutant(
         name="stored tokens cost nothing in draft forwards",
         file=ADAPTIVE,
-        old=" + (1 + further) * (self.draft_token * num_stored)",
-        new="",
+        old="(self.verify_token + self.draft_token) * num_stored",
+        new="self.verify_token * num_stored",
         test=OF_TESTS + "test_making_drafts_costs_a_forward_behind_the_step_and_one_for_each_further_draft",
+    ),
+    Mutant(
+        name="drafts made behind a step count as those that it verified",
+        file=ADAPTIVE,
+        old="seconds += float(further[tier] - further[made])",
+        new="seconds += 0.0 * float(further[tier] - further[made])",
+        test=OF_TESTS + "test_a_step_is_told_from_the_drafts_made_behind_it",
     ),
     Mutant(
         name="rows with fewer drafts count against those that have more",
@@ -48,8 +55,8 @@ MUTANTS = [
     Mutant(
         name="a place never reached has the chance of the first",
         file=ADAPTIVE,
-        old="(self._accepted[place] + PRIOR_ROWS * after)",
-        new="(self._accepted[place] + PRIOR_ROWS * PRIOR)",
+        old="(accepted + PRIOR_ROWS * after)",
+        new="(accepted + PRIOR_ROWS * PRIOR)",
         test=OF_TESTS + "test_a_place_that_nobody_reached_has_the_chance_of_the_one_before",
     ),
     Mutant(

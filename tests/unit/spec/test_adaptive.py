@@ -92,13 +92,13 @@ def run(
         noise: Of times, the deviation of their logarithm.
         stalls: How often a step takes 2 to 10 times as long.
         is_timed: The controller is told times.
-        drafts_count_before: Times count drafts with the step before, behind which they are made.
+        drafts_count_before: A step ends when what follows it is drafted.
         seed: Of everything that is random.
     """
     costs = device(len(phases[0].chances))
     controller = DraftController(believed or costs)
     rng = np.random.default_rng(seed)
-    flying: deque[tuple[np.ndarray, np.ndarray, float | None]] = deque()
+    flying: deque[tuple[np.ndarray, np.ndarray, int, float | None]] = deque()
     seconds, fixed = np.zeros(len(phases)), np.zeros((len(phases), costs.max_draft + 1))
     chosen, kept, following = [], [], 0
     for number, phase in enumerate(phases):
@@ -111,16 +111,18 @@ def run(
             whole = costs.seconds(bucket, rows * CONTEXT)
             seconds[number] += whole[num_draft]
             fixed[number] += whole * tokens[num_draft] / tokens  # of the same work
-            told = whole[num_draft]
+            told, num_made = whole[num_draft], num_draft
             if drafts_count_before:
-                told += (max(following - 1, 0) - max(num_draft - 1, 0)) * costs.draft[bucket]
+                further = costs.further(bucket, rows * CONTEXT)
+                told, num_made = told + further[following] - further[num_draft], following
             told *= np.exp(noise * rng.standard_normal()) * (rng.uniform(2, 10) if rng.random() < stalls else 1.0)
             is_right = rng.random((rows, num_draft)) < phase.chances[:num_draft]
             counts = 1 + np.cumprod(is_right, 1).sum(1)
-            flying.append((np.full(rows, num_draft, np.int32), counts.astype(np.int32), told if is_timed else None))
+            verified = np.full(rows, num_draft, np.int32)
+            flying.append((verified, counts.astype(np.int32), num_made, told if is_timed else None))
             if len(flying) > depth:
-                verified, accepted, told_s = flying.popleft()
-                controller.record(verified, accepted, CONTEXT, told_s)
+                verified, accepted, num_made, told_s = flying.popleft()
+                controller.record(verified, accepted, num_made, CONTEXT, told_s)
     return Outcome(seconds, fixed, chosen, kept)
 
 
@@ -155,7 +157,7 @@ def test_no_fixed_number_is_good_everywhere(fixed: int) -> None:
 def test_it_leaves_drafts_that_fail_and_comes_back_when_they_are_accepted(rows: int) -> None:
     out = run(Phase(1200, rows, GOOD), Phase(1200, rows, NEVER), Phase(1200, rows, GOOD))
     assert out.share >= BAR
-    assert out.shares.min() >= 0.96, out.shares
+    assert out.shares.min() >= 0.95, out.shares
 
 
 def test_without_probes_it_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +224,7 @@ WRONG = {
 def test_a_wrong_table_does_not_cost_for_ever(
     rows: int, chances: tuple[float, ...], factors: tuple[float, ...]
 ) -> None:
-    learning, after = Phase(1000, rows, chances), Phase(1000, rows, chances)
+    learning, after = Phase(1500, rows, chances), Phase(1000, rows, chances)
     assert run(learning, after, believed=wrong(factors)).shares[1] >= BAR
 
 
@@ -247,7 +249,7 @@ def test_a_small_gain_changes_nothing_soon_and_something_late() -> None:
     controller = DraftController(plain(1.0, 1.6))
     allowed, one = np.array([1], np.int32), np.array([1], np.int32)
     for _ in range(100):  # accepted seven times in ten: 1.7 tokens in 1.6 s, 6 % more
-        controller.record(one, one + 1, 0.0, None)
+        controller.record(one, one + 1, 1, 0.0, None)
     controller._acceptance.chances[0] = 0.7
     controller._age = 0
     steps = [controller.choose(allowed, 0.0) and controller.num_draft for _ in range(40)]
@@ -280,13 +282,13 @@ def test_a_probe_that_goes_well_is_followed_by_others() -> None:
     for count in (1, 2):
         controller = DraftController(plain(1.0, 1.2))
         for _ in range(200):
-            controller.record(one, one, 0.0, None)  # none was ever accepted: a probe costs a fifth of a step
+            controller.record(one, one, 1, 0.0, None)  # none was ever accepted: a probe costs a fifth of a step
         controller._credit[:] = 0.0
         steps = 0
         while not controller.choose(one, 0.0):
             steps += 1
         assert 15 <= steps <= 25
-        controller.record(one, np.array([count], np.int32), 0.0, None)
+        controller.record(one, np.array([count], np.int32), 1, 0.0, None)
         more = [controller.choose(one, 0.0) for _ in range(8)]
         assert sum(more) == 0 if count == 1 else sum(more) >= 3
 
@@ -294,14 +296,14 @@ def test_a_probe_that_goes_well_is_followed_by_others() -> None:
 def test_a_stall_in_a_probe_does_not_end_probes() -> None:
     controller = DraftController(device())
     for _ in range(100):
-        controller.record(np.array([1], np.int32), np.array([1], np.int32), CONTEXT, 100.0)
+        controller.record(np.array([1], np.int32), np.array([1], np.int32), 1, CONTEXT, 100.0)
     assert controller._credit.min() >= -adaptive.MAX_CREDIT
 
 
 def test_what_was_saved_for_probes_is_bounded() -> None:
     controller = DraftController(device())
     for _ in range(100):
-        controller.record(np.full(4, K, np.int32), np.full(4, K + 1, np.int32), CONTEXT, 1e-4)
+        controller.record(np.full(4, K, np.int32), np.full(4, K + 1, np.int32), K, CONTEXT, 1e-4)
     assert controller._credit.max() <= adaptive.MAX_CREDIT
 
 
@@ -315,7 +317,7 @@ def test_no_number_is_above_what_a_request_allows() -> None:
         assert 0 <= num_draft <= min(allowed.max(initial=0), K)
         seen.add(num_draft)
         verified = np.minimum(allowed, num_draft)
-        controller.record(verified, verified + 1, CONTEXT, None)
+        controller.record(verified, verified + 1, num_draft, CONTEXT, None)
     assert seen == set(range(K + 1))
 
 
@@ -330,7 +332,8 @@ def test_only_tiers_are_chosen() -> None:
         most = 2 if step % 4 == 3 else 7
         seen[most].append(controller.choose(np.array([most], np.int32), CONTEXT))
         verified = np.array([min(seen[most][-1], most)], np.int32)
-        controller.record(verified, verified + 1, CONTEXT, float(every.seconds(0, CONTEXT)[verified[0]]))
+        num_draft = int(verified[0])
+        controller.record(verified, verified + 1, num_draft, CONTEXT, float(every.seconds(0, CONTEXT)[num_draft]))
     assert set(seen[2]) == {0, 1}
     assert set(seen[7]) <= {0, 1, 3, 7}
     assert seen[2][-50:].count(1) > 45
@@ -344,7 +347,7 @@ def test_rows_that_may_have_no_drafts_weigh_against_them() -> None:
         controller = DraftController(plain(1.0, 1.5))
         for _ in range(200):
             verified = np.minimum(allowed, controller.choose(allowed, 0.0))
-            controller.record(verified, verified + 1, 0.0, None)
+            controller.record(verified, verified + 1, 1, 0.0, None)
         assert controller.num_draft == best
 
 
@@ -352,8 +355,8 @@ def test_steps_of_nobody_and_of_rows_without_drafts_are_taken_in() -> None:
     controller = DraftController(device())
     nothing = np.zeros(0, np.int32)
     assert controller.choose(nothing, 0.0) == 0
-    controller.record(nothing, nothing, 0.0, 1.0)
-    controller.record(np.zeros(2, np.int32), np.ones(2, np.int32), 10.0, 5e-3)
+    controller.record(nothing, nothing, 0, 0.0, 1.0)
+    controller.record(np.zeros(2, np.int32), np.ones(2, np.int32), 0, 10.0, 5e-3)
     assert controller.choose(np.zeros(3, np.int32), 10.0) == 0
 
 
@@ -439,3 +442,15 @@ def test_a_stall_is_not_believed() -> None:
     assert times.expect(16, CONTEXT)[2] < 1.02 * before
     times.add(16, CONTEXT, 2, 0.0)  # nor a clock that stood still
     assert times.expect(16, CONTEXT)[2] > 0.98 * before
+
+
+def test_a_step_is_told_from_the_drafts_made_behind_it() -> None:
+    """Steps that verified one draft and then made five say of one draft what they say where one was made."""
+    costs = device()
+    whole, further = costs.seconds(0, CONTEXT), costs.further(0, CONTEXT)
+    one = np.array([1], np.int32)
+    for num_made in (0, 1, K):
+        controller = DraftController(costs)
+        for _ in range(200):
+            controller.record(one, one, num_made, CONTEXT, float(whole[1] + further[num_made]))
+        np.testing.assert_allclose(controller._times.expect(1, CONTEXT), whole)
