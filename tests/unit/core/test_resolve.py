@@ -64,6 +64,7 @@ def test_defaults_on_cpu() -> None:
         "cpu_threads": 3,
         "host_cache_gib": 0.25,
         "graphs": "off",
+        "spec_steps": 0,
     }
 
 
@@ -90,6 +91,7 @@ def test_what_was_given_stays() -> None:
         "cpu_threads": 2,
         "host_cache_gib": 0.25,
         "graphs": "off",
+        "spec_steps": 0,
     }
     resolved = resolve(make_config(**chosen), NANO, SERVER)
     assert resolved.config == make_config(**chosen)
