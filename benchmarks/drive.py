@@ -160,8 +160,10 @@ class Drive:
             self.step()
 
     def leave_device(self) -> None:
-        """Evicts from the device what nobody uses; the host keeps what it has."""
+        """Evicts from the device what nobody uses, copies neither; the host keeps what it has."""
         cache: Any = self.engine._planner._cache
+        while len(cache.ops):
+            self.step()
         pages = cache.take(np.zeros(cache.pages.num_free + cache.num_evictable, dtype=np.int32))
         assert pages is not None
         cache.give(pages)
