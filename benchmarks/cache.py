@@ -20,6 +20,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Sizes, Visits
+from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Conversations
 from benchmarks.drive import Drive
 from benchmarks.record import about
 from hiserve.models.config import NANO, find_model
@@ -96,7 +97,7 @@ def measure_others(bench: Bench) -> dict[str, Any]:
     prefix = bench.prompt(sizes.prefix)
     bench.first_token(drive, prefix)
     steps = sizes.num_loads * (2 * sizes.gap_steps + 40) + 10 * sizes.gap_steps
-    output = min(steps, known_len(drive) - sizes.row_prompt - 1)
+    output = min(steps, drive.max_len - sizes.row_prompt - 1)
     rows = [drive.add(bench.prompt(sizes.row_prompt), output) for _ in range(sizes.rows)]
     while not all(len(row.times) > 3 for row in rows):
         drive.step()
@@ -158,21 +159,19 @@ def measure_write_through(bench: Bench) -> dict[str, Any]:
 
 def measure_conversations(bench: Bench) -> dict[str, Any]:
     """Visits conversations in groups, turn after turn, with a host tier and without."""
-    sizes = bench.sizes
-    first = [bench.prompt(sizes.history) for _ in range(sizes.conversations)]
-    later = [[bench.prompt(sizes.turn_input) for _ in first] for _ in range(sizes.turns - 1)]
+    case = bench.sizes.conversations
+    first = [bench.prompt(case.history) for _ in range(case.conversations)]
+    later = [[bench.prompt(case.turn_input) for _ in first] for _ in range(case.turns - 1)]
     result: dict[str, Any] = {}
     for name, drive in (("host", bench.host), ("device", bench.device)):
         drive.engine.flush()
         before = drive.engine.stats().cache
-        groups = visit(drive, sizes, first, later)
+        groups = visit(drive, case, first, later)
         drive.settle()
         after = drive.engine.stats().cache
-        counted = [group for group in groups if group["turn"] > 0]
-        seconds = sum(group["seconds"] for group in counted)
         result[name] = {
-            "input_tokens_per_s": sum(group["input_tokens"] for group in counted) / seconds,
-            "seconds_per_group": statistics.median(group["seconds"] for group in counted),
+            "input_tokens_per_s": input_rate(groups),
+            "seconds_per_group": statistics.median(group["seconds"] for group in counted(groups)),
             "loaded_pages": after.loads.num_fulfilled - before.loads.num_fulfilled,
             "stored_pages": after.stores.num_fulfilled - before.stores.num_fulfilled,
             "unfulfilled": {"loads": dict(after.loads.unfulfilled), "stores": dict(after.stores.unfulfilled)},
@@ -183,15 +182,15 @@ def measure_conversations(bench: Bench) -> dict[str, Any]:
 
 
 def visit(
-    drive: Drive, sizes: Visits, first: Sequence[np.ndarray], later: Sequence[Sequence[np.ndarray]]
+    drive: Drive, case: Conversations, first: Sequence[np.ndarray], later: Sequence[Sequence[np.ndarray]]
 ) -> list[dict[str, Any]]:
     """Returns turn, seconds, input tokens and cached tokens of each group, in order."""
     histories, groups = list(first), []
-    for turn in range(sizes.turns):
-        for start in range(0, len(histories), sizes.group):
-            members = range(start, min(start + sizes.group, len(histories)))
+    for turn in range(case.turns):
+        for start in range(0, len(histories), case.group):
+            members = range(start, min(start + case.group, len(histories)))
             begin = time.perf_counter()
-            requests = [drive.add(histories[i], sizes.turn_output) for i in members]
+            requests = [drive.add(histories[i], case.turn_output) for i in members]
             drive.finish(*requests)
             seconds = time.perf_counter() - begin
             groups.append(
@@ -203,11 +202,22 @@ def visit(
                     "host_tokens": sum(seen.cached.host for seen in requests if seen.cached),
                 }
             )
-            if turn + 1 < sizes.turns:
+            if turn + 1 < case.turns:
                 for i, seen in zip(members, requests, strict=True):
                     said = np.array(seen.tokens, dtype=np.int32)
                     histories[i] = np.concatenate((histories[i], said, later[turn][i]))
     return groups
+
+
+def counted(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the visits of later turns."""
+    return [group for group in groups if group["turn"] > 0]
+
+
+def input_rate(groups: Sequence[dict[str, Any]]) -> float:
+    """Returns the input tokens per second of later turns."""
+    later = counted(groups)
+    return float(sum(group["input_tokens"] for group in later) / sum(group["seconds"] for group in later))
 
 
 def measure_same_tokens(bench: Bench) -> dict[str, Any]:
@@ -257,11 +267,6 @@ def measure_same_tokens(bench: Bench) -> dict[str, Any]:
         "host_tokens": sum(each.cached.host for each in seen.values() if each.cached),
         "loaded_pages": stats.cache.loads.num_fulfilled,
     }
-
-
-def known_len(drive: Drive) -> int:
-    """Returns the longest request of an engine, in tokens."""
-    return int(drive.settings.model.max_model_len)
 
 
 def steps_of(drive: Drive, count: int) -> None:
@@ -332,7 +337,7 @@ def main() -> int:
     sizes = TINY if given.tiny else FULL
     flags = " --tiny" * given.tiny
     result = about(f"python -m benchmarks.cache{flags} OUT.json COMMIT", at_commit=given.commit)
-    result |= {"seed": SEED, "workload": {name: getattr(sizes, name) for name in Sizes.__annotations__}, "bars": BARS}
+    result |= {"seed": SEED, "workload": asdict(sizes), "bars": BARS}
     begin = time.perf_counter()
     bench = Bench(sizes)
     result |= {"build_s": [bench.host.build_s, bench.device.build_s], "memory_bytes": bench.host.memory, "parts": {}}

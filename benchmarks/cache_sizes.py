@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,20 +13,25 @@ from hiserve.models.config import NANO
 SEED = 20261121
 
 
-class Visits(Protocol):
-    """How conversations are visited."""
+@dataclass(frozen=True)
+class Conversations:
+    """Conversations that the device cannot hold, visited in groups; the first turn is not counted.
 
-    @property
-    def group(self) -> int:
-        """Conversations at once."""
+    Attributes:
+        conversations: How many.
+        group: At once.
+        history: Tokens of a conversation's first turn.
+        turn_input: New tokens of each later turn.
+        turn_output: Tokens of each reply.
+        turns: Of each.
+    """
 
-    @property
-    def turn_output(self) -> int:
-        """Tokens generated in each turn."""
-
-    @property
-    def turns(self) -> int:
-        """Of each conversation."""
+    conversations: int
+    group: int
+    history: int
+    turn_input: int
+    turn_output: int
+    turns: int
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,7 @@ class Sizes:
         row_output: Of each of them, with and without write-through.
         num_loads: While others decode.
         gap_steps: Steps between two of these, and a tenth of those before the first.
-        conversations: Visited in groups.
-        group: Conversations at once.
-        history: Of a conversation's first turn.
-        turn_input: New in each later turn.
-        turn_output: Generated in each turn.
-        turns: All of them; the first is not counted.
+        conversations: Over both engines.
     """
 
     settings: dict[str, Any]
@@ -62,12 +62,7 @@ class Sizes:
     row_output: int
     num_loads: int
     gap_steps: int
-    conversations: int
-    group: int
-    history: int
-    turn_input: int
-    turn_output: int
-    turns: int
+    conversations: Conversations
 
 
 FULL = Sizes(
@@ -91,12 +86,7 @@ FULL = Sizes(
     row_output=96,
     num_loads=15,
     gap_steps=10,
-    conversations=32,
-    group=4,
-    history=6144,
-    turn_input=256,
-    turn_output=16,
-    turns=2,
+    conversations=Conversations(32, 4, 6144, 256, 16, 2),
 )
 TINY = Sizes(
     settings={
@@ -119,12 +109,7 @@ TINY = Sizes(
     row_output=24,
     num_loads=3,
     gap_steps=4,
-    conversations=8,
-    group=2,
-    history=512,
-    turn_input=32,
-    turn_output=4,
-    turns=2,
+    conversations=Conversations(8, 2, 512, 32, 4, 2),
 )
 
 

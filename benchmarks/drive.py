@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hiserve.cache.pools.host_segment import open_segment
-from hiserve.config import make_config
+from hiserve.config import known, make_config
 from hiserve.core.copies import CopyKind
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
@@ -71,6 +71,7 @@ class Drive:
     Attributes:
         settings: As resolved.
         model: Its shape.
+        max_len: Of its longest request, in tokens.
         memory: The plan of ``resolve``, bytes by item.
         build_s: Seconds until it was ready, its host pages included.
         loads: All that were ordered since the caller last cleared the list.
@@ -83,6 +84,7 @@ class Drive:
         resolved = resolve(given, model.facts(), probe())
         self.settings, self.memory = resolved.config, resolved.memory | resolved.host_memory
         self.model, self.vocab_size = model, model.vocab_size
+        self.max_len = known(resolved.config.model.max_model_len)
         self._segment = open_segment(resolved.config, 0)
         self.engine = build_engine(resolved.config, self._segment)
         self._seen: dict[int, Seen] = {}
@@ -158,8 +160,10 @@ class Drive:
             self.step()
 
     def leave_device(self) -> None:
-        """Evicts from the device what nobody uses; the host keeps what it has."""
+        """Evicts from the device what nobody uses, copies neither; the host keeps what it has."""
         cache: Any = self.engine._planner._cache
+        while len(cache.ops):
+            self.step()
         pages = cache.take(np.zeros(cache.pages.num_free + cache.num_evictable, dtype=np.int32))
         assert pages is not None
         cache.give(pages)

@@ -91,7 +91,7 @@ def rows() -> list[tuple[str, str, str]]:
         *tiers(),
         *gpu(),
         (
-            "the same server on a GPU, eager: 128 streams; first token of the second turn",
+            "hiserve-nano's server on a GPU, eager: 128 streams; first token of the second turn",
             f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
             source(cuda),
         ),
@@ -127,7 +127,7 @@ def tiers() -> list[tuple[str, str, str]]:
         (
             "the same: 32 conversations of 6k tokens over a device pool of 64k, input tokens/s with host tier and without",
             f"{kept['host']['input_tokens_per_s']:.0f} / {kept['device']['input_tokens_per_s']:.0f} "
-            f"= {kept['ratios']['conversations']:.1f} × (≥ 3; prefill has no fast kernels yet)",
+            f"= {kept['ratios']['conversations']:.1f} × (≥ 3; with attention in plain torch)",
             source(cache),
         ),
         (

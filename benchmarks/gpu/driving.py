@@ -15,9 +15,7 @@ import torch
 
 from benchmarks.drive import Drive
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.sizes import SEED, Sizes
-from hiserve.config import known
 
 
 @dataclass
@@ -74,14 +72,6 @@ class Bench:
             self._streams = {}
         return self._drive
 
-    def limits(self, drive: Drive) -> Limits:
-        """Returns what a step of an engine must read and compute."""
-        return Limits.of(drive.model, drive.settings.model.dtype)
-
-    def max_len(self, drive: Drive) -> int:
-        """Returns the longest request of an engine, in tokens."""
-        return known(drive.settings.model.max_model_len)
-
     def prompt(self, drive: Drive, length: int) -> np.ndarray:
         """Returns a prompt that nobody has seen, int32 ``[length]``."""
         return self._rng.integers(7, drive.vocab_size, length, dtype=np.int32)
@@ -89,7 +79,7 @@ class Bench:
     def beginning(self, drive: Drive, row: int, length: int) -> np.ndarray:
         """Returns the first tokens of a row's text, int32 ``[length]``: shorter ones are prefixes of longer ones."""
         if row not in self._streams:
-            self._streams[row] = self.prompt(drive, self.max_len(drive))
+            self._streams[row] = self.prompt(drive, drive.max_len)
         return self._streams[row][:length]
 
     def close(self) -> None:
@@ -158,7 +148,7 @@ def decode(
     length = context - sizes.steps - sizes.warm_steps
     begin = time.perf_counter()
     lengths = [length - row % min(16, length - 1) for row in range(rows)]
-    room = bench.max_len(drive) - length - 1
+    room = drive.max_len - length - 1
     live = [drive.add(bench.beginning(drive, row, each), room) for row, each in enumerate(lengths)]
     while not all(row.times for row in live):
         drive.step()

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.cache import visit
+from benchmarks.cache import counted, input_rate, visit
 from benchmarks.gpu.driving import Batch, Bench, Part, run
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.sizes import BARS, LARGE, PEER, PEER_CEILINGS, PEER_DATE
+from benchmarks.gpu.sizes import (
+    BARS,
+    LARGE,
+    PEER,
+    PEER_CEILINGS,
+    PEER_CONVERSATIONS_TOKENS_PER_S,
+    PEER_DATE,
+)
 
 
 def against_peer(
@@ -70,18 +77,16 @@ def measure_conversations(bench: Bench) -> Part:
     later = [[bench.prompt(drive, case.turn_input) for _ in first] for _ in range(case.turns - 1)]
     groups = visit(drive, case, first, later)
     drive.settle()
-    counted = [group for group in groups if group["turn"] > 0]
-    rate = sum(group["input_tokens"] for group in counted) / sum(group["seconds"] for group in counted)
     name = f"{case.conversations} conversations of {case.history} over {drive.settings.cache.kv_pages} pages"
     figure = against_peer(
         bench,
         name,
-        rate,
-        case.tokens_per_s,
+        input_rate(groups),
+        PEER_CONVERSATIONS_TOKENS_PER_S,
         "pinned_to_device_bytes_per_s",
         unit="input tokens/s",
         bar="peer with a host tier",
     )
     stats = drive.engine.stats().cache
-    assert sum(group["host_tokens"] for group in counted), "nothing came from the host"
+    assert sum(group["host_tokens"] for group in counted(groups)), "nothing came from the host"
     return Part([figure], {"groups": groups, "loads": stats.loads.num_fulfilled, "stores": stats.stores.num_fulfilled})

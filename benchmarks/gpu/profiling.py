@@ -18,7 +18,7 @@ import torch
 from benchmarks.drive import Drive
 from benchmarks.gpu.clock import clocked
 from benchmarks.gpu.driving import Bench, Part, decode
-from benchmarks.gpu.sizes import LARGE, DecodeCase
+from benchmarks.gpu.sizes import LARGE
 
 NUM_STEPS = 5
 NUM_TOP = 14
@@ -29,8 +29,8 @@ def measure_profile(bench: Bench, shape: str) -> Part:
     """Profiles steady decoding of the fewest and the most rows, at the shortest context; then steps of long prompts."""
     part, drive = Part(), bench.engine(shape)
     context = min(case.context for case in bench.sizes.decode if case.shape == shape)
-    cases = [case for case in bench.sizes.decode if case.shape == shape and case.context == context]
-    for rows in sorted({max(map(rows_of, cases)), min(map(rows_of, cases))}, reverse=True):
+    counts = [case.rows for case in bench.sizes.decode if case.shape == shape and case.context == context]
+    for rows in sorted({max(counts), min(counts)}, reverse=True):
         name = f"{shape}, {rows} x {context}"
         found: dict[str, Any] = {}
         decode(bench, drive, rows, context, during=partial(watch, bench, drive, found, bench.sizes.steps))
@@ -57,11 +57,6 @@ def watch(bench: Bench, drive: Drive, found: dict[str, Any], num_steps: int, ste
     found["step_us"] = 1e6 * statistics.median(seconds)
     found["host_us"] = {call: 1e6 * statistics.median(times) for call, times in calls.items() if times}
     found["device"] = profiled(step) if bench.sizes.settings["device"] == "cuda" else {}
-
-
-def rows_of(case: DecodeCase) -> int:
-    """Returns how many rows a case has."""
-    return case.rows
 
 
 @contextmanager

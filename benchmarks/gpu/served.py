@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.gpu.driving import Batch, Bench, Part, run
 from benchmarks.gpu.figures import Figure
-from benchmarks.gpu.sizes import BARS, Sizes
+from benchmarks.gpu.sizes import BARS, HttpCase
 from hiserve.config import flag_of
 from hiserve.models.config import NANO, find_model
 
@@ -30,14 +30,14 @@ HISERVE = (sys.executable, "-m", "hiserve.cli")
 
 def measure_http(bench: Bench, shape: str) -> Part:
     """Runs the workload in this process, then over HTTP, on engines of the same settings; first runs are not counted."""
-    sizes, settings = bench.sizes, bench.settings(shape)
+    case, settings = bench.sizes.http, bench.settings(shape)
     batches, vocab_size = in_process(bench, shape)
     offline = statistics.median(batch.output_tokens / batch.seconds for batch in batches[1:])
     bench.close()
     with tempfile.TemporaryDirectory() as folder, serving(settings, Path(folder), vocab_size) as (url, ready_s):
-        summaries = [over_http(url, sizes, seed) for seed in range(sizes.request_runs + 1)]
+        summaries = [over_http(url, case, seed) for seed in range(case.runs + 1)]
     http = statistics.median(summary["output_tokens_per_s"] for summary in summaries[1:])
-    name = f"{shape} over HTTP, {sizes.streams} streams"
+    name = f"{shape} over HTTP, {case.streams} streams"
     figure = Figure(name, http, "tokens/s", http / offline, BARS["http"], "offline in one process")
     runs = {"offline": [batch.told() for batch in batches], "http": summaries, "ready_s": ready_s}
     return Part([figure], {"offline_tokens_per_s": offline} | runs)
@@ -45,12 +45,12 @@ def measure_http(bench: Bench, shape: str) -> Part:
 
 def in_process(bench: Bench, shape: str) -> tuple[list[Batch], int]:
     """Returns the runs of the workload in this process, and the shape's vocabulary; keeps no engine."""
-    drive, sizes = bench.engine(shape), bench.sizes
+    drive, case = bench.engine(shape), bench.sizes.http
     batches = []
-    for _ in range(sizes.request_runs + 1):
+    for _ in range(case.runs + 1):
         drive.engine.flush()
-        prompts = [bench.prompt(drive, sizes.request_input) for _ in range(sizes.requests)]
-        batches.append(run(drive, prompts, sizes.request_output, sizes.streams))
+        prompts = [bench.prompt(drive, case.prompt) for _ in range(case.requests)]
+        batches.append(run(drive, prompts, case.output, case.streams))
     return batches, drive.vocab_size
 
 
@@ -93,10 +93,10 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
 
 
-def over_http(url: str, sizes: Sizes, seed: int) -> dict[str, Any]:
+def over_http(url: str, case: HttpCase, seed: int) -> dict[str, Any]:
     """Returns the summary of one run of ``hiserve bench serve``."""
-    lengths = ("--input-length", sizes.request_input, "--output-length", sizes.request_output)
-    numbers = ("--num-prompts", sizes.requests, "--max-concurrency", sizes.streams, "--seed", seed)
+    lengths = ("--input-length", case.prompt, "--output-length", case.output)
+    numbers = ("--num-prompts", case.requests, "--max-concurrency", case.streams, "--seed", seed)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = (*HISERVE, "bench", "serve", "--url", url, *map(str, lengths + numbers), "--output", str(out))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.cache_sizes import Conversations
 from hiserve.models.config import NANO
 
 SEED = 20261121
@@ -13,6 +14,8 @@ LARGE, SMALL = "llama-8b", "qwen3-0.6b"
 # Measured with vLLM 0.26.0 on the same kind of machine, Llama-3.1-8B shape; see PEER_CEILINGS.
 PEER = "vLLM 0.26.0"
 PEER_DATE = "2026-11-20"
+# What it reaches, prompts alone: 8 of 8192 tokens at once; the conversations, with its own tier on the host.
+PEER_PREFILL_TOKENS_PER_S, PEER_CONVERSATIONS_TOKENS_PER_S = 38_000, 118_000
 # Of the peer's run. Its figures are scaled by our ceilings over these before they are compared.
 PEER_CEILINGS = {"copy_bytes_per_s": 4.24e12, "matmul_flop_per_s": 790e12, "pinned_to_device_bytes_per_s": 55.5e9}
 
@@ -73,26 +76,22 @@ class Chats:
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """Conversations that the device cannot hold, visited in groups; the first turn is not counted.
+class HttpCase:
+    """Requests over HTTP, and the same number of them offline.
 
     Attributes:
-        conversations: How many.
-        group: At once.
-        history: Tokens of a conversation's first turn.
-        turn_input: New tokens of each later turn.
-        turn_output: Tokens of each reply.
-        turns: Of each.
-        tokens_per_s: What the peer reaches, prompts alone.
+        streams: Requests at once.
+        requests: Of a run.
+        prompt: Tokens of each prompt.
+        output: Tokens of each reply.
+        runs: That count; another one comes first.
     """
 
-    conversations: int
-    group: int
-    history: int
-    turn_input: int
-    turn_output: int
-    turns: int
-    tokens_per_s: float
+    streams: int
+    requests: int
+    prompt: int
+    output: int
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,7 @@ class Sizes:
         conversations: The case of the host tier.
         traffic_rows: Rows that decode while conversations come and go.
         traffic_conversations: How many of these.
-        streams: Requests at once over HTTP.
-        requests: Of a run over HTTP.
-        request_input: Tokens of each prompt.
-        request_output: Tokens of each reply.
-        request_runs: Over HTTP, and offline.
+        http: The case of the server.
         max_fill_s: A case whose prompts would take longer is left out.
     """
 
@@ -138,11 +133,7 @@ class Sizes:
     conversations: Conversations
     traffic_rows: int
     traffic_conversations: int
-    streams: int
-    requests: int
-    request_input: int
-    request_output: int
-    request_runs: int
+    http: HttpCase
     max_fill_s: float
 
 
@@ -187,17 +178,12 @@ FULL = Sizes(
         PeerCase(128, 1024, 256, 5519),
     ),
     chats=Chats(64, 6, 1024, 512, 64, 2529),
-    conversations=Conversations(32, 4, 6144, 256, 16, 3, 118_000),
+    conversations=Conversations(32, 4, 6144, 256, 16, 3),
     traffic_rows=8,
     traffic_conversations=16,
-    streams=32,
-    requests=96,
-    request_input=1024,
-    request_output=256,
-    request_runs=3,
+    http=HttpCase(32, 96, 1024, 256, 3),
     max_fill_s=60.0,
 )
-PEER_PREFILL_TOKENS_PER_S = 38_000
 
 _NANO = {"model": NANO, "max_running_requests": 8, "max_batched_tokens": 256}
 TINY = Sizes(
@@ -221,13 +207,9 @@ TINY = Sizes(
     repeats=1,
     peers=(PeerCase(1, 32, 16, 194), PeerCase(4, 32, 16, 1371)),
     chats=Chats(4, 2, 32, 16, 8, 2529),
-    conversations=Conversations(6, 2, 192, 32, 4, 2, 118_000),
+    conversations=Conversations(6, 2, 192, 32, 4, 2),
     traffic_rows=2,
     traffic_conversations=6,
-    streams=4,
-    requests=8,
-    request_input=32,
-    request_output=16,
-    request_runs=1,
+    http=HttpCase(4, 8, 32, 16, 1),
     max_fill_s=60.0,
 )

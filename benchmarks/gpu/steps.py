@@ -6,6 +6,7 @@ import statistics
 
 from benchmarks.gpu.driving import Batch, Bench, Part, decode, run
 from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.peers import against_peer
 from benchmarks.gpu.sizes import BARS, LARGE, PEER_PREFILL_TOKENS_PER_S, SMALL, DecodeCase
 
@@ -13,7 +14,7 @@ from benchmarks.gpu.sizes import BARS, LARGE, PEER_PREFILL_TOKENS_PER_S, SMALL, 
 def measure_decode(bench: Bench, shape: str) -> Part:
     """Times steady decode steps against the bytes that they must read, at the rate of a copy."""
     part, drive = Part(), bench.engine(shape)
-    limits, rate = bench.limits(drive), 0.0
+    limits, rate = Limits.of(drive.model, drive.settings.model.dtype), 0.0
     filled: dict[int, int] = {}  # tokens of each row's text that the cache holds
     for case in (case for case in bench.sizes.decode if case.shape == shape):
         missing = sum(max(0, case.context - filled.get(row, 0)) for row in range(case.rows))
@@ -45,7 +46,7 @@ def measure_prefill(bench: Bench) -> Part:
         drive.engine.flush()
         batches.append(run(drive, [bench.prompt(drive, length) for _ in range(num_prompts)], 1))
     seconds = statistics.median(batch.seconds for batch in batches)
-    flop = num_prompts * bench.limits(drive).prefill_flop(length)
+    flop = num_prompts * Limits.of(drive.model, drive.settings.model.dtype).prefill_flop(length)
     share = flop / seconds / bench.ceilings["matmul_flop_per_s"]
     name = f"{LARGE} prefill, {num_prompts} x {length}"
     rate = num_prompts * length / seconds

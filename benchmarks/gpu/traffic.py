@@ -37,9 +37,8 @@ def trace(bench: Bench, drive: Drive) -> dict[str, Any]:
     first = [bench.prompt(drive, case.history) for _ in range(sizes.traffic_conversations)]
     later = [[bench.prompt(drive, case.turn_input) for _ in first] for _ in range(case.turns - 1)]
     before = drive.engine.stats()
-    prompt = case.turn_input
-    room = bench.max_len(drive) - prompt - 1
-    rows = [drive.add(bench.prompt(drive, prompt), room) for _ in range(sizes.traffic_rows)]
+    room = drive.max_len - case.turn_input - 1
+    rows = [drive.add(bench.prompt(drive, case.turn_input), room) for _ in range(sizes.traffic_rows)]
     groups = visit(drive, case, first, later)
     still = sum(not row.is_done for row in rows)
     drive.abort(*rows)

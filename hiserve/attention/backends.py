@@ -78,6 +78,7 @@ _BACKENDS = {
         "TritonAttention",
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         package="triton",
+        max_group=128,
     ),
     "flashinfer": _Backend(
         "hiserve.attention.flashinfer",

@@ -210,13 +210,7 @@ class _Reader:
                     yield node.func.end_lineno or node.lineno, pattern
             elif isinstance(node, ast.Subscript) and self._has_mask(node.slice):
                 yield node.lineno, "mask index"
-            elif isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
-                if any(map(self._is_tensor, _conditions(node.test))):
-                    yield node.test.lineno, "if tensor"
-            elif isinstance(node, ast.comprehension):
-                for test in node.ifs:
-                    if any(map(self._is_tensor, _conditions(test))):
-                        yield test.lineno, "if tensor"
+            yield from ((asked.lineno, "if tensor") for asked in _asked(node) if self._is_tensor(asked))
 
     def _call(self, call: ast.Call) -> str | None:
         """What is wrong about a call."""
@@ -251,6 +245,8 @@ class _Reader:
                 return self._is_tensor(node.left) or self._is_tensor(node.right)
             case ast.UnaryOp():
                 return not isinstance(node.op, ast.Not) and self._is_tensor(node.operand)
+            case ast.BoolOp():
+                return any(map(self._is_tensor, node.values))
             case ast.IfExp():
                 return self._is_tensor(node.body) or self._is_tensor(node.orelse)
             case ast.Compare():
@@ -283,15 +279,18 @@ class _Reader:
         return False
 
 
-def _conditions(test: ast.expr) -> Iterator[ast.expr]:
-    """Yields what a condition asks for the truth of."""
-    if isinstance(test, ast.BoolOp):
-        for value in test.values:
-            yield from _conditions(value)
-    elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        yield from _conditions(test.operand)
-    else:
-        yield test
+def _asked(node: ast.AST) -> list[ast.expr]:
+    """Returns what a node asks for the truth of; of ``a and b``, which is one of the two, that is the first."""
+    match node:
+        case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
+            return [node.test]
+        case ast.comprehension():
+            return node.ifs
+        case ast.BoolOp():
+            return node.values[:-1]
+        case ast.UnaryOp(op=ast.Not()):
+            return [node.operand]
+    return []
 
 
 def _names_tensor(annotation: ast.expr | None) -> bool:

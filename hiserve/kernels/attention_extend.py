@@ -69,17 +69,19 @@ class _Shape(NamedTuple):
     is_part: bool
 
 
-def tile_for(num_queries: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def tile_for(max_q_len: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
     """Returns the tile that was fastest on one H200.
 
     Args:
-        num_queries: Upper bound of a row's query vectors for one KV head.
+        max_q_len: Upper bound of a row's new tokens.
+        group: Query heads of one KV head.
         head_dim: Elements per head.
         dtype: Of queries, keys and values.
     """
-    num_queries = min(max(_MIN_QUERIES, triton.next_power_of_2(num_queries)), _MAX_QUERIES)
+    assert group <= _MAX_QUERIES, f"{group} query heads of one KV head"  # a program computes whole tokens
+    num_queries = min(max(_MIN_QUERIES, triton.next_power_of_2(max_q_len * group)), _MAX_QUERIES)
     if dtype.itemsize > 2:  # products without tensor cores
-        return Tile(min(num_queries, 32), 32, 4, 1)
+        return Tile(min(num_queries, max(32, triton.next_power_of_2(group))), 32, 4, 1)
     if num_queries < _MAX_QUERIES:
         return Tile(num_queries, 64, 4, 3)
     return Tile(_MAX_QUERIES, 128, 8, 3) if head_dim <= 128 else Tile(_MAX_QUERIES, 64, 8, 2)
@@ -100,7 +102,7 @@ def choose_num_parts(
     """
     num_heads, num_kv_heads = heads
     group = num_heads // num_kv_heads
-    cut = tile_for(int(q_lens.max()) * group, head_dim, dtype)
+    cut = tile_for(int(q_lens.max()), group, head_dim, dtype)
     num_programs = int((-(-q_lens // (cut.num_queries // group))).sum()) * num_kv_heads
     num_blocks = -(-max_kv_len // cut.num_keys)
     if num_programs >= 2 * num_sms:
@@ -164,7 +166,7 @@ def extend(
         assert x.stride()[1:] == (q.shape[2], 1), f"elements {x.stride()} apart"
     assert kv.k.stride(0) == kv.v.stride(0) and k.stride(0) == v.stride(0), (kv.k.stride(), k.stride())
     assert page_table.stride(1) == 1 and out.is_contiguous() and (lse is None or lse.is_contiguous())
-    cut = tile or tile_for(max_q_len * q.shape[1] // k.shape[1], q.shape[2], q.dtype)
+    cut = tile or tile_for(max_q_len, q.shape[1] // k.shape[1], q.shape[2], q.dtype)
     shape = _shape(q, k, page_size, hides_first, num_parts > 1, cut)
     results = _Results(out, lse, sinks)
     parts = _parts(q, num_parts) if num_parts > 1 else results

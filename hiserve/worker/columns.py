@@ -148,8 +148,7 @@ class Columns:
         Returns:
             The tenant, its lock, and the pages that the index does not own.
         """
-        request, receipt = self.tenant(row), self.receipts[row]
-        assert receipt is not None
+        request, receipt = self.tenant(row), self.receipt(row)
         private = self.page_table[row, self.num_published[row] : self.num_pages[row]].copy()
         request.draft_use = self.draft_use[row].copy()
         self.admission[row] = 0

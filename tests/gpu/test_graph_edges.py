@@ -7,13 +7,14 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from hiserve.core.plan import BatchPlan
 from tests.helpers import cuda
+from tests.helpers.breaking import Breaking
 from tests.helpers.cuda import (
     BUCKETS,
     MAX_LEN,
@@ -154,44 +155,9 @@ def test_batches_shrink_and_grow_across_all_buckets_amid_mixed_steps(nano: Path,
 # --- captures that fail -----------------------------------------------------------------------------------
 
 
-class Breaking:
-    """A model that cannot be captured for one number of tokens: it asks the device for a number, or raises.
-
-    Args:
-        model: Computes.
-        num_tokens: Of the steps that break.
-        how: ``syncs`` or ``raises``.
-    """
-
-    def __init__(self, model: Any, num_tokens: int, how: str) -> None:
-        self._model = model
-        self._num_tokens = num_tokens
-        self._how = how
-        self._num_calls = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def forward(self, inputs: Any, layers: Any, attention: Any) -> Any:
-        self._break(inputs)
-        return self._model.forward(inputs, layers, attention)
-
-    def trunk(self, inputs: Any, layers: Any, attention: Any) -> Any:
-        self._break(inputs)
-        return self._model.trunk(inputs, layers, attention)
-
-    def _break(self, inputs: Any) -> None:
-        if inputs.input_ids.shape[0] == self._num_tokens:
-            self._num_calls += 1
-            if self._how == "syncs":
-                inputs.positions.max().item()
-            elif self._num_calls == 2:  # the first one warms up
-                raise RuntimeError("no such kernel")
-
-
 @pytest.mark.parametrize("how", ["syncs", "raises"])
 def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
-    nano: Path, eager: Engine, caplog: pytest.LogCaptureFixture, how: str
+    nano: Path, eager: Engine, caplog: pytest.LogCaptureFixture, how: Literal["syncs", "raises"]
 ) -> None:
     subject = cuda.graph_engine(nano, "off")
     with caplog.at_level(logging.WARNING):

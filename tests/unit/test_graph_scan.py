@@ -35,6 +35,9 @@ CAUGHT = [
     ("if tensor", "n = 1 if x[0] > 2 else 3"),
     ("if tensor", "n = [row for row in range(n) if x[row] > 0]"),
     ("if tensor", "y = torch.zeros(3)\nif y.sum(): pass"),
+    ("if tensor", "if n > 3 and x.any(): pass"),
+    ("if tensor", "return x.any() or n > 3"),
+    ("if tensor", "y = not x.any()"),
     ("nonzero", "y = x.nonzero()"),
     ("nonzero", "y = torch.nonzero(x)"),
     ("nonzero", "y = torch.where(x > 0)"),
@@ -59,6 +62,7 @@ if n > 3 and torch.cuda.is_available() and plan.samples.all():
 n = int(plan.max_len.max()) + int(x.size(0)) + len(x)
 y = x.to(torch.float32).masked_fill(x > 0, 0)
 y = torch.zeros((n, 4), device=x.device)
+y = n > 3 and x.max()
 event.record()
 """
 

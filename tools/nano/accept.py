@@ -119,7 +119,7 @@ def agreements(head: Head, target: Nano, replies: list[Reply], num_drafts: int, 
 
     Returns:
         For each reply bool ``[num_answer, num_drafts]``: a chain that starts when the answer's token r is the last
-        one known proposes the tokens r + 1, r + 2, …; what lies beyond the answer is False.
+        one known proposes the tokens r + 1, r + 2, …; what lies beyond the answer means nothing.
     """
     embedding, found = target.embed_tokens.weight, []
     output = head.output_weight(embedding)
@@ -133,9 +133,7 @@ def agreements(head: Head, target: Nano, replies: list[Reply], num_drafts: int, 
             right.append(drafts == ids[:, start + 2 + step : start + 2 + step + rows])
         table = torch.stack(right, dim=-1).cpu().numpy()
         for row, reply in zip(table, some, strict=True):
-            mine = row[reply.num_prompt - 1 - start :][: reply.num_answer].copy()
-            beyond = np.add.outer(np.arange(reply.num_answer), np.arange(num_drafts)) + 1 >= reply.num_answer
-            found.append(mine & ~beyond)
+            found.append(row[reply.num_prompt - 1 - start :][: reply.num_answer].copy())
     return found
 
 

@@ -233,7 +233,7 @@ def unroll(
 
     Args:
         head: The head.
-        embedding: ``[vocab, hidden]``. The target's; gets no gradient.
+        embedding: ``[vocab, hidden]``. The target's, frozen.
         ids: int64 ``[B, T]``.
         seen: The target's pass over ``ids``.
         num_steps: At least 1. The last ``num_steps`` tokens start no chain.
@@ -247,7 +247,7 @@ def unroll(
     last = ids.shape[1] - num_steps
     end = last if num_rows is None else start + num_rows
     assert 0 <= start < end <= last, (start, end, last)
-    embedded, attention = F.embedding(ids, embedding.detach()), head.layer.self_attn
+    embedded, attention = F.embedding(ids, embedding), head.layer.self_attn
     x, stream = head.enter(embedded[:, 1 : last + 1], head.first(seen)[:, :last])
     keys, values = attention.keys_values(x, 0)
     hidden = torch.arange(last, device=ids.device) > torch.arange(start, end, device=ids.device)[:, None]

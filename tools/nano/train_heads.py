@@ -48,6 +48,7 @@ class HeadTraining:
         own_share: Share of a batch's blocks taken from them.
         own_block: Tokens of a prompt and its continuation; divides the stream's ``span``.
         evaluations: Looks at the early-stopping halves.
+        early_limit: Prompts of each of them.
         seed: Of weights, shuffling and the target's sampling.
     """
 
@@ -66,6 +67,7 @@ class HeadTraining:
     own_share: float = 0.5
     own_block: int = 512
     evaluations: int = 8
+    early_limit: int = 64
     seed: int = 0
 
 
@@ -74,9 +76,9 @@ TRAINING = {
     "mtp": HeadTraining(unrolled=3, decay=0.6, first_share=0.2),
 }
 # Rows of the target's own writing made at a time, and the temperatures that they are given in turn.
-OWN_ROWS = 512
+OWN_ROWS = 1024
 TEMPERATURES = (0.0, 0.0, 0.6, 1.0)
-EARLY_LIMIT, EARLY_TOKENS = 64, 100
+EARLY_TOKENS = 100
 
 
 def soft_losses(weight: Tensor, normed: Tensor, wanted: Tensor) -> Tensor:
@@ -141,7 +143,7 @@ def mixed_batches(stream: TokenStream, own: Tensor, share: float) -> Iterator[Te
     """The stream's batches, ``[B, T]`` int64, with a share of their blocks replaced by blocks of ``own``."""
     for ids, _ in stream.batches():
         blocks, num_own = own.view(-1, ids.shape[1]), round(share * len(ids))
-        picked = torch.from_numpy(stream.random.integers(len(blocks), size=num_own)).to(own.device)
+        picked = torch.randint(len(blocks), (num_own,), device=own.device)
         yield torch.cat([blocks[picked], ids[num_own:]])
 
 
@@ -152,7 +154,8 @@ class HeadTrainer:
         """Prepares the target's answers to the early-stopping prompts, which measure progress."""
         self.head, self.target, self.config, self.stream = head, target, config, stream
         self.optimizer = adamw(head, config.lr, config.weight_decay)
-        self.early = held_out(target, corpus, "early", DIALOGUES, EARLY_LIMIT, EARLY_TOKENS, EARLY_LIMIT)
+        limit = config.early_limit
+        self.early = held_out(target, corpus, "early", DIALOGUES, limit, EARLY_TOKENS, limit)
         self.curve: list[dict[str, object]] = []
         self.log = logging.getLogger("nano.heads")
 
@@ -192,7 +195,7 @@ class HeadTrainer:
 
     def record(self, step: int, seconds: float, lr: float, recent: list[Tensor]) -> None:
         """Adds a point to the curve: training losses since the last one, acceptance on the early-stopping halves."""
-        found = figures(self.head, self.target, self.early, (1, 3), EARLY_LIMIT)["dialogues"]
+        found = figures(self.head, self.target, self.early, (1, 3), self.config.early_limit)["dialogues"]
         losses, agreed = torch.stack([r for r in recent if r.shape == recent[-1].shape]).mean(0).tolist()
         row = {
             "step": step,

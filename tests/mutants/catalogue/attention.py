@@ -105,6 +105,13 @@ MUTANTS = [
         test=OF_BACKENDS + "test_a_refusal_names_the_fact_and_the_backend_that_would_do",
     ),
     Mutant(
+        name="triton is opened for more heads than a program holds",
+        file=BACKENDS,
+        old="        max_group=128,\n",
+        new="",
+        test=OF_BACKENDS + "test_more_query_heads_than_a_program_holds_are_for_the_reference",
+    ),
+    Mutant(
         name="sinks that no layer has count as sinks",
         file=BACKENDS,
         old="any(sink is not None for sink in shape.sinks)",

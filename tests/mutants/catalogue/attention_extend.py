@@ -199,4 +199,11 @@ MUTANTS = [
         new="        num_waves = num_programs * num_parts // num_sms\n",
         test=PARTS,
     ),
+    Mutant(
+        name="extend: a program has no room for a token of many heads",
+        file=EXTEND,
+        old="max(32, triton.next_power_of_2(group))",
+        new="32",
+        test=PARTS,
+    ),
 ]

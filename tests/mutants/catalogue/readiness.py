@@ -31,6 +31,20 @@ MUTANTS = [
         test=OF_CAUGHT,
     ),
     Mutant(
+        name="the truth of a tensor may be asked for outside of conditions",
+        file=SCAN,
+        old="            return node.values[:-1]",
+        new="            return []",
+        test=OF_CAUGHT,
+    ),
+    Mutant(
+        name="a condition of several parts is not looked into",
+        file=SCAN,
+        old="return any(map(self._is_tensor, node.values))",
+        new="return False",
+        test=OF_CAUGHT,
+    ),
+    Mutant(
         name="what torch tells the host counts as a tensor",
         file=SCAN,
         old='and not _HOST_MODULES & set(ast.unparse(function).split("."))',

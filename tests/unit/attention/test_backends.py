@@ -82,6 +82,14 @@ def test_on_a_cpu_the_reference_does_what_the_fast_path_cannot(
     assert would_do == ("cpu" if name != "cpu" else "reference")
 
 
+@pytest.mark.usefixtures("all_installed")
+def test_more_query_heads_than_a_program_holds_are_for_the_reference() -> None:
+    shape = dataclasses.replace(SHAPE, num_heads=256)
+    assert fitting_backends(shape, CUDA) == ("triton", "reference")
+    with pytest.raises(ConfigError, match="at most 128 query heads for each KV head; the model has 129"):
+        open_attention("triton", dataclasses.replace(SHAPE, num_heads=129, num_kv_heads=1), CUDA)
+
+
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package flashinfer, which is not installed\. Use reference"):

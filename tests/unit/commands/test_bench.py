@@ -260,30 +260,35 @@ def test_offline_measures_the_engine_with_its_settings(tmp_path: Path, capsys: A
     assert "offline on hiserve-nano" in capsys.readouterr().out
 
 
+class FakeLLM:
+    """Answers every prompt with four tokens.
+
+    Args:
+        seen: Takes the settings that it is made with, and the largest token that it is asked about.
+        settings: Those.
+    """
+
+    config = make_config(max_model_len=100)
+
+    def __init__(self, seen: dict[str, Any], settings: dict[str, Any]) -> None:
+        seen.update(settings)
+        self._seen = seen
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
+        self._seen["tokens"] = max(map(max, prompts))
+        reply = SimpleNamespace(token_ids=[1] * 4)
+        return [SimpleNamespace(prompt_token_ids=prompt, outputs=[reply], num_cached_tokens=0) for prompt in prompts]
+
+
 def test_offline_runs_a_built_in_shape_with_prompts_of_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
-
-    class Engine:
-        config = make_config(max_model_len=100)
-
-        def __enter__(self) -> Engine:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def generate(self, prompts: list[list[int]], sampling: Any) -> list[Any]:
-            seen["tokens"] = max(map(max, prompts))
-            reply = SimpleNamespace(token_ids=[1] * 4)
-            return [
-                SimpleNamespace(prompt_token_ids=prompt, outputs=[reply], num_cached_tokens=0) for prompt in prompts
-            ]
-
-    def engine(**settings: Any) -> Engine:
-        seen.update(settings)
-        return Engine()
-
-    monkeypatch.setattr(hiserve, "LLM", engine, raising=False)
+    monkeypatch.setattr(hiserve, "LLM", lambda **settings: FakeLLM(seen, settings), raising=False)
     shape = ["--shape", "llama-8b", "--load-format", "dummy", "--in-process", "--graphs", "off"]
     sizes = ["--num-prompts", "8", "--input-length", "40", "--output-length", "4"]
     assert cli.main(["bench", "offline", *shape, *sizes]) == 0
@@ -297,16 +302,7 @@ def test_offline_runs_a_built_in_shape_with_prompts_of_its_vocabulary(monkeypatc
 
 
 def test_offline_requests_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    class Engine:
-        config = make_config(max_model_len=100)
-
-        def __enter__(self) -> Engine:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(hiserve, "LLM", lambda **_: Engine(), raising=False)
+    monkeypatch.setattr(hiserve, "LLM", lambda **settings: FakeLLM({}, settings), raising=False)
     assert cli.main(["bench", "offline", "--input-length", "90", "--output-length", "11", "--num-prompts", "2"]) == 1
     assert "takes 101 tokens" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch.testing import assert_close
 from hiserve.core.forward import LayerKV
 from hiserve.kernels import attention_blocks
-from hiserve.kernels.attention_extend import Tile, choose_num_parts, extend
+from hiserve.kernels.attention_extend import Tile, choose_num_parts, extend, tile_for
 from tests.helpers.attention import Case
 
 torch.set_num_threads(1)
@@ -128,6 +128,10 @@ for q_len in (20, 64, 100, 256, 500):
         assert num_programs * chosen >= 128, (q_len, kv_len, chosen)
 assert parts([64], 200) == 1  # too short to split
 assert parts([20], 10**6, heads=(8, 1)) == 16
+for dtype in (torch.bfloat16, torch.float32):  # a program computes whole tokens, whatever their heads
+    for group in (1, 3, 32, 33, 128):
+        for q_len in (1, 5, 8192):
+            assert tile_for(q_len, group, 128, dtype).num_queries >= group, (dtype, group, q_len)
 """
 
 

@@ -14,6 +14,7 @@ import torch
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.runners.capture import without_collections
+from tests.helpers.breaking import Breaking
 from tests.helpers.cuda import (
     FREE,
     SAMPLED,
@@ -162,33 +163,10 @@ def test_rows_that_outgrow_the_table_of_a_graph_go_on_eagerly(subject: Engine, e
     assert verdicts(subject) == {"replay/decode": 3, "eager/context": 4, "eager/width": 1}
 
 
-class Asking:
-    """A model that asks for a number from the device in steps of so many tokens."""
-
-    def __init__(self, model: Any, num_tokens: int) -> None:
-        self._model = model
-        self._num_tokens = num_tokens
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def forward(self, inputs: Any, layers: Any, attention: Any) -> Any:
-        self._ask(inputs)
-        return self._model.forward(inputs, layers, attention)
-
-    def trunk(self, inputs: Any, layers: Any, attention: Any) -> Any:
-        self._ask(inputs)
-        return self._model.trunk(inputs, layers, attention)
-
-    def _ask(self, inputs: Any) -> None:
-        if inputs.input_ids.shape[0] == self._num_tokens:
-            inputs.positions.max().item()
-
-
 def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
     subject: Engine, eager: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_graphs(subject, (1, 2, 4), model=Asking(subject.model, 2), capture=RecordedCapture())
+    with_graphs(subject, (1, 2, 4), model=Breaking(subject.model, 2), capture=RecordedCapture())
     (told,) = warnings_of(caplog.records)
     assert told.startswith("steps of 2 rows with 1 tokens each run without a graph: operation not permitted")
     for num_rows, verdict in ((1, "replay/decode"), (2, "eager/capture_failed"), (3, "replay/decode")):
@@ -200,7 +178,7 @@ def test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly(
 def test_pieces_that_cannot_be_captured_run_eagerly(
     subject: Engine, eager: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with_pieces(subject, (8, 16, 32), model=Asking(subject.model, 16), capture=RecordedCapture())
+    with_pieces(subject, (8, 16, 32), model=Breaking(subject.model, 16), capture=RecordedCapture())
     (told,) = warnings_of(caplog.records)
     assert told.startswith("steps of up to 16 tokens run without graphs: operation not permitted")
     for length, verdict in ((8, "replay/piecewise"), (12, "eager/capture_failed"), (17, "replay/piecewise")):
@@ -241,7 +219,7 @@ def test_a_replay_that_differs_from_the_eager_step_is_not_used(
 ) -> None:
     """A model that computes something else each time."""
 
-    class Restless(Asking):
+    class Restless(Breaking):
         num_calls = 0
 
         def forward(self, inputs: Any, layers: Any, attention: Any) -> Any:
