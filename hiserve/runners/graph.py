@@ -191,13 +191,14 @@ class GraphRunner:
         captured = self._captured[bucket]
         self._fill(captured, plan)
         captured.forward.replay()
-        num_tokens, inputs = plan.rows.size * self._width, _of_plan(captured.inputs, plan)
-        features = None if captured.features is None else captured.features[:num_tokens]
         if drawing in captured.draws:
             graph, words = captured.draws[drawing]
             graph.replay()
-            return Ran(Outcome(words, bucket, bucket, self._width), inputs, features)
-        return Ran(finish_step(plan, inputs, captured.logits[:num_tokens], self._rows), inputs, features)
+            outcome = Outcome(words, bucket, bucket, self._width)
+        else:
+            logits = captured.logits[: plan.rows.size * self._width]
+            outcome = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
+        return Ran(outcome, captured.inputs, captured.features)
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""
@@ -217,14 +218,7 @@ def _of_plan(inputs: StepInputs, plan: BatchPlan) -> StepInputs:
     num_rows, forward = plan.rows.size, inputs.forward
     return replace(
         inputs,
-        forward=replace(
-            forward,
-            qo_indptr=forward.qo_indptr[: num_rows + 1],
-            kv_lens=forward.kv_lens[:num_rows],
-            q_lens=plan.num_new,
-            kv_bounds=plan.max_len,
-            max_kv_len=int(plan.max_len.max()),
-        ),
+        forward=replace(forward, kv_lens=forward.kv_lens[:num_rows], max_kv_len=int(plan.max_len.max())),
         rows=inputs.rows[:num_rows],
         legal=inputs.legal[:num_rows],
         num_draft=inputs.num_draft[:num_rows],

@@ -76,11 +76,13 @@ class _Captured:
         inputs: Whose token ids, positions and slots the first piece reads.
         pieces: One for each layer.
         residual: ``[T, hidden_size]``, the residual stream before the last attention.
+        features: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
     """
 
     inputs: ForwardInputs
     pieces: tuple[Graph, ...]
     residual: Tensor
+    features: Tensor | None
 
 
 class PiecewiseRunner:
@@ -151,22 +153,26 @@ class PiecewiseRunner:
         inputs = _padding(num_tokens, self._bridge.q.device)
         bridge = self._bridge
         bridge.out.normal_(generator=self._noise)
-        _, residual = self._model.trunk(inputs, self._layers, bridge)
-        expected = residual.clone(), bridge.q[:num_tokens].clone()
+        features = self._model.new_features(num_tokens)
+        shown = () if features is None else (features.zero_(),)  # what follows the last attention is shown later
+        _, residual = self._model.trunk(inputs, self._layers, bridge, features)
+        expected = [each.clone() for each in (residual, bridge.q[:num_tokens], *shown)]
         bridge.pieces = []
         self._capture.begin()
         with ExitStack() as undo:
             undo.callback(self._capture.abandon)
-            _, residual = self._model.trunk(inputs, self._layers, bridge)
+            _, residual = self._model.trunk(inputs, self._layers, bridge, features)
             undo.pop_all()
-        made = residual, bridge.q[:num_tokens]
-        for each in made:
+        made = residual, bridge.q[:num_tokens], *shown
+        for each in made[:2]:
             each.fill_(torch.nan)
+        for each in shown:
+            each.zero_()
         for piece in bridge.pieces:
             piece.replay()
         if not all(torch.equal(*both) for both in zip(made, expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _Captured(inputs, tuple(bridge.pieces), residual)
+        return _Captured(inputs, tuple(bridge.pieces), residual, features)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Plans attention and computes a step on the current stream.
@@ -189,7 +195,8 @@ class PiecewiseRunner:
                 inputs.before_layer(layer)
             bridge.out[:num_tokens].copy_(self._attention.forward(q, k, v, kv, layer))
         mixed = bridge.out[:num_tokens].flatten(1)
-        return ForwardOutputs(logits=self._model.logits(mixed, captured.residual, inputs.logits_rows))
+        features = None if captured.features is None else captured.features[:num_tokens]
+        return ForwardOutputs(self._model.logits(mixed, captured.residual, inputs.logits_rows, features), features)
 
 
 def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:

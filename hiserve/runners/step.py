@@ -47,8 +47,8 @@ class Ran:
 
     Attributes:
         outcome: For the host.
-        inputs: Of the plan's rows.
-        features: ``[T, n]``, what the model showed of its tokens; None where it shows nothing.
+        inputs: Of the plan's rows, and perhaps of others that pad them.
+        features: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
     """
 
     outcome: Outcome
@@ -163,18 +163,18 @@ def draft_step(plan: BatchPlan, ran: Ran, rows: DeviceRows) -> DraftStep:
         ran: The step.
         rows: As it left them.
     """
-    inputs, forward = ran.inputs, ran.inputs.forward
-    starts = forward.qo_indptr.long()
+    inputs, num_rows = ran.inputs, plan.rows.size
+    starts = inputs.forward.qo_indptr[: num_rows + 1].long()
     return DraftStep(
-        rows=inputs.rows,
-        first=forward.kv_lens - starts.diff(),
-        legal=inputs.legal,
-        sampling=inputs.sampling,
-        q_lens=forward.q_lens,
-        kv_bounds=forward.kv_bounds,
+        rows=inputs.rows[:num_rows],
+        first=inputs.forward.kv_lens[:num_rows] - starts.diff(),
+        legal=inputs.legal[:num_rows],
+        sampling=inputs.sampling[: int(plan.samples.sum())],
+        q_lens=plan.num_new,
+        kv_bounds=plan.max_len,
         num_draft=plan.num_propose,
         is_greedy=rows.sampling.drawing(plan.rows[plan.samples]) is Drawing.GREEDY,
-        features=ran.features,
+        features=None if ran.features is None else ran.features[: plan.num_tokens],
     )
 
 

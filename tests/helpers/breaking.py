@@ -27,9 +27,9 @@ class Breaking:
         self._break(inputs)
         return self._model.forward(inputs, layers, attention)
 
-    def trunk(self, inputs: Any, layers: Any, attention: Any) -> Any:
+    def trunk(self, inputs: Any, layers: Any, attention: Any, features: Any = None) -> Any:
         self._break(inputs)
-        return self._model.trunk(inputs, layers, attention)
+        return self._model.trunk(inputs, layers, attention, features)
 
     def _break(self, inputs: Any) -> None:
         if inputs.input_ids.shape[0] == self._num_tokens:

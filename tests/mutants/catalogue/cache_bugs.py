@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         name="TC-71: weights are told apart by their folder alone",
         file=IDENTITY,
-        old='shape or "", *stamps)',
+        old='shape or "", *_stamps(folder))',
         new='shape or "")',
         test=NAMESPACES + "test_tc_71_pages_of_old_weights_are_found_on_no_tier",
     ),

@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         name="rows that pad a batch draw tokens too",
         file=GRAPH,
-        old="plan, _of_plan(captured.inputs, plan), captured.logits[: num_rows * self._width], self._rows",
-        new="plan, captured.inputs, captured.logits, self._rows",
+        old="finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)",
+        new="finish_step(plan, captured.inputs, captured.logits, self._rows)",
         test=OF_GARBAGE,
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         name="a graph does not draw",
         file=GRAPH,
-        old="            graph.replay()\n            return",
-        new="            return",
+        old="            graph.replay()\n            outcome =",
+        new="            outcome =",
         test=OF_GARBAGE,
     ),
     Mutant(

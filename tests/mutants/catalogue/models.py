@@ -266,8 +266,8 @@ MUTANTS = [
     Mutant(
         name="longrope knows nothing of the longest request",
         file=BUILD,
-        old="load_format=load_format, max_len=max_len)",
-        new="load_format=load_format)",
+        old="load_decoder(folder, model_config, max_len=max_len, taps=taps",
+        new="load_decoder(folder, model_config, taps=taps",
         test=OF_FAMILIES + "test_a_model_gives_the_logits_and_tokens_of_transformers",
     ),
     Mutant(
