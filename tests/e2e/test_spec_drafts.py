@@ -1,0 +1,82 @@
+"""What proposers are worth: all of the model's own drafts are accepted, hardly one of a head that knows nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve import LLM, SamplingParams
+from hiserve.llm.outputs import RequestOutput
+from hiserve.models.config import NANO, find_model
+from tests.helpers.cache_paths import SETTINGS, check, pool
+from tools.nano.head_files import export_head, load_target
+from tools.nano.heads import HEADS
+
+NUM_NEW = 40
+PROMPTS = [
+    "I would like a small latte with oat milk, please.",
+    "Can you book a table for two tonight?",
+    "Find me a cheap hotel in Boston.",
+]
+SAMPLING = {
+    "greedy": SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=1),
+    "drawn": SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_NEW, ignore_eos=True, logprobs=1),
+}
+
+
+def generate(sampling: SamplingParams, **settings: Any) -> list[RequestOutput]:
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0} | settings) as llm:
+        return llm.generate(PROMPTS, sampling)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[RequestOutput]]:
+    return {how: generate(sampling) for how, sampling in SAMPLING.items()}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """Heads of drawn weights."""
+    folder = tmp_path_factory.mktemp("heads")
+    target = load_target(find_model(NANO), torch.device("cpu"))
+    torch.manual_seed(1)
+    for kind, head in HEADS.items():
+        export_head(head(target), target.config, folder / kind)
+    yield {kind: folder / kind for kind in HEADS}
+
+
+@pytest.mark.parametrize("how", SAMPLING)
+@pytest.mark.parametrize(("steps", "depth"), [(1, 0), (3, 1), (7, 0)])
+def test_a_model_that_drafts_for_itself_is_right_every_time(
+    plain: dict[str, list[RequestOutput]], how: str, steps: int, depth: int
+) -> None:
+    """Drawn tokens too: drafts are drawn with the noise of their places."""
+    for result, expected in zip(
+        generate(SAMPLING[how], spec=f"draft:{NANO}", spec_steps=steps, overlap=depth), plain[how], strict=True
+    ):
+        (choice,), (theirs,) = result.outputs, expected.outputs
+        check(choice, theirs)
+        assert choice.drafts is not None
+        whole, rest = divmod(NUM_NEW - 1, steps + 1)  # the prompt gives the first token
+        assert choice.drafts.verify_steps == whole + bool(rest)
+        assert choice.drafts.accepted == whole * steps + max(0, rest - 1)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("how", SAMPLING)
+def test_a_head_that_knows_nothing_costs_no_token(
+    plain: dict[str, list[RequestOutput]], heads: dict[str, Path], how: str, kind: str
+) -> None:
+    accepted = steps = 0
+    for result, expected in zip(
+        generate(SAMPLING[how], spec=f"{kind}:{heads[kind]}", spec_steps=3), plain[how], strict=True
+    ):
+        (choice,), (theirs,) = result.outputs, expected.outputs
+        check(choice, theirs)
+        assert choice.drafts is not None
+        accepted, steps = accepted + choice.drafts.accepted, steps + choice.drafts.verify_steps
+    assert 1 + accepted / steps <= 1.05
