@@ -55,6 +55,10 @@ class Snippet:
         return self.language == "bash" and self.commands[0].startswith("hiserve serve --host-cache")
 
     @property
+    def is_serve_with_drafts(self) -> bool:
+        return self.language == "bash" and self.commands[0].startswith("hiserve serve --spec")
+
+    @property
     def is_request(self) -> bool:
         return self.language == "bash" and self.commands[0].startswith("curl ")
 
@@ -83,7 +87,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def test_every_snippet_is_executed_or_named_here() -> None:
     known = {"python": [snippet for snippet in SNIPPETS if snippet.language == "python"]}
-    known |= {kind: of(kind) for kind in ("is_serve", "is_serve_with_tiers", "is_request", "is_not_run")}
+    known |= {
+        kind: of(kind)
+        for kind in ("is_serve", "is_serve_with_tiers", "is_serve_with_drafts", "is_request", "is_not_run")
+    }
     assert sorted(snippet.text for each in known.values() for snippet in each) == sorted(each.text for each in SNIPPETS)
     assert all(known.values()), "the README shows no snippet of some kind"
 
@@ -144,6 +151,15 @@ def test_a_server_with_all_tiers_starts_and_answers(tmp_path: Path) -> None:
     finally:
         for left in Path("/dev/shm").glob(f"*hiserve-{name}*"):
             left.unlink()
+
+
+def test_a_server_that_drafts_starts_and_says_what_was_accepted(tmp_path: Path) -> None:
+    (snippet,) = of("is_serve_with_drafts")
+    with serve(tmp_path, *shlex.split(snippet.text)[2:]) as live:
+        body = {"prompt": "def add(a, b):\n" * 20, "max_tokens": 16, "ignore_eos": True}
+        usage = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).json()["usage"]
+    assert usage["completion_tokens"] == 16
+    assert usage["spec_tokens_details"]["verify_steps"] > 0
 
 
 def test_the_request_of_the_readme_goes_to_the_server_of_the_readme() -> None:
