@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,14 @@ def plain() -> dict[str, list[RequestOutput]]:
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Heads of drawn weights."""
     folder = tmp_path_factory.mktemp("heads")
     target = load_target(find_model(NANO), torch.device("cpu"))
     torch.manual_seed(1)
     for kind, head in HEADS.items():
         export_head(head(target), target.config, folder / kind)
-    yield {kind: folder / kind for kind in HEADS}
+    return {kind: folder / kind for kind in HEADS}
 
 
 @pytest.mark.parametrize("how", SAMPLING)
