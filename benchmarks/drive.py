@@ -17,6 +17,7 @@ from hiserve.core.resolve import resolve
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Admit
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 from hiserve.worker.build import build_engine
 
 READY_TIMEOUT_S = 120.0
@@ -80,8 +81,8 @@ class Drive:
     def __init__(self, **settings: Any) -> None:
         begin = time.perf_counter()
         given = make_config(log_level="warning", **settings)
-        _, model = read_model(given.model)
-        resolved = resolve(given, model.facts(), probe())
+        folder, model = read_model(given.model)
+        resolved = resolve(given, model_facts(given, folder, model), probe())
         self.settings, self.memory = resolved.config, resolved.memory | resolved.host_memory
         self.model, self.vocab_size = model, model.vocab_size
         self.max_len = known(resolved.config.model.max_model_len)

@@ -21,7 +21,7 @@ from fastapi import FastAPI
 
 from hiserve import __version__
 from hiserve.cache.pools.host_segment import survey
-from hiserve.config import Config, Server, known
+from hiserve.config import Config, Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
@@ -166,7 +166,7 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
             created=int(time.time()),
             fingerprint=f"hiserve-{digest.hex()[:12]}",
             defaults=defaults,
-            spec_steps=known(config.spec.spec_steps),
+            spec_steps=config.spec.tiers[-1],
         ),
         resolved=resolved,
         tokenizer_info=tokenizer_info(folder),

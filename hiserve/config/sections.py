@@ -21,6 +21,7 @@ Graphs = Literal["auto", "off", "decode", "all"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 MAX_SPEC_STEPS = 15
+AUTO_TIERS = (0, 1, 2, 3, 5)  # each has graphs of its own
 
 
 def about(
@@ -288,8 +289,20 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     ] = "off"
     spec_steps: Annotated[
         int | Auto,
-        about("Tokens proposed for each that the model draws; auto is 3.", unit="tokens", least=0, most=MAX_SPEC_STEPS),
+        about(
+            "Tokens proposed for each that the model draws; auto chooses for each step what pays, 5 at most.",
+            unit="tokens",
+            least=0,
+            most=MAX_SPEC_STEPS,
+        ),
     ] = "auto"
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Numbers of tokens that may be proposed at once, ascending; of a resolved configuration."""
+        if self.spec == "off":
+            return (0,)
+        return AUTO_TIERS if self.spec_steps == "auto" else (self.spec_steps,)
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,6 @@ from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, StepShape, step
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
-SPEC_STEPS = 3  # tokens proposed for each that the model draws, unless told
 # Of ``auto`` on cpu, where the device's pages lie in the same memory: enough to outlive a worker, and soon touched.
 MAX_CPU_HOST_BYTES = GIB // 4
 # Bytes that a row's tables take per token and per page, on the device and on the host together.
@@ -244,8 +243,7 @@ def _spec(config: Config, model: ModelFacts) -> Spec:
     spec = config.spec.spec
     if spec == "auto":
         spec = "off" if model.draft is None else model.draft.kind
-    steps = 0 if spec == "off" else _or(config.spec.spec_steps, SPEC_STEPS)
-    return msgspec.structs.replace(config.spec, spec=spec, spec_steps=steps)
+    return msgspec.structs.replace(config.spec, spec=spec)
 
 
 def _check_backend(config: Config, *, on_cpu: bool) -> None:

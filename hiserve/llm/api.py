@@ -215,7 +215,7 @@ class LLM:
             RequestError: A token id, or speculation.
         """
         sampling.check_vocabulary(self._vocab_size)
-        sampling.check_spec(known(self.config.spec.spec_steps))
+        sampling.check_spec(self.config.spec.tiers[-1])
         return sampling
 
     def _check_length(self, num_tokens: int, param: str) -> None:

@@ -40,6 +40,7 @@ class StepCosts:
         draft: float64 ``[R]``. Each further draft.
         verify_token: What each stored token of any row adds to a step.
         draft_token: What it adds to each draft forward.
+        times_own_drafts: A step's end is told after the drafts behind it were made, not before.
     """
 
     rows: NDArray[np.int64]
@@ -49,6 +50,7 @@ class StepCosts:
     draft: FloatArray
     verify_token: float = 0.0
     draft_token: float = 0.0
+    times_own_drafts: bool = False
 
     @property
     def max_draft(self) -> int:
@@ -174,6 +176,11 @@ class DraftController:
         self._credit = np.zeros(costs.tiers.size)  # steps that may be lost to probes
         self._kept = 0
         self._age = DWELL_STEPS
+
+    @property
+    def times_own_drafts(self) -> bool:
+        """As ``StepCosts``."""
+        return self._costs.times_own_drafts
 
     @property
     def num_draft(self) -> int:

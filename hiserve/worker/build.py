@@ -32,8 +32,10 @@ from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.canary import Canary
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.rows import DeviceRows
+from hiserve.spec.adaptive import DraftController
 from hiserve.worker.adopt import adopt
 from hiserve.worker.copier import Copier
+from hiserve.worker.draft_costs import DraftMeter
 from hiserve.worker.drafting import open_proposer
 from hiserve.worker.executor import Executor
 from hiserve.worker.kv_events import KvEvents, open_kv_events
@@ -99,6 +101,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         runners = _runners(config, model, model_config, pool, rows, proposer)
+        controller = _controller(config, runners, rows)
     depth = known(config.runner.overlap)
     facts = EngineFacts(
         max_running=max_rows,
@@ -109,7 +112,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         startup_s=startup_s,
     )
     return Engine(
-        _planner(config, cache, model_config),
+        _planner(config, cache, model_config, controller),
         Executor(runners, rows, threaded=depth > 0, copier=copier),
         depth,
         facts,
@@ -118,14 +121,25 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     )
 
 
-def _planner(config: Config, cache: CacheManager, model: ModelConfig) -> Planner:
+def _controller(config: Config, runners: Dispatch, rows: DeviceRows) -> DraftController | None:
+    """Measures what drafts cost, where there is a choice."""
+    tiers = config.spec.tiers
+    if len(tiers) == 1:
+        return None
+    with torch.inference_mode():
+        costs = DraftMeter(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
+    return DraftController(costs)
+
+
+def _planner(config: Config, cache: CacheManager, model: ModelConfig, controller: DraftController | None) -> Planner:
     return Planner(
         cache=cache,
         max_rows=known(config.scheduler.max_running_requests),
         max_len=known(config.model.max_model_len),
         max_batched_tokens=known(config.scheduler.max_batched_tokens),
         eos_token_ids=model.eos_token_ids,
-        num_draft=known(config.spec.spec_steps),
+        num_draft=config.spec.tiers[-1],
+        controller=controller,
         # A canary is read when a row starts: its load must have arrived, and not failed, by then.
         overlaps_loads=config.model.device == "cuda" and not config.cache.kv_canary,
         store_prefetch=None if config.cache.store is None else config.cache.store_prefetch,
@@ -143,7 +157,6 @@ def _runners(
 ) -> Dispatch:
     """Prepares the runners; on CUDA measures the largest steps, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
-    num_draft = known(config.spec.spec_steps)
     runners = make_runners(
         config.runner,
         model,
@@ -151,7 +164,7 @@ def _runners(
         rows,
         attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
         max_batched_tokens=max_tokens,
-        widths=(1, 1 + num_draft) if num_draft else (1,),
+        widths=sorted({1, *(1 + num_draft for num_draft in config.spec.tiers)}),
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
         proposer=proposer,
     )

@@ -66,16 +66,19 @@ class Costs:
         self._num_left = 0
 
     def begin_step(self, num_rows: int, num_tokens: int) -> None:
-        """A step was planned; steps end in this order."""
+        """A step was planned, of so many tokens, drafts not counted; steps end in this order."""
         self._submitted.append((self._clock(), num_tokens if num_tokens > num_rows else 0))
 
-    def end_step(self) -> None:
-        """The oldest step has ended."""
+    def end_step(self) -> float | None:
+        """The oldest step has ended; returns the seconds that it took, None if it computed prompts."""
         began, num_tokens = self._submitted.popleft()
         now = self._clock()
-        if num_tokens:
-            self._prefills.add(num_tokens, now - max(began, self._ended))
+        seconds = now - max(began, self._ended)
         self._ended = now
+        if not num_tokens:
+            return seconds
+        self._prefills.add(num_tokens, seconds)
+        return None
 
     def end_load(self, num_tokens: int, seconds: float) -> None:
         """A load of so many tokens took so long, its waits not counted."""

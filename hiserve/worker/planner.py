@@ -18,12 +18,14 @@ from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import GateCounts, WorkerStats
+from hiserve.spec.adaptive import DraftController
 from hiserve.worker.admitter import Admitter
 from hiserve.worker.budget import Share, decode_first, share_budget
 from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.cache_tree import outline
 from hiserve.worker.columns import Columns
 from hiserve.worker.costs import Costs
+from hiserve.worker.draft_choice import DraftChoice
 from hiserve.worker.draft_counts import DraftCounts
 from hiserve.worker.loading import Loading
 from hiserve.worker.prefetch import Prefetches
@@ -60,6 +62,7 @@ class Planner:
         max_batched_tokens: Budget of a step, in tokens.
         eos_token_ids: Tokens that end a reply.
         num_draft: Drafts proposed for a row whenever it samples, to be verified when it does so next; 0 is plain decoding.
+        controller: Chooses how many, up to that; None always takes as many.
         overlaps_loads: A row whose load is unfinished may start when nobody else runs: its forward waits for the
             load on the device.
         costs: Says whether a load is worth it; measures it unless given.
@@ -76,6 +79,7 @@ class Planner:
         max_batched_tokens: int,
         eos_token_ids: tuple[int, ...],
         num_draft: int = 0,
+        controller: DraftController | None = None,
         overlaps_loads: bool = False,
         costs: Costs | None = None,
         store_prefetch: StorePrefetch | None = None,
@@ -107,6 +111,7 @@ class Planner:
         )
         self._num_draft = num_draft
         self._draft_counts = DraftCounts(self._rows)
+        self._choice = DraftChoice(self._rows, self._draft_counts, num_draft, controller)
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._released: list[int] = []
@@ -211,7 +216,6 @@ class Planner:
         computed = columns.computed[rows] + share.num_new
         columns.computed[rows] = computed
         columns.pending[rows] += share.samples + share.num_draft
-        num_propose = self._propose(rows[share.samples])
         plan = BatchPlan(
             step_id=self._step_id,
             rows=rows.astype(np.int32),
@@ -220,7 +224,7 @@ class Planner:
             samples=share.samples,
             num_scored=share.num_scored,
             max_len=computed,
-            num_propose=num_propose,
+            num_propose=self._choice.propose(rows[share.samples]),
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             copies=copies + exchanged,
@@ -232,18 +236,9 @@ class Planner:
         )
         self._released = []
         self._cache.begin_after(self._step_id)
-        self._costs.begin_step(rows.size, num_tokens)
+        self._costs.begin_step(rows.size, num_tokens - int(share.num_draft.sum()))
         self._in_flight.append(_InFlight(plan, rows, columns.admission[rows]))
         return plan
-
-    def _propose(self, rows: Int64Array) -> int:
-        """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
-        columns = self._rows
-        columns.drafted[rows] = drafted = np.minimum(columns.max_draft[rows], self._num_draft)
-        num_propose = self._num_draft if drafted.any() else 0  # of few widths, for graphs
-        if rows.size:
-            self._draft_counts.chose(num_propose)
-        return num_propose
 
     def _plan_running(self) -> tuple[Int64Array, Share]:
         """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
@@ -290,7 +285,7 @@ class Planner:
         step = self._in_flight.popleft()
         plan = step.plan
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
-        self._costs.end_step()
+        seconds = self._costs.end_step()
         columns = self._rows
         ok = columns.admission[step.rows] == step.admissions
         if result.deferred:
@@ -306,10 +301,9 @@ class Planner:
         settled = step.rows[ok]
         columns.settled[settled] += plan.num_new[ok]
         sampled = ok[plan.samples]
-        rows = step.rows[plan.samples][sampled]
-        counts, finishes, tokens = self._append_tokens(
-            rows, plan.num_draft[plan.samples][sampled], result.counts[sampled], result.tokens[sampled]
-        )
+        rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
+        self._choice.record(plan, rows, num_draft, result.counts[sampled], seconds)
+        counts, finishes, tokens = self._append_tokens(rows, num_draft, result.counts[sampled], result.tokens[sampled])
         scores = pick_scores(plan, result, ok, counts, columns)
         self._tell(rows, counts, finishes, tokens, scores)
         self._tables.publish(settled, plan.step_id)

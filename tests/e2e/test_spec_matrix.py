@@ -69,7 +69,7 @@ def storm(work: Work, folder: Path, page_size: int, **settings: object) -> None:
 PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm)
 PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY = (
     ("ngram", "draft_model", "eagle3", "mtp"),
-    (0, 1, 3, 7),
+    (0, 1, 3, 7, "auto"),
     (1, 16, 64),
     (0, 1),
     (True, False),

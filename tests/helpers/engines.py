@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.spec.adaptive import DraftController
 from hiserve.worker.costs import Costs
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.loop import Engine, EngineFacts
@@ -31,6 +32,7 @@ def echo_engine(
     fail_rate: float = 0.0,
     defer_rate: float = 0.0,
     costs: Costs | None = None,
+    controller: DraftController | None = None,
 ) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
     cache = CacheManager(
         num_pages=num_pages,
@@ -50,6 +52,7 @@ def echo_engine(
         num_draft=num_draft,
         overlaps_loads=overlaps_loads,
         costs=costs,
+        controller=controller,
     )
     executor = EchoExecutor(
         num_pages=num_pages,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+CHOICE = "hiserve/worker/draft_choice.py"
+OF_CHOICE = "tests/unit/worker/test_draft_choice.py::"
 PLANNER = "hiserve/worker/planner.py"
 COLUMNS = "hiserve/worker/columns.py"
 COUNTS = "hiserve/worker/draft_counts.py"
@@ -177,16 +179,16 @@ MUTANTS = [
     # --- what is asked ---
     Mutant(
         name="a request's own number of drafts is not heard",
-        file=PLANNER,
-        old="np.minimum(columns.max_draft[rows], self._num_draft)",
-        new="np.full(rows.size, self._num_draft)",
+        file=CHOICE,
+        old="np.minimum(allowed, most)",
+        new="np.full(rows.size, most)",
         test=OF_COUNTS + "test_a_request_verifies_no_more_drafts_than_it_asks_for",
     ),
     Mutant(
         name="drafts are proposed that nobody wants",
-        file=PLANNER,
-        old="self._num_draft if drafted.any() else 0",
-        new="self._num_draft",
+        file=CHOICE,
+        old="most if drafted.any() else 0",
+        new="most",
         test=OF_COUNTS + "test_a_request_verifies_no_more_drafts_than_it_asks_for",
     ),
     Mutant(
@@ -237,5 +239,26 @@ MUTANTS = [
         old="    if not num_steps:\n        return []\n    length",
         new="    if num_steps:\n        return []\n    length",
         test="tests/unit/commands/test_top.py::test_what_became_of_drafts_is_shown_where_there_are_any",
+    ),
+    Mutant(
+        name="drafts made behind a step are taken for those made before it",
+        file=CHOICE,
+        old="plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())",
+        new="plan.num_propose",
+        test=OF_CHOICE + "test_each_step_proposes_what_is_chosen_for_it_and_verifies_what_was_chosen_before",
+    ),
+    Mutant(
+        name="the controller hears of no step",
+        file=CHOICE,
+        old="if self._controller is not None and rows.size:",
+        new="if False:",
+        test=OF_CHOICE + "test_each_step_proposes_what_is_chosen_for_it_and_verifies_what_was_chosen_before",
+    ),
+    Mutant(
+        name="verified drafts count as a prompt in a step's time",
+        file=PLANNER,
+        old="num_tokens - int(share.num_draft.sum())",
+        new="num_tokens",
+        test=OF_CHOICE + "test_each_step_proposes_what_is_chosen_for_it_and_verifies_what_was_chosen_before",
     ),
 ]

@@ -64,7 +64,6 @@ def test_defaults_on_cpu() -> None:
         "cpu_threads": 3,
         "host_cache_gib": 0.25,
         "graphs": "off",
-        "spec_steps": 0,
     }
 
 
@@ -91,7 +90,6 @@ def test_what_was_given_stays() -> None:
         "cpu_threads": 2,
         "host_cache_gib": 0.25,
         "graphs": "off",
-        "spec_steps": 0,
     }
     resolved = resolve(make_config(**chosen), NANO, SERVER)
     assert resolved.config == make_config(**chosen)
@@ -104,8 +102,8 @@ def test_one_decision_a_line() -> None:
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
     assert (
-        len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 2
-    )  # load_format and attention_backend stay
+        len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 3
+    )  # load_format, attention_backend and spec_steps stay
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4), (3, 8, 1)])
@@ -304,7 +302,11 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
         return
     assert resolve(config, model, machine) == resolved
     found = values(resolved.config)
-    assert [name for name, value in found.items() if value == "auto"] == ["load_format", "attention_backend"]
+    assert [name for name, value in found.items() if value == "auto"] == [
+        "load_format",
+        "attention_backend",
+        "spec_steps",
+    ]
     assert {name: found[name] for name in given} == given
     on_cpu = found["device"] == "cpu"
     memory = machine.memory_bytes if on_cpu else machine.cuda_memory_bytes

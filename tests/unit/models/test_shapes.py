@@ -124,7 +124,6 @@ def test_caches_of_two_shapes_never_meet(monkeypatch: pytest.MonkeyPatch) -> Non
                 overlap=0,
                 graphs="off",
                 host_cache_gib=0,
-                spec_steps=0,
             )
         )
         namespaces.add(engine.facts.namespace)

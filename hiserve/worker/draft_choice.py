@@ -1,0 +1,63 @@
+"""How many drafts follow each step: what was asked for, or what pays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.core.plan import BatchPlan, Int32Array
+from hiserve.spec.adaptive import DraftController
+from hiserve.worker.columns import Columns
+from hiserve.worker.draft_counts import DraftCounts
+
+
+class DraftChoice:
+    """Chooses for the planner, and learns from its results.
+
+    Args:
+        rows: The planner's rows.
+        counts: Is told what was chosen.
+        num_draft: Drafts that may follow a step, at most; so many do without a controller.
+        controller: Chooses for all rows of a step.
+    """
+
+    def __init__(
+        self, rows: Columns, counts: DraftCounts, num_draft: int, controller: DraftController | None = None
+    ) -> None:
+        self._rows = rows
+        self._counts = counts
+        self._num_draft = num_draft
+        self._controller = controller
+
+    def propose(self, rows: NDArray[np.int64]) -> int:
+        """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
+        columns = self._rows
+        if not (self._num_draft and rows.size):
+            return 0
+        allowed = columns.max_draft[rows]
+        most = self._num_draft
+        if self._controller is not None:
+            most = self._controller.choose(allowed, self._mean_context(rows))
+        columns.drafted[rows] = drafted = np.minimum(allowed, most)
+        num_propose = most if drafted.any() else 0  # of few widths, for graphs
+        self._counts.chose(num_propose)
+        return num_propose
+
+    def record(
+        self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
+    ) -> None:
+        """Takes in what a step gave.
+
+        Args:
+            plan: Of the step.
+            rows: int64 ``[S]``. Those that sampled and passed the check.
+            num_draft: int32 ``[S]``. Drafts that they verified.
+            counts: int32 ``[S]``. Those accepted + 1.
+            seconds: The step took; None if it computed prompts.
+        """
+        if self._controller is not None and rows.size:
+            made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())
+            self._controller.record(num_draft, counts, made, self._mean_context(rows), seconds)
+
+    def _mean_context(self, rows: NDArray[np.int64]) -> float:
+        return float(self._rows.known[rows].mean())

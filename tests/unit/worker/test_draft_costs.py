@@ -1,0 +1,30 @@
+"""What is measured at start: every size and tier once warm, on rows and pages that are forgotten afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hiserve import LLM
+from hiserve.worker.draft_costs import DraftMeter
+from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.tiered import engine_of
+
+
+def test_steps_are_measured_and_leave_no_trace() -> None:
+    tiers = (0, 1, 3)
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+        executor = engine_of(llm)._executor
+        rows = executor._rows  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            costs = DraftMeter(executor._runners, rows).measure(tiers, 4)  # type: ignore[attr-defined]
+        assert not rows.known_len.any() and not rows.computed_len.any()
+        assert (rows.entry_owner < 0).all() and not rows.page_table.any()
+        assert llm.generate("Two cappuccinos, please.")[0].outputs[0].drafts is not None
+    assert costs.rows.tolist() == [1, 4]
+    assert costs.tiers.tolist() == list(tiers)
+    assert costs.verify.shape == costs.follow.shape == (2, 3)
+    assert (costs.verify > 0).all() and (costs.follow > 0).all() and (costs.draft >= 0).all()
+    assert costs.verify[1, 2] > costs.verify[0, 0], "16 tokens take longer than one"
+    assert costs.times_own_drafts
+    assert np.isfinite([costs.verify_token, costs.draft_token]).all()
