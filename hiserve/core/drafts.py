@@ -39,6 +39,27 @@ class DraftStep:
     features: Tensor | None = None
 
 
+class DraftPieces(Protocol):
+    """Drafting behind steps of one shape, in pieces that graphs can hold: over tensors that stay where they are.
+
+    Attributes:
+        results: What the pieces compute, for comparison.
+    """
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """Tensors that ``follow`` and ``extend`` write."""
+
+    def follow(self) -> None:
+        """Takes in the step; then the first draft can be drawn."""
+
+    def draw(self, *, is_greedy: bool) -> None:
+        """Draws the next draft of each row, and writes it behind what the row knows."""
+
+    def extend(self) -> None:
+        """Computes what was drawn; then the next draft can be drawn."""
+
+
 class Proposer(Protocol):
     """Guesses the next tokens of rows, cheaper than the model computes them.
 
@@ -48,6 +69,14 @@ class Proposer(Protocol):
     """
 
     taps: tuple[int, ...]
+
+    def pieces(self, step: DraftStep) -> DraftPieces | None:
+        """Returns the work behind steps of one shape, for graphs; None if it is not made of such pieces.
+
+        Args:
+            step: Of rows that all computed the same number of tokens, and sample; its tensors stay where they are, and
+                hold another step each time.
+        """
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and waits for nothing.

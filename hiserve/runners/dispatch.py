@@ -135,5 +135,10 @@ class Dispatch:
 
     def propose(self, plan: BatchPlan, ran: Ran) -> None:
         """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""
-        if self._proposer is not None:
+        if self._proposer is None:
+            return
+        if ran.drafts is not None:
+            is_greedy = self._rows.sampling.drawing(plan.rows[plan.samples]) is Drawing.GREEDY
+            ran.drafts.propose(plan.num_propose, is_greedy=is_greedy)
+        else:
             self._proposer.propose(draft_step(plan, ran, self._rows))

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention
+from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.draft_graphs import DraftGraphs, capture_drafts
 from hiserve.runners.gate import FullGraphs
 from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
 from hiserve.runners.rows import DeviceRows
@@ -41,6 +43,7 @@ class _Captured:
         forward: From the columns to the logits.
         draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
         attention: What the first graph attends with.
+        drafts: What follows them; None where nothing does, or not as graphs.
     """
 
     varying: Tensor
@@ -51,6 +54,7 @@ class _Captured:
     forward: Graph
     draws: dict[Drawing, tuple[Graph, Tensor]]
     attention: Attention
+    drafts: DraftGraphs | None
 
 
 class GraphRunner:
@@ -67,6 +71,7 @@ class GraphRunner:
         capture: Where graphs are captured.
         width: Tokens of each row: 1, and its drafts.
         buckets: Rows of each graph, ascending; those that attention has nothing for are left out.
+        proposer: Drafts what follows each step; None for plain decoding.
 
     Attributes:
         failed: (rows, sampling) of captures that failed.
@@ -82,6 +87,7 @@ class GraphRunner:
         *,
         width: int,
         buckets: tuple[int, ...],
+        proposer: Proposer | None = None,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -90,6 +96,7 @@ class GraphRunner:
         self._capture = capture
         self._width = width
         self._buckets = buckets
+        self._proposer = proposer
         self._captured: dict[int, _Captured] = {}
         self.failed: set[tuple[int, str]] = set()
 
@@ -109,7 +116,8 @@ class GraphRunner:
         """Nodes of all graphs."""
         graphs = [each.forward for each in self._captured.values()]
         graphs += [graph for each in self._captured.values() for graph, _ in each.draws.values()]
-        return sum(graph.num_nodes for graph in graphs)
+        drafts = sum(each.drafts.num_nodes for each in self._captured.values() if each.drafts is not None)
+        return sum(graph.num_nodes for graph in graphs) + drafts
 
     def close(self) -> None:
         """Gives the graphs and their memory back."""
@@ -177,8 +185,10 @@ class GraphRunner:
             _check_replay(forward_graph, made[name], tensor)
         for drawing, (graph, drawn) in draws.items():
             _check_replay(graph, drawn, words[drawing])
-        features = made.get("features")
-        return _Captured(varying, columns, inputs, made["logits"], features, forward_graph, draws, attention)
+        features, drafts = made.get("features"), None
+        if self._proposer is not None:
+            drafts = capture_drafts(self._proposer, inputs, features, self._capture)
+        return _Captured(varying, columns, inputs, made["logits"], features, forward_graph, draws, attention, drafts)
 
     def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Ran:
         """Replays the graphs of a bucket on the current stream.
@@ -198,7 +208,7 @@ class GraphRunner:
         else:
             logits = captured.logits[: plan.rows.size * self._width]
             outcome = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
-        return Ran(outcome, captured.inputs, captured.features)
+        return Ran(outcome, captured.inputs, captured.features, captured.drafts)
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
+from hiserve.runners.draft_graphs import DraftGraphs
 from hiserve.runners.inputs import StepInputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.logprobs import pack_scores
@@ -49,11 +50,13 @@ class Ran:
         outcome: For the host.
         inputs: Of the plan's rows, and perhaps of others that pad them.
         features: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
+        drafts: Graphs of what follows it, if there are any.
     """
 
     outcome: Outcome
     inputs: StepInputs
     features: Tensor | None
+    drafts: DraftGraphs | None = None
 
 
 def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> Outcome:

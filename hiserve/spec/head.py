@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention
-from hiserve.core.drafts import DraftStep
+from hiserve.core.drafts import DraftPieces, DraftStep
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.core.upload import upload
 from hiserve.kernels.draft_ops import DraftMetadata, DraftOps
 from hiserve.kernels.step_ops import RowState, StepOps
 from hiserve.models.draft import DraftHead
 from hiserve.sampling.params import SamplingRows
+from hiserve.spec.layout import Layout, even_layout, layout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +38,27 @@ class DraftPool:
     layers: Sequence[LayerKV]
     boundary: Tensor
     page_size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """S rows while they are drafted for, token by token.
+
+    Attributes:
+        rows: int64 ``[S]``. Row numbers.
+        legal: bool ``[S]``.
+        places: int64 ``[S]``. Where each row's next draft will stand. Changed.
+        logits: ``[S, vocab_size]``, of that draft. Changed.
+        carried: ``[S, F]``. What the head goes on with. Changed.
+        layout: Of forwards that compute one token of each.
+    """
+
+    rows: Tensor
+    legal: Tensor
+    places: Tensor
+    logits: Tensor
+    carried: Tensor
+    layout: Layout
 
 
 class HeadProposer:
@@ -80,67 +100,97 @@ class HeadProposer:
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and what the head needs of the step's tokens."""
-        logits, carried = self._follow(step)
-        num_sampling = step.sampling.shape[0]
-        if not step.num_draft or not num_sampling:
+        chain = self.follow(step, layout_of(step), self._attention)
+        if not chain.rows.shape[0]:
             return
-        rows = step.rows.index_select(0, step.sampling)
-        legal = step.legal.index_select(0, step.sampling)
-        known = self._state.known_len.index_select(0, rows)
-        each_row = torch.arange(num_sampling, device=rows.device)
-        one, none = torch.ones_like(each_row), torch.zeros_like(each_row)
-        q_lens = np.ones(num_sampling, dtype=np.int32)
-        qo_indptr = torch.arange(num_sampling + 1, dtype=torch.int32, device=rows.device)
         for index in range(step.num_draft):
-            self._write(self._draw(logits, rows, known + index, is_greedy=step.is_greedy), rows, known + index, legal)
-            if index + 1 == step.num_draft:
-                return
-            max_kv_len = int(step.kv_bounds.max()) + 2 + index
-            made = self._inputs(rows, known + index, one, legal, each_row, none, max_kv_len)
-            bounds = np.full(num_sampling, max_kv_len, dtype=np.int32)
-            inputs = _forward_inputs(
-                made, self._head.shift, each_row, qo_indptr, each_row, q_lens, bounds, num_sampling
-            )
-            logits, carried = self._run(inputs, carried)
+            if index:
+                self.extend(chain, self._attention, int(step.kv_bounds.max()) + 1 + index)
+            self.draw(chain, is_greedy=step.is_greedy)
 
-    def _follow(self, step: DraftStep) -> tuple[Tensor, Tensor]:
-        """Computes the draft slots of a step's tokens, and of the ones behind them: logits and states of sampling rows."""
+    def pieces(self, step: DraftStep) -> DraftPieces | None:
+        """As the protocol."""
+        num_rows, width = step.q_lens.size, int(step.q_lens[0])
+        followed, further = self._attention.captured(num_rows, 1 + width), self._attention.captured(num_rows, 1)
+        if followed is None or further is None:
+            return None
+        return HeadPieces(self, step, followed, further, self._state.tokens.shape[1])
+
+    def follow(self, step: DraftStep, layout: Layout, attention: Attention) -> Chain:
+        """Computes the draft slots of a step's tokens, and of the ones behind them.
+
+        Args:
+            step: Recorded in the rows.
+            layout: Of ``n + 1`` tokens where a row computed n.
+            attention: Plans this forward, and computes it.
+
+        Returns:
+            The rows that sampled, ready for their first draft.
+        """
         rows, state = step.rows, self._state
-        q_lens = step.q_lens + np.int32(1)
-        num = q_lens.astype(np.int64)
-        indptr = np.zeros(num.size + 1, dtype=np.int64)
-        np.cumsum(num, out=indptr[1:])
-        host_rows = np.repeat(np.arange(num.size), num)
-        columns = (num, host_rows, np.arange(indptr[-1]) - indptr[host_rows], indptr.astype(np.int32))
-        num_tokens, token_rows, offsets, qo_indptr = upload(columns, rows.device)
-        bounds = step.kv_bounds + np.int32(1)
-        made = self._inputs(rows, step.first, num_tokens, step.legal, token_rows, offsets, int(bounds.max()))
-        features = self._features(step, made, token_rows, offsets, qo_indptr)
+        made = self._inputs(rows, step.first, step.legal, layout)
+        features = self._features(step, made, layout)
         last = state.known_len.index_select(0, rows) - 1 - step.first
-        last = torch.minimum(last.clamp_(min=0), num_tokens - 1) + qo_indptr[:-1]
-        logits_rows = last.index_select(0, step.sampling)
-        inputs = _forward_inputs(made, self._head.shift, token_rows, qo_indptr, logits_rows, q_lens, bounds, 0)
-        return self._run(inputs, features)
+        last = torch.minimum(last.clamp_(min=0), layout.num_tokens - 1) + layout.qo_indptr[:-1]
+        logits, carried = self._run(made, layout, features, last.index_select(0, step.sampling), attention)
+        sampling = rows.index_select(0, step.sampling)
+        return Chain(
+            rows=sampling,
+            legal=step.legal.index_select(0, step.sampling),
+            places=state.known_len.index_select(0, sampling),
+            logits=logits,
+            carried=carried,
+            layout=even_layout(sampling.shape[0], 1, layout.max_kv_len, rows.device),
+        )
 
-    def _features(
-        self, step: DraftStep, made: DraftMetadata, token_rows: Tensor, offsets: Tensor, qo_indptr: Tensor
-    ) -> Tensor:
+    def draw(self, chain: Chain, *, is_greedy: bool) -> None:
+        """Draws a draft of each row with the noise that the model's own draw of that place will have, and writes it.
+
+        Both then agree more often. Those without a place, and those of illegal rows, are not written: row 0 keeps its first
+        token, which steps that are padded with it compute.
+        """
+        if is_greedy:
+            drafts = self._step_ops.greedy(chain.logits)
+        else:
+            temperature, seed, choice = self._sampling.free_draws(chain.rows)
+            drafts = self._step_ops.draw_free(
+                chain.logits, temperature, seed, choice, chain.places, temperature > 0
+            )
+        tokens, places = self._state.tokens, chain.places
+        has_place = chain.legal & (places < tokens.shape[1])
+        flat = torch.where(has_place, chain.rows * tokens.shape[1] + places, 0)
+        tokens.view(-1).scatter_(0, flat, torch.where(has_place, drafts, 0).int())
+        places.add_(1)
+
+    def extend(self, chain: Chain, attention: Attention, max_kv_len: int | None = None) -> None:
+        """Computes the token drawn last of each row.
+
+        Args:
+            chain: The rows. Logits and what is carried are replaced.
+            attention: Plans this forward, and computes it.
+            max_kv_len: Upper bound of what any row attends over; None is that of the layout.
+        """
+        layout = chain.layout if max_kv_len is None else chain.layout.within(max_kv_len)
+        made = self._inputs(chain.rows, chain.places - 1, chain.legal, layout)
+        logits, carried = self._run(made, layout, chain.carried, layout.token_rows, attention)
+        chain.logits.copy_(logits)
+        chain.carried.copy_(carried)
+
+    def _features(self, step: DraftStep, made: DraftMetadata, layout: Layout) -> Tensor:
         """Returns what the model showed of the token before each draft token, and keeps what later steps take."""
         if not self._head.feature_size:
-            return self._last.new_empty((token_rows.shape[0], 0))
+            return self._last.new_empty((layout.token_rows.shape[0], 0))
         assert step.features is not None, f"the model showed nothing of layers {self.taps}"
-        fused = self._head.fuse(step.features)
-        each_row = torch.arange(step.q_lens.size + 1, dtype=torch.int32, device=fused.device)
         common = (
-            fused,
+            self._head.fuse(step.features),
             self._last,
             self._pool.boundary,
             step.rows,
             step.first,
-            token_rows,
-            offsets,
+            layout.token_rows,
+            layout.offsets,
             step.legal,
-            qo_indptr - each_row,  # of the step's own tokens
+            layout.step_indptr,
             made.page_table,
             self._pool.page_size,
         )
@@ -148,54 +198,85 @@ class HeadProposer:
         self._ops.keep_features(*common, self._state)
         return features
 
-    def _inputs(
-        self, rows: Tensor, first: Tensor, num: Tensor, legal: Tensor, token_rows: Tensor, offsets: Tensor, most: int
-    ) -> DraftMetadata:
-        page_size = self._pool.page_size
-        width = min(-(-most // page_size), self._state.page_table.shape[1])
+    def _inputs(self, rows: Tensor, first: Tensor, legal: Tensor, layout: Layout) -> DraftMetadata:
+        page_size, state = self._pool.page_size, self._state
+        width = min(-(-layout.max_kv_len // page_size), state.page_table.shape[1])
         return self._ops.draft_inputs(
-            rows, first, num, legal, token_rows, offsets, self._state, page_size=page_size, width=width
+            rows,
+            first,
+            layout.num_tokens,
+            legal,
+            layout.token_rows,
+            layout.offsets,
+            state,
+            page_size=page_size,
+            width=width,
         )
 
-    def _run(self, inputs: ForwardInputs, features: Tensor) -> tuple[Tensor, Tensor]:
-        self._attention.plan(inputs)
-        return self._head.forward(inputs, features, self._pool.layers, self._attention)
+    def _run(
+        self, made: DraftMetadata, layout: Layout, features: Tensor, logits_rows: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        inputs = ForwardInputs(
+            input_ids=made.input_ids,
+            positions=(made.places - self._head.shift).clamp_(min=0),
+            slots=made.slots,
+            token_rows=layout.token_rows,
+            qo_indptr=layout.qo_indptr,
+            kv_lens=made.kv_lens,
+            page_table=made.page_table,
+            logits_rows=logits_rows,
+            q_lens=layout.q_lens,
+            kv_bounds=layout.kv_bounds,
+            max_kv_len=layout.max_kv_len,
+            num_decode=layout.num_decode,
+        )
+        attention.plan(inputs)
+        return self._head.forward(inputs, features, self._pool.layers, attention)
 
-    def _draw(self, logits: Tensor, rows: Tensor, places: Tensor, *, is_greedy: bool) -> Tensor:
-        """Draws with the noise that the model's own draw of these places will have: both then agree more often."""
-        if is_greedy:
-            return self._step_ops.greedy(logits)
-        temperature, seed, choice = self._sampling.free_draws(rows)
-        return self._step_ops.draw_free(logits, temperature, seed, choice, places, temperature > 0)
 
-    def _write(self, drafts: Tensor, rows: Tensor, places: Tensor, legal: Tensor) -> None:
-        """Writes a draft of each row; those without a place, and those of illegal rows, stand in row 0, which means nothing."""
-        tokens = self._state.tokens
-        flat = torch.where(legal & (places < tokens.shape[1]), rows * tokens.shape[1] + places, 0)
-        tokens.view(-1).scatter_(0, flat, drafts.to(tokens.dtype))
+class HeadPieces:
+    """As ``DraftPieces``, of a head.
 
+    Args:
+        proposer: Whose head it is.
+        step: Of rows that all computed the same number of tokens, and sample; its tensors stay.
+        followed: Attention of what follows a step.
+        further: Attention of each further draft.
+        max_kv_len: Upper bound of what any row will attend over.
+    """
 
-def _forward_inputs(
-    made: DraftMetadata,
-    shift: int,
-    token_rows: Tensor,
-    qo_indptr: Tensor,
-    logits_rows: Tensor,
-    q_lens: np.ndarray,
-    bounds: np.ndarray,
-    num_decode: int,
-) -> ForwardInputs:
-    return ForwardInputs(
-        input_ids=made.input_ids,
-        positions=(made.places - shift).clamp_(min=0),
-        slots=made.slots,
-        token_rows=token_rows,
-        qo_indptr=qo_indptr,
-        kv_lens=made.kv_lens,
-        page_table=made.page_table,
-        logits_rows=logits_rows,
-        q_lens=q_lens,
-        kv_bounds=bounds,
-        max_kv_len=int(bounds.max()),
-        num_decode=num_decode,
-    )
+    def __init__(
+        self, proposer: HeadProposer, step: DraftStep, followed: Attention, further: Attention, max_kv_len: int
+    ) -> None:
+        self._proposer = proposer
+        self._step = step
+        self._followed = followed
+        self._further = further
+        num_rows, width = step.q_lens.size, int(step.q_lens[0])
+        self._layout = even_layout(num_rows, 1 + width, max_kv_len, step.rows.device)
+        self._chain = proposer.follow(step, self._layout, followed)
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """As the protocol."""
+        return self._chain.logits, self._chain.carried
+
+    def follow(self) -> None:
+        """As the protocol."""
+        made = self._proposer.follow(self._step, self._layout, self._followed)
+        for ours, theirs in (
+            (self._chain.rows, made.rows),
+            (self._chain.legal, made.legal),
+            (self._chain.places, made.places),
+            (self._chain.logits, made.logits),
+            (self._chain.carried, made.carried),
+        ):
+            ours.copy_(theirs)
+
+    def draw(self, *, is_greedy: bool) -> None:
+        """As the protocol."""
+        self._proposer.draw(self._chain, is_greedy=is_greedy)
+
+    def extend(self) -> None:
+        """As the protocol."""
+        self._proposer.extend(self._chain, self._further)

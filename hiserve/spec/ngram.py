@@ -33,6 +33,9 @@ class NgramProposer:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
 
+    def pieces(self, step: DraftStep) -> None:
+        """One launch needs no graph."""
+
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows."""
         if not step.num_draft or not step.sampling.shape[0]:

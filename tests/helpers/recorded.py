@@ -126,7 +126,12 @@ class RecordableAttention:
 def make_recordable(subject: Engine) -> None:
     """Gives an engine on the CPU, with attention ``reference``, what can be recorded: no numpy, no plans beforehand."""
     subject.attention = RecordableAttention(subject.attention)  # type: ignore[arg-type, assignment]
-    subject.rows.ops = SimpleNamespace(**vars(step_reference) | {"greedy": _greedy, "draw_free": _draw_free})  # type: ignore[assignment]
+    subject.rows.ops = recordable_ops()
+
+
+def recordable_ops() -> Any:
+    """The step's kernels without what is numpy's."""
+    return SimpleNamespace(**vars(step_reference) | {"greedy": _greedy, "draw_free": _draw_free})
 
 
 def _greedy(logits: Tensor) -> Tensor:
