@@ -82,8 +82,10 @@ def capture_drafts(
         pieces.follow()
 
     draws = {is_greedy: partial(pieces.draw, is_greedy=is_greedy) for is_greedy in (True, False)}
-    for work in (follow, *draws.values(), pieces.extend):
-        work()
+    follow()
+    for draw in draws.values():
+        draw()
+    pieces.extend()
     follow_graph = capture.record(follow)
     draw_graphs = {is_greedy: capture.record(draw) for is_greedy, draw in draws.items()}
     extend_graph = capture.record(pieces.extend)

@@ -54,8 +54,19 @@ def layout_of(step: DraftStep) -> Layout:
     offsets = np.arange(indptr[-1]) - indptr[rows]
     own = (indptr - np.arange(indptr.size)).astype(np.int32)
     columns = upload((num_tokens, rows, offsets, indptr.astype(np.int32), own), step.rows.device)
+    counts, token_rows, token_offsets, qo_indptr, step_indptr = columns
     bounds = step.kv_bounds + np.int32(1)
-    return Layout(*columns, q_lens, bounds, int(bounds.max()), q_lens.size)
+    return Layout(
+        num_tokens=counts,
+        token_rows=token_rows,
+        offsets=token_offsets,
+        qo_indptr=qo_indptr,
+        step_indptr=step_indptr,
+        q_lens=q_lens,
+        kv_bounds=bounds,
+        max_kv_len=int(bounds.max()),
+        num_decode=q_lens.size,
+    )
 
 
 def even_layout(num_rows: int, width: int, max_kv_len: int, device: torch.device) -> Layout:
