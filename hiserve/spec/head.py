@@ -153,9 +153,7 @@ class HeadProposer:
             drafts = self._step_ops.greedy(chain.logits)
         else:
             temperature, seed, choice = self._sampling.free_draws(chain.rows)
-            drafts = self._step_ops.draw_free(
-                chain.logits, temperature, seed, choice, chain.places, temperature > 0
-            )
+            drafts = self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places, temperature > 0)
         tokens, places = self._state.tokens, chain.places
         has_place = chain.legal & (places < tokens.shape[1])
         flat = torch.where(has_place, chain.rows * tokens.shape[1] + places, 0)

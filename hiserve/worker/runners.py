@@ -62,9 +62,7 @@ def make_runners(
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
     full = {
-        width: GraphRunner(
-            model, layers, attention, rows, capture, width=width, buckets=buckets, proposer=proposer
-        )
+        width: GraphRunner(model, layers, attention, rows, capture, width=width, buckets=buckets, proposer=proposer)
         for width in widths
     }
     piecewise = None
