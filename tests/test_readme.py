@@ -155,7 +155,8 @@ def test_a_server_with_all_tiers_starts_and_answers(tmp_path: Path) -> None:
 
 def test_a_server_that_drafts_starts_and_says_what_was_accepted(tmp_path: Path) -> None:
     (snippet,) = of("is_serve_with_drafts")
-    with serve(tmp_path, *shlex.split(snippet.text)[2:]) as live:
+    argv = [*shlex.split(snippet.text)[2:], "--spec-steps", "2"]  # chosen by itself it may well be none
+    with serve(tmp_path, *argv) as live:
         body = {"prompt": "def add(a, b):\n" * 20, "max_tokens": 16, "ignore_eos": True}
         usage = httpx.post(f"{live.url}/v1/completions", json=body, timeout=60).json()["usage"]
     assert usage["completion_tokens"] == 16
