@@ -20,7 +20,9 @@ ASKED: list[dict[str, Any] | None] = [None, {"enabled": False}, {"num_steps": 1}
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serve(tmp_path_factory.mktemp("live"), *FLAGS, "--spec", "ngram", "--metrics-compat", "vllm") as running:
+    with serve(
+        tmp_path_factory.mktemp("live"), *FLAGS, "--spec", "ngram", "--spec-steps", "3", "--metrics-compat", "vllm"
+    ) as running:
         yield running
         running.wait_idle()
 
@@ -99,7 +101,7 @@ def test_an_offline_batch_is_told_of_drafts_and_may_ask_for_fewer() -> None:
             llm.generate([PROMPT], SamplingParams(spec=SpecParams(enabled=True)))
         with pytest.raises(RequestError, match="--spec"):
             list(llm.generate_each([(PROMPT, SamplingParams(spec=SpecParams(num_steps=1)))]))
-    with LLM(in_process=True, spec="ngram", **settings) as llm:
+    with LLM(in_process=True, spec="ngram", spec_steps=3, **settings) as llm:
         outputs = [result.outputs[0] for result in llm.generate([PROMPT] * 3, params)]
     assert [output.token_ids for output in outputs] == [expected.outputs[0].token_ids] * 3
     off, one, free = (output.drafts for output in outputs)
