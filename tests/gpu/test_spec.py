@@ -1,0 +1,133 @@
+"""Speculation on a device: its kernels, its graphs, and the tokens of plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hiserve import LLM, SamplingParams
+from hiserve.kernels import draft, draft_reference
+from hiserve.models.config import NANO
+from tests.helpers.cache_paths import SETTINGS, check, pool
+from tests.helpers.cuda import no_sync
+from tests.helpers.draft_cases import DraftCase, draft_case
+from tests.helpers.drafted import Drafted, save_heads
+from tests.helpers.step_cases import copied
+from tests.helpers.tiered import counts_of, engine_of, leave_device
+
+pytestmark = pytest.mark.gpu
+
+STEPS, NUM_NEW, SEED = 3, 41, 19
+PROMPTS = [
+    "I would like a small latte with oat milk, please.",
+    "Can you book a table for two tonight?",
+    "Find me a cheap hotel in Boston.",
+    "What movies are playing this weekend?",
+]
+HOW = {
+    "greedy": SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True),
+    "drawn": SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_NEW, ignore_eos=True),
+}
+ON_CUDA: dict[str, Any] = {"device": "cuda", "host_cache_gib": 0, **pool(16)}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_heads(tmp_path_factory.mktemp("heads"), SEED)
+
+
+def on_device(case: DraftCase) -> DraftCase:
+    moved = {each.name: getattr(case, each.name) for each in fields(case)}
+    moved = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in moved.items()}
+    state = copied(case.state)
+    moved["state"] = replace(state, **{each.name: getattr(state, each.name).cuda() for each in fields(state)})
+    return DraftCase(**moved)
+
+
+def results(ops: Any, case: DraftCase) -> list[Tensor]:
+    made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
+    tensors = [getattr(made, each.name) for each in fields(made)]
+    arguments = case.step_features(made.page_table)
+    tensors.append(ops.draft_features(*arguments, case.page_size))
+    ops.keep_features(*arguments, case.page_size, case.state)
+    return [each.cpu() for each in (*tensors, *arguments[1:3])]
+
+
+def test_the_draft_kernels_give_what_their_twins_give() -> None:
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+    for number in range(40):
+        case = draft_case(generator)
+        ours, theirs = results(draft, on_device(case)), results(draft_reference, case)
+        assert all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True)), f"case {number}"
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("how", HOW)
+def test_speculation_changes_no_token(heads: dict[str, Path], kind: str, how: str, depth: int) -> None:
+    """In float64, through pages that left the device and came back."""
+    named = {"ngram": "ngram", "draft_model": f"draft:{NANO}"} | {each: f"{each}:{heads[each]}" for each in heads}
+    settings = SETTINGS | ON_CUDA | {"host_cache_gib": 0.05, "overlap": depth}
+    with LLM(**settings, spec="off") as plain:
+        expected = plain.generate(PROMPTS, HOW[how])
+    with LLM(**settings, spec=named[kind], spec_steps=STEPS) as llm:
+        for round_number in range(2):
+            for result, theirs in zip(llm.generate(PROMPTS, HOW[how]), expected, strict=True):
+                check(result.outputs[0], theirs.outputs[0])
+            if not round_number:
+                leave_device(llm)
+        assert counts_of(llm).loads.num_fulfilled > 0
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("graphs", ["off", "all"])
+def test_a_model_that_drafts_for_itself_is_hardly_ever_wrong(how: str, graphs: str) -> None:
+    """In float32 verified and drafted tokens are computed in other shapes, so that now and then a tie goes the other way."""
+    settings = SETTINGS | ON_CUDA | {"dtype": "float32", "graphs": graphs, "spec": f"draft:{NANO}", "spec_steps": STEPS}
+    with LLM(**settings) as llm:
+        results = llm.generate(PROMPTS, HOW[how])
+        counts = engine_of(llm).stats().graph_gate
+    drafts = [result.outputs[0].drafts for result in results]
+    assert all(each is not None for each in drafts)
+    accepted, steps = (sum(getattr(each, name) for each in drafts) for name in ("accepted", "verify_steps"))
+    assert 1 + accepted / steps >= 0.95 * (1 + STEPS), (accepted, steps)
+    assert bool(counts.get("replay", {}).get("verify")) == (graphs == "all"), counts
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("how", HOW)
+def test_drafts_behind_graphs_are_those_of_eager_steps(heads: dict[str, Path], kind: str, how: str) -> None:
+    """Bit by bit, where the batch has the size of its bucket."""
+    spec = f"draft:{NANO}" if kind == "draft_model" else f"{kind}:{heads[kind]}"
+    found = []
+    for graphs in ("decode", "off"):
+        subject = Drafted(**ON_CUDA, spec=spec, spec_steps=STEPS, dtype="float32", graphs=graphs, overlap=0)
+        with subject.llm as llm:
+            said = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, HOW[how])]
+        assert (subject.num_replayed > 0) == (graphs == "decode")
+        found.append((said, subject.drafts))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("graphs", ["off", "all"])
+def test_drafting_waits_for_nothing(heads: dict[str, Path], graphs: str) -> None:
+    settings = SETTINGS | ON_CUDA | {"dtype": "float32", "graphs": graphs, "overlap": 1}
+    with LLM(**settings, spec=f"eagle3:{heads['eagle3']}", spec_steps=STEPS) as llm:
+        llm.generate(PROMPTS, HOW["drawn"])  # the first time is not yet steady state
+        dispatch = engine_of(llm)._executor._runners  # type: ignore[attr-defined]
+        propose, num_guarded = dispatch.propose, 0
+
+        def guarded(plan: Any, ran: Any) -> None:
+            nonlocal num_guarded
+            num_guarded += 1
+            with no_sync():
+                propose(plan, ran)
+
+        dispatch.propose = guarded
+        llm.generate(PROMPTS[::-1], HOW["drawn"])
+    assert num_guarded > NUM_NEW // (1 + STEPS)
