@@ -25,6 +25,7 @@ ALLOWED = (
     Allowed("runners/canary.py", "Canary.*", "*", _DEBUGGING),
     Allowed("runners/canary.py", "_describe", "int(tensor)", _DEBUGGING),
     Allowed("runners/capture.py", "Capture.on_stream", "synchronize", _AT_START),
+    Allowed("runners/draft_graphs.py", "_check", "torch.equal", _AT_START),
     Allowed("runners/graph.py", "GraphRunner._fill", ".numpy()", "pinned memory of the host, filled before the replay"),
     Allowed("runners/graph.py", "_check_replay", "torch.equal", _AT_START),
     Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "torch.equal", _AT_START),
