@@ -192,7 +192,7 @@ MUTANTS = [
         file=PLANNER,
         old="np.where(counts == room, int(FinishReason.LENGTH), 0)",
         new="np.zeros_like(counts)",
-        test=OF_PLANNER + "test_no_more_is_drafted_than_the_limit_leaves_room_for",
+        test=OF_PLANNER + "test_a_reply_ends_at_its_limit_inside_an_accepted_run",
     ),
     Mutant(
         name="a stop token at the limit ends a reply for its length",

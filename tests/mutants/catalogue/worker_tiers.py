@@ -33,7 +33,7 @@ MUTANTS = [
         file="hiserve/worker/planner.py",
         old="        if not self._tables.grow(rows, share.num_new):  # stores",
         new="        if self._tables.grow(rows, share.num_new) is None:  # stores",
-        test="tests/invariants/test_planner_tiers.py::test_random_workloads_over_both_tiers_match_the_oracle[2-True-write_through]",
+        test=OF_TIERS + "test_a_row_starts_behind_its_load_only_with_pages_for_its_step",
     ),
     Mutant(
         name="rows that score are not counted when they are given back",
@@ -89,7 +89,7 @@ MUTANTS = [
         file=PLANNER,
         old="        self._cache.keep(self._rows.receipt(row))\n",
         new="",
-        test=OF_TIERS + "test_what_a_preempted_row_computed_is_kept_on_the_host_though_nobody_used_it_twice",
+        test=OF_TIERS + "test_a_row_that_loses_its_place_has_its_pages_stored_at_once",
     ),
     Mutant(
         name="a step that was refused counts as run",

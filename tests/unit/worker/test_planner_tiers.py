@@ -79,6 +79,20 @@ def test_what_a_preempted_row_computed_is_kept_on_the_host_though_nobody_used_it
     assert stats.cache.loads.num_fulfilled > 0
 
 
+def test_a_row_that_loses_its_place_has_its_pages_stored_at_once() -> None:
+    engine, planner, _, cache = echo_engine(
+        num_pages=30, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, host_admission=HostAdmission.SELECTIVE
+    )
+    add(engine, 1, prompt(9, seed=1), 18)
+    for _ in range(4):
+        engine.step()
+    assert not cache.has_stores  # nobody used them twice
+    planner._preempt(int(planner._rows.active[0]))
+    assert cache.has_stores
+    said, _ = run(engine)
+    assert oracle(prompt(9, seed=1), 18)[-len(said[1]) :] == said[1]
+
+
 def test_a_prefix_that_is_not_worth_loading_is_computed_and_said_to_be_left() -> None:
     costs = NeverWorth(16)
     engine, *_ = echo_engine(num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, costs=costs)
@@ -129,6 +143,24 @@ def test_what_a_failed_load_gave_to_a_step_that_waited_for_it_is_not_told() -> N
     executor.host.fail_rate = 0.0
     said, _ = run(engine)
     assert (executor.host.num_waits, executor.host.num_failed[CopyKind.LOAD]) == (1, 1)
+    assert said == {9: oracle(prompt(21, seed=1), 1)}
+
+
+def test_a_row_starts_behind_its_load_only_with_pages_for_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, planner, executor, _ = echo_engine(
+        num_pages=9, page_size=PAGE, max_len=32, eos=(), num_host_pages=60, overlaps_loads=True
+    )
+    for uid, seed in enumerate((1, 2, 3)):
+        add(engine, uid, prompt(21, seed), 1)
+        run(engine)
+    add(engine, 9, prompt(21, seed=1), 1)
+    with monkeypatch.context() as others_hold_them:
+        others_hold_them.setattr(planner._tables, "grow", lambda rows, num_new: not rows.size)
+        plan = planner.plan()
+    assert plan is not None
+    assert (plan.rows.size, plan.waits) == (0, ())
+    engine._in_flight.append(executor.submit(plan))
+    said, _ = run(engine)
     assert said == {9: oracle(prompt(21, seed=1), 1)}
 
 
