@@ -284,7 +284,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         str,
         about(
             "Who proposes tokens: off; ngram, what followed the last tokens before; eagle3 or mtp, a head that comes with "
-            "the model; eagle3:PATH, one of its own; draft:PATH, a small model with the same vocabulary."
+            "the model, auto whichever does; eagle3:PATH or mtp:PATH, one of its own; draft:PATH, a small model with the "
+            "same vocabulary."
         ),
     ] = "off"
     spec_steps: Annotated[

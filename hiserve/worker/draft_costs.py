@@ -11,6 +11,7 @@ import torch
 
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
+from hiserve.errors import ConfigError
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Loads, admit
 from hiserve.runners.rows import DeviceRows
@@ -46,7 +47,17 @@ class DraftMeter:
         Args:
             tiers: Numbers of drafts.
             max_rows: Rows of the largest batch.
+
+        Raises:
+            ConfigError: Rows or the pool are shorter than what is measured.
         """
+        most, room = tiers[-1], min(self._rows.max_len, self._num_places())
+        if room <= 2 * most + 2:
+            raise ConfigError(
+                f"--spec-steps auto measures {most} drafts, which takes more than {2 * most + 2} tokens of a request, but one "
+                f"has at most {room}. Raise --max-model-len or --kv-pages, or set --spec-steps.",
+                param="spec_steps",
+            )
         sizes = np.unique(np.minimum((1, 4, 16, 64, 256), max_rows))
         verify, follow, draft = (
             np.empty((sizes.size, len(tiers))),
@@ -111,7 +122,6 @@ class DraftMeter:
         rows = self._rows
         numbers = np.arange(1, num_rows + 1, dtype=np.int32)
         context = min(context, rows.max_len - 2 * num_draft - 2, self._num_places() - 2 * num_draft - 2)
-        assert context > 0, f"{rows.num_pages} pages and rows of {rows.max_len} tokens hold no step to measure"
         pages = np.arange(1, -(-(context + num_draft + num_propose + 1) // rows.page_size) + 1, dtype=np.int32)
         table = TableWrites(
             rows=np.repeat(numbers, pages.size),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from hiserve import LLM
+from hiserve.errors import ConfigError
 from hiserve.worker.draft_costs import DraftMeter
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.tiered import engine_of
@@ -28,3 +30,14 @@ def test_steps_are_measured_and_leave_no_trace() -> None:
     assert costs.verify[1, 2] > costs.verify[0, 0], "16 tokens take longer than one"
     assert costs.times_own_drafts
     assert np.isfinite([costs.verify_token, costs.draft_token]).all()
+
+
+def test_a_context_too_short_to_measure_is_refused_and_one_that_suffices_is_not() -> None:
+    for max_len in (12, 13):
+        settings = SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "max_model_len": max_len}
+        if max_len == 12:
+            with pytest.raises(ConfigError, match="set --spec-steps") as raised:
+                LLM(**settings)
+            assert raised.value.param == "spec_steps"
+        else:
+            LLM(**settings).close()
