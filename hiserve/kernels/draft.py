@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata
+from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.ngram import draft_ngrams
 from hiserve.kernels.reference import SINK_PAGE
@@ -81,95 +81,72 @@ def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.devi
     )
 
 
-def draft_features(
-    features: Tensor,
-    last: Tensor,
-    boundary_pages: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    token_rows: Tensor,
-    offsets: Tensor,
-    legal: Tensor,
-    qo_indptr: Tensor,
-    page_table: Tensor,
-    page_size: int,
-) -> Tensor:
+def draft_features(step: StepFeatures) -> Tensor:
     """Gathers for each draft token of a step the features of the token before it."""
-    _check_features(features, last, boundary_pages)
-    num_tokens, size = token_rows.shape[0], features.shape[1]
+    features = _check_features(step)
+    num_tokens, size = step.token_rows.shape[0], features.shape[1]
     out = torch.empty((num_tokens, size), dtype=features.dtype, device=features.device)
     block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
     _draft_features[(num_tokens, triton.cdiv(size, block))](
         features,
-        last,
-        boundary_pages,
-        rows,
-        first,
-        token_rows,
-        offsets,
-        legal,
-        qo_indptr,
-        page_table,
+        step.last,
+        step.boundary_pages,
+        step.rows,
+        step.first,
+        step.token_rows,
+        step.offsets,
+        step.legal,
+        step.qo_indptr,
+        step.page_table,
         out,
         features.stride(0),
-        last.stride(0),
-        boundary_pages.stride(0),
-        page_table.stride(0),
+        step.last.stride(0),
+        step.boundary_pages.stride(0),
+        step.page_table.stride(0),
         size,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=step.page_size,
         BLOCK=block,
         **early_launch(features.device),
     )
     return out
 
 
-def keep_features(
-    features: Tensor,
-    last: Tensor,
-    boundary_pages: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    token_rows: Tensor,
-    offsets: Tensor,
-    legal: Tensor,
-    qo_indptr: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    state: RowState,
-) -> None:
+def keep_features(step: StepFeatures, state: RowState) -> None:
     """Keeps what later steps take of a step's features."""
-    _check_features(features, last, boundary_pages)
+    features = _check_features(step)
     size = features.shape[1]
     block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
-    _keep_features[(token_rows.shape[0], triton.cdiv(size, block))](
+    _keep_features[(step.token_rows.shape[0], triton.cdiv(size, block))](
         features,
-        last,
-        boundary_pages,
-        rows,
-        first,
-        token_rows,
-        offsets,
-        legal,
-        qo_indptr,
-        page_table,
+        step.last,
+        step.boundary_pages,
+        step.rows,
+        step.first,
+        step.token_rows,
+        step.offsets,
+        step.legal,
+        step.qo_indptr,
+        step.page_table,
         state.computed_len,
         features.stride(0),
-        last.stride(0),
-        boundary_pages.stride(0),
-        page_table.stride(0),
+        step.last.stride(0),
+        step.boundary_pages.stride(0),
+        step.page_table.stride(0),
         size,
         SINK=SINK_PAGE,
-        PAGE_SIZE=page_size,
+        PAGE_SIZE=step.page_size,
         BLOCK=block,
         **early_launch(features.device),
     )
 
 
-def _check_features(features: Tensor, last: Tensor, boundary_pages: Tensor) -> None:
-    for kept in (last, boundary_pages):
+def _check_features(step: StepFeatures) -> Tensor:
+    features = step.features
+    for kept in (step.last, step.boundary_pages):
         assert kept.dtype == features.dtype, f"features of {features.dtype} are kept as {kept.dtype}"
         assert kept.shape[1] == features.shape[1], f"of {features.shape[1]} features {kept.shape[1]} are kept"
         assert kept.stride(1) == features.stride(1) == 1, f"features {kept.stride()} and {features.stride()} apart"
+    return features
 
 
 # Not compiled anew for each alignment of their addresses: most are views into one upload, or of a batch.

@@ -33,6 +33,37 @@ class DraftMetadata:
     slots: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepFeatures:
+    """What a step of B rows and T tokens showed, where features are kept, and the draft tokens that take them.
+
+    Attributes:
+        features: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
+        last: ``[R, F]``, by row number.
+        boundary_pages: ``[num_pages, F]``.
+        rows: int64 ``[B]``. Row numbers.
+        first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
+        token_rows: int64 ``[T + B]``. Which of the B rows a draft token belongs to.
+        offsets: int64 ``[T + B]``. Its index among those of its row.
+        legal: bool ``[B]``. Rows that passed the check.
+        qo_indptr: int32 ``[B + 1]``. Row b computed the tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+        page_table: int32 ``[B, W]``, of ``draft_inputs``.
+        page_size: Tokens per page.
+    """
+
+    features: Tensor
+    last: Tensor
+    boundary_pages: Tensor
+    rows: Tensor
+    first: Tensor
+    token_rows: Tensor
+    offsets: Tensor
+    legal: Tensor
+    qo_indptr: Tensor
+    page_table: Tensor
+    page_size: int
+
+
 class DraftOps(Protocol):
     """Work of fixed shape that waits for nothing, and so can be recorded in a graph.
 
@@ -79,73 +110,26 @@ class DraftOps(Protocol):
             ``kv_lens`` are ``first + num``, at most ``W * page_size``.
         """
 
-    def draft_features(
-        self,
-        features: Tensor,
-        last: Tensor,
-        boundary_pages: Tensor,
-        rows: Tensor,
-        first: Tensor,
-        token_rows: Tensor,
-        offsets: Tensor,
-        legal: Tensor,
-        qo_indptr: Tensor,
-        page_table: Tensor,
-        page_size: int,
-    ) -> Tensor:
+    def draft_features(self, step: StepFeatures) -> Tensor:
         """Gathers for each draft token of a step the features of the token before it.
 
-        Those of tokens that the step computed are in ``features``. Before a row's first one there is nothing at
-        place 0, the page's boundary where a page begins, and else what the row kept.
+        Those of tokens that the step computed are its own. Before a row's first one there is nothing at place 0, the
+        page's boundary where a page begins, and else what the row kept. Rows that failed the check have nothing there.
 
         Args:
-            features: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
-            last: ``[R, F]``, by row number.
-            boundary_pages: ``[num_pages, F]``.
-            rows: int64 ``[B]``. Row numbers.
-            first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
-            token_rows: int64 ``[T + B]``. Which of the B rows a draft token belongs to.
-            offsets: int64 ``[T + B]``. Its index among those of its row.
-            legal: bool ``[B]``. The others have nothing before their first token.
-            qo_indptr: int32 ``[B + 1]``. Row b computed the tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
-            page_table: int32 ``[B, W]``, of ``draft_inputs``.
-            page_size: Tokens per page.
+            step: Unchanged.
 
         Returns:
             ``[T + B, F]``.
         """
 
-    def keep_features(
-        self,
-        features: Tensor,
-        last: Tensor,
-        boundary_pages: Tensor,
-        rows: Tensor,
-        first: Tensor,
-        token_rows: Tensor,
-        offsets: Tensor,
-        legal: Tensor,
-        qo_indptr: Tensor,
-        page_table: Tensor,
-        page_size: int,
-        state: RowState,
-    ) -> None:
+    def keep_features(self, step: StepFeatures, state: RowState) -> None:
         """Keeps what later steps take of a step's features: of the last token that counts as computed, and of pages' ends.
 
-        Row 0 and the sink keep nothing of use.
+        Row 0 and the sink keep nothing of use. After ``draft_features``, if both stand in a step.
 
         Args:
-            features: As ``draft_features`` takes it, and so the others; after it, if both stand in a step.
-            last: Changed.
-            boundary_pages: Changed.
-            rows: Row numbers.
-            first: Tokens stored before the step.
-            token_rows: Of draft tokens.
-            offsets: Of draft tokens.
-            legal: The other rows keep nothing.
-            qo_indptr: Of the step.
-            page_table: Of ``draft_inputs``.
-            page_size: Tokens per page.
+            step: What is kept in it is changed, but for rows that failed the check.
             state: The rows after the step: drafts that were refused do not count as computed.
         """
 

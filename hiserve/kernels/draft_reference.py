@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata
+from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowState
 
@@ -64,62 +64,38 @@ def _put(made: DraftMetadata, out: DraftMetadata) -> DraftMetadata:
     return out
 
 
-def draft_features(
-    features: Tensor,
-    last: Tensor,
-    boundary_pages: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    token_rows: Tensor,
-    offsets: Tensor,
-    legal: Tensor,
-    qo_indptr: Tensor,
-    page_table: Tensor,
-    page_size: int,
-) -> Tensor:
+def draft_features(step: StepFeatures) -> Tensor:
     """Gathers for each draft token of a step the features of the token before it."""
-    first = first * legal
-    pages = _pages_of(first - 1, torch.arange(rows.shape[0], device=rows.device), page_table, page_size)
-    starts_page = first % page_size == 0
-    before = torch.where(starts_page[:, None], boundary_pages.index_select(0, pages), last.index_select(0, rows))
+    rows, first = step.rows, step.first * step.legal
+    pages = _pages_of(first - 1, torch.arange(rows.shape[0], device=rows.device), step)
+    at_boundary, kept = step.boundary_pages.index_select(0, pages), step.last.index_select(0, rows)
+    before = torch.where((first % step.page_size == 0)[:, None], at_boundary, kept)
     before.masked_fill_((first == 0)[:, None], 0)
-    computed = features.index_select(0, _step_tokens(token_rows, offsets, qo_indptr).clamp_(min=0))
-    return torch.where((offsets == 0)[:, None], before.index_select(0, token_rows), computed)
+    computed = step.features.index_select(0, _step_tokens(step).clamp_(min=0))
+    return torch.where((step.offsets == 0)[:, None], before.index_select(0, step.token_rows), computed)
 
 
-def keep_features(
-    features: Tensor,
-    last: Tensor,
-    boundary_pages: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    token_rows: Tensor,
-    offsets: Tensor,
-    legal: Tensor,
-    qo_indptr: Tensor,
-    page_table: Tensor,
-    page_size: int,
-    state: RowState,
-) -> None:
+def keep_features(step: StepFeatures, state: RowState) -> None:
     """Keeps what later steps take of a step's features; row 0 and the sink take zeros for the rest."""
-    first, computed_len = first * legal, state.computed_len.index_select(0, rows) * legal
-    index = (qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, features.shape[0] - 1)
-    _write(last, rows, features.index_select(0, index), legal)
-    ends = first.index_select(0, token_rows) + offsets  # behind each token of the step
-    is_end = (ends % page_size == 0) & (offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
-    pages = _pages_of(ends - 1, token_rows, page_table, page_size)
-    index = _step_tokens(token_rows, offsets, qo_indptr).clamp_(min=0)
-    _write(boundary_pages, pages, features.index_select(0, index), is_end & (pages != SINK_PAGE))
+    features, token_rows, legal = step.features, step.token_rows, step.legal
+    first, computed_len = step.first * legal, state.computed_len.index_select(0, step.rows) * legal
+    index = (step.qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, features.shape[0] - 1)
+    _write(step.last, step.rows, features.index_select(0, index), legal)
+    ends = first.index_select(0, token_rows) + step.offsets  # behind each token of the step
+    is_end = (ends % step.page_size == 0) & (step.offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
+    pages = _pages_of(ends - 1, token_rows, step)
+    index = _step_tokens(step).clamp_(min=0)
+    _write(step.boundary_pages, pages, features.index_select(0, index), is_end & (pages != SINK_PAGE))
 
 
-def _step_tokens(token_rows: Tensor, offsets: Tensor, qo_indptr: Tensor) -> Tensor:
+def _step_tokens(step: StepFeatures) -> Tensor:
     """The step's token before each draft token, int64 ``[T + B]``; that of an earlier row, or -1, before a row's first."""
-    return qo_indptr.index_select(0, token_rows) + offsets - 1
+    return step.qo_indptr.index_select(0, step.token_rows) + step.offsets - 1
 
 
-def _pages_of(places: Tensor, table_rows: Tensor, page_table: Tensor, page_size: int) -> Tensor:
+def _pages_of(places: Tensor, table_rows: Tensor, step: StepFeatures) -> Tensor:
     """The pages that places stand on, int64 ``[n]``; for a place outside the table one of its first or last."""
-    return page_table[table_rows, (places // page_size).clamp_(0, page_table.shape[1] - 1)].long()
+    return step.page_table[table_rows, (places // step.page_size).clamp_(0, step.page_table.shape[1] - 1)].long()
 
 
 def _write(kept: Tensor, index: Tensor, values: Tensor, is_kept: Tensor) -> None:

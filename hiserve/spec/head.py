@@ -18,7 +18,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.drafts import DraftPieces, DraftStep
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.kernels.draft_ops import DraftMetadata, DraftOps
+from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, StepFeatures
 from hiserve.kernels.step_ops import RowState, StepOps
 from hiserve.models.draft import DraftHead
 from hiserve.sampling.params import SamplingRows
@@ -179,21 +179,21 @@ class HeadProposer:
         if not self._head.feature_size:
             return self._last.new_empty((layout.token_rows.shape[0], 0))
         assert step.features is not None, f"the model showed nothing of layers {self.taps}"
-        common = (
-            self._head.fuse(step.features),
-            self._last,
-            self._pool.boundary,
-            step.rows,
-            step.first,
-            layout.token_rows,
-            layout.offsets,
-            step.legal,
-            layout.step_indptr,
-            made.page_table,
-            self._pool.page_size,
+        shown = StepFeatures(
+            features=self._head.fuse(step.features),
+            last=self._last,
+            boundary_pages=self._pool.boundary,
+            rows=step.rows,
+            first=step.first,
+            token_rows=layout.token_rows,
+            offsets=layout.offsets,
+            legal=step.legal,
+            qo_indptr=layout.step_indptr,
+            page_table=made.page_table,
+            page_size=self._pool.page_size,
         )
-        features = self._ops.draft_features(*common)
-        self._ops.keep_features(*common, self._state)
+        features = self._ops.draft_features(shown)
+        self._ops.keep_features(shown, self._state)
         return features
 
     def _inputs(self, rows: Tensor, first: Tensor, legal: Tensor, layout: Layout) -> DraftMetadata:

@@ -53,9 +53,9 @@ def results(ops: Any, case: DraftCase) -> list[Tensor]:
     made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
     tensors = [getattr(made, each.name) for each in fields(made)]
     arguments = case.step_features(made.page_table)
-    tensors.append(ops.draft_features(*arguments, case.page_size))
-    ops.keep_features(*arguments, case.page_size, case.state)
-    return [each.cpu() for each in (*tensors, *arguments[1:3])]
+    tensors.append(ops.draft_features(arguments))
+    ops.keep_features(arguments, case.state)
+    return [each.cpu() for each in (*tensors, arguments.last, arguments.boundary_pages)]
 
 
 def test_the_draft_kernels_give_what_their_twins_give() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels import step_reference
-from hiserve.kernels.draft_ops import DraftMetadata
+from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
 from hiserve.kernels.step_ops import RowState
 from tests.helpers.step_cases import STALE, random_case
 
@@ -49,9 +49,9 @@ class DraftCase:
             slots=torch.full((num_tokens,), STALE),
         )
 
-    def step_features(self, page_table: Tensor) -> tuple[Tensor, ...]:
-        """What ``draft_features`` and ``keep_features`` take before the page size; what they keep is copied."""
-        return (
+    def step_features(self, page_table: Tensor) -> StepFeatures:
+        """What ``draft_features`` and ``keep_features`` take; what they keep is copied."""
+        return StepFeatures(
             self.features,
             self.last.clone(),
             self.boundary_pages.clone(),
@@ -62,6 +62,7 @@ class DraftCase:
             self.legal,
             self.qo_indptr,
             page_table,
+            self.page_size,
         )
 
     def drafting(self, index: int) -> DraftCase:

@@ -79,8 +79,8 @@ MUTANTS = [
     Mutant(
         name="draft twin: where a page begins the row's own features are taken",
         file=TWINS,
-        old="starts_page = first % page_size == 0",
-        new="starts_page = first % page_size < 0",
+        old="first % step.page_size == 0",
+        new="first % step.page_size < 0",
         test=TAKEN,
     ),
     Mutant(
@@ -93,15 +93,15 @@ MUTANTS = [
     Mutant(
         name="draft twin: a token takes its own features",
         file=TWINS,
-        old="index_select(0, token_rows) + offsets - 1\n",
-        new="index_select(0, token_rows) + offsets\n",
+        old="index_select(0, step.token_rows) + step.offsets - 1\n",
+        new="index_select(0, step.token_rows) + step.offsets\n",
         test=TAKEN,
     ),
     Mutant(
         name="draft twin: features of a refused draft are kept for the row",
         file=TWINS,
-        old="(qo_indptr[:-1] + computed_len - 1 - first)",
-        new="(qo_indptr[1:] - 1)",
+        old="(step.qo_indptr[:-1] + computed_len - 1 - first)",
+        new="(step.qo_indptr[1:] - 1)",
         test=KEPT,
     ),
     Mutant(
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         name="draft twin: every token's features are kept with its page",
         file=TWINS,
-        old="is_end = (ends % page_size == 0) & ",
+        old="is_end = (ends % step.page_size == 0) & ",
         new="is_end = ",
         test=KEPT,
     ),

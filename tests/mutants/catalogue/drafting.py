@@ -23,7 +23,7 @@ MUTANTS = [
     Mutant(
         name="features of a step are forgotten",
         file=HEAD,
-        old="        self._ops.keep_features(*common, self._state)\n",
+        old="        self._ops.keep_features(shown, self._state)\n",
         new="",
         test=OF_HEAD,
     ),

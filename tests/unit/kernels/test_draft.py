@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiserve.kernels import draft_reference as twins
-from hiserve.kernels.draft_ops import DraftMetadata, draft_ops_for
+from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures, draft_ops_for
 from hiserve.kernels.step_ops import RowState
 from tests.helpers.draft_cases import DraftCase, draft_case, own_pages
 from tests.helpers.interpreted import run_interpreted
@@ -29,9 +29,9 @@ def run(ops, case, out):
     tensors = [getattr(made, each.name) for each in fields(made)]
     if case.features.shape[0] + len(case.rows) == len(case.token_rows):
         arguments = case.step_features(made.page_table)
-        tensors.append(ops.draft_features(*arguments, case.page_size))
-        ops.keep_features(*arguments, case.page_size, case.state)
-        tensors += arguments[1:3]
+        tensors.append(ops.draft_features(arguments))
+        ops.keep_features(arguments, case.state)
+        tensors += [arguments.last, arguments.boundary_pages]
     return tensors
 
 generator = torch.Generator().manual_seed(SEED)
@@ -102,7 +102,7 @@ def test_a_draft_token_takes_what_the_model_showed_of_the_token_before_it() -> N
     seen: Counter[str] = Counter()
     for case in cases():
         table, token = inputs(case).page_table, 0
-        taken = twins.draft_features(*case.step_features(table), case.page_size)
+        taken = twins.draft_features(case.step_features(table))
         for number, row in enumerate(case.rows.tolist()):
             first = int(case.first[number]) if case.legal[number] else 0
             if not first:
@@ -128,7 +128,7 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
         table = inputs(case).page_table
         arguments = case.step_features(table)
         before = copied(case.state)
-        twins.keep_features(*arguments, case.page_size, case.state)
+        twins.keep_features(arguments, case.state)
         last, boundary_pages = case.last.clone(), case.boundary_pages.clone()
         for number, row in enumerate(case.rows.tolist()):
             first, computed = int(case.first[number]), int(case.state.computed_len[row])
@@ -142,8 +142,8 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
                 if (place + 1) % case.page_size == 0 and page:
                     boundary_pages[page] = features[place - first]
                     seen["page"] += 1
-        assert torch.equal(arguments[1], last)
-        assert torch.equal(arguments[2], boundary_pages)
+        assert torch.equal(arguments.last, last)
+        assert torch.equal(arguments.boundary_pages, boundary_pages)
         assert all(torch.equal(getattr(case.state, each.name), getattr(before, each.name)) for each in fields(before))
     print(seen)
     assert min(seen["refused"], seen["page"]) > 20
@@ -169,7 +169,7 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
         right = num_new - num_refused
         features = torch.cat((shown[first : first + right], torch.full((num_refused, 2), torch.nan)))
         state.computed_len[1] += right
-        arguments = (
+        arguments = StepFeatures(
             features,
             last,
             boundary_pages,
@@ -182,8 +182,8 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
             state.page_table[1:],
             page_size,
         )
-        taken = twins.draft_features(*arguments)
-        twins.keep_features(*arguments, state)
+        taken = twins.draft_features(arguments)
+        twins.keep_features(arguments, state)
         before = shown[first - 1] if first else torch.zeros(2)
         assert torch.equal(taken[: right + 1], torch.cat((before[None], shown[first : first + right])))
 
