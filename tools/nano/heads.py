@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tools.nano.model import MLP, Nano, NanoConfig, RMSNorm, rope_tables, rotate
 
-# Layers, counted from 0, whose outputs EAGLE-3 sees.
-AUX_LAYERS = (1, 3, 5)
+# Layers, counted from 0, whose outputs EAGLE-3 sees; the last one's are what the target's own choice is made from.
+AUX_LAYERS = (1, 4, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Eagle3Head(nn.Module):
     """
 
     def __init__(self, target: Nano) -> None:
-        """Draws random weights; the output layer starts as the target's."""
+        """Draws random weights; what the output layer reads starts as the state of the last layer seen, as the target would."""
         super().__init__()
         config = target.config
         size = config.hidden_size
@@ -149,6 +149,8 @@ class Eagle3Head(nn.Module):
         self.norm = RMSNorm(size, config.norm_eps)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         initialise(self)
+        self.fc.weight.data[:, -size:] = torch.eye(size)
+        self.norm.load_state_dict(target.norm.state_dict())
         self.lm_head.weight.data.copy_(target.embed_tokens.weight)
 
     @property
