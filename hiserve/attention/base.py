@@ -73,7 +73,7 @@ class Attention(Protocol):
         inputs of the same tensors and other lengths.
         """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends: token t of a row sees the row's positions up to its own. Can be captured in a graph.
 
         Args:
@@ -82,6 +82,7 @@ class Attention(Protocol):
             v: Like ``k``.
             kv: The layer's pool.
             layer: Index of the layer.
+            out: Contiguous, of the result's shape; written and returned if given.
 
         Returns:
             ``[T, num_heads, head_dim]``. Nothing in it depends on a slot outside the row; zeros where a token sees none.

@@ -100,7 +100,7 @@ class CpuAttention:
         hidden = torch.full((num_new, before + num_new), -torch.inf, dtype=self._shape.dtype)
         return _Seen(first, hidden.triu(before + 1) + hidden.tril(before - reach))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends row by row; a row without a prefix reads ``k`` and ``v`` themselves."""
         window = self._shape.window(layer)
         queries = _heads_first(q)
@@ -119,7 +119,7 @@ class CpuAttention:
             else:
                 keys = self._gather(kv.k, row.pages, first, num_keys)
                 values = self._gather(kv.v, row.pages, first, num_keys)
-            out = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 queries.narrow(2, row.start, row.num_new),
                 keys,
                 values,
@@ -127,8 +127,9 @@ class CpuAttention:
                 is_causal=seen.mask is None and row.num_new == row.kv_len,
                 enable_gqa=True,
             )
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            outputs.append(attended[0].transpose(0, 1))
+        joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return joined if out is None else out.copy_(joined)
 
     def _gather(self, pool: Tensor, pages: Tensor, first: int, num_keys: int) -> Tensor:
         skipped, offset = divmod(first, self._page_size)

@@ -72,14 +72,14 @@ class FlashInferAttention:
         self._unlisted = inputs
         self._parts = turn.plan(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends part by part; the first call after a plan lists the pages for all layers."""
         if self._unlisted is not None:
             for part in self._parts:
                 if part.pages is not None:
                     part.pages.fill(self._unlisted)
             self._unlisted = None
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         window, pool = self._shape.window(layer), as_pages(kv, self._shape)
         for part in self._parts:
             ours, rows = part.tokens, part.rows[window]

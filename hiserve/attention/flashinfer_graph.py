@@ -127,12 +127,12 @@ class GraphAttention:
             rows.schedule(lengths, self._pages.indices[: int(indptr[-1])])
         self._copied.record()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends; the first layer lists the pages for all."""
         assert self._inputs is not None, "forward before plan"
         if layer == 0:
             self._pages.fill(self._inputs)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         self._rows[self._shape.window(layer)].attend(q, k, v, as_pages(kv, self._shape), out)
         return out
 

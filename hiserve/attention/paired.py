@@ -43,15 +43,17 @@ class PairedAttention:
         if self._has_prompts:
             self._prompts.plan(_cut(inputs, num_decode, num_rows) if num_decode else inputs)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends part by part."""
         cut = self._num_tokens
         if not self._has_prompts:
-            return self._decoding.forward(q, k, v, kv, layer)
+            return self._decoding.forward(q, k, v, kv, layer, out)
         if not cut:
-            return self._prompts.forward(q, k, v, kv, layer)
-        decoded = self._decoding.forward(q[:cut], k[:cut], v[:cut], kv, layer)
-        return torch.cat((decoded, self._prompts.forward(q[cut:], k[cut:], v[cut:], kv, layer)))
+            return self._prompts.forward(q, k, v, kv, layer, out)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+        self._decoding.forward(q[:cut], k[:cut], v[:cut], kv, layer, out[:cut])
+        self._prompts.forward(q[cut:], k[cut:], v[cut:], kv, layer, out[cut:])
+        return out
 
 
 def _cut(inputs: ForwardInputs, first: int, end: int) -> ForwardInputs:

@@ -48,9 +48,10 @@ class ReferenceAttention:
         if self._shape.hides_first:
             self._hidden |= self._keys == 0
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends in float32 or wider."""
-        return self.attend(q, kv, layer)[0]
+        attended = self.attend(q, kv, layer)[0]
+        return attended if out is None else out.copy_(attended)
 
     def attend(self, q: Tensor, kv: LayerKV, layer: int) -> tuple[Tensor, Tensor]:
         """As ``forward``, with the logarithm of the sum of exponentials.

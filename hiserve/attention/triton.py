@@ -87,9 +87,9 @@ class TritonAttention:
                 ),
             )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends in at most three launches for each kind of rows."""
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         shape = self._shape
         window = shape.window(layer)
         sinks = shape.sinks[layer] if shape.sinks else None

@@ -1,4 +1,4 @@
-"""Carries host arrays to the device in one asynchronous copy."""
+"""Carries host arrays to the device, asynchronously."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _ALIGNMENT_BYTES = 8
+# CUDA sends so much along with its commands; more is left to the copy engine, which serves nobody else as long as pages
+# are loaded: on an H200 60 kB took 37 ms beside a load of 2 GiB, 16 KiB took 20 us.
+_MAX_COPY_BYTES = 16 << 10
 
 _TORCH_DTYPES = {
     np.dtype(np.int32): torch.int32,
@@ -38,7 +41,10 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
     host = staging.numpy()
     for array, start in zip(arrays, starts, strict=True):
         host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    moved = staging.to(device, non_blocking=True)
+    moved = torch.empty(end, dtype=torch.uint8, device=device)
+    for first in range(0, end, _MAX_COPY_BYTES):
+        piece = slice(first, first + _MAX_COPY_BYTES)
+        moved[piece].copy_(staging[piece], non_blocking=True)
     return [
         moved[start : start + array.nbytes].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
         for array, start in zip(arrays, starts, strict=True)

@@ -57,8 +57,8 @@ class _Bridge:
     def plan(self, inputs: ForwardInputs) -> None:
         """Does nothing."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
-        """Hands over."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Hands over. The model, which calls it, names no ``out``: whoever attends writes to this one."""
         for buffer, made in ((self.q, q), (self.k, k), (self.v, v)):
             buffer[: made.shape[0]].copy_(made)
         if self._capture.is_active:
@@ -188,13 +188,13 @@ class PiecewiseRunner:
         static.slots[:num_tokens].copy_(inputs.slots)
         static.slots[num_tokens:].zero_()
         self._attention.plan(inputs)
-        q, k, v = bridge.q[:num_tokens], bridge.k[:num_tokens], bridge.v[:num_tokens]
+        q, k, v, out = (each[:num_tokens] for each in (bridge.q, bridge.k, bridge.v, bridge.out))
         for layer, (kv, piece) in enumerate(zip(self._layers, captured.pieces, strict=True)):
             piece.replay()
             if inputs.before_layer is not None:
                 inputs.before_layer(layer)
-            bridge.out[:num_tokens].copy_(self._attention.forward(q, k, v, kv, layer))
-        mixed = bridge.out[:num_tokens].flatten(1)
+            self._attention.forward(q, k, v, kv, layer, out)
+        mixed = out.flatten(1)
         features = None if captured.features is None else captured.features[:num_tokens]
         return ForwardOutputs(self._model.logits(mixed, captured.residual, inputs.logits_rows, features), features)
 

@@ -231,6 +231,19 @@ def test_each_plan_stands_until_the_next(subject: Subject) -> None:
             torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("subject", PLAIN)
+@pytest.mark.parametrize("lengths", [RAGGED, CHAINS, ((0, 5),)], ids=["ragged", "chains", "prompt"])
+def test_the_output_is_written_where_the_caller_says(subject: Subject, lengths: tuple[tuple[int, int], ...]) -> None:
+    case = subject.case(lengths)
+    attention = subject.open(case.shape)
+    expected = case.run(attention)
+    room = torch.full_like(case.q, torch.nan).contiguous()
+    with torch.inference_mode():
+        attention.plan(case.inputs)
+        assert attention.forward(case.q, case.k, case.v, case.kv, 0, room) is room
+    assert torch.equal(room, expected)
+
+
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"hides_first": True}], ids=["plain", "sinks", "hidden"])
 def test_the_reference_gives_the_log_of_the_sum_of_exponentials(options: dict[str, bool]) -> None:
     case = Case(RAGGED, dtype=torch.float64, **options)

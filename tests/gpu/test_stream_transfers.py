@@ -11,6 +11,7 @@ import torch
 
 from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.upload import upload
 from hiserve.kernels.page_copy import copy_pages
 from tests.helpers.cuda import no_sync
 from tests.helpers.transfers import DIRECT, LAYERED, PAGE_BYTES, STAGED, TransferBench, ints
@@ -102,7 +103,7 @@ def test_only_loads_of_much_that_forwards_wait_for_go_layer_by_layer_each_with_a
         flight = streams.begin(copy, None, lambda room: None, by_layer=by_layer)
         assert len(flight.layers) == num_events
         assert {flight.end_of(layer) for layer in (None, 0)} == {flight.end, *flight.layers[:1]}
-        streams.drain()
+        flight.end.synchronize()
         assert all(event.query() for event in flight.layers)
         bench.close()
 
@@ -160,6 +161,24 @@ def test_large_orders_cross_pinned_pieces_and_share_little_staging_memory(make_b
     assert all(ack.is_ok for ack in bench.acks(2))
     assert all(torch.equal(bench.page(page), before[page + 9]) for page in range(1, 91))
     assert (bench.page(91) == -1).all()
+
+
+def test_uploads_of_a_step_wait_for_no_load() -> None:
+    """The copy engine serves nobody else as long as a load is there: what a step needs does not go through it."""
+    array = np.arange(40_000, dtype=np.int32)
+    source = torch.ones(1 << 30, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(source.shape, dtype=torch.uint8, device="cuda")
+    moved = upload((array,), target.device)[0]
+    load = torch.cuda.Stream()
+    load.wait_stream(torch.cuda.current_stream())
+    torch.cuda.current_stream().synchronize()
+    with torch.cuda.stream(load):
+        for ours, theirs in zip(target.split(64 << 20), source.split(64 << 20), strict=True):
+            ours.copy_(theirs, non_blocking=True)
+    moved = upload((array,), target.device)[0]
+    torch.cuda.current_stream().synchronize()
+    assert not load.query(), "the load was over before"
+    assert torch.equal(moved.cpu(), torch.from_numpy(array))
 
 
 def test_pools_may_have_more_words_than_32_bits_count() -> None:

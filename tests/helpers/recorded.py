@@ -117,10 +117,10 @@ class RecordableAttention:
     def plan(self, inputs: Any) -> None:
         self._inputs = inputs
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int, out: Tensor | None = None) -> Tensor:
         if layer == 0:
             self._reference.plan(self._inputs)
-        return self._reference.forward(q, k, v, kv, layer)
+        return self._reference.forward(q, k, v, kv, layer, out)
 
 
 def make_recordable(subject: Engine) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -51,11 +50,6 @@ class Flight:
     def end_of(self, layer: int | None) -> torch.cuda.Event:
         """Returns the event of a layer; that of the whole for None, or where layers have none."""
         return self.end if layer is None or not self.layers else self.layers[layer]
-
-    @property
-    def has_arrived(self) -> bool:
-        """Asks the device; waits for nothing."""
-        return bool(self.end.query())  # type: ignore[no-untyped-call]
 
     @property
     def seconds(self) -> float:
@@ -164,10 +158,6 @@ class PageStreams:
         end.record(self._last)
         return Flight(copy, begin, end, layers)
 
-    def drain(self) -> None:
-        """Blocks until everything enqueued is done."""
-        self._last.synchronize()
-
     def _enqueue(self, indices: Tensor, theirs: Int32Array) -> None:
         """Copies at most as many pages as a slot has room for; ``indices`` names them on the device and in the slot."""
         slot = self._slots[0]
@@ -189,12 +179,12 @@ class PageStreams:
         """Sends rows of staging memory to host pages, or the other way: runs of adjacent pages in one pinned piece."""
         page_bytes = self._host.layout.page_bytes
         is_cut = (np.diff(pages) != 1) | (pages[1:] % self._host.touch.pages_per_piece == 0)
-        edges = [0, *(np.flatnonzero(is_cut) + 1).tolist(), pages.size]
-        staged, pinned, handle = memory.data_ptr(), self._all_pages().data_ptr(), stream.cuda_stream
-        for row, end_row in pairwise(edges):
-            ours, theirs = staged + row * page_bytes, pinned + int(pages[row]) * page_bytes
-            target, source = (ours, theirs) if self._kind is CopyKind.LOAD else (theirs, ours)
-            self._copy_engine.copy(target, source, (end_row - row) * page_bytes, handle)
+        edges = np.concatenate(([0], np.flatnonzero(is_cut) + 1, [pages.size])).astype(np.uint64)
+        firsts, sizes = edges[:-1], np.diff(edges) * np.uint64(page_bytes)
+        ours = np.uint64(memory.data_ptr()) + firsts * np.uint64(page_bytes)
+        theirs = np.uint64(self._all_pages().data_ptr()) + pages[firsts].astype(np.uint64) * np.uint64(page_bytes)
+        targets, sources = (ours, theirs) if self._kind is CopyKind.LOAD else (theirs, ours)
+        self._copy_engine.copy(targets, sources, sizes, stream.cuda_stream)
 
     def _all_pages(self) -> Tensor:
         return self._host.span(0, self._host.num_pages)
@@ -255,4 +245,4 @@ def _stream() -> torch.cuda.Stream:
 
 
 def _event(*, timed: bool = False) -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]

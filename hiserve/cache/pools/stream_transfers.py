@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 
 import torch
 
@@ -21,13 +21,13 @@ MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
 # Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others.
 _STAGING_PERCENT = {CopyKind.LOAD: 75, CopyKind.STORE: 25}
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
-# Between two looks at what is on its way: longer and longer, because each takes time from the thread that launches forwards.
-_MIN_POLL_S, _MAX_POLL_S = 0.0001, 0.002
-_PACE_S = 0.0005
 
 
 class StreamTransfers:
     """A thread enqueues the orders, so that the caller's time per order is that of a queue.
+
+    One more for each direction waits for what was enqueued. All of them sleep where others would look again and again:
+    each look would take the interpreter from the thread that launches forwards.
 
     The current device when this is made is that of the pool, and forwards run on the current stream of the thread
     that calls ``forward_done`` and ``wait``.
@@ -72,7 +72,7 @@ class StreamTransfers:
         }
         for streams in self._streams.values():
             streams.compile()
-        self._flights: dict[CopyKind, deque[Flight]] = {kind: deque() for kind in DEVICE_KINDS}
+        self._flights: dict[CopyKind, SimpleQueue[Flight | None]] = {kind: SimpleQueue() for kind in DEVICE_KINDS}
         self._loads: dict[int, Flight] = {}  # on their way, by op
         self._by_layer: set[int] = set()  # loads that a forward waits for layer by layer, not begun
         self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
@@ -80,6 +80,8 @@ class StreamTransfers:
             host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
         )
         self._queue.serve(self._run)
+        for flights in self._flights.values():
+            self._queue.serve(partial(self._settle, flights))
 
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         """Takes an order; a store that comes while the link is behind is dropped."""
@@ -112,16 +114,12 @@ class StreamTransfers:
     @torch.inference_mode()
     def _run(self) -> None:
         torch.cuda.set_device(self._device_index)
-        pause_s = _MIN_POLL_S
-        while not self._queue.is_closed:
-            copy = self._queue.next(pause_s if any(self._flights.values()) else None)
-            if copy is not None:
+        try:
+            while (copy := self._queue.next()) is not None:
                 self._begin(copy)
-            is_news = self._settle() or copy is not None
-            pause_s = _MIN_POLL_S if is_news else min(2 * pause_s, _MAX_POLL_S)
-        for streams in self._streams.values():
-            streams.drain()
-        self._settle()
+        finally:
+            for flights in self._flights.values():
+                flights.put(None)
 
     def _begin(self, copy: PageCopy) -> None:
         reason = (self._hold(copy) if self._hold is not None else None) or ""
@@ -135,18 +133,17 @@ class StreamTransfers:
                 partial(self._pace, copy.op) if is_load else _at_once,
                 by_layer=copy.op in self._by_layer,
             )
-            self._flights[copy.kind].append(flight)
             if is_load:
                 self._loads[copy.op] = flight
+            self._flights[copy.kind].put(flight)
         self._by_layer.discard(copy.op)
         if copy.kind is CopyKind.LOAD:
             self._queue.release(copy)
 
     def _pace(self, op: int, room: torch.cuda.Event) -> None:
         """Enqueues no faster than the link takes it, unless somebody waits: the launches of others come in between."""
-        while not room.query() and not (self._queue.is_closed or self._queue.is_wanted(op)):  # type: ignore[no-untyped-call]
-            self._settle()
-            time.sleep(_PACE_S)
+        if not (self._queue.is_closed or self._queue.is_wanted(op)):
+            room.synchronize()
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
         """Returns the event of the first step kept that is not before this one: of a forgotten step, a later one's."""
@@ -154,15 +151,13 @@ class StreamTransfers:
             return None
         return next(event for step_id, event in tuple(self._launched) if step_id >= after_step)
 
-    def _settle(self) -> bool:
-        """Answers the orders that have arrived, each kind in its order; returns whether any has."""
-        has_any = False
-        for flights in self._flights.values():
-            while flights and flights[0].has_arrived:
-                flight, has_any = flights.popleft(), True
-                self._queue.end(flight.copy, flight.seconds)
-                self._loads.pop(flight.copy.op, None)
-        return has_any
+    def _settle(self, flights: SimpleQueue[Flight | None]) -> None:
+        """Answers the orders of one direction as they arrive, which they do in their order."""
+        torch.cuda.set_device(self._device_index)
+        while (flight := flights.get()) is not None:
+            flight.end.synchronize()
+            self._queue.end(flight.copy, flight.seconds)
+            self._loads.pop(flight.copy.op, None)
 
 
 def _at_once(room: torch.cuda.Event) -> None:

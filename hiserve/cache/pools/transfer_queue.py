@@ -17,7 +17,7 @@ GARBLED = "checksum"
 
 
 class TransferQueue:
-    """Loads before stores, each kind in its order; a thread of the engine serves them.
+    """Loads before stores, each kind in its order; threads of the engine serve them.
 
     Args:
         host: The host pool; learns what a store is about to write and has written.
@@ -40,11 +40,11 @@ class TransferQueue:
         self._is_closed = False
         self._failure: Exception | None = None
         self._news = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     @property
     def is_closed(self) -> bool:
-        """The thread should end."""
+        """The threads should end."""
         return self._is_closed
 
     def is_wanted(self, op: int) -> bool:
@@ -52,7 +52,7 @@ class TransferQueue:
         return self._wanted == op
 
     def serve(self, work: Callable[[], None]) -> None:
-        """Starts the engine's thread; what ``work`` raises is raised again by ``poll`` and ``wait``."""
+        """Starts a thread of the engine; what ``work`` raises is raised again by ``poll`` and ``wait``."""
 
         def run() -> None:
             try:
@@ -62,8 +62,8 @@ class TransferQueue:
                     self._failure = error
                     self._news.notify_all()
 
-        self._thread = threading.Thread(target=run, name="hiserve-transfers", daemon=True)
-        self._thread.start()
+        self._threads.append(threading.Thread(target=run, name="hiserve-transfers", daemon=True))
+        self._threads[-1].start()
 
     def add(self, copy: PageCopy) -> None:
         """Takes an order, or answers it as failed."""
@@ -90,34 +90,30 @@ class TransferQueue:
             self._done_step = max(self._done_step, step_id)
             self._news.notify_all()
 
-    def next(self, timeout_s: float | None = None) -> PageCopy | None:
-        """Waits for an order that may begin; None when the time is over or the queue is closed.
+    def next(self) -> PageCopy | None:
+        """Waits for an order that may begin; None when the queue is closed.
 
         A load of pages that are not what was stored is answered here and not carried out.
         """
-        while (copy := self._pop(timeout_s)) is not None:
+        while (copy := self._pop()) is not None:
             if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.host_pages):
                 return copy
             self.end(copy, 0.0, GARBLED)
             self.release(copy)
         return None
 
-    def _pop(self, timeout_s: float | None) -> PageCopy | None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _pop(self) -> PageCopy | None:
         with self._news:
             while not self._is_closed:
-                now = time.monotonic()
+                now, until = time.monotonic(), None
                 if self._may_begin(CopyKind.LOAD):
                     return self._queues[CopyKind.LOAD].popleft()
-                until = deadline
                 if self._may_begin(CopyKind.STORE):
                     if self._store_free_at <= now:
                         copy = self._queues[CopyKind.STORE].popleft()
                         self._store_free_at = now + copy.device_pages.size * self._store_s_per_page
                         return copy
-                    until = self._store_free_at if deadline is None else min(deadline, self._store_free_at)
-                if deadline is not None and deadline <= now:
-                    return None
+                    until = self._store_free_at
                 self._news.wait(None if until is None else until - now)
             return None
 
@@ -168,12 +164,12 @@ class TransferQueue:
         self._check()
 
     def close(self) -> None:
-        """Ends the thread; orders that have not begun are dropped, unanswered."""
+        """Ends the threads; orders that have not begun are dropped, unanswered."""
         with self._news:
             self._is_closed = True
             self._news.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _may_begin(self, kind: CopyKind) -> bool:
         queue = self._queues[kind]

@@ -34,9 +34,9 @@ class Recorded:
         self.planned.append(inputs)
         self._attention.plan(inputs)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         self.num_tokens.append(q.shape[0])
-        return self._attention.forward(q, k, v, kv, layer)
+        return self._attention.forward(q, k, v, kv, layer, out)
 
 
 @pytest.mark.parametrize(
