@@ -32,6 +32,7 @@ class _Backend:
         has_sinks: Scores that take part in the softmax and give nothing.
         has_hidden_first: ``AttentionShape.hides_first``.
         has_trees: ``ForwardInputs.tree_mask``.
+        has_device_lengths: It needs no lengths from the host: the class has ``needs_host_lengths`` False.
     """
 
     module: str
@@ -44,6 +45,7 @@ class _Backend:
     has_sinks: bool = True
     has_hidden_first: bool = True
     has_trees: bool = True
+    has_device_lengths: bool = True
 
     def refusal(self, shape: AttentionShape, device: torch.device, has_trees: bool) -> str | None:
         """Returns why it cannot do what is asked, as the end of a sentence; None when it can."""
@@ -90,6 +92,7 @@ _BACKENDS = {
         has_sinks=False,
         has_hidden_first=False,
         has_trees=False,
+        has_device_lengths=False,
     ),
     "cpu": _Backend(
         "hiserve.attention.cpu",
@@ -126,6 +129,29 @@ def open_attention(name: str, shape: AttentionShape, device: torch.device, *, ha
             param="attention_backend",
         )
     return backend.open(shape)
+
+
+def open_draft_attention(name: str, shape: AttentionShape, device: torch.device) -> Attention:
+    """Imports and makes the backend that drafts attend with: the model's, or the best there is if that cannot do it.
+
+    Drafts need lengths that are read on the device, for how many were accepted is known only there. A backend that was
+    named for the model and cannot do this, or the head's shape, is no error: there is no other setting for drafts, no
+    token depends on what computes them, and to refuse would deny the model a backend that suits it. It is told once.
+
+    Args:
+        name: As the configuration names the model's.
+        shape: Of what drafts.
+        device: Where the pool lies.
+    """
+    named = _BACKENDS.get(name)
+    refusal = None if named is None else named.refusal(shape, device, False)
+    if named is not None and refusal is None and named.has_device_lengths:
+        return named.open(shape)
+    best = next(fit for fit in fitting_backends(shape, device) if _BACKENDS[fit].has_device_lengths)
+    if named is not None:
+        why = refusal or "needs lengths from the host, which knows only later how many drafts were accepted"
+        logger.warning("drafts attend with %s: the attention backend %s %s", best, name, why)
+    return _BACKENDS[best].open(shape)
 
 
 def _open_fastest(shape: AttentionShape, device: torch.device, has_trees: bool) -> Attention:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hiserve.attention.backends import open_attention
+from hiserve.attention.backends import open_draft_attention
 from hiserve.attention.base import Attention
 from hiserve.cache.pools.device import DevicePool
 from hiserve.config import Config
@@ -29,9 +29,6 @@ def open_proposer(
         head: Loaded from it.
         pool: With its groups.
         rows: The permanent rows.
-
-    Raises:
-        ConfigError: No attention backend supports it.
     """
     ops = draft_ops_for(rows.device)
     if draft is None or head is None:
@@ -53,8 +50,6 @@ def open_proposer(
 
 
 def _attention(config: Config, draft: DraftConfig, rows: DeviceRows) -> Attention:
-    """Opens a backend that reads lengths on the device: how many drafts are accepted is known only there."""
     dtype = getattr(torch, config.model.dtype)
     shape = draft_attention_shape(draft, dtype=dtype, page_size=config.cache.page_size)
-    name = config.runner.attention_backend
-    return open_attention("triton" if rows.device.type == "cuda" and name != "reference" else name, shape, rows.device)
+    return open_draft_attention(config.runner.attention_backend, shape, rows.device)

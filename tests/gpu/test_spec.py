@@ -29,6 +29,8 @@ PROMPTS = [
     "Find me a cheap hotel in Boston.",
     "What movies are playing this weekend?",
 ]
+# Of several pages each, which leave the device and come back.
+LONG_PROMPTS = [" ".join(PROMPTS[i:] + PROMPTS[:i]) for i in range(len(PROMPTS))]
 HOW = {
     "greedy": SamplingParams(temperature=0.0, seed=0, max_tokens=NUM_NEW, ignore_eos=True),
     "drawn": SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_NEW, ignore_eos=True),
@@ -74,10 +76,10 @@ def test_speculation_changes_no_token(heads: dict[str, Path], kind: str, how: st
     named = {"ngram": "ngram", "draft_model": f"draft:{NANO}"} | {each: f"{each}:{heads[each]}" for each in heads}
     settings = SETTINGS | ON_CUDA | {"host_cache_gib": 0.05, "overlap": depth}
     with LLM(**settings, spec="off") as plain:
-        expected = plain.generate(PROMPTS, HOW[how])
+        expected = plain.generate(LONG_PROMPTS, HOW[how])
     with LLM(**settings, spec=named[kind], spec_steps=STEPS) as llm:
         for round_number in range(2):
-            for result, theirs in zip(llm.generate(PROMPTS, HOW[how]), expected, strict=True):
+            for result, theirs in zip(llm.generate(LONG_PROMPTS, HOW[how]), expected, strict=True):
                 check(result.outputs[0], theirs.outputs[0])
             if not round_number:
                 leave_device(llm)

@@ -8,6 +8,9 @@ BACKENDS = "hiserve/attention/backends.py"
 PAIRED = "hiserve/attention/paired.py"
 CONTRACT = "tests/contract/test_attention.py::"
 OF_BACKENDS = "tests/unit/attention/test_backends.py::"
+OF_DRAFTS = (
+    OF_BACKENDS + "test_drafts_attend_with_the_named_backend_or_with_the_best_that_reads_lengths_on_the_device"
+)
 OF_PAIRS = "tests/unit/attention/test_paired.py::"
 OF_COVERAGE = "tests/unit/runners/test_graph_coverage.py::"
 
@@ -32,6 +35,21 @@ MUTANTS = [
         old=" if (covered := runner.coverage).buckets},",
         new=" if (covered := runner.coverage)},",
         test=OF_COVERAGE + "test_steps_of_a_backend_that_cannot_be_captured_run_without_full_graphs",
+    ),
+    # --- drafts ---
+    Mutant(
+        name="a backend that cannot do what drafts need is opened for them",
+        file=BACKENDS,
+        old="if named is not None and refusal is None and named.has_device_lengths:",
+        new="if named is not None:",
+        test=OF_DRAFTS,
+    ),
+    Mutant(
+        name="drafts may attend with lengths of the host",
+        file=BACKENDS,
+        old="if named is not None and refusal is None and named.has_device_lengths:",
+        new="if named is not None and refusal is None:",
+        test=OF_DRAFTS,
     ),
     # --- pairs ---
     Mutant(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.attention.backends import fitting_backends, open_attention
+from hiserve.attention.backends import _BACKENDS, fitting_backends, open_attention, open_draft_attention
 from hiserve.attention.base import AttentionShape
 from hiserve.attention.cpu import CpuAttention
 from hiserve.attention.paired import PairedAttention
@@ -166,6 +166,53 @@ def test_auto_goes_on_with_triton_where_flashinfer_cannot_be_compiled(
     ]
     with pytest.raises(type(error)):
         open_attention("flashinfer", SHAPE, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "opened", "told"),
+    [
+        ("auto", {}, "triton", ""),
+        ("auto", {"dtype": torch.float64}, "reference", ""),
+        ("triton", {"hides_first": True}, "triton", ""),
+        ("triton", {"dtype": torch.float64}, "reference", "triton does not compute in float64"),
+        ("flashinfer", {}, "triton", "flashinfer needs lengths from the host"),
+        ("flashinfer", {"hides_first": True}, "triton", "flashinfer has no hidden first positions"),
+        ("reference", {}, "reference", ""),
+    ],
+)
+def test_drafts_attend_with_the_named_backend_or_with_the_best_that_reads_lengths_on_the_device(
+    hopper: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    changes: dict[str, Any],
+    opened: str,
+    told: str,
+) -> None:
+    there = {each.name: type(each.name, (Fake,), {}) for each in _BACKENDS.values()}
+    hopper.update(there)
+    attention = open_draft_attention(name, dataclasses.replace(SHAPE, **changes), CUDA)
+    assert type(attention) is there[_BACKENDS[opened].name]
+    assert [told in record.message for record in caplog.records] == ([True] if told else [])
+
+
+def test_drafts_attend_on_a_cpu_with_what_hides_the_first_token(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(open_draft_attention("cpu", SHAPE, CPU), CpuAttention)
+    assert isinstance(open_draft_attention("auto", SHAPE, CPU), CpuAttention)
+    assert not caplog.records
+    assert isinstance(
+        open_draft_attention("cpu", dataclasses.replace(SHAPE, hides_first=True), CPU), ReferenceAttention
+    )
+    (record,) = caplog.records
+    assert record.message == "drafts attend with reference: the attention backend cpu has no hidden first positions"
+
+
+def test_the_table_says_which_backends_need_lengths_from_the_host() -> None:
+    """FlashInfer's module cannot be imported where it is not installed."""
+    for name in ("triton", "cpu", "reference"):
+        backend = _BACKENDS[name]
+        kind = getattr(importlib.import_module(backend.module), backend.name)
+        assert backend.has_device_lengths == (not kind.needs_host_lengths)
+    assert not _BACKENDS["flashinfer"].has_device_lengths
 
 
 def test_auto_is_the_first_that_fits_on_a_cpu() -> None:
