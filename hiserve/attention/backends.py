@@ -166,7 +166,6 @@ def _open_fastest(shape: AttentionShape, device: torch.device, has_trees: bool) 
     fastest = _BACKENDS[fits[0]].open(shape)
     if "flashinfer" not in fits[1:] or not is_hopper(device):
         return fastest
-    logger.info("opening flashinfer for prompts; on a new machine it compiles its kernels first, for about 90 s")
     try:
         return PairedAttention(decoding=fastest, prompts=_BACKENDS["flashinfer"].open(shape))
     except (ConfigError, ImportError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
 from hiserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _MAX_TILE = 128  # query vectors of one program
 _NUM_TURNS = 2  # schedules that may be on their way to the device
@@ -50,6 +54,10 @@ class FlashInferAttention:
         self._num_plans = 0
         self._parts: list[_Part] = []
         self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
+        logger.info(
+            "loading flashinfer's kernels; it compiles those that this machine never had, a minute or more each"
+        )
+        begin = time.perf_counter()
         try:
             for turn in self._turns:
                 turn.compile()
@@ -59,6 +67,7 @@ class FlashInferAttention:
                 "Install nvcc and ninja, or use triton: --attention-backend triton.",
                 param="attention_backend",
             ) from error
+        logger.info("flashinfer's kernels were there after %.0f s", time.perf_counter() - begin)
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns a backend with buffers of its own."""

@@ -129,7 +129,7 @@ class Decode:
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
         """As ``Rows.schedule``."""
-        indptr, last = _pin(lengths.page_indptr), _pin(lengths.last_page_len)
+        indptr, last = pin(lengths.page_indptr), pin(lengths.last_page_len)
         if self._keeps_buffers and self._is_compiled:
             # ``plan`` would look for the longest row in a Python loop: 0.6 ms for 256 rows.
             fast_decode_plan(self._wrapper, indptr, indices, last, global_override_indptr_cpu=indptr, **self._arguments)
@@ -158,7 +158,7 @@ class Prompts:
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
         """As ``Rows.schedule``; there are no pages."""
-        indptr = _pin(lengths.qo_indptr)
+        indptr = pin(lengths.qo_indptr)
         self._wrapper.plan(indptr, indptr, **self._arguments)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
@@ -206,10 +206,10 @@ class Chunks:
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
         """As ``Rows.schedule``."""
         self._wrapper.plan(
-            _pin(lengths.qo_indptr),
-            _pin(lengths.page_indptr),
+            pin(lengths.qo_indptr),
+            pin(lengths.page_indptr),
             indices,
-            _pin(lengths.last_page_len),
+            pin(lengths.last_page_len),
             max_token_per_sequence=int(lengths.q_lens.max()),
             **self._arguments,
         )
@@ -237,8 +237,8 @@ def _starts(counts: Int32Array) -> Int32Array:
     return starts
 
 
-def _pin(array: Int32Array) -> Tensor:
-    """FlashInfer reads it on the host, and copies it to the device without a wait."""
+def pin(array: Int32Array) -> Tensor:
+    """Returns what can be read on the host, and copied to the device without a wait."""
     return torch.from_numpy(array).pin_memory()
 
 

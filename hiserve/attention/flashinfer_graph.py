@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.attention.flashinfer_calls import Chunks, Decode, GraphBuffers, RowLengths, Rows
+from hiserve.attention.flashinfer_calls import Chunks, Decode, GraphBuffers, RowLengths, Rows, pin
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.core.upload import upload
 from hiserve.kernels.page_lists import list_pages
 
 _TILES = (16, 64, 128)  # query vectors of one program
@@ -119,9 +118,8 @@ class GraphAttention:
             self._make(inputs.page_table.shape[1])
         lengths = RowLengths(inputs.q_lens, np.maximum(inputs.kv_bounds, inputs.q_lens), self._shape.page_size)
         indptr = lengths.page_indptr
-        ours = upload((indptr, lengths.last_page_len), self._workspace.device)
-        for buffer, its in zip((self._pages.indptr, self._last_page_len), ours, strict=True):
-            buffer.copy_(its)
+        for buffer, ours in ((self._pages.indptr, indptr), (self._last_page_len, lengths.last_page_len)):
+            buffer.copy_(pin(ours), non_blocking=True)
         self._copied.synchronize()
         for rows in self._rows.values():
             rows.schedule(lengths, self._pages.indices[: int(indptr[-1])])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Timer
 from typing import Any
 
 import msgspec
@@ -26,7 +29,7 @@ from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 
 TIMEOUT_S = 1800.0  # weights are read and kernels compiled
-_MODULE = "hiserve.worker.readiness"
+_COMMAND = (sys.executable, "-m", "hiserve.worker.readiness")
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,17 +98,41 @@ def judge(found: Scan, config: Config, run_steps: Callable[[Config], GraphReport
 
 
 def run_on_device(config: Config) -> GraphReport | str:
-    """Runs steps in a process of its own, as a worker would; returns the last thing it said if it failed."""
-    command = [sys.executable, "-m", _MODULE]
-    try:
-        done = subprocess.run(
-            command, input=msgspec.json.encode(config), capture_output=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"the steps did not end within {TIMEOUT_S:g} s"
-    if done.returncode:
-        return (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=GraphReport)
+    """Runs steps in a process of its own, as a worker would; returns the last thing it said if it failed.
+
+    What it says meanwhile is passed on to stderr: kernels that are compiled first may take minutes.
+    """
+    with (
+        TemporaryFile() as report,
+        subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=report, stderr=subprocess.PIPE) as process,
+    ):
+        limit = Timer(TIMEOUT_S, process.kill)
+        limit.start()
+        try:
+            last = _talk(process, msgspec.json.encode(config))
+            process.wait()
+        finally:
+            process.kill()
+            is_late = not limit.is_alive()
+            limit.cancel()
+        if process.returncode:
+            return f"the steps did not end within {TIMEOUT_S:g} s" if is_late else last
+        report.seek(0)
+        return msgspec.json.decode(report.read().splitlines()[-1], type=GraphReport)
+
+
+def _talk(process: subprocess.Popen[bytes], given: bytes) -> str:
+    """Writes what a process reads, passes on what it says, and returns the last of that once it has closed stderr."""
+    assert process.stdin is not None and process.stderr is not None
+    with suppress(BrokenPipeError), process.stdin:  # it may be gone already, and says why
+        process.stdin.write(given)
+    last = "it said nothing"
+    for raw in process.stderr:
+        said = raw.decode(errors="replace").rstrip()
+        sys.stderr.write(said + "\n")
+        sys.stderr.flush()
+        last = said.strip() or last
+    return last
 
 
 def _show(answer: Answer, found: Scan) -> None:

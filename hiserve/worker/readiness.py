@@ -1,16 +1,18 @@
-"""Runs a step of every kind, eagerly and as graphs, and tells what keeps it from being ready for graphs.
+"""Runs a step of every kind and what drafts behind it, eagerly and as graphs; tells what keeps it from being ready for graphs.
 
 ``python -m hiserve.worker.readiness`` reads a resolved ``Config`` as JSON and writes a ``GraphReport``.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from hiserve.cache.pools.device import DevicePool
 from hiserve.config import Config
+from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, TableWrites
 from hiserve.core.request import SamplingParams
 from hiserve.messages.readiness import GraphReport, StepCheck
@@ -26,8 +29,12 @@ from hiserve.messages.types import GateCounts
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, load_decoder
+from hiserve.models.draft import DraftHead, load_draft
+from hiserve.models.draft_config import DraftConfig
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.rows import DeviceRows
+from hiserve.worker.drafting import open_proposer
 from hiserve.worker.executor import Executor
 from hiserve.worker.runners import make_runners
 
@@ -63,6 +70,41 @@ WHOLE = ("decode", "verify")
 _ASKED, _GRABBED = "allocation.all.allocated", "num_device_alloc"  # counts of torch's allocator
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """A model, and the checkpoint that drafts for it, if one does.
+
+    Attributes:
+        shape: Of the model.
+        model: The decoder.
+        draft: Shape of what drafts.
+        head: That.
+    """
+
+    shape: ModelConfig
+    model: Decoder
+    draft: DraftConfig | None
+    head: DraftHead | None
+
+
+def load(config: Config) -> Loaded:
+    """Reads the weights.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        HiserveError: The model or what drafts for it cannot be used.
+    """
+    folder, shape = read_model(config.model)
+    draft = read_draft(config.spec, folder, shape)
+    of_model = config.model
+    settings: dict[str, Any] = {"dtype": of_model.dtype, "device": of_model.device, "load_format": of_model.load_format}
+    taps = () if draft is None else draft.taps
+    model = load_decoder(folder, shape, max_len=MAX_LEN, taps=taps, **settings)
+    return Loaded(shape, model, draft, None if draft is None else load_draft(draft, model, max_len=MAX_LEN, **settings))
+
+
 def check_graphs(config: Config) -> GraphReport:
     """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
 
@@ -70,18 +112,15 @@ def check_graphs(config: Config) -> GraphReport:
         config: Resolved.
 
     Raises:
-        HiserveError: The model or the attention backend cannot be used.
+        HiserveError: The model, what drafts for it or the attention backend cannot be used.
     """
-    folder, model_config = read_model(config.model)
-    device, dtype = config.model.device, config.model.dtype
-    load_format = config.model.load_format
-    model = load_decoder(folder, model_config, dtype=dtype, device=device, load_format=load_format, max_len=MAX_LEN)
-    eager = Subject(config, model, model_config, has_graphs=False)
+    loaded = load(config)
+    eager = Subject(config, loaded, has_graphs=False)
     checks = [eager.check(kind, eager) for kind in STEPS]
-    if device == "cpu":
+    if config.model.device == "cpu":
         eager.executor.close()
-        return GraphReport(device=device, num_nodes=0, checks=checks)
-    graphs = Subject(config, model, model_config, has_graphs=True)
+        return GraphReport(device="cpu", num_nodes=0, checks=checks)
+    graphs = Subject(config, loaded, has_graphs=True)
     checks += [graphs.check(kind, eager) for kind in STEPS]
     for subject in (eager, graphs):
         subject.executor.close()
@@ -93,8 +132,7 @@ class Subject:
 
     Args:
         config: Resolved.
-        model: The decoder.
-        model_config: Its configuration.
+        loaded: As ``load`` returns it.
         has_graphs: Steps are replayed.
 
     Attributes:
@@ -102,26 +140,31 @@ class Subject:
         executor: Runs steps.
     """
 
-    def __init__(self, config: Config, model: Decoder, model_config: ModelConfig, *, has_graphs: bool) -> None:
+    def __init__(self, config: Config, loaded: Loaded, *, has_graphs: bool) -> None:
         dtype, page_size = config.model.dtype, config.cache.page_size
         self._num_pages = -(-MAX_LEN // page_size)  # of each row
         num_pages = 1 + LATE_ROW * self._num_pages
-        pool = DevicePool(model_config.kv_groups(dtype), num_pages, page_size, config.model.device)
+        groups = page_groups(config, loaded.shape, loaded.draft)
+        pool = DevicePool(groups, num_pages, page_size, config.model.device)
         self._layers = pool.layers("kv")
+        self._draft_layers: Sequence[LayerKV] = () if loaded.draft is None else pool.layers("draft")
         self._rows = DeviceRows(LATE_ROW, MAX_LEN, page_size, num_pages, config.model.device)
         generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(model_config.vocab_size, self._rows.tokens.shape, generator=generator)
+        prompts = torch.randint(loaded.shape.vocab_size, self._rows.tokens.shape, generator=generator)
         self._prompts = prompts.to(self._rows.tokens)
         self._host_prompts: Int32Array = prompts.to(torch.int32).numpy()
         self._has_graphs = has_graphs
+        self._num_propose = 0 if config.spec.spec == "off" else WIDTH - 1
+        self._drafts_eagerly = config.spec.spec == "ngram"  # in a few launches, which need no graph
         self.runners = make_runners(
             msgspec.structs.replace(config.runner, graphs="all" if has_graphs else "off"),
-            model,
+            loaded.model,
             self._layers,
             self._rows,
-            attention_shape(model_config, dtype=getattr(torch, dtype), page_size=page_size),
+            attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size),
             max_batched_tokens=len(ROWS) * PROMPT_LEN,
             widths=(1, WIDTH),
+            proposer=open_proposer(config, loaded.draft, loaded.head, pool, self._rows),
         )
         self.executor = Executor(self.runners, self._rows)
         self._step_id = 0
@@ -143,6 +186,7 @@ class Subject:
         except RuntimeError as error:
             problems.append(f"does not run: {_place(error)}")
             result = self._run(parts)
+        allocations = float(_num_grabbed(self._rows.device) - grabbed)  # before the comparison, which takes some too
         ran = _news(before, self.executor.gate_counts())
         wanted = f"replay/{GRAPHS[kind]}" if self._has_graphs else "eager/graphs_off"
         if ran != wanted:
@@ -152,8 +196,7 @@ class Subject:
         difference = 0.0 if self is eager else self._difference(eager, parts)
         if not difference <= MAX_DIFFERENCE:
             problems.append(f"differs from the eager step by {difference:.3f} of its largest value")
-        allocations = float(_num_grabbed(self._rows.device) - grabbed)
-        if self._has_graphs and kind in WHOLE:
+        if self._has_graphs and kind in WHOLE and not self._drafts_eagerly:
             allocations += self._num_allocated(parts)
         if allocations:
             problems.append(f"allocates memory {allocations:g} times in each step")
@@ -187,6 +230,7 @@ class Subject:
             samples=np.ones(rows.size, dtype=np.bool_),
             num_scored=np.zeros_like(rows),
             max_len=computed + num_new,
+            num_propose=self._num_propose,
             admit=tuple(self._admit(row, part) for row, part in parts.items()) if is_new else (),
             table=TableWrites(tables, indices, pages, np.full_like(places, self._step_id)),
         )
@@ -206,17 +250,20 @@ class Subject:
         return float((torch.cuda.memory_stats()[_ASKED] - before) / NUM_STEADY)
 
     def _difference(self, eager: Subject, parts: Mapping[int, Part]) -> float:
-        """Compares the keys and values that a step writes with the eager step's."""
-        ours, theirs = self._written(parts), eager._written(parts)
-        return float((ours - theirs).abs().max() / theirs.abs().max())
+        """Compares the keys and values that a step writes, and what drafts behind it, with the eager step's."""
+        pairs = [(self._written(parts, self._layers), eager._written(parts, eager._layers))]
+        if self._draft_layers:  # of tokens that were known before: which others there are is for the step to say
+            known = {row: part._replace(num_draft=0) for row, part in parts.items()}
+            pairs.append((self._written(known, self._draft_layers), eager._written(known, eager._draft_layers)))
+        return float(torch.stack([(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in pairs]).max())
 
-    def _written(self, parts: Mapping[int, Part]) -> Tensor:
-        """Keys and values of a step's tokens, of all layers."""
+    def _written(self, parts: Mapping[int, Part], layers: Sequence[LayerKV]) -> Tensor:
+        """Keys and values of a step's tokens, of all these layers."""
         page_size = self._rows.page_size
         firsts = [page_size * (1 + (row - 1) * self._num_pages) + part.computed for row, part in parts.items()]
         slots = [torch.arange(part.num_new) + first for first, part in zip(firsts, parts.values(), strict=True)]
         places = torch.cat(slots).to(self._rows.device)
-        return torch.stack([plane.index_select(0, places).float() for kv in self._layers for plane in (kv.k, kv.v)])
+        return torch.stack([plane.index_select(0, places).float() for kv in layers for plane in (kv.k, kv.v)])
 
 
 @contextmanager
@@ -252,5 +299,6 @@ def _place(error: RuntimeError) -> str:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # stderr: what takes long is told before it does
     report = check_graphs(msgspec.json.decode(sys.stdin.buffer.read(), type=Config))
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")

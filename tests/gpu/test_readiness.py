@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from hiserve.config import make_config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
+from hiserve.models.config import NANO
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 from hiserve.worker.readiness import GRAPHS, check_graphs
+from tests.helpers.drafted import save_heads
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +22,19 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 @pytest.mark.parametrize("model", [{}, {"shape": "qwen3-0.6b", "load_format": "dummy"}], ids=["nano", "qwen3-0.6b"])
 def test_steps_of_every_kind_are_ready(model: dict[str, Any], backend: str) -> None:
-    given = make_config(device="cuda", dtype="bfloat16", attention_backend=backend, **model)
-    report = check_graphs(resolve(given, read_model(given.model)[1].facts(), probe()).config)
-    for check in report.checks:
-        print(check)
-    assert [check.problems for check in report.checks] == [[]] * 2 * len(GRAPHS)
+    check(attention_backend=backend, **model)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "mtp"])
+def test_steps_are_ready_with_what_drafts_behind_them(tmp_path: Path, kind: str) -> None:
+    specs = {"ngram": "ngram", "draft_model": f"draft:{NANO}"}
+    heads = {} if kind in specs else save_heads(tmp_path, seed=3)
+    check(attention_backend="triton", spec=specs.get(kind) or f"{kind}:{heads[kind]}")
+
+
+def check(**settings: Any) -> None:
+    given = make_config(device="cuda", dtype="bfloat16", **settings)
+    report = check_graphs(resolve(given, model_facts(given, *read_model(given.model)), probe()).config)
+    for each in report.checks:
+        print(each)
+    assert [each.problems for each in report.checks] == [[]] * 2 * len(GRAPHS)

@@ -8,9 +8,7 @@ BACKENDS = "hiserve/attention/backends.py"
 PAIRED = "hiserve/attention/paired.py"
 CONTRACT = "tests/contract/test_attention.py::"
 OF_BACKENDS = "tests/unit/attention/test_backends.py::"
-OF_DRAFTS = (
-    OF_BACKENDS + "test_drafts_attend_with_the_named_backend_or_with_the_best_that_reads_lengths_on_the_device"
-)
+OF_DRAFTS = OF_BACKENDS + "test_drafts_attend_with_the_named_backend_or_with_the_best_that_reads_lengths_on_the_device"
 OF_PAIRS = "tests/unit/attention/test_paired.py::"
 OF_COVERAGE = "tests/unit/runners/test_graph_coverage.py::"
 

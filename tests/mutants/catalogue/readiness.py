@@ -14,6 +14,7 @@ OF_HARMLESS = OF_SCAN + "test_what_does_no_harm_is_not_caught"
 OF_EXCEPTION = OF_SCAN + "test_an_exception_covers_its_function_and_pattern_alone_and_is_told_when_it_covers_nothing"
 OF_DOCTOR = "tests/unit/commands/test_doctor_graphs.py::test_it_is_ready_when_neither_the_code_nor_a_step_is_wrong"
 OF_READINESS = "tests/unit/worker/test_readiness.py::"
+OF_DRAFTS = OF_READINESS + "test_steps_are_checked_with_what_drafts_behind_them"
 
 MUTANTS = [
     Mutant(
@@ -106,6 +107,35 @@ MUTANTS = [
         old="if not difference <= MAX_DIFFERENCE:",
         new="if difference > MAX_DIFFERENCE:",
         test=OF_READINESS + "test_values_that_differ_are_told",
+    ),
+    Mutant(
+        name="what drafts is not compared with eager drafting",
+        file=READINESS,
+        old="        if self._draft_layers:  # of",
+        new="        if False:  # of",
+        test=OF_DRAFTS,
+    ),
+    Mutant(
+        name="steps are checked without anything behind them",
+        file=READINESS,
+        old="            num_propose=self._num_propose,\n",
+        new="",
+        test=OF_DRAFTS,
+    ),
+    Mutant(
+        name="memory that a comparison takes is the step's",
+        file=READINESS,
+        old="        if self._has_graphs and kind in WHOLE and not self._drafts_eagerly:\n",
+        new="        allocations = float(_num_grabbed(self._rows.device) - grabbed)\n"
+        "        if self._has_graphs and kind in WHOLE and not self._drafts_eagerly:\n",
+        test=OF_READINESS + "test_memory_that_the_comparison_takes_is_not_the_step_s",
+    ),
+    Mutant(
+        name="what a check says while it runs is kept back",
+        file=DOCTOR,
+        old='        sys.stderr.write(said + "\\n")\n',
+        new="",
+        test="tests/unit/commands/test_doctor_graphs.py::test_what_the_other_process_says_is_passed_on_at_once",
     ),
     Mutant(
         name="a step that should be replayed may run eagerly",

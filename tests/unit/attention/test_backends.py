@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,14 +125,10 @@ def hopper(all_installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_decodes_with_triton_and_computes_prompts_with_flashinfer_on_hopper(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO):
-        attention = open_attention("auto", SHAPE, CUDA)
+def test_auto_decodes_with_triton_and_computes_prompts_with_flashinfer_on_hopper() -> None:
+    attention = open_attention("auto", SHAPE, CUDA)
     assert isinstance(attention, PairedAttention)
     assert not attention.needs_host_lengths
-    assert "it compiles its kernels first" in caplog.text
 
 
 @pytest.mark.usefixtures("hopper")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import msgspec
 import pytest
@@ -96,3 +97,27 @@ def test_steps_run_in_another_process_and_what_it_dies_of_is_told() -> None:
     ]
     broken = msgspec.structs.replace(resolved, model=msgspec.structs.replace(resolved.model, model="/no/such/folder"))
     assert "/no/such/folder" in str(run_on_device(broken))
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("say('compiling'); say(''); sys.exit(3)", "compiling"),
+        ("say('compiling'); time.sleep(60)", "the steps did not end within 1 s"),
+        ("sys.exit(3)", "it said nothing"),
+        (
+            "sys.stdin.read(); say('compiling'); print('ninja: no work to do'); print(report)",
+            report(READY),
+        ),
+    ],
+)
+def test_what_the_other_process_says_is_passed_on_at_once(
+    code: str, told: GraphReport | str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    intro = "import sys, time; say = lambda text: print(text, file=sys.stderr, flush=True); "
+    given = f"report = {msgspec.json.encode(report(READY)).decode()!r}; "
+    monkeypatch.setattr(doctor_graphs, "_COMMAND", (sys.executable, "-I", "-S", "-c", intro + given + code))
+    monkeypatch.setattr(doctor_graphs, "TIMEOUT_S", 1.0)
+    assert run_on_device(ON_CPU) == told
+    said = capsys.readouterr()
+    assert ("compiling\n" in said.err) == ("compiling" in code) and not said.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,16 +12,18 @@ import pytest
 import torch
 
 from hiserve.config import Config, make_config
+from hiserve.core.drafts import DraftStep
 from hiserve.core.machine import probe
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.resolve import resolve
-from hiserve.models.config import ModelConfig
-from hiserve.models.decoder import Decoder, load_decoder
+from hiserve.models.config import NANO
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 from hiserve.runners.buckets import row_buckets, token_buckets
 from hiserve.worker import readiness
 from hiserve.worker.executor import Executor
-from hiserve.worker.readiness import LATE_ROW, MAX_LEN, NUM_WARM, STEPS, Subject
+from hiserve.worker.readiness import LATE_ROW, NUM_WARM, STEPS, WIDTH, Loaded, Subject, load
+from tests.helpers.drafted import save_heads
 
 
 class Spoiling:
@@ -48,26 +51,33 @@ class Spoiling:
         return self._inner.gate_counts()
 
 
+def resolved(spec: str = "off") -> Config:
+    given = make_config(device="cpu", spec=spec)
+    return resolve(given, model_facts(given, *read_model(given.model)), probe()).config
+
+
 @pytest.fixture(scope="module")
 def config() -> Config:
-    given = make_config(device="cpu")
-    return resolve(given, read_model(given.model)[1].facts(), probe()).config
+    return resolved()
 
 
-@pytest.fixture
-def parts(config: Config) -> tuple[Decoder, ModelConfig]:
+@pytest.fixture(scope="module")
+def loaded(config: Config) -> Loaded:
     torch.set_num_threads(1)
-    folder, model_config = read_model(config.model)
-    return load_decoder(
-        folder, model_config, dtype="float32", device="cpu", load_format="auto", max_len=MAX_LEN
-    ), model_config
+    return load(config)
 
 
 @pytest.fixture
-def subject(config: Config, parts: tuple[Decoder, ModelConfig]) -> Iterator[Subject]:
-    subject = Subject(config, *parts, has_graphs=False)
+def subject(config: Config, loaded: Loaded) -> Iterator[Subject]:
+    subject = Subject(config, loaded, has_graphs=False)
     yield subject
     subject.executor.close()
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    heads = save_heads(tmp_path_factory.mktemp("heads"), seed=3)
+    return {"ngram": "ngram", "draft_model": f"draft:{NANO}"} | {kind: f"{kind}:{heads[kind]}" for kind in heads}
 
 
 def test_steps_of_every_kind_have_the_size_of_a_graph_and_run_on_the_cpu(subject: Subject) -> None:
@@ -80,9 +90,8 @@ def test_steps_of_every_kind_have_the_size_of_a_graph_and_run_on_the_cpu(subject
         assert (check.ran, check.problems) == ("eager/graphs_off", [])
 
 
-def test_values_that_differ_are_told(config: Config, parts: tuple[Decoder, ModelConfig], subject: Subject) -> None:
-    model, model_config = parts
-    other = Subject(config, model, model_config, has_graphs=False)
+def test_values_that_differ_are_told(config: Config, loaded: Loaded, subject: Subject) -> None:
+    other = Subject(config, loaded, has_graphs=False)
     subject.check("prefill", subject)
     assert other.check("prefill", subject).difference == 0
     for value in (9.0, torch.nan):
@@ -101,6 +110,78 @@ def test_a_step_that_waits_for_the_device_or_faults_is_told(subject: Subject, mo
     monkeypatch.setattr(subject, "executor", Spoiling(inner))
     (problem,) = subject.check("decode", subject).problems
     assert "[2] are at fault" in problem
+
+
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "mtp"])
+def test_steps_are_checked_with_what_drafts_behind_them(specs: dict[str, str], kind: str) -> None:
+    config = resolved(specs[kind])
+    loaded = load(config)
+    subject, other = (Subject(config, loaded, has_graphs=False) for _ in range(2))
+    proposed = []
+    proposer = subject.runners._proposer
+    assert proposer is not None
+    propose = proposer.propose
+
+    def watch(step: DraftStep) -> None:
+        proposed.append(step.num_draft)
+        propose(step)
+
+    proposer.propose = watch  # type: ignore[method-assign]
+    for each in STEPS:
+        for one in (subject, other):
+            check = one.check(each, subject)
+            assert (check.problems, check.difference) == ([], 0)
+    assert proposed == [WIDTH - 1] * (NUM_WARM + 1) * len(STEPS)
+    if kind != "ngram":
+        subject._draft_layers[0].v.fill_(torch.nan)
+        (problem,) = other.check("prefill", subject).problems
+        assert problem == "differs from the eager step by nan of its largest value"
+
+    def wait(step: DraftStep) -> None:
+        watch(step)
+        if len(proposed) == NUM_WARM + 1:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    proposed.clear()
+    proposer.propose = wait  # type: ignore[method-assign]
+    (problem,) = subject.check("decode", subject).problems
+    assert problem.startswith("does not run: ") and problem.endswith("(called a synchronizing CUDA operation)")
+    for one in (subject, other):
+        one.executor.close()
+
+
+def test_memory_that_the_comparison_takes_is_not_the_step_s(
+    config: Config, loaded: Loaded, subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_grabbed = 0
+    difference = Subject._difference
+
+    def compare(self: Subject, *arguments: Any) -> float:
+        nonlocal num_grabbed
+        num_grabbed += 4
+        return difference(self, *arguments)
+
+    monkeypatch.setattr(Subject, "_difference", compare)
+    monkeypatch.setattr(readiness, "_num_grabbed", lambda device: num_grabbed)
+    other = Subject(config, loaded, has_graphs=False)
+    subject.check("prefill", subject)
+    check = other.check("prefill", subject)
+    assert num_grabbed and (check.allocations, check.problems) == (0, [])
+    other.executor.close()
+
+
+def test_memory_that_a_step_takes_once_all_is_warm_is_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_runs = 0
+    run = subject._run
+
+    def grab(*arguments: Any, **options: Any) -> StepResult:
+        nonlocal num_runs
+        num_runs += 1
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(subject, "_run", grab)
+    monkeypatch.setattr(readiness, "_num_grabbed", lambda device: num_runs)
+    assert subject.check("prefill", subject).problems == ["allocates memory 1 times in each step"]
 
 
 def test_a_step_that_ran_otherwise_than_it_should_is_told(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
