@@ -72,7 +72,7 @@ class HeadTraining:
 
 
 TRAINING = {
-    "eagle3": HeadTraining(unrolled=4, first_share=0.2),
+    "eagle3": HeadTraining(lr=4e-3, unrolled=4, first_share=0.2),
     "mtp": HeadTraining(unrolled=3, decay=0.6, first_share=0.2),
 }
 # Rows of the target's own writing made at a time, and the temperatures that they are given in turn.
