@@ -11,6 +11,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.messages.types import Admit
 from tests.helpers.echo import VOCAB, oracle, oracle_scores
 from tests.helpers.engines import echo_engine
+from tests.invariants.page_checks import check_pages
 
 EOS = (0, 1, 2)
 
@@ -107,7 +108,7 @@ class Run:
             if self.faults and self.rng.random() < 0.2:
                 self.executor.stale_rows.add(int(self.rng.integers(1, 7)))
             self.take(self.engine.step())
-            self.check_pages()
+            check_pages(self.planner, self.cache)
         self.check_end(prompts, sampling)
         return self
 
@@ -133,18 +134,6 @@ class Run:
             assert uid not in self.ends
             self.failed.add(uid)
             self.ends.setdefault(uid, []).append(FinishReason.ABORT)
-
-    def check_pages(self) -> None:
-        """Free, tree and rows partition the pool (INV-17, INV-19)."""
-        rows = self.planner._rows
-        private = [rows.page_table[r, rows.num_published[r] : rows.num_pages[r]] for r in rows.active.tolist()]
-        tree = [node.pages for node in self.cache.tree.nodes()]
-        free = self.cache.pages.free_pages()
-        everything = np.concatenate([free, *private, *tree])
-        assert np.array_equal(np.sort(everything), np.arange(1, self.cache.pages.num_pages))
-        unlocked = sum(node.pages.size for node in self.cache.tree.nodes() if node.num_locks == 0)
-        assert unlocked == self.cache.num_evictable
-        assert free.size == self.cache.pages.num_free
 
     def check_end(self, prompts: list[np.ndarray], sampling: list[SamplingParams]) -> None:
         assert self.planner._rows.active.size == 0

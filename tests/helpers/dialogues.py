@@ -1,0 +1,52 @@
+"""Conversations of the kind that hiserve-nano and its heads were trained on: what trained heads guess is often right."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from hiserve import LLM
+from hiserve.models.config import NANO, find_model
+
+OPENINGS = (
+    ("Hi, I'd like a large cappuccino with oat milk.", "Sure, please confirm that your order looks correct."),
+    ("Can I get two decaf lattes and a mocha, please?", "Alright, does your order look correct on that screen?"),
+    ("Can you find me a cheap hotel in Boston?", "Sure. For which dates, and how many rooms do you need?"),
+    ("I want to book a table at an Italian restaurant.", "Which city should I search in, and for what time?"),
+    ("What movies are playing near me this weekend?", "What kind of movie would you like to see?"),
+    ("Please find me a flight to Chicago next Friday.", "From which city do you want to leave?"),
+)
+FOLLOW_UPS = (
+    "Yes, that looks good to me.",
+    "Actually, can I change one thing, please?",
+    "For two people, in New York at 7 pm.",
+    "How much is it in all?",
+    "I'm not sure. What do you have?",
+    "No thanks, that is all I need.",
+)
+
+
+def trained(kind: str) -> str:
+    """Returns the ``spec`` of the head that comes with hiserve-nano."""
+    if not (find_model(NANO) / kind / "config.json").is_file():
+        pytest.skip(f"no {kind} came with hiserve-nano")
+    return kind
+
+
+def conversations(llm: LLM) -> list[list[int]]:
+    """Returns prompts of 34 to 47 tokens, each a first question, its answer and what is said then; many begin alike."""
+    pairs = itertools.product(OPENINGS, FOLLOW_UPS)
+    roles = "user", "assistant", "user"
+    return [
+        llm.encode_chat(
+            [{"role": role, "content": text} for role, text in zip(roles, (*opening, follow_up), strict=True)]
+        )
+        for opening, follow_up in pairs
+    ]
+
+
+def shuffled(rng: np.random.Generator, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Returns so many of them in any order, again and again."""
+    return [prompts[index] for index in rng.integers(len(prompts), size=count).tolist()]

@@ -1,0 +1,21 @@
+"""Where every page of a device pool is, at any moment."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hiserve.cache.index.manager import CacheManager
+from hiserve.worker.planner import Planner
+
+
+def check_pages(planner: Planner, cache: CacheManager) -> None:
+    """Free, tree and rows partition the pool (INV-17, INV-19)."""
+    rows = planner._rows
+    private = [rows.page_table[r, rows.num_published[r] : rows.num_pages[r]] for r in rows.active.tolist()]
+    tree = [node.pages for node in cache.tree.nodes()]
+    free = cache.pages.free_pages()
+    everything = np.concatenate([free, *private, *tree])
+    assert np.array_equal(np.sort(everything), np.arange(1, cache.pages.num_pages))
+    unlocked = sum(node.pages.size for node in cache.tree.nodes() if node.num_locks == 0)
+    assert unlocked == cache.num_evictable
+    assert free.size == cache.pages.num_free
