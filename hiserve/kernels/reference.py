@@ -315,4 +315,7 @@ def is_table_owned(
     """
     entries = torch.arange(page_table.shape[1], device=page_table.device)
     unused = entries * page_size >= kv_lens[:, None]
-    return ((page_owner[page_table.long()] == entry_owner) | unused).all(1)
+    last_page = page_owner.shape[0] - 1
+    is_page = (page_table >= 0) & (page_table <= last_page)
+    is_own = is_page & (page_owner[page_table.clamp(0, last_page).long()] == entry_owner)
+    return (is_own | unused).all(1)

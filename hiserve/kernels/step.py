@@ -195,7 +195,7 @@ def _check_rows(  # type: ignore[no-untyped-def]
     # The last token that a row may emit stands at ``end``.
     reaches = (end - tl.load(num_draft + number) == known) & (end < capacity)
     is_known = tl.where(tl.load(samples + number) != 0, reaches, end <= known)
-    is_legal = is_placed & is_known & (end <= tl.load(max_len + number))
+    is_legal = (computed >= 0) & is_placed & is_known & (end <= tl.load(max_len + number))
     num_used = tl.minimum(tl.cdiv(end, PAGE_SIZE), width).to(tl.int32)
     num_stale = 0
     for start in range(0, num_used, BLOCK):
@@ -203,7 +203,8 @@ def _check_rows(  # type: ignore[no-untyped-def]
         is_used = entry < num_used
         page = tl.load(pages + entry, mask=is_used, other=SINK)
         owner = tl.load(owners + entry, mask=is_used, other=0)
-        is_stale = tl.load(page_owner + page, mask=is_used, other=0) != owner
+        is_page = (page >= 0) & (page < num_pages)  # or nothing of it is read
+        is_stale = (tl.load(page_owner + page, mask=is_used & is_page, other=0) != owner) | ~is_page
         num_stale += tl.sum(is_stale.to(tl.int32), 0)
     is_legal = is_legal & (num_stale == 0)
     kv_len = tl.where(is_legal, end, new)

@@ -83,6 +83,12 @@ def random_case(generator: torch.Generator) -> StepCase:
             num_new, max_len = num_new + 1, min(max_len + 1, capacity)
         elif fault == 5:
             max_len = max(num_new, max_len - pick(1, 4))
+        elif fault == 6:
+            state.page_table[row, entry] = (-2, len(state.page_owner), 1_000_000)[pick(0, 2)]
+        elif fault == 7:
+            state.computed_len[row] = -1 - computed
+        elif fault == 8 and (computed + num_new - 1) // page_size < num_entries - 1:
+            state.page_table[row, -1] = 1_000_000  # not in use: no fault
         rows.append(row)
         columns.append((row, num_new, num_draft, samples, max_len))
     for _ in range(pick(0, 3)):
@@ -141,12 +147,12 @@ def is_legal(case: StepCase, number: int) -> bool:
     row, num_new = int(columns.rows[number]), int(columns.num_new[number])
     computed, known = int(state.computed_len[row]), int(state.known_len[row])
     end = computed + num_new
-    if end > columns.max_len[number]:
+    if computed < 0 or end > columns.max_len[number]:
         return False
     pages, owners = state.page_table[row].tolist(), state.entry_owner[row].tolist()
     for position in range(end):
         entry = position // case.page_size
-        if state.page_owner[pages[entry]] != owners[entry]:
+        if not 0 <= pages[entry] < len(state.page_owner) or state.page_owner[pages[entry]] != owners[entry]:
             return False
     if computed and pages[(computed - 1) // case.page_size] == 0:
         return False

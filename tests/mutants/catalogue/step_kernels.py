@@ -18,6 +18,41 @@ TRITON_DRAW = OF_DRAW + "test_triton_chooses_the_tokens_that_the_twins_choose"
 MUTANTS = [
     # --- twins ---
     Mutant(
+        name="twin: an entry of a row's table may be no page",
+        file="hiserve/kernels/reference.py",
+        old="is_own = is_page & (page_owner[page_table.clamp(0, last_page).long()] == entry_owner)",
+        new="is_own = page_owner[page_table.clamp(0, last_page).long()] == entry_owner",
+        test=RULES,
+    ),
+    Mutant(
+        name="twin: whose page it is, is asked of pages that there are not",
+        file="hiserve/kernels/reference.py",
+        old="page_owner[page_table.clamp(0, last_page).long()]",
+        new="page_owner[page_table.long()]",
+        test=RULES,
+    ),
+    Mutant(
+        name="twin: a length may be negative",
+        file=TWINS,
+        old="        (computed_len >= 0)\n        & is_last_loc_legal(",
+        new="        is_last_loc_legal(",
+        test=RULES,
+    ),
+    Mutant(
+        name="kernel: an entry of a row's table may be no page",
+        file=STEP,
+        old="other=0) != owner) | ~is_page",
+        new="other=0) != owner) & is_page",
+        test=TRITON_STEP,
+    ),
+    Mutant(
+        name="kernel: a length may be negative",
+        file=STEP,
+        old="is_legal = (computed >= 0) & is_placed",
+        new="is_legal = is_placed",
+        test=TRITON_STEP,
+    ),
+    Mutant(
         name="twin: drafts count as known",
         file=TWINS,
         old="(end - columns.num_draft == known_len)",

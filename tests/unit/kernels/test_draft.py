@@ -81,7 +81,7 @@ def test_draft_tokens_stand_in_the_pages_of_their_rows_and_else_in_the_sink() ->
                     token += 1
             assert token == made.slots.shape[0]
     print(seen)
-    assert min(seen.values()) > 20
+    assert min(seen.values()) > 10
     assert len(seen) == 4
 
 
