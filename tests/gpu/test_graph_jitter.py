@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.kernels.reference import gumbel
-from hiserve.kernels.step_reference import SAMPLE_STREAM
-from hiserve.messages.types import WorkerStats
-from hiserve.models.config import NANO, find_model
 from tests.helpers import cuda
 from tests.helpers.jitter import jitter
-from tests.helpers.margin import MAX_SHARE, as_tensor, margin, shape_difference, teacher_forced
-from tests.helpers.models import Engine
-from tests.helpers.plans import HandPlanner
+from tests.helpers.storm import (
+    PAGE,
+    Load,
+    Requests,
+    check_margins,
+    load_whatever_it_costs,
+    settings,
+    share_of_replays,
+    tokens_of,
+)
 from tests.helpers.tiered import check_whole, engine_of
 
 pytestmark = pytest.mark.gpu
 
 SEED = 91
-PAGE = 16
 MAX_PAGES_OF_FOREWORD = 12
 WHAT = ("record", "wait_event", "replay")
 STRETCH = 250  # requests that ask for the same kind of answer
 MIN_REPLAYS = 0.98  # of all steps: graphs cover every one of them
-
-
-@dataclass(frozen=True)
-class Load:
-    """How much traffic.
-
-    Attributes:
-        num_requests: In all.
-        num_running: At once.
-        num_forewords: Prefixes that requests share; of six pages, in the mean.
-        kv_pages: Of the device: much less than forewords and replies take.
-    """
-
-    num_requests: int
-    num_running: int
-    num_forewords: int
-    kv_pages: int
-
 
 LOADS = [
     pytest.param(Load(300, 16, 48, 180), id="300"),
@@ -57,21 +37,7 @@ LOADS = [
 ]
 
 
-def settings(load: Load, **options: Any) -> dict[str, Any]:
-    return {
-        "in_process": True,
-        "device": cuda.DEVICE,
-        "dtype": "float32",
-        "page_size": PAGE,
-        "max_model_len": 320,
-        "max_running_requests": load.num_running,
-        "max_batched_tokens": 2048,
-        "cpu_threads": 1,
-        "log_level": "warning",
-    } | options
-
-
-def traffic(load: Load) -> tuple[list[list[int]], list[SamplingParams]]:
+def traffic(load: Load) -> Requests:
     """Forewords that many share, of any length, and a few tokens of each one's own; every second request comes again.
 
     By stretches replies are greedy, or drawn, and have scores, or none.
@@ -98,47 +64,6 @@ def traffic(load: Load) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, sampling
 
 
-def tokens_of(llm: LLM, prompts: Sequence[list[int]], sampling: Sequence[SamplingParams]) -> list[list[int]]:
-    return [result.outputs[0].token_ids for result in llm.generate(list(prompts), list(sampling))]
-
-
-def check_margins(differing: list[tuple[list[int], SamplingParams, list[int]]], num_requests: int) -> None:
-    """Tokens that another shape of batch rounded the other way: each must be as good as the best, and few may be."""
-    assert len(differing) <= MAX_SHARE * num_requests, f"{len(differing)} replies differ: {differing[:2]}"
-    if not differing:
-        return
-    forced = {row: teacher_forced(prompt, tokens) for row, (prompt, _, tokens) in enumerate(differing, start=1)}
-    sizes = {"num_pages": 21 * len(forced) + 1, "max_rows": len(forced), "max_len": 320}
-    scores = [
-        Engine(find_model(NANO), device=cuda.DEVICE, attention="reference", **sizes).logits(
-            HandPlanner(PAGE, sizes["num_pages"]), forced, chunk
-        )
-        for chunk in (64, 7)
-    ]
-    difference = shape_difference(scores[0], scores[1])
-    for row, (prompt, sampling, tokens) in enumerate(differing, start=1):
-        reference = scores[0][row][len(prompt) - 1 :].cpu().double()
-        verdict = margin(reference + noise(prompt, sampling, tokens), as_tensor(tokens), difference)
-        print(verdict)
-        assert verdict.worst <= verdict.epsilon, (prompt, tokens, verdict)
-
-
-def noise(prompt: list[int], sampling: SamplingParams, tokens: list[int]) -> torch.Tensor:
-    """What drawing adds to the scores: the token is the best of the sum."""
-    assert sampling.seed is not None
-    places = torch.arange(len(prompt), len(prompt) + len(tokens))
-    seeds = torch.full_like(places, sampling.seed)
-    return sampling.temperature * gumbel(seeds, torch.zeros_like(places), places, SAMPLE_STREAM, 4096)
-
-
-def share_of_replays(stats: WorkerStats) -> float:
-    counts = stats.graph_gate
-    num_steps = sum(sum(reasons.values()) for reasons in counts.values())
-    share = sum(counts["replay"].values()) / num_steps
-    print(f"{share:.4f} of {num_steps} steps replayed: {counts}")
-    return share
-
-
 @pytest.mark.parametrize("load", LOADS)
 def test_no_token_differs_under_jitter_and_constant_traffic_with_the_host(load: Load) -> None:
     prompts, sampling = traffic(load)
@@ -148,7 +73,7 @@ def test_no_token_differs_under_jitter_and_constant_traffic_with_the_host(load: 
     print(f"endless cache, no graphs: {time.monotonic() - begin:.1f} s")
     begin = time.monotonic()
     with LLM(**settings(load, overlap=1, kv_pages=load.kv_pages, host_cache_gib=1.0)) as llm:
-        engine_of(llm)._planner._costs.is_worth_loading = lambda *_: True  # type: ignore[method-assign]
+        load_whatever_it_costs(llm)
         with jitter(SEED) as delays:
             tokens = tokens_of(llm, prompts, sampling)
             cuda.wait_for_stream()
@@ -164,10 +89,4 @@ def test_no_token_differs_under_jitter_and_constant_traffic_with_the_host(load: 
         assert min(delays.counts[f"{when} {what}"] for when in ("before", "after") for what in WHAT) > 0
         assert share_of_replays(stats) >= MIN_REPLAYS
         check_whole(llm)
-    differing = [
-        (prompt, params, got)
-        for prompt, params, got, wanted in zip(prompts, sampling, tokens, expected, strict=True)
-        if got != wanted
-    ]
-    print(f"{len(differing)} of {len(prompts)} replies differ")
-    check_margins(differing, load.num_requests)
+    check_margins((prompts, sampling), tokens, expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,13 +11,14 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.plan import BatchPlan, TableWrites
+from hiserve.core.plan import BatchPlan
 from hiserve.runners.gate import Action, Reason
 from tests.helpers import cuda
 from tests.helpers.gated import (
     Between,
     Seen,
     hold_loads,
+    relocate,
     rows_alone,
     run_until,
     send,
@@ -204,13 +204,8 @@ def test_a_relocation_between_planning_and_launch_defers_the_step(
         new = {each.row for each in plan.admit}
         old = [row for row in plan.rows.tolist() if row not in new]
         if not moved and old and bool((plan.num_new == 1).all()) == is_decode:
-            nothing = rows_alone(without_rows(plan))
-            between.submit_alone(nothing)  # what was launched before is done
-            rows, row = between.executor._rows, old[0]
-            page, owner = int(rows.page_table[row, 0]), int(rows.entry_owner[row, 0])
-            writes = TableWrites(*(np.array([value], dtype=np.int32) for value in (row, 0, page, owner)))
-            between.submit_alone(replace(nothing, table=writes, relocation_version=plan.relocation_version + 1))
-            moved.append(row)
+            relocate(between, plan, old[0])
+            moved.append(old[0])
         return plan
 
     with LLM(**settings(overlap=depth)) as llm:

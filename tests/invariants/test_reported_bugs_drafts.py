@@ -14,7 +14,6 @@ from hiserve.core.request import SamplingParams
 from hiserve.messages.types import Admit
 from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
 from hiserve.worker.loop import Engine
-from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages
 

@@ -12,6 +12,7 @@ TWINS = "hiserve/kernels/draft_reference.py"
 SOURCES = "tests/e2e/test_spec_sources.py::"
 HITS = "tests/e2e/test_spec_hits.py::"
 DRAFTS = "tests/invariants/test_reported_bugs_drafts.py::"
+FAULTS = "tests/e2e/test_spec_faults.py::"
 ABORTS = "tests/invariants/test_spec_aborts.py"
 TC_05 = DRAFTS + "test_tc_05_steps_wait_for_the_loads_that_they_read_and_for_no_others"
 
@@ -38,10 +39,10 @@ MUTANTS = [
         test=SOURCES + "test_prompts_that_part_right_behind_a_page_keep_their_acceptance",
     ),
     Mutant(
-        name="pages are published up to drafts that were rejected",
-        file=PLANNER,
-        old="            columns.settled[rows] -= rejected\n",
-        new="",
+        name="pages are published whose last token is drawn and not computed",
+        file=TABLES,
+        old="full = np.minimum(columns.settled[rows], columns.known[rows]) // page_size",
+        new="full = columns.known[rows] // page_size",
         test=SOURCES + "test_pages_that_steps_with_drafts_publish_are_those_of_plain_decoding",
     ),
     Mutant(
@@ -115,5 +116,27 @@ MUTANTS = [
         old='        """A row is given back; its copies go on without it."""\n        self._waiting.discard(row)\n',
         new='        """A row is given back; its copies go on without it."""\n',
         test=ABORTS,
+    ),
+    # --- rows that changed between planning and launch, or between a step and its drafts ---
+    Mutant(
+        name="drafts are computed in pages that changed hands meanwhile",
+        file=TWINS,
+        old="    is_own &= state.page_owner[table.clamp(0, num_pages - 1).long()] == owners\n",
+        new="",
+        test=FAULTS + "test_a_spoiled_row_works_in_the_sink_and_is_computed_again",
+    ),
+    Mutant(
+        name="drafts are verified by a step that was planned before the row moved",
+        file="hiserve/runners/gate.py",
+        old="row_versions[plan.rows].max() > plan.relocation_version",
+        new="row_versions[plan.rows[~plan.samples]].max(initial=0) > plan.relocation_version",
+        test=FAULTS + "test_a_relocation_before_drafts_are_verified_defers_the_step",
+    ),
+    Mutant(
+        name="a step that drafts does not wait for the load that it reads",
+        file="hiserve/worker/executor.py",
+        old="        if verdict.loads:\n",
+        new="        if verdict.loads and not plan.num_propose:\n",
+        test=FAULTS + "test_rows_draft_behind_the_load_that_they_were_started_behind",
     ),
 ]
