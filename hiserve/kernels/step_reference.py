@@ -52,8 +52,8 @@ def _check(columns: StepColumns, state: RowState, table: Tensor, computed_len: T
         end <= known_len,
     )
     return (
-        (computed_len >= 0)
-        & is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size)
+        is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size)
+        & (computed_len >= 0)
         & is_table_owned(table, owners, state.page_owner, end, page_size)
         & (end <= columns.max_len)
         & is_known

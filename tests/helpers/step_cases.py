@@ -70,14 +70,8 @@ def random_case(generator: torch.Generator) -> StepCase:
         max_len = min(computed + num_new + pick(0, 3), capacity)
         state.computed_len[row], state.known_len[row] = computed, known
         fault, entry = pick(0, 17), pick(0, (computed + num_new - 1) // page_size)
-        if fault == 0:
-            state.page_owner[state.page_table[row, entry]] += 1
-        elif fault == 1:
-            state.entry_owner[row, entry] += 1
-        elif fault == 2 and computed:
-            last = (computed - 1) // page_size
-            state.page_table[row, last], state.entry_owner[row, last] = 0, state.page_owner[0]
-        elif fault == 3 and num_new > 1:
+        is_spare = (computed + num_new - 1) // page_size < num_entries - 1
+        if fault == 3 and num_new > 1:
             num_new -= 1
         elif fault == 4 and computed + num_new < capacity:
             num_new, max_len = num_new + 1, min(max_len + 1, capacity)
@@ -85,15 +79,27 @@ def random_case(generator: torch.Generator) -> StepCase:
             max_len = max(num_new, max_len - pick(1, 4))
         elif fault == 6:
             state.page_table[row, entry] = (-2, len(state.page_owner), 1_000_000)[pick(0, 2)]
-        elif fault == 7:
-            state.computed_len[row] = -1 - computed
-        elif fault == 8 and (computed + num_new - 1) // page_size < num_entries - 1:
+        elif fault == 8 and is_spare:
             state.page_table[row, -1] = 1_000_000  # not in use: no fault
+        else:
+            _spoil(state, row, entry, computed, page_size, fault)
         rows.append(row)
         columns.append((row, num_new, num_draft, samples, max_len))
     for _ in range(pick(0, 3)):
         columns.append((0, pick(1, 2), 0, bool(pick(0, 1)), 2))
     return _case(generator, state, columns, page_size)
+
+
+def _spoil(state: RowState, row: int, entry: int, computed: int, page_size: int, fault: int) -> None:
+    if fault == 0:
+        state.page_owner[state.page_table[row, entry]] += 1
+    elif fault == 1:
+        state.entry_owner[row, entry] += 1
+    elif fault == 2 and computed:
+        last = (computed - 1) // page_size
+        state.page_table[row, last], state.entry_owner[row, last] = 0, state.page_owner[0]
+    elif fault == 7:
+        state.computed_len[row] = -1 - computed
 
 
 def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -> RowState:
