@@ -95,6 +95,7 @@ class HeadProposer:
         self._sampling = sampling
         self._step_ops = step_ops
         self._ops = draft_ops
+        self._max_kv_len = state.page_table.shape[1] * pool.page_size  # drafts past a row's end see its last pages
         # Of the last computed token of each row, what the model showed.
         self._last = pool.boundary.new_zeros((state.tokens.shape[0], head.feature_size))
 
@@ -166,9 +167,9 @@ class HeadProposer:
         Args:
             chain: The rows. Logits and what is carried are replaced.
             attention: Plans this forward, and computes it.
-            max_kv_len: Upper bound of what any row attends over; None is that of the layout.
+            max_kv_len: Upper bound of what any row attends over, were there no end to it; None is that of the layout.
         """
-        layout = chain.layout if max_kv_len is None else chain.layout.within(max_kv_len)
+        layout = chain.layout if max_kv_len is None else chain.layout.within(min(max_kv_len, self._max_kv_len))
         made = self._inputs(chain.rows, chain.places - 1, chain.legal, layout)
         logits, carried = self._run(made, layout, chain.carried, layout.token_rows, attention)
         chain.logits.copy_(logits)

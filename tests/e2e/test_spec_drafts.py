@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -63,6 +65,30 @@ def test_a_model_that_drafts_for_itself_is_right_every_time(
         whole, rest = divmod(NUM_NEW - 1, steps + 1)  # the prompt gives the first token
         assert choice.drafts.verify_steps == whole + bool(rest)
         assert choice.drafts.accepted == whole * steps + max(0, rest - 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page_size", "max_len"),
+    [
+        ("eagle3", 4, 32),
+        ("mtp", 16, 30),
+        *[
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in itertools.product(("ngram", "draft", *HEADS), (1, 16), (32, 35))
+        ],
+    ],
+)
+def test_rows_draft_up_to_their_end_and_beyond_it(
+    heads: dict[str, Path], kind: str, page_size: int, max_len: int
+) -> None:
+    """The context ends inside a run of drafts, at a page's end or before it: nothing is told of those behind it."""
+    settings: dict[str, Any] = {"max_model_len": max_len, "max_running_requests": 2, **pool(page_size, 128)}
+    spec = {"ngram": "ngram", "draft": f"draft:{NANO}"} | {each: f"{each}:{folder}" for each, folder in heads.items()}
+    sampling = msgspec.structs.replace(SAMPLING["drawn"], max_tokens=100)
+    plain, drafted = (generate(sampling, **settings, **each) for each in ({}, {"spec": spec[kind], "spec_steps": 7}))
+    for result, expected in zip(drafted, plain, strict=True):
+        check(result.outputs[0], expected.outputs[0])
+        assert len(result.prompt_token_ids) + len(result.outputs[0].token_ids) == max_len
 
 
 @pytest.mark.parametrize("kind", HEADS)

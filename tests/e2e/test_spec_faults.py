@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
 from hiserve.runners.rows import DeviceRows
+from hiserve.spec.head import HeadProposer
 from tests.helpers import cuda
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.dialogues import conversations, trained
@@ -38,6 +40,16 @@ def said(llm: LLM) -> list[list[int]]:
 def expected() -> list[list[int]]:
     with LLM(**settings(host_cache_gib=0, disable_prefix_cache=True)) as llm:
         return said(llm)
+
+
+def planes_of(llm: LLM) -> list[Tensor]:
+    """All that is kept of pages on the device, the model's part and the head's: by page."""
+    runners = engine_of(llm)._executor._runners  # type: ignore[attr-defined]
+    layers, boundary = list(runners._eager._layers), []
+    if isinstance(runners._proposer, HeadProposer):
+        layers += runners._proposer._pool.layers
+        boundary.append(runners._proposer._pool.boundary)
+    return [plane.view(-1, PAGE, plane[0].numel()) for layer in layers for plane in (layer.k, layer.v)] + boundary
 
 
 # --- spoiled rows ---------------------------------------------------------------------------------------
@@ -92,10 +104,7 @@ class Spoiler:
         runners = executor._runners  # type: ignore[attr-defined]
         self._run, self._propose = runners.run, runners.propose
         runners.run, runners.propose = self.run, self.propose
-        eager, proposer = runners._eager, runners._proposer
-        layers = (*eager._layers, *(proposer._pool.layers if hasattr(proposer, "_pool") else ()))
-        self._planes = [plane.view(-1, PAGE, plane[0].numel()) for layer in layers for plane in (layer.k, layer.v)]
-        self._planes += [proposer._pool.boundary] if hasattr(proposer, "_pool") else []
+        self._planes = planes_of(llm)
         self.spoil: Callable[[DeviceRows, int, int], None] | None = None
         self.is_late = False
 
@@ -182,6 +191,8 @@ def test_rows_draft_behind_the_load_that_they_were_started_behind(
     with LLM(**settings(overlap=depth, spec=trained("eagle3"), spec_steps=STEPS, kv_canary=False)) as llm:
         cold = llm.generate(prompts(llm), GREEDY)
         leave_device(llm)
+        for plane in planes_of(llm):
+            plane.fill_(torch.nan)  # what is read too early is found out
         engine_of(llm)._planner._overlaps_loads = True
         hold_loads(llm, 0.1)
         seen = watch(llm)

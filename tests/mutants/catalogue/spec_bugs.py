@@ -139,4 +139,11 @@ MUTANTS = [
         new="        if verdict.loads and not plan.num_propose:\n",
         test=FAULTS + "test_rows_draft_behind_the_load_that_they_were_started_behind",
     ),
+    Mutant(
+        name="drafts attend over more than a row's table, where they pass its end",
+        file="hiserve/spec/head.py",
+        old="chain.layout.within(min(max_kv_len, self._max_kv_len))",
+        new="chain.layout.within(max_kv_len)",
+        test="tests/e2e/test_spec_drafts.py::test_rows_draft_up_to_their_end_and_beyond_it",
+    ),
 ]
