@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         name="a row is read before it is there",
         file=LINEAR,
-        old="    await_previous(IS_EARLY)\n    totals = tl.zeros([COLUMNS, DEPTH], tl.float32)\n",
-        new="    totals = tl.load(x + tl.zeros([COLUMNS, DEPTH], tl.int32)) * 0.0\n    await_previous(IS_EARLY)\n",
+        old="    await_previous(IS_EARLY)\n    totals = tl.zeros([COLUMNS * NUM_PARTS, DEPTH], tl.float32)\n",
+        new="    totals = tl.load(x + tl.zeros([COLUMNS * NUM_PARTS, DEPTH], tl.int32)) * 0.0\n    await_previous(IS_EARLY)\n",
         test=OF_WAITS,
     ),
     Mutant(
