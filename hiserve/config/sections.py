@@ -22,6 +22,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 MAX_SPEC_STEPS = 15
 AUTO_TIERS = (0, 1, 2, 3, 5)  # each has graphs of its own
+MIN_AUTO_LEN = 2 * AUTO_TIERS[-1] + 3  # tokens of a request for which their costs can be measured
 
 
 def about(
@@ -283,11 +284,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     spec: Annotated[
         str,
         about(
-            "Who proposes tokens: off; ngram, what followed the last tokens before; eagle3 or mtp, a head that comes with "
-            "the model, auto whichever does; eagle3:PATH or mtp:PATH, one of its own; draft:PATH, a small model with the "
-            "same vocabulary."
+            "Who proposes tokens: eagle3 or mtp, a head that comes with the model; auto, whichever does, or nobody; off, "
+            "nobody; ngram, what followed the last tokens before; eagle3:PATH or mtp:PATH, a head of its own; draft:PATH, a "
+            "small model with the same vocabulary."
         ),
-    ] = "off"
+    ] = "auto"
     spec_steps: Annotated[
         int | Auto,
         about(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.config import DTYPE_BYTES, MAX_INT32, Auto, Config, Graphs, Spec, flag_of, known, settings
+from hiserve.config import DTYPE_BYTES, MAX_INT32, MIN_AUTO_LEN, Auto, Config, Graphs, Spec, flag_of, known, settings
 from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.endpoints import check_kv_events
 from hiserve.core.groups import boundary_group, debug_groups
@@ -136,14 +136,16 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
             param="store",
         )
     host = {"host cache": int(host_gib * GIB)} if host_gib else {}
+    spec, why_spec = _spec(config, model, length)
     resolved = msgspec.structs.replace(
         chosen,
+        spec=spec,
         model=msgspec.structs.replace(chosen.model, max_model_len=length),
         cache=msgspec.structs.replace(config.cache, kv_pages=pages, host_cache_gib=host_gib),
     )
     return Resolved(
         config=resolved,
-        decisions=_decisions(config, resolved, {"host_cache_gib": why}),
+        decisions=_decisions(config, resolved, {"host_cache_gib": why, "spec": why_spec}),
         memory=memory | host if on_cpu else memory,
         host_memory={} if on_cpu else host,
     )
@@ -178,7 +180,6 @@ def _choose(config: Config, model: ModelFacts, machine: Machine) -> Config:
             cpu_threads=_or(runner.cpu_threads, threads),
             graphs=_graphs(config, on_cpu=on_cpu),
         ),
-        spec=_spec(config, model),
     )
 
 
@@ -239,11 +240,18 @@ def _graphs(config: Config, *, on_cpu: bool) -> Graphs:
     return graphs
 
 
-def _spec(config: Config, model: ModelFacts) -> Spec:
-    spec = config.spec.spec
-    if spec == "auto":
-        spec = "off" if model.draft is None else model.draft.kind
-    return msgspec.structs.replace(config.spec, spec=spec)
+def _spec(config: Config, model: ModelFacts, length: int) -> tuple[Spec, str]:
+    """Returns who drafts, and why where that was decided here; ``length`` is the longest request."""
+    spec, why = config.spec, ""
+    if spec.spec == "auto":
+        if model.draft is None:
+            who, why = "off", "no head came with the model"
+        elif spec.spec_steps == "auto" and length < MIN_AUTO_LEN:
+            who, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
+        else:
+            who, why = model.draft.kind, "this head came with the model"
+        spec = msgspec.structs.replace(spec, spec=who)
+    return spec, why
 
 
 def _check_backend(config: Config, *, on_cpu: bool) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.config import Config, Spec
+from hiserve.config import Config
 from hiserve.core.groups import CacheGroupSpec, boundary_group, debug_groups
 from hiserve.core.resolve import DraftFacts, ModelFacts
 from hiserve.errors import ConfigError
@@ -16,11 +16,11 @@ from hiserve.models.draft_config import DraftConfig, DraftKind, find_draft
 _KINDS: dict[str, DraftKind] = {"eagle3": "eagle3", "mtp": "mtp", "draft": "draft_model"}
 
 
-def read_draft(settings: Spec, folder: Path, model: ModelConfig) -> DraftConfig | None:
+def read_draft(config: Config, folder: Path, model: ModelConfig) -> DraftConfig | None:
     """Returns the checkpoint that drafts; None where nothing does, or something that needs none.
 
     Args:
-        settings: Whom to read; ``auto`` is what came with the model, if anything did.
+        config: Says whom to read; ``auto`` is what came with the model, if anything did and the model has its weights.
         folder: Of the model.
         model: Its shape.
 
@@ -28,17 +28,20 @@ def read_draft(settings: Spec, folder: Path, model: ModelConfig) -> DraftConfig 
         ConfigError: There is no such proposer.
         ModelError: The checkpoint cannot be used, or does not fit the model.
     """
-    name, _, source = settings.spec.partition(":")
-    if settings.spec in ("off", "ngram"):
+    asked = config.spec.spec
+    name, _, source = asked.partition(":")
+    if asked in ("off", "ngram"):
         return None
-    if settings.spec == "auto":
+    if asked == "auto":
+        if config.model.load_format == "dummy":
+            return None  # a head knows nothing of drawn weights
         bundled: DraftKind | None = "mtp" if model.num_mtp_layers else None
         if (folder / "eagle3" / "config.json").is_file():
             bundled = "eagle3"
         return None if bundled is None else find_draft(bundled, None, folder, model)
-    if name not in _KINDS or (":" in settings.spec and not source) or (name == "draft" and not source):
+    if name not in _KINDS or (":" in asked and not source) or (name == "draft" and not source):
         raise ConfigError(
-            f"--spec is {settings.spec!r}. Use off, auto, ngram, eagle3, mtp, eagle3:PATH, mtp:PATH or draft:PATH.",
+            f"--spec is {asked!r}. Use off, auto, ngram, eagle3, mtp, eagle3:PATH, mtp:PATH or draft:PATH.",
             param="spec",
         )
     return find_draft(_KINDS[name], source or None, folder, model)
@@ -66,7 +69,7 @@ def model_facts(config: Config, folder: Path, model: ModelConfig) -> ModelFacts:
     Raises:
         ConfigError, ModelError: As ``read_draft``.
     """
-    draft = read_draft(config.spec, folder, model)
+    draft = read_draft(config, folder, model)
     if draft is None:
         return model.facts()
     shape = draft.model

@@ -82,7 +82,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     max_len = known(config.model.max_model_len)
     max_rows = known(config.scheduler.max_running_requests)
     num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
-    draft = read_draft(config.spec, folder, model_config)
+    draft = read_draft(config, folder, model_config)
     groups = page_groups(config, model_config, draft)
     with _phase(startup_s, "load weights"):
         settings: dict[str, Any] = {"dtype": dtype, "device": device, "load_format": config.model.load_format}

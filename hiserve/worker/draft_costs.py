@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
@@ -15,10 +16,12 @@ from hiserve.errors import ConfigError
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Loads, admit
 from hiserve.runners.rows import DeviceRows
-from hiserve.spec.adaptive import StepCosts
+from hiserve.spec.adaptive import FloatArray, StepCosts
 
 REPEATS = 2  # of which the fastest counts; one more comes first
+CPU_REPEATS = 1  # likewise: its steps are long, and its starts are to be short
 CONTEXT, LONG_CONTEXT = 64, 1024  # tokens stored of each row
+MAX_LONG_ROWS = 4  # on a CPU, where the time of stored tokens grows with each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +67,49 @@ class DraftMeter:
             np.empty((sizes.size, len(tiers))),
             np.empty(sizes.size),
         )
+        timed = (0, most) if self._is_on_cpu else tiers  # a CPU's time grows evenly with the tokens
         for i, num_rows in enumerate(sizes.tolist()):
-            for j, num_draft in enumerate(tiers):
-                took = self._time(num_rows, num_draft, 1)
-                verify[i, j], follow[i, j] = took.verify, took.drafts
-            more = self._time(num_rows, tiers[-1], tiers[-1])
-            draft[i] = max(0.0, more.drafts - follow[i, -1]) / max(1, tiers[-1] - 1)
-        long = min(LONG_CONTEXT, self._rows.max_len - 2 * tiers[-1] - 2, self._num_places() - 2 * tiers[-1] - 2)
-        stored = float(sizes[-1]) * (long - CONTEXT)
-        by_token = _Seconds(0.0, 0.0)
-        if stored > 0:
-            took = self._time(int(sizes[-1]), tiers[-1], 1, long)
-            by_token = _Seconds((took.verify - verify[-1, -1]) / stored, (took.drafts - follow[-1, -1]) / stored)
+            took = [self._time(num_rows, num_draft, 1) for num_draft in timed]
+            verify[i] = np.interp(tiers, timed, [each.verify for each in took])
+            follow[i] = np.interp(tiers, timed, [each.drafts for each in took])
+            more = self._time(num_rows, most, most)
+            draft[i] = max(0.0, more.drafts - follow[i, -1]) / max(1, most - 1)
+        by_token = self._time_stored(sizes, most, verify[:, -1], follow[:, -1])
         return StepCosts(
             rows=sizes,
             tiers=np.array(tiers, dtype=np.int64),
-            verify=verify,
-            follow=follow,
-            draft=draft,
+            verify=without_stalls(verify),
+            follow=without_stalls(follow),
+            draft=without_stalls(draft),
             verify_token=max(0.0, by_token.verify),
             draft_token=max(0.0, by_token.drafts),
-            times_own_drafts=self._rows.device.type == "cpu",
+            times_own_drafts=self._is_on_cpu,
         )
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._rows.device.type == "cpu"
+
+    def _time_stored(
+        self, sizes: NDArray[np.int64], num_draft: int, verify: FloatArray, follow: FloatArray
+    ) -> _Seconds:
+        """Returns what each stored token of any row adds, given what batches (int64 ``[R]``) take with few of them."""
+        beyond = 2 * num_draft + 2
+        context = min(LONG_CONTEXT, self._rows.max_len - beyond, self._num_places() - beyond)
+        at = int(np.searchsorted(sizes, MAX_LONG_ROWS, side="right")) - 1 if self._is_on_cpu else sizes.size - 1
+        stored = float(sizes[at]) * (context - CONTEXT)
+        if stored <= 0:
+            return _Seconds(0.0, 0.0)
+        took = self._time(int(sizes[at]), num_draft, 1, context)
+        return _Seconds((took.verify - verify[at]) / stored, (took.drafts - follow[at]) / stored)
 
     def _num_places(self) -> int:
         return (self._rows.num_pages - 1) * self._rows.page_size
 
     def _time(self, num_rows: int, num_draft: int, num_propose: int, context: int = CONTEXT) -> _Seconds:
         """Returns what a step and its drafts take of the device, and of the thread that launches them."""
-        took = [self._once(num_rows, num_draft, num_propose, context) for _ in range(REPEATS + 1)][1:]
+        repeats = CPU_REPEATS if self._is_on_cpu else REPEATS
+        took = [self._once(num_rows, num_draft, num_propose, context) for _ in range(repeats + 1)][1:]
         return _Seconds(min(each.verify for each in took), min(each.drafts for each in took))
 
     def _once(self, num_rows: int, num_draft: int, num_propose: int, context: int) -> _Seconds:
@@ -146,3 +163,10 @@ class DraftMeter:
             if is_over
             else tuple(RowAdmit(int(row), known, context, context - 1, sampling) for row in numbers),
         )
+
+
+def without_stalls(seconds: FloatArray) -> FloatArray:
+    """Lowers what took longer than more of the same did, of rows or drafts, along any axis: something was in its way."""
+    for axis in range(seconds.ndim):
+        seconds = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
+    return seconds

@@ -103,7 +103,7 @@ def layout_of(config: Config, directory: Path = SHARED_MEMORY) -> SegmentLayout 
         return None
     folder, model_config = read_model(config.model)
     page_size = config.cache.page_size
-    draft = read_draft(config.spec, folder, model_config)
+    draft = read_draft(config, folder, model_config)
     groups = page_groups(config, model_config, draft)
     page_bytes = PageLayout(groups, page_size).page_bytes
     num_pages = host_bytes // page_bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
 from hiserve.core.groups import CacheGroupSpec
-from hiserve.core.resolve import Machine, ModelFacts, resolve
+from hiserve.core.resolve import DraftFacts, Machine, ModelFacts, resolve
 from hiserve.core.step_memory import StepShape
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 
@@ -26,6 +26,7 @@ NANO = ModelFacts(
         num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_elements=3 * 768, vocab_size=4096
     ),
 )
+HEAD = DraftFacts(kind="eagle3", num_params=2_163_712, slot_elements=256, feature_size=256)
 LARGE = ModelFacts(
     context_length=131_072,
     checkpoint_dtype="bfloat16",
@@ -64,6 +65,7 @@ def test_defaults_on_cpu() -> None:
         "cpu_threads": 3,
         "host_cache_gib": 0.25,
         "graphs": "off",
+        "spec": "off",
     }
 
 
@@ -90,6 +92,7 @@ def test_what_was_given_stays() -> None:
         "cpu_threads": 2,
         "host_cache_gib": 0.25,
         "graphs": "off",
+        "spec": "off",
     }
     resolved = resolve(make_config(**chosen), NANO, SERVER)
     assert resolved.config == make_config(**chosen)
@@ -104,6 +107,25 @@ def test_one_decision_a_line() -> None:
     assert (
         len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 3
     )  # load_format, attention_backend and spec_steps stay
+
+
+@pytest.mark.parametrize(
+    ("draft", "given", "spec", "why"),
+    [
+        (None, {}, "off", "no head came with the model"),
+        (HEAD, {}, "eagle3", "this head came with the model"),
+        (HEAD, {"max_model_len": 13}, "eagle3", "this head came with the model"),
+        (HEAD, {"max_model_len": 12}, "off", "requests of 12 tokens are too short to measure what drafts cost"),
+        (HEAD, {"max_model_len": 12, "spec_steps": 3}, "eagle3", "this head came with the model"),
+    ],
+)
+def test_who_drafts_is_the_head_that_came_with_the_model(
+    draft: DraftFacts | None, given: dict[str, Any], spec: str, why: str
+) -> None:
+    resolved = resolve(make_config(**given), msgspec.structs.replace(NANO, draft=draft), LAPTOP)
+    assert resolved.config.spec.spec == spec
+    assert resolved.config.spec.spec_steps == given.get("spec_steps", "auto")
+    assert f"--spec auto -> {spec}: {why}" in resolved.decisions
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4), (3, 8, 1)])

@@ -123,6 +123,7 @@ def test_caches_of_two_shapes_never_meet(monkeypatch: pytest.MonkeyPatch) -> Non
                 cpu_threads=1,
                 overlap=0,
                 graphs="off",
+                spec="off",
                 host_cache_gib=0,
             )
         )

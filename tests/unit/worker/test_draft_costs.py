@@ -8,7 +8,7 @@ import torch
 
 from hiserve import LLM
 from hiserve.errors import ConfigError
-from hiserve.worker.draft_costs import DraftMeter
+from hiserve.worker.draft_costs import DraftMeter, without_stalls
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.tiered import engine_of
 
@@ -27,9 +27,16 @@ def test_steps_are_measured_and_leave_no_trace() -> None:
     assert costs.tiers.tolist() == list(tiers)
     assert costs.verify.shape == costs.follow.shape == (2, 3)
     assert (costs.verify > 0).all() and (costs.follow > 0).all() and (costs.draft >= 0).all()
-    assert costs.verify[1, 2] > costs.verify[0, 0], "16 tokens take longer than one"
+    for each in (costs.verify, costs.follow):
+        assert (np.diff(each, axis=0) >= 0).all() and (np.diff(each, axis=1) >= 0).all(), "more takes no less"
     assert costs.times_own_drafts
     assert np.isfinite([costs.verify_token, costs.draft_token]).all()
+
+
+def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:
+    took = np.array([[3.0, 9.0, 5.0], [4.0, 4.5, 8.0]])
+    assert without_stalls(took).tolist() == [[3.0, 4.5, 5.0], [4.0, 4.5, 8.0]]
+    assert without_stalls(np.array([2.0, 1.0, 3.0])).tolist() == [1.0, 1.0, 3.0]
 
 
 def test_a_context_too_short_to_measure_is_refused_and_one_that_suffices_is_not() -> None:
