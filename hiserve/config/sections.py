@@ -302,6 +302,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tiers(self) -> tuple[int, ...]:
         """Numbers of tokens that may be proposed at once, ascending; of a resolved configuration."""
+        assert self.spec != "auto", "who drafts is not resolved yet"
         if self.spec == "off":
             return (0,)
         return AUTO_TIERS if self.spec_steps == "auto" else (self.spec_steps,)

@@ -24,6 +24,7 @@ WINDOW_ROWS = 64.0  # whose drafts are remembered,
 WINDOW_STEPS = 8.0  # and for how many steps at least
 
 TIME_RATE = 0.01  # of a new time, against those before it
+DRAFT_RATE = 0.2  # likewise, of further drafts: only probes tell their time
 MIN_S = 1e-9  # of a step, so that a clock that stood still can be told
 MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
 
@@ -124,6 +125,8 @@ class Times:
         self._costs = costs
         self._factors = np.zeros_like(costs.verify)  # logarithms
         self._num_measured = np.zeros_like(costs.verify, dtype=np.int64)
+        self._draft_factors = np.zeros(costs.rows.size)  # logarithms
+        self._num_probed = np.zeros(costs.rows.size, dtype=np.int64)
 
     def expect(self, num_rows: int, mean_context: float) -> FloatArray:
         """Returns the seconds of making and verifying each tier, float64 ``[C]``."""
@@ -135,10 +138,27 @@ class Times:
         """Takes in what a step took that verified one of the C tiers."""
         bucket = self._costs.bucket(num_rows)
         expected = self.expect(num_rows, mean_context)[tier]
-        error = min(max(float(np.log(max(seconds, MIN_S) / expected)), -MAX_ERROR), MAX_ERROR)
         rate = max(TIME_RATE, 1.0 / (1 + self._num_measured[bucket, tier]))
-        self._factors[bucket, tier] = self._known_factors(bucket)[tier] + rate * error
+        self._factors[bucket, tier] = self._known_factors(bucket)[tier] + rate * _error(seconds, expected)
         self._num_measured[bucket, tier] += 1
+
+    def further(self, num_rows: int, mean_context: float) -> FloatArray:
+        """Returns what all drafts of a tier but the first take to make, float64 ``[C]``."""
+        bucket = self._costs.bucket(num_rows)
+        factor = float(np.exp(self._draft_factors[bucket]))
+        further: FloatArray = factor * self._costs.further(bucket, num_rows * mean_context)
+        return further
+
+    def add_further(self, num_rows: int, mean_context: float, tier: int, made: int, seconds: float) -> None:
+        """Takes in what a step took that verified a tier whose time is known, and behind which another was made."""
+        bucket, further = self._costs.bucket(num_rows), self.further(num_rows, mean_context)
+        expected = float(further[made] - further[tier])
+        if not expected:
+            return
+        took = (seconds - self.expect(num_rows, mean_context)[tier]) / expected
+        rate = max(DRAFT_RATE, 1.0 / (1 + self._num_probed[bucket]))
+        self._draft_factors[bucket] += rate * _error(took, 1.0)
+        self._num_probed[bucket] += 1
 
     def _known_factors(self, bucket: int) -> FloatArray:
         """Tiers that were never measured are taken to be as wrong in the table as those that were."""
@@ -147,6 +167,11 @@ class Times:
         if is_measured.all() or not is_measured.any():
             return factors
         return np.where(is_measured, factors, factors[is_measured].mean())
+
+
+def _error(seconds: float, expected: float) -> float:
+    """Returns the logarithm of what a time is of the expected one, within bounds."""
+    return min(max(float(np.log(max(seconds, MIN_S) / expected)), -MAX_ERROR), MAX_ERROR)
 
 
 def _num_with(num_draft: Int32Array, max_draft: int) -> NDArray[np.int64]:
@@ -227,7 +252,9 @@ class DraftController:
             return
         tier, made = self._costs.tier(int(num_draft.max())), self._costs.tier(num_made)
         if seconds is not None and made != tier:
-            further = self._costs.further(self._costs.bucket(counts.size), counts.size * mean_context)
+            if tier == self._kept:
+                self._times.add_further(counts.size, mean_context, tier, made, seconds)
+            further = self._times.further(counts.size, mean_context)
             seconds += float(further[tier] - further[made])
         if tier != self._kept:
             gained = self._gain(tier, num_draft, counts, mean_context, seconds)

@@ -26,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "kv_pages": 40,
     "max_running_requests": 2,
     "max_batched_tokens": 64,
+    "spec_steps": 2,
     "cpu_threads": 1,
     "host_cache_gib": 0.05,
     "log_level": "warning",
@@ -147,7 +148,7 @@ def test_the_debug_group_is_part_of_what_keeps_caches_apart() -> None:
         with LLM(kv_canary=is_on, **SETTINGS) as llm:
             _, host = pools_of(llm)
             found.add((engine_of(llm).facts.namespace, host.layout.page_bytes))
-            assert [group.name for group in host.layout.groups] == ["kv", "canary"][: 1 + is_on]
+            assert [group.name for group in host.layout.groups] == ["kv", "draft", "boundary", "canary"][: 3 + is_on]
             assert (engine_of(llm)._executor._runners._canary is not None) is is_on  # type: ignore[attr-defined]
     assert len({namespace for namespace, _ in found}) == 2
     small, large = sorted(size for _, size in found)

@@ -26,6 +26,7 @@ from hiserve.core.reuse import CacheUse
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
 from hiserve.messages.cache import CopyStats
 from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 
 PAGE = 16
@@ -37,6 +38,7 @@ SETTINGS: dict[str, Any] = {
     "kv_pages": 60,
     "max_running_requests": 4,
     "max_batched_tokens": 64,
+    "spec_steps": 2,
     "cpu_threads": 1,
     "host_cache_gib": 0.05,
     "log_level": "error",
@@ -63,7 +65,7 @@ def name() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     print(f"seed {SEED}")
-    with LLM(in_process=True, disable_prefix_cache=True, **SETTINGS) as llm:
+    with LLM(in_process=True, disable_prefix_cache=True, spec="off", **SETTINGS) as llm:
         tokens = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, SAMPLING)]
     assert len({token for each in tokens for token in each}) >= 20
     return tokens
@@ -91,8 +93,7 @@ class Life:
 
 def resolved(**settings: Any) -> Config:
     given = make_config(**(SETTINGS | settings))
-    _, model = read_model(given.model)
-    return resolve(given, model.facts(), survey(given, probe())).config
+    return resolve(given, model_facts(given, *read_model(given.model)), survey(given, probe())).config
 
 
 def make_segment(name: str) -> None:

@@ -109,6 +109,7 @@ def engine_of(
             overlap=depth,
             graphs="off" if device == "cpu" else "all",
             cpu_threads=1,
+            spec="off",
         )
     )
 

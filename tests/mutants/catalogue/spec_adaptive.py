@@ -32,6 +32,13 @@ MUTANTS = [
         test=OF_TESTS + "test_making_drafts_costs_a_forward_behind_the_step_and_one_for_each_further_draft",
     ),
     Mutant(
+        name="what drafts take to make is as it was measured at start",
+        file=ADAPTIVE,
+        old="if tier == self._kept:\n                self._times",
+        new="if tier < 0:\n                self._times",
+        test=OF_TESTS + "test_drafts_that_take_less_or_more_than_measured_are_found_out",
+    ),
+    Mutant(
         name="drafts made behind a step count as those that it verified",
         file=ADAPTIVE,
         old="seconds += float(further[tier] - further[made])",
@@ -83,8 +90,8 @@ MUTANTS = [
     Mutant(
         name="times change nothing",
         file=ADAPTIVE,
-        old="rate * error",
-        new="0.0 * rate * error",
+        old="rate * _error(seconds, expected)",
+        new="0.0 * rate * _error(seconds, expected)",
         test=OF_TESTS + "test_a_wrong_table_does_not_cost_for_ever",
     ),
     Mutant(

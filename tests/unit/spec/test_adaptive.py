@@ -228,6 +228,17 @@ def test_a_wrong_table_does_not_cost_for_ever(
     assert run(learning, after, believed=wrong(factors)).shares[1] >= BAR
 
 
+@pytest.mark.parametrize("factor", [0.1, 6.0])
+@pytest.mark.parametrize(("rows", "chances"), [(1, GOOD), (16, FAIR)])
+def test_drafts_that_take_less_or_more_than_measured_are_found_out(
+    rows: int, chances: tuple[float, ...], factor: float
+) -> None:
+    """Where a step's time is told with that of the drafts behind it: no time is that of one number of drafts alone."""
+    believed = dataclasses.replace(device(), draft=device().draft * factor)
+    learning, after = Phase(1500, rows, chances), Phase(1000, rows, chances)
+    assert run(learning, after, believed=believed, depth=0, drafts_count_before=True).shares[1] >= BAR
+
+
 def test_without_times_a_wrong_table_costs_for_ever() -> None:
     for rows, chances, factors in ((1, FAIR, "drafts too slow"), (64, POOR, "drafts too fast")):
         out = run(Phase(300, rows, chances), Phase(700, rows, chances), believed=wrong(WRONG[factors]), is_timed=False)
