@@ -1,10 +1,10 @@
-# hiserve: make demo | test | test-long | test-clients | mutants | bench
+# hiserve: make demo | test | test-long | test-clients | mutants | bench | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long test-clients mutants check bench clean
+.PHONY: demo test test-long test-clients mutants check bench nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,16 @@ bench: $(VENV)/.installed-dev  ## the recorded CPU figures, into benchmarks/resu
 	$(BIN)/python -m benchmarks.radix
 	$(BIN)/python -m benchmarks.planner
 	$(BIN)/python benchmarks/second_turn.py
+
+nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp, into the package; then their figures
+	for kind in eagle3 mtp; do \
+	  if [ -d "$(HEADS)/$$kind" ]; then \
+	    cp $(HEADS)/$$kind/config.json $(HEADS)/$$kind/model.safetensors hiserve/models/nano/$$kind/ && \
+	    cp $(HEADS)/$$kind/training.json benchmarks/results/nano_$${kind}_training.json || exit 1; \
+	  fi; \
+	done
+	$(BIN)/python -m tools.nano.accept_served --corpus $(CORPUS) --json benchmarks/results/nano_acceptance.json
+	$(BIN)/python -m benchmarks.nano_spec
 
 clean:
 	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

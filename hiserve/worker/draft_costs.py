@@ -125,11 +125,12 @@ class DraftMeter:
         return _Seconds(middle - begin, end - middle)
 
     def _now(self) -> float:
-        """The time when everything launched is done."""
-        if self._rows.device.type == "cuda":
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record()
-            event.synchronize()
+        """The time when everything launched is done; on a CPU only what this thread had of it, whoever else was busy."""
+        if self._is_on_cpu:
+            return time.thread_time()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
         return time.perf_counter()
 
     def _plan(

@@ -97,7 +97,7 @@ def load(config: Config) -> Loaded:
         HiserveError: The model or what drafts for it cannot be used.
     """
     folder, shape = read_model(config.model)
-    draft = read_draft(config.spec, folder, shape)
+    draft = read_draft(config, folder, shape)
     of_model = config.model
     settings: dict[str, Any] = {"dtype": of_model.dtype, "device": of_model.device, "load_format": of_model.load_format}
     taps = () if draft is None else draft.taps

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from tools.nano.generate import continuations
 from tools.nano.head_files import load_head, load_target
-from tools.nano.heads import Head, observe, unroll
+from tools.nano.heads import AUX_LAYERS, Eagle3Head, Head, observe, unroll
 from tools.nano.model import Nano
 from tools.nano.stream import DIALOGUES, Arrays, documents, load_corpus
 from tools.nano.tokenizer import END, PAD, ROLE_TOKENS, special_id
@@ -123,12 +123,14 @@ def agreements(head: Head, target: Nano, replies: list[Reply], num_drafts: int, 
     """
     embedding, found = target.embed_tokens.weight, []
     output = head.output_weight(embedding)
+    layers = head.aux_layers if isinstance(head, Eagle3Head) else AUX_LAYERS
     for first in range(0, len(replies), batch):
         some = replies[first : first + batch]
         longest, start = max(len(reply.ids) for reply in some), min(reply.num_prompt for reply in some) - 1
         ids = padded([reply.ids for reply in some], longest + num_drafts + 1, embedding.device)
         rows, right = longest - start, []
-        for step, normed in enumerate(unroll(head, embedding, ids, observe(target, ids), num_drafts, start, rows)):
+        seen = observe(target, ids, layers)
+        for step, normed in enumerate(unroll(head, embedding, ids, seen, num_drafts, start, rows)):
             drafts = F.linear(normed, output).argmax(-1)
             right.append(drafts == ids[:, start + 2 + step : start + 2 + step + rows])
         table = torch.stack(right, dim=-1).cpu().numpy()

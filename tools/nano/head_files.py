@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from tools.nano.export import hf_config, load_state
-from tools.nano.heads import AUX_LAYERS, HEADS, Eagle3Head, Head
+from tools.nano.heads import Eagle3Head, Head, MTPHead
 from tools.nano.model import Nano, NanoConfig
 
 # Of EAGLE-3's vocabulary map; the draft's vocabulary is the target's, so they say nothing new.
@@ -28,7 +28,7 @@ def head_config(head: Head, config: NanoConfig) -> dict[str, object]:
     shape = {name: value for name, value in hf_config(config).items() if name not in ("rope_parameters", "dtype")}
     shape |= {"rope_theta": config.rope_theta, "torch_dtype": "bfloat16"}
     if isinstance(head, Eagle3Head):
-        layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(AUX_LAYERS)}
+        layers = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(head.aux_layers)}
         return shape | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": 1,
@@ -69,7 +69,11 @@ def export_head(head: Head, config: NanoConfig, folder: Path) -> None:
 def load_head(folder: Path, target: Nano) -> Head:
     """Reads an exported head of ``target`` back, in float32 on the target's device."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    head = HEADS["mtp" if "num_nextn_predict_layers" in config else "eagle3"](target)
+    head: Head
+    if "num_nextn_predict_layers" in config:
+        head = MTPHead(target)
+    else:
+        head = Eagle3Head(target, tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]))
     restore(head, load_file(str(folder / "model.safetensors")), target.config)
     return head.to(target.embed_tokens.weight.device).eval()
 

@@ -24,7 +24,7 @@ class Seen:
     """What the heads see of the target's pass.
 
     Attributes:
-        aux: ``[B, T, 3 · hidden]``. The residual stream after each of ``AUX_LAYERS``, side by side.
+        aux: ``[B, T, 3 · hidden]``. The residual stream after each of the layers that EAGLE-3 sees, side by side.
         last: ``[B, T, hidden]``. The states after the final norm, which the output layer reads.
     """
 
@@ -33,14 +33,14 @@ class Seen:
 
 
 @torch.no_grad()
-def observe(target: Nano, ids: Tensor) -> Seen:
+def observe(target: Nano, ids: Tensor, aux_layers: tuple[int, ...] = AUX_LAYERS) -> Seen:
     """Runs the target over ``[B, T]`` int64 token ids and keeps what the heads need."""
     x = target.embed_tokens(ids)
     cos, sin = target.cos[: ids.shape[1]], target.sin[: ids.shape[1]]
     aux = []
     for number, layer in enumerate(target.layers):
         x = layer(x, cos, sin)
-        if number in AUX_LAYERS:
+        if number in aux_layers:
             aux.append(x)
     return Seen(aux=torch.cat(aux, dim=-1), last=target.norm(x))
 
@@ -139,12 +139,13 @@ class Eagle3Head(nn.Module):
     The state carried to the next step is the stream before ``norm``.
     """
 
-    def __init__(self, target: Nano) -> None:
+    def __init__(self, target: Nano, aux_layers: tuple[int, ...] = AUX_LAYERS) -> None:
         """Draws random weights; what the output layer reads starts as the state of the last layer seen, as the target would."""
         super().__init__()
+        self.aux_layers = aux_layers
         config = target.config
         size = config.hidden_size
-        self.fc = nn.Linear(len(AUX_LAYERS) * size, size, bias=False)
+        self.fc = nn.Linear(len(aux_layers) * size, size, bias=False)
         self.midlayer = DraftLayer(config, reads_both=True)
         self.norm = RMSNorm(size, config.norm_eps)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)

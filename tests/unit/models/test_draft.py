@@ -26,7 +26,7 @@ from tests.helpers.draft_heads import (
     write,
 )
 from tools.nano.head_files import head_config, published
-from tools.nano.heads import Eagle3Head, MTPHead, Seen, observe, unroll
+from tools.nano.heads import AUX_LAYERS, Eagle3Head, MTPHead, Seen, observe, unroll
 from tools.nano.model import Nano, RMSNorm
 
 SHAPE_WIDE = dataclasses.replace(SHAPE, hidden_size=64)
@@ -234,7 +234,7 @@ def test_a_head_sees_the_layers_that_the_trainer_showed_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "taps"),
     [
-        ("specforge", (1, 3, 5)),
+        ("specforge", AUX_LAYERS),
         ("original", (1, 3, 4)),
         ("speculators", (1, 3, 5)),
         ("deepseek", (8,)),

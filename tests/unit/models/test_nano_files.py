@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def model() -> LlamaForCausalLM:
     loaded = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     assert isinstance(loaded, LlamaForCausalLM)
     return loaded.eval()
+
+
+def test_every_file_is_packaged() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["hiserve"]
+    packaged = {path for pattern in patterns for path in (ROOT / "hiserve").glob(pattern) if path.is_file()}
+    assert packaged >= {path for path in FOLDER.rglob("*") if path.is_file()}
+    assert {FOLDER / kind / "model.safetensors" for kind in ("eagle3", "mtp")} < packaged
 
 
 def render(messages: list[dict[str, Any]], *, add_generation_prompt: bool = False, trim: bool = True) -> str:

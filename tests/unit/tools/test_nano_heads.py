@@ -61,9 +61,8 @@ def test_heads_see_the_residual_stream_after_three_layers_and_the_last_normed_st
     for number, layer in enumerate(target.layers):
         layer.register_forward_hook(lambda _module, _args, out, n=number: outputs.__setitem__(n, out))
     last = target(ids)
-    after = torch.cat([outputs[number] for number in (1, 3, 5)], dim=-1)
+    after = torch.cat([outputs[number] for number in AUX_LAYERS], dim=-1)
     seen = observe(target, ids)
-    assert AUX_LAYERS == (1, 3, 5)
     torch.testing.assert_close(seen.aux, after)
     torch.testing.assert_close(seen.last, last)
 
@@ -120,7 +119,7 @@ def test_an_eagle3_file_of_the_embedded_model_has_the_published_names(tmp_path: 
         "tie_word_embeddings": False,
     }
     assert {key: written[key] for key in expected} == expected
-    assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(AUX_LAYERS)
 
 
 def test_an_mtp_file_of_the_embedded_model_has_deepseeks_names(tmp_path: Path) -> None:

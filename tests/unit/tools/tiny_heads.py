@@ -1,4 +1,4 @@
-"""A target of six narrow layers, heads for it, and a corpus of a few dialogues, for tests of the recipe."""
+"""A target of eight narrow layers, heads for it, and a corpus of a few dialogues, for tests of the recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.nano.stream import Arrays
 CONFIG = NanoConfig(
     vocab_size=48,
     hidden_size=32,
-    num_layers=6,
+    num_layers=8,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
