@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,8 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.core.draft_use import DraftUse
 from hiserve.models.config import NANO, find_model
-from hiserve.text.tokenizer import Tokenizer
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
+from tests.helpers.held_out import held_out_prompts
 from tests.helpers.tiered import leave_device
 from tools.nano.accept import SOURCES, figures, prompts_of
 from tools.nano.accept_served import BARS, MAX_DIFFERENCE, STEPS, bundled_head, greedy_drafts, predict, serve
@@ -23,7 +21,6 @@ from tools.nano.model import Nano
 from tools.nano.stream import DIALOGUES, load_corpus
 
 ROOT = Path(__file__).parents[2]
-HELD_OUT = ROOT / "tests/data/held_out_prompts.jsonl"
 CORPUS = ROOT / "out/nano/corpus.npz"  # where the recipe puts it
 MAX_BYTES = {"eagle3": 5_000_000, "mtp": 3_000_000}
 NUM_NEW = 40
@@ -38,12 +35,8 @@ def target() -> Nano:
     return load_target(find_model(NANO), torch.device("cpu"))
 
 
-@lru_cache
 def dialogues() -> list[np.ndarray]:
-    tokenizer = Tokenizer.load(find_model(NANO))
-    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
-    texts = [row["prompt"] for row in rows if row["source"] in DIALOGUES][::2]
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [np.array(prompt) for prompt in held_out_prompts(*DIALOGUES)[::2]]
 
 
 def check_alike(served: DraftUse, predicted: DraftUse) -> None:

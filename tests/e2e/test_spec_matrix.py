@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.models.config import NANO, find_model
+from hiserve.models.config import NANO
 from tests.helpers.cache_paths import (
     HOST,
     SETTINGS,
@@ -30,8 +29,6 @@ from tests.helpers.cache_paths import (
     store_hits,
 )
 from tests.helpers.tiered import check_whole, counts_of, engine_of, rest
-from tools.nano.head_files import export_head, load_target
-from tools.nano.heads import HEADS
 
 SEED = 43
 NUM_NEW = 22
@@ -77,15 +74,7 @@ PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY = (
 ALL: list[Case] = list(product(PATHS, PROPOSERS, STEPS, PAGES, DEPTHS, IS_GREEDY))
 
 
-@pytest.fixture(scope="module")
-def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Settings of the proposers; the heads' weights are drawn."""
-    folder = tmp_path_factory.mktemp("heads")
-    target = load_target(find_model(NANO), torch.device("cpu"))
-    torch.manual_seed(SEED)
-    for kind, head in HEADS.items():
-        export_head(head(target), target.config, folder / kind)
-    return {"ngram": "ngram", "draft_model": f"draft:{NANO}"} | {kind: f"{kind}:{folder / kind}" for kind in HEADS}
+SPECS = {"ngram": "ngram", "draft_model": f"draft:{NANO}", "eagle3": "eagle3", "mtp": "mtp"}  # trained heads
 
 
 @lru_cache
@@ -107,12 +96,12 @@ def named(case: Case) -> str:
 
 
 @pytest.mark.parametrize("case", list(pairwise(ALL)), ids=named)
-def test_speculation_changes_nothing(case: Case, specs: dict[str, str], tmp_path: Path) -> None:
+def test_speculation_changes_nothing(case: Case, tmp_path: Path) -> None:
     path, proposer, steps, page_size, depth, is_greedy = case
-    path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=specs[proposer], spec_steps=steps)
+    path(work_of(is_greedy), tmp_path, page_size, overlap=depth, spec=SPECS[proposer], spec_steps=steps)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ALL, ids=named)
-def test_the_whole_product_changes_nothing(case: Case, specs: dict[str, str], tmp_path: Path) -> None:
-    test_speculation_changes_nothing(case, specs, tmp_path)
+def test_the_whole_product_changes_nothing(case: Case, tmp_path: Path) -> None:
+    test_speculation_changes_nothing(case, tmp_path)

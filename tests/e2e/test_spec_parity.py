@@ -10,13 +10,17 @@ import torch
 from safetensors.torch import load_file
 
 from hiserve import SamplingParams
+from hiserve.spec.head import Chain, HeadProposer
 from tests.helpers.cache_paths import HOST, pool
 from tests.helpers.drafted import Draft, Drafted, nano, save_heads
+from tests.helpers.held_out import held_out_prompts
 from tests.helpers.tiered import leave_device
 from tests.unit.tools.head_oracle import HeadOracle
-from tools.nano.heads import Seen, observe
+from tools.nano.accept_served import bundled_head
+from tools.nano.heads import AUX_LAYERS, Eagle3Head, Seen, observe, unroll
 
 STEPS, SEED, NUM_CHECKED = 3, 11, 8
+MAX_ERROR = 1e-3  # of a logit
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=10, ignore_eos=True)
 
 
@@ -76,3 +80,52 @@ def test_drafts_are_those_of_the_head_wherever_the_prompt_came_from(
             sources = [getattr(result.cached, path, 0) for result in results]
             assert path == "cold" or all(sources), (path, sources)
             check(oracle, [draft for step in subject.drafts for draft in step.values()])
+
+
+class Logits:
+    """Notes what a head's drafts are drawn from, ``[S, vocab]`` for each draft of each step.
+
+    Attributes:
+        noted: By draft.
+    """
+
+    def __init__(self, subject: Drafted) -> None:
+        proposer = subject.executor._runners._proposer
+        assert isinstance(proposer, HeadProposer)
+        self.noted: list[torch.Tensor] = []
+        self._draw = proposer.draw
+        proposer.draw = self._watch  # type: ignore[method-assign]
+
+    def _watch(self, chain: Chain, *, is_greedy: bool) -> None:
+        self.noted.append(chain.logits.clone())
+        self._draw(chain, is_greedy=is_greedy)
+
+
+@torch.no_grad()
+def trained_logits(kind: str, draft: Draft) -> torch.Tensor:
+    """What the trainer's head makes of the same tokens, ``[STEPS, vocab]``."""
+    target = nano()
+    head = bundled_head(kind, target)
+    embedding, ids = target.embed_tokens.weight, torch.tensor([draft.known + draft.tokens])
+    seen = observe(target, ids, head.aux_layers if isinstance(head, Eagle3Head) else AUX_LAYERS)
+    normed = list(unroll(head, embedding, ids, seen, STEPS, len(draft.known) - 2, 1))
+    return torch.stack([each[0, 0] @ head.output_weight(embedding).T for each in normed])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_the_shipped_heads_draft_from_the_logits_that_the_trainer_knew(kind: str) -> None:
+    subject = Drafted(spec=kind, spec_steps=STEPS, overlap=0, **pool(16), **HOST | {"max_batched_tokens": 24})
+    logits = Logits(subject)
+    with subject.llm as llm:
+        prompts = held_out_prompts("coffee", "services")[:4]
+        results = [llm.generate(prompts, GREEDY) for _ in range(2)]
+    assert sum(result.outputs[0].drafts.accepted for each in results for result in each if result.outputs[0].drafts) > 0
+    assert all(result.cached.device for result in results[1] if len(result.prompt_token_ids) > 16)
+    steps = [list(step.values()) for step in subject.drafts if step]
+    assert len(logits.noted) == STEPS * len(steps)
+    rng = np.random.default_rng(SEED)
+    for index in {0, len(steps) - 1, *rng.choice(len(steps), NUM_CHECKED, replace=False).tolist()}:
+        row = int(rng.integers(len(steps[index])))
+        served = torch.stack([each[row] for each in logits.noted[index * STEPS : (index + 1) * STEPS]])
+        error = float((served - trained_logits(kind, steps[index][row])).abs().max())
+        assert error <= MAX_ERROR, f"behind {len(steps[index][row].known)} tokens"

@@ -29,6 +29,7 @@ SMALL: dict[str, Any] = {
     "host_cache_gib": 0.1,
     "max_running_requests": 4,
     "max_batched_tokens": 64,
+    "spec_steps": 2,
     "cpu_threads": 1,
     "log_level": "warning",
 }
@@ -55,7 +56,7 @@ def stats_of(llm: LLM) -> WorkerStats:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with LLM(disable_prefix_cache=True, **SMALL) as llm:
+    with LLM(disable_prefix_cache=True, spec="off", **SMALL) as llm:
         return tokens_of(llm)
 
 

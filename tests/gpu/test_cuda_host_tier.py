@@ -34,6 +34,7 @@ PAGES = {16: 60, 64: 19}
 def settings(page_size: int) -> dict[str, Any]:
     return {
         "in_process": True,
+        "spec": "off",
         "device": cuda.DEVICE,
         "dtype": "float64",
         "page_size": page_size,

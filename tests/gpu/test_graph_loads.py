@@ -41,6 +41,7 @@ LOAD_S = 0.3
 def settings(**options: Any) -> dict[str, Any]:
     return {
         "in_process": True,
+        "spec": "off",
         "device": cuda.DEVICE,
         "dtype": "float32",
         "page_size": PAGE,

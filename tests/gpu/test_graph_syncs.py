@@ -69,7 +69,13 @@ def test_no_step_of_an_engine_waits_while_pages_come_and_go(graphs: str) -> None
     prompts = torch.randint(7, 4096, (12, 120), generator=rng).tolist()
     sampling = [SamplingParams(temperature=0.9 * (i % 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(12)]
     options = {"dtype": "bfloat16", "page_size": PAGE, "max_model_len": 256, "kv_pages": 60, "host_cache_gib": 0.2}
-    sizes = {"max_running_requests": 4, "max_batched_tokens": 64, "cpu_threads": 1, "log_level": "warning"}
+    sizes = {
+        "max_running_requests": 4,
+        "max_batched_tokens": 64,
+        "cpu_threads": 1,
+        "log_level": "warning",
+        "spec": "off",
+    }
     with LLM(in_process=True, device=cuda.DEVICE, graphs=graphs, overlap=1, **options, **sizes) as llm:
         for _ in range(2):
             llm.generate(prompts, sampling)

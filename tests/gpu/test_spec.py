@@ -77,7 +77,7 @@ def test_speculation_changes_no_token(heads: dict[str, Path], kind: str, how: st
     settings = SETTINGS | ON_CUDA | {"host_cache_gib": 0.05, "overlap": depth}
     with LLM(**settings, spec="off") as plain:
         expected = plain.generate(LONG_PROMPTS, HOW[how])
-    with LLM(**settings, spec=named[kind], spec_steps=STEPS) as llm:
+    with LLM(**settings | {"spec": named[kind], "spec_steps": STEPS}) as llm:
         for round_number in range(2):
             for result, theirs in zip(llm.generate(LONG_PROMPTS, HOW[how]), expected, strict=True):
                 check(result.outputs[0], theirs.outputs[0])
@@ -119,7 +119,7 @@ def test_drafts_behind_graphs_are_those_of_eager_steps(heads: dict[str, Path], k
 @pytest.mark.parametrize("graphs", ["off", "all"])
 def test_drafting_waits_for_nothing(heads: dict[str, Path], graphs: str) -> None:
     settings = SETTINGS | ON_CUDA | {"dtype": "float32", "graphs": graphs, "overlap": 1}
-    with LLM(**settings, spec=f"eagle3:{heads['eagle3']}", spec_steps=STEPS) as llm:
+    with LLM(**settings | {"spec": f"eagle3:{heads['eagle3']}", "spec_steps": STEPS}) as llm:
         llm.generate(PROMPTS, HOW["drawn"])  # the first time is not yet steady state
         dispatch = engine_of(llm)._executor._runners  # type: ignore[attr-defined]
         propose, num_guarded = dispatch.propose, 0

@@ -54,7 +54,7 @@ def make_scripts(seed: int) -> list[Script]:
     drawn = SamplingParams(temperature=0.8, seed=7, max_tokens=NUM_NEW, ignore_eos=True)
     sampling = [greedy if index % 2 else drawn for index in range(len(prompts))]
     scripts: list[Script] = [[] for _ in prompts]
-    with LLM(in_process=True, disable_prefix_cache=True, host_cache_gib=0, **SETTINGS) as llm:
+    with LLM(in_process=True, disable_prefix_cache=True, spec="off", host_cache_gib=0, **SETTINGS) as llm:
         for _ in range(NUM_TURNS):
             results = llm.generate(prompts, sampling)
             replies = [result.outputs[0].token_ids for result in results]

@@ -41,7 +41,8 @@ def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:
 
 def test_a_context_too_short_to_measure_is_refused_and_one_that_suffices_is_not() -> None:
     for max_len in (12, 13):
-        settings = SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "max_model_len": max_len}
+        settings = SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": "auto"}
+        settings |= {"max_model_len": max_len}
         if max_len == 12:
             with pytest.raises(ConfigError, match="set --spec-steps") as raised:
                 LLM(**settings)
