@@ -25,7 +25,7 @@ PROPOSERS = ["eagle3", "ngram"]
 
 
 def settings(**others: Any) -> dict[str, Any]:
-    return SETTINGS | pool(PAGE) | HOST | others
+    return SETTINGS | pool(PAGE) | HOST | {"spec": "off"} | others
 
 
 def prompts(llm: LLM) -> list[list[int]]:

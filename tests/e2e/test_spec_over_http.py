@@ -94,7 +94,7 @@ def test_an_offline_batch_is_told_of_drafts_and_may_ask_for_fewer() -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     asked = [SpecParams(enabled=False), SpecParams(num_steps=1), None]
     params = [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, spec=spec) for spec in asked]
-    with LLM(in_process=True, **settings) as llm:
+    with LLM(in_process=True, spec="off", **settings) as llm:
         (expected,) = llm.generate([PROMPT], plain)
         assert expected.outputs[0].drafts is None
         with pytest.raises(RequestError, match="--spec"):

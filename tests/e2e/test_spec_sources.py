@@ -42,7 +42,7 @@ def exact() -> Iterator[None]:
 
 
 def settings(page_size: int, **others: Any) -> dict[str, Any]:
-    return SETTINGS | pool(page_size) | HOST | {"kv_canary": False} | others
+    return SETTINGS | pool(page_size) | HOST | {"kv_canary": False, "spec": "off"} | others
 
 
 def ask(llm: LLM, num_more: int = 0) -> list[RequestOutput]:

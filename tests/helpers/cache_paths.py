@@ -23,10 +23,10 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 160,
     "max_running_requests": 4,
     "max_batched_tokens": 64,
-    "spec_steps": 2,  # the model's own head drafts: always so many, that a run is like the one before
     "cpu_threads": 1,
     "log_level": "warning",
 }
+DRAFTS = {"spec_steps": 2}  # of the model's own head, unless another is named: always so many, so that runs are alike
 HOST = {"host_cache_gib": 0.025, "kv_canary": True}  # some 1,600 tokens
 NUM_TOKENS, FEW_TOKENS = 1008, 160  # of the device's pages; few are fewer than the prompts of one round take
 SMALL_HOST_GIB = 0.0035
@@ -93,7 +93,7 @@ def pool(page_size: int, num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
 
 
 def device_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
-    with LLM(**SETTINGS | pool(page_size) | {"host_cache_gib": 0, "kv_canary": True} | settings) as llm:
+    with LLM(**SETTINGS | DRAFTS | pool(page_size) | {"host_cache_gib": 0, "kv_canary": True} | settings) as llm:
         ask(llm, work)
         again = ask(llm, work)
         assert [use.device for use in again] == work.num_full(page_size)
@@ -101,7 +101,7 @@ def device_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any
 
 
 def host_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
-    with LLM(**SETTINGS | pool(page_size) | HOST | settings) as llm:
+    with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | settings) as llm:
         ask(llm, work)
         leave_device(llm)
         again = ask(llm, work)
@@ -113,7 +113,7 @@ def host_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) 
 
 def store_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
     with LLM(
-        **SETTINGS | pool(page_size) | HOST | {"store": f"file:{folder}", "store_prefetch": "wait"} | settings
+        **SETTINGS | DRAFTS | pool(page_size) | HOST | {"store": f"file:{folder}", "store_prefetch": "wait"} | settings
     ) as llm:
         ask(llm, work)
         rest(llm)
@@ -127,7 +127,9 @@ def store_hits(work: Work, folder: Path, page_size: int = PAGE, **settings: Any)
 
 
 def eviction_storm(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
-    with LLM(**SETTINGS | pool(page_size, FEW_TOKENS) | HOST | {"host_cache_gib": SMALL_HOST_GIB} | settings) as llm:
+    with LLM(
+        **SETTINGS | DRAFTS | pool(page_size, FEW_TOKENS) | HOST | {"host_cache_gib": SMALL_HOST_GIB} | settings
+    ) as llm:
         ask(llm, work)
         rest(llm)
         for backwards in (True, False, True):
@@ -141,7 +143,7 @@ def warm_restart(work: Work, folder: Path, page_size: int = PAGE, **settings: An
     name = f"test-{uuid.uuid4().hex[:12]}"
     try:
         for life in range(2):
-            with LLM(**SETTINGS | pool(page_size) | HOST | {"host_cache_name": name} | settings) as llm:
+            with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | {"host_cache_name": name} | settings) as llm:
                 found = ask(llm, work)
                 if life:
                     assert [use.num_tokens for use in found] == work.num_full(page_size)
@@ -157,7 +159,7 @@ def warm_restart(work: Work, folder: Path, page_size: int = PAGE, **settings: An
 
 
 def failed_loads(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
-    with LLM(**SETTINGS | pool(page_size) | HOST | settings) as llm:
+    with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | settings) as llm:
         ask(llm, work)
         leave_device(llm)
         num_loads = 0
@@ -174,7 +176,7 @@ def failed_loads(work: Work, folder: Path, page_size: int = PAGE, **settings: An
 
 
 def garbled_pages(work: Work, folder: Path, page_size: int = PAGE, **settings: Any) -> None:
-    with LLM(**SETTINGS | pool(page_size) | HOST | {"cache_verify": "all"} | settings) as llm:
+    with LLM(**SETTINGS | DRAFTS | pool(page_size) | HOST | {"cache_verify": "all"} | settings) as llm:
         ask(llm, work)
         leave_device(llm)
         seal(llm)

@@ -43,6 +43,7 @@ class Load:
 def settings(load: Load, **options: Any) -> dict[str, Any]:
     return {
         "in_process": True,
+        "spec": "off",
         "device": cuda.DEVICE,
         "dtype": "float32",
         "page_size": PAGE,
