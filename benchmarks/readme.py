@@ -26,6 +26,8 @@ GPU_PARTS = {
     "overlap": "the same, as fast as steps planned one after the other",
     "http": "Llama-8B shape over HTTP, as fast as in one process",
     "small-http": "Qwen3-0.6B shape over HTTP, as fast as in one process",
+    "spec": "hiserve-nano and its draft heads widened to the Llama-8B shape: speed-up over plain decoding against accept length / "
+    "least cost of a cycle; drafts chosen step by step against the best fixed number; replies as without",
 }
 START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures -->\n"
 

@@ -1,8 +1,9 @@
-"""The engine on one GPU against the machine's ceilings and a peer: steps, throughput, tiers, HTTP.
+"""The engine on one GPU against the machine's ceilings and a peer: steps, throughput, tiers, HTTP, speculation.
 
 Usage: ``python -m benchmarks.gpu OUT.json COMMIT [--parts NAME ...] [--set NAME=VALUE ...]`` on a CUDA device: random
-weights of two shapes in bfloat16. ``--set`` gives every engine a setting. ``python -m benchmarks.gpu --tiny OUT.json COMMIT``
-runs all parts with hiserve-nano on the CPU, as a test of this file; its ratios mean nothing.
+weights of two shapes in bfloat16; ``spec`` widens hiserve-nano and its draft heads to the larger one, in a temporary folder.
+``--set`` gives every engine a setting. ``python -m benchmarks.gpu --tiny OUT.json COMMIT`` runs all parts with hiserve-nano
+on the CPU, as a test of this file; its ratios mean nothing.
 
 Each run measures the ceilings first, and each ratio is against what that run measured. The file is written after each part.
 """
@@ -28,6 +29,7 @@ from benchmarks.gpu.peers import measure_chats, measure_conversations, measure_p
 from benchmarks.gpu.profiling import measure_profile
 from benchmarks.gpu.served import measure_http
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
+from benchmarks.gpu.spec import measure_spec
 from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
 from benchmarks.gpu.traffic import measure_traffic
 from benchmarks.record import about
@@ -47,6 +49,7 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
     "small-profile": partial(measure_profile, shape=SMALL),
     "overlap": measure_overlap,
     "small-http": partial(measure_http, shape=SMALL),
+    "spec": measure_spec,
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.cache_sizes import Conversations
 from hiserve.models.config import NANO
+from hiserve.models.shapes import SHAPES
 
 SEED = 20261121
 LARGE, SMALL = "llama-8b", "qwen3-0.6b"
@@ -95,6 +96,38 @@ class HttpCase:
 
 
 @dataclass(frozen=True)
+class SpecSizes:
+    """Speculation on hiserve-nano, widened.
+
+    Attributes:
+        shape: One of ``SPEC_SHAPES``.
+        settings: Of its engines.
+        heads: The batches of each draft head.
+        steps: Fixed numbers of drafts.
+        prompt: Tokens of a prompt, at most.
+        output: Tokens of each reply.
+        warm_output: Of each reply that does not count.
+        repeats: Runs that count.
+        judged: Replies whose tokens are compared, at most.
+    """
+
+    shape: str
+    settings: dict[str, Any]
+    heads: dict[str, tuple[int, ...]]
+    steps: tuple[int, ...]
+    prompt: int
+    output: int
+    warm_output: int
+    repeats: int
+    judged: int
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """All batches, ascending."""
+        return tuple(sorted({batch for batches in self.heads.values() for batch in batches}))
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Everything that is measured; lengths in tokens.
 
@@ -115,6 +148,7 @@ class Sizes:
         traffic_rows: Rows that decode while conversations come and go.
         traffic_conversations: How many of these.
         http: The case of the server.
+        spec: The cases of speculation.
         max_fill_s: A case whose prompts would take longer is left out.
     """
 
@@ -134,6 +168,7 @@ class Sizes:
     traffic_rows: int
     traffic_conversations: int
     http: HttpCase
+    spec: SpecSizes
     max_fill_s: float
 
 
@@ -145,6 +180,25 @@ BARS = {
     "peer with a host tier": 1.3,
     "replays": 0.98,
     "http": 0.95,
+    "speculation": 0.75,
+    "adaptive": 0.97,
+    "same tokens": 1.0,
+}
+
+# config.json of the shapes to which hiserve-nano is widened; of the smaller one every part is wider than nano's.
+SPEC_SHAPES: dict[str, dict[str, Any]] = {
+    LARGE: SHAPES[LARGE],
+    "mini": {
+        "vocab_size": 4608,
+        "hidden_size": 384,
+        "intermediate_size": 800,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
 }
 
 FULL = Sizes(
@@ -182,6 +236,23 @@ FULL = Sizes(
     traffic_rows=8,
     traffic_conversations=16,
     http=HttpCase(32, 96, 1024, 256, 3),
+    spec=SpecSizes(
+        shape=LARGE,
+        settings={
+            "kv_pages": 5000,
+            "max_running_requests": 128,
+            "max_model_len": 512,
+            "host_cache_gib": 0,
+            "attention_backend": "triton",  # others compile for longer than all of this takes, and only prompts differ
+        },
+        heads={"eagle3": (1, 4, 16, 32, 64, 128), "mtp": (1,)},
+        steps=(0, 1, 2, 3, 5),
+        prompt=256,
+        output=128,
+        warm_output=16,
+        repeats=2,
+        judged=16,
+    ),
     max_fill_s=60.0,
 )
 
@@ -211,5 +282,16 @@ TINY = Sizes(
     traffic_rows=2,
     traffic_conversations=6,
     http=HttpCase(4, 8, 32, 16, 1),
+    spec=SpecSizes(
+        shape="mini",
+        settings={"kv_pages": 64, "max_running_requests": 2, "max_model_len": 256, "host_cache_gib": 0},
+        heads={"eagle3": (1, 2), "mtp": (1,)},
+        steps=(0, 2),
+        prompt=64,
+        output=24,
+        warm_output=4,
+        repeats=1,
+        judged=2,
+    ),
     max_fill_s=60.0,
 )

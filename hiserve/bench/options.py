@@ -219,6 +219,34 @@ class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """What speculation is measured with; every one of a list with every one of the others."""
+
+    proposers: Annotated[
+        tuple[str, ...],
+        about("Who proposes, as for --spec; the default is --spec, or the head that came with the model."),
+    ] = ()
+    steps: Annotated[
+        tuple[str, ...], about("Tokens proposed for each that the model draws; auto chooses for each step what pays.")
+    ] = ("0", "1", "2", "3", "5", "auto")
+    batches: Annotated[tuple[int, ...], about("Requests at once.", unit="requests", least=1, most=4096)] = (1, 4)
+    temperatures: Annotated[tuple[float, ...], about("Sampling temperatures; 0 is greedy.", least=0, most=100)] = (0.0,)
+    sources: Annotated[
+        tuple[Literal["cold", "device", "host"], ...],
+        about("Where prompts are found: nowhere, in the cache on the device, or on the host."),
+    ] = ("cold", "device", "host")
+    dataset: Annotated[
+        Literal["held-out", "chats", "agent-sessions"],
+        about("Prompts: dialogues that come along, which the embedded model never saw; those of a file (--path)."),
+    ] = "held-out"
+    path: Annotated[
+        Path | None, about("File of chats or agent sessions: JSON lines, gzipped if its name ends with .gz.")
+    ] = None
+    prompt_length: Annotated[int, about("Longer prompts lose their beginnings.", unit="tokens", least=2)] = 256
+    output_length: Annotated[int, about("Length of each reply, whatever the model says.", unit="tokens", least=2)] = 48
+    repeats: Annotated[int, about("Runs of each case, in turns with plain decoding; medians are told.", least=1)] = 3
+
+
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Where results go besides the terminal."""
 
@@ -253,21 +281,22 @@ def add_flags(parser: argparse.ArgumentParser, *sections: type[msgspec.Struct]) 
 def _add_flag(group: argparse._ArgumentGroup, name: str, annotation: Any, meta: Meta, default: Any) -> None:
     extra = meta.extra_json_schema or {}
     unit = f" [{extra['unit']}]" if extra["unit"] else ""
-    shown = "" if default is None or default is False or default == () else f" (default: {default})"
+    listed = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    shown = "" if default is None or default is False or default == () else f" (default: {listed})"
     text = f"{meta.description}{unit}{shown}".replace("%", "%%")
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind not in (type(None), ...)]
     words = [word for kind in kinds for word in (get_args(kind) or (kind,)) if isinstance(word, str)]
     given: dict[str, Any] = {"default": default, "help": text}
     if words:
         given |= {"choices": words, "metavar": "|".join(words)}
     elif kinds == [bool]:
         given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
-    elif default == ():
-        given |= {"nargs": "+", "metavar": "TEXT"}
     elif kinds[0] in (int, float):
         given |= {"type": partial(_number, kinds[0], extra), "metavar": "N"}
     else:
         given |= {"type": kinds[0], "metavar": "PATH" if kinds[0] is Path else "TEXT"}
+    if isinstance(default, tuple):
+        given["nargs"] = "+"
     group.add_argument(flag_of(name), **given)
 
 
@@ -287,4 +316,5 @@ def _number(kind: type[int] | type[float], limits: Mapping[str, Any], text: str)
 
 def pick(section: type[_T], arguments: Mapping[str, Any]) -> _T:
     """Returns a section filled from parsed arguments."""
-    return section(**{name: arguments[name] for name in get_type_hints(section)})
+    given = {name: arguments[name] for name in get_type_hints(section)}
+    return section(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})

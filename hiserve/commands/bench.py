@@ -1,4 +1,4 @@
-"""``hiserve bench``: load, chats or cache loads against a server, throughput of the offline API."""
+"""``hiserve bench``: load, chats or cache loads against a server, throughput and speculation of the offline API."""
 
 from __future__ import annotations
 
@@ -39,11 +39,16 @@ from hiserve.bench.options import (
     Pictures,
     Results,
     Rounds,
+    Sweep,
     add_flags,
     pick,
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, prepare, raw, write
+from hiserve.bench.spec.figures import figures_of
+from hiserve.bench.spec.plot import draw_spec
+from hiserve.bench.spec.report import show_spec
+from hiserve.bench.spec.run import sweep_engines
 from hiserve.config import Config, flat, known, without_secrets
 from hiserve.models.shapes import read_model
 
@@ -86,7 +91,7 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
     """Runs one benchmark.
 
     Args:
-        config: The engine's settings, for ``offline``.
+        config: The engine's settings, for ``offline`` and ``spec``.
         kind: Which benchmark.
         arguments: Its options.
 
@@ -180,6 +185,21 @@ def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
     return 0
 
 
+def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
+    sweep = pick(Sweep, arguments)
+    plotter = _plotter(arguments)
+    console = Console(highlight=False)
+    with _progress(console, "cases") as progress:
+        found = sweep_engines(config, sweep, lambda settings: hiserve.LLM(in_process=True, **settings), progress)
+    show_spec(console, found)
+    cases = [msgspec.structs.asdict(case) | {"figures": figures_of(case)} for case in found.cases]
+    resolved = without_secrets(found.config)
+    _write(arguments, None, {"options": [sweep], "config": resolved, "cases": cases, "cycle_costs": found.costs})
+    if plotter is not None:
+        draw_spec(plotter, f"Speculation on {config.model.shape or config.model.model}", found)
+    return int(not all(case.equality.is_kept for case in found.cases))
+
+
 # The one table of benchmarks.
 KINDS = {
     "serve": Kind(
@@ -198,6 +218,12 @@ KINDS = {
         _cache,
     ),
     "offline": Kind("Measure the offline API's throughput.", (Batch, Results), True, _offline),
+    "spec": Kind(
+        "Measure speculation against plain decoding: what is accepted, gained and paid, with the same tokens.",
+        (Sweep, Results, Pictures),
+        True,
+        _spec,
+    ),
 }
 
 
@@ -232,8 +258,8 @@ def _write(arguments: Mapping[str, Any], outcome: Outcome | None, figures: dict[
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    """Shows how many requests are done, where somebody may be watching."""
+def _progress(console: Console, what: str = "requests") -> Iterator[Progress]:
+    """Shows how many of ``what`` are done, where somebody may be watching."""
     if not console.is_terminal:
         yield lambda _: lambda: None
         return
@@ -242,7 +268,7 @@ def _progress(console: Console) -> Iterator[Progress]:
         task = bar.add_task("preparing", total=None)
 
         def begin(num_requests: int) -> Callable[[], None]:
-            bar.update(task, description="requests", total=num_requests)
+            bar.update(task, description=what, total=num_requests)
             return lambda: bar.advance(task)
 
         yield begin

@@ -24,9 +24,11 @@ from hiserve.core.resolve import resolve
 from hiserve.errors import ConfigError, ContextLengthError, RequestError, UnavailableError
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
+from hiserve.messages.cache import LOCAL_TIERS, TierName
 from hiserve.models.config import ModelConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
+from hiserve.spec.adaptive import StepCosts
 from hiserve.text.chat import check_text, parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
@@ -167,6 +169,20 @@ class LLM:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).tolist()
         self._check_length(len(ids), "messages")
         return ids
+
+    def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        """Empties tiers of the prefix cache between two batches; returns the pages emptied.
+
+        Raises:
+            UnavailableError: The engine was closed or has died.
+        """
+        self._require_open()
+        return self._backend.flush(tiers)
+
+    @property
+    def draft_costs(self) -> StepCosts | None:
+        """What drafts cost, as measured at start: in process, where their number is chosen step by step; else None."""
+        return self._backend.draft_costs
 
     def close(self) -> None:
         """Stops the processes, or frees the model; may be called again."""

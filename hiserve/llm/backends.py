@@ -18,8 +18,10 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
+from hiserve.messages.cache import TierName
 from hiserve.messages.types import Admit
 from hiserve.scheduler.client import EngineClient
+from hiserve.spec.adaptive import StepCosts
 from hiserve.worker.build import build_engine
 from hiserve.worker.loop import Engine
 from hiserve.worker.report import Report
@@ -47,7 +49,15 @@ class Job:
 
 
 class Backend(Protocol):
-    """Runs jobs to their ends."""
+    """Runs jobs to their ends.
+
+    Attributes:
+        draft_costs: What drafts cost, where that was measured in this process.
+    """
+
+    @property
+    def draft_costs(self) -> StepCosts | None:
+        """As the attribute says."""
 
     def run(self, jobs: Iterator[Job]) -> Generator[Job, None, None]:
         """Yields each job when it has ended.
@@ -57,6 +67,9 @@ class Backend(Protocol):
         Raises:
             Exception: What the iterator raised; EngineError, UnavailableError: the engine failed a job.
         """
+
+    def flush(self, tiers: tuple[TierName, ...]) -> int:
+        """Empties tiers of the prefix cache while no job runs; returns the pages emptied."""
 
     def close(self) -> None:
         """Gives everything back."""
@@ -146,6 +159,15 @@ class InProcess:
             if has_enough and not finish:
                 self.engine.abort([uid])
 
+    @property
+    def draft_costs(self) -> StepCosts | None:
+        """As the engine measured them."""
+        return self.engine.facts.draft_costs
+
+    def flush(self, tiers: tuple[TierName, ...]) -> int:
+        """Empties tiers of the prefix cache."""
+        return self._thread.submit(self.engine.flush, tiers).result()
+
     def close(self) -> None:
         """Ends the thread and frees the engine."""
         self._thread.shutdown()
@@ -190,6 +212,16 @@ class Processes:
                     break
         room.release()
         ended.put(job)
+
+    @property
+    def draft_costs(self) -> None:
+        """The workers keep them."""
+        return None
+
+    def flush(self, tiers: tuple[TierName, ...]) -> int:
+        """Empties tiers of the workers' prefix caches."""
+        num_pages: int = self._wait(self._client.flush(tiers))
+        return num_pages
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from hiserve.core.draft_use import DraftUse
@@ -38,6 +39,8 @@ class CompletionOutput:
         stop_reason: The stop text or stop token that ended it; None for an end-of-sequence token.
         logprobs: One entry per generated token, if they were asked for.
         drafts: What speculation gave; None without it.
+        first_token_s: When its first token came, seconds of ``time.perf_counter``.
+        end_s: When its last one came.
     """
 
     index: int = 0
@@ -47,6 +50,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
     drafts: DraftUse | None = None
+    first_token_s: float = 0.0
+    end_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -104,6 +109,9 @@ class ChoiceBuilder:
         if cached is not None and choice.index == 0:
             self._request.cached = cached
         choice.drafts = drafts or choice.drafts
+        choice.end_s = time.perf_counter()
+        if tokens and not choice.token_ids:
+            choice.first_token_s = choice.end_s
         self._scores.append(scores)
         shown = self._shown.push(tokens, finish)
         choice.text += shown.text

@@ -203,6 +203,11 @@ class DraftController:
         self._age = DWELL_STEPS
 
     @property
+    def costs(self) -> StepCosts:
+        """As given."""
+        return self._costs
+
+    @property
     def times_own_drafts(self) -> bool:
         """As ``StepCosts``."""
         return self._costs.times_own_drafts

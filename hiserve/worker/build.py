@@ -110,6 +110,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         page_size=page_size,
         namespace=namespace,
         startup_s=startup_s,
+        draft_costs=None if controller is None else controller.costs,
     )
     return Engine(
         _planner(config, cache, model_config, controller),

@@ -11,6 +11,7 @@ from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import Admit, GateCounts, WorkerStats
+from hiserve.spec.adaptive import StepCosts
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.planner import Planner
 from hiserve.worker.report import Report
@@ -59,6 +60,7 @@ class EngineFacts:
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase, in order.
+        draft_costs: What drafts cost; None where their number is not chosen step by step.
     """
 
     max_running: int
@@ -67,6 +69,7 @@ class EngineFacts:
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
+    draft_costs: StepCosts | None = None
 
 
 class Engine:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu.driving import Bench
 from benchmarks.gpu.sizes import BARS, TINY
+from benchmarks.gpu.spec import measure_spec
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +46,24 @@ def test_every_part_of_the_gpu_benchmark_measures_what_it_says(tmp_path: Path) -
     chats, case = parts["chats"]["samples"]["turns"], TINY.chats
     lengths = [case.shared + (turn + 1) * case.turn_input + turn * case.turn_output for turn in range(case.turns)]
     assert [turn["input_tokens"] for turn in chats] == [case.chats * length for length in lengths]
+
+
+def test_speculation_is_measured_on_a_widened_model_with_real_heads() -> None:
+    torch.set_num_threads(1)
+    part = measure_spec(Bench(TINY, {"copy_bytes_per_s": 1e10, "matmul_flop_per_s": 2e10}, {}))
+    bars = [figure.bar for figure in part.figures]
+    assert bars.count(BARS["speculation"]) == 2  # each head, alone, with the one number of drafts
+    assert bars.count(BARS["adaptive"]) == 3  # each batch of each head
+    same = [figure for figure in part.figures if figure.bar == BARS["same tokens"]]
+    assert [figure.ratio for figure in same] == [1.0, 1.0]
+    for name in ("eagle3, batch 1", "eagle3, batch 2", "mtp, batch 1"):
+        modes = part.samples[name]
+        for mode, steps in (("off", 0), ("0", 0), ("2", 2)):
+            drafts, runs = modes[mode]["drafts"], modes[mode]["runs"]
+            assert drafts["proposed"] == steps * drafts["verify_steps"], f"{name} did not hold {mode} drafts"
+            assert [run["num_decoded"] for run in runs] == [(TINY.spec.output - 1) * int(name[-1])] * TINY.spec.repeats
+        assert modes["2"]["drafts"]["accept_length"] > 1.5  # trained heads, on what they never saw
+        assert modes["2"]["least_cycle_cost"] > 1
 
 
 @pytest.mark.long

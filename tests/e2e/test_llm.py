@@ -424,6 +424,31 @@ def test_a_program_that_never_closes_leaves_no_process(tmp_path: Path, end: str)
     wait_dead(pids)
 
 
+# --- what is measured ---------------------------------------------------------------------------
+
+
+def test_a_flushed_cache_gives_nothing_and_tokens_tell_when_they_came(llm: LLM) -> None:
+    prompt = [*range(100, 160)]
+    llm.generate(prompt, GREEDY)
+    begin = time.perf_counter()
+    (hit,) = llm.generate(prompt, GREEDY)
+    end = time.perf_counter()
+    assert hit.num_cached_tokens >= 3 * PAGE
+    assert llm.flush() > 0
+    (missed,) = llm.generate(prompt, GREEDY)
+    assert missed.num_cached_tokens == 0
+    assert missed.outputs[0].token_ids == hit.outputs[0].token_ids
+    assert begin < hit.outputs[0].first_token_s < hit.outputs[0].end_s < end
+
+
+def test_drafts_tell_what_they_cost_where_their_number_is_chosen() -> None:
+    fixed, chosen = ({**SMALL, "spec": "ngram", "spec_steps": steps} for steps in (1, "auto"))
+    with LLM(in_process=True, **fixed) as one, LLM(in_process=True, **chosen) as auto:
+        assert one.draft_costs is None
+        assert auto.draft_costs is not None
+        assert auto.draft_costs.tiers.tolist() == [0, 1, 2, 3, 5]
+
+
 # --- two workers --------------------------------------------------------------------------------
 
 

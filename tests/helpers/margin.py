@@ -1,36 +1,22 @@
-"""The margin rule: what "the same tokens" means where arithmetic rounds with the shape of a batch."""
+"""The margin rule over tensors."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-EPSILON_FACTOR = 8
-MAX_SHARE = 0.005
+from hiserve.bench.margin import EPSILON_FACTOR, MAX_SHARE, Margin, join
 
-
-@dataclass(frozen=True)
-class Margin:
-    """How far emitted tokens lie from the reference's best.
-
-    Attributes:
-        epsilon: What is allowed: 8 times the largest logit difference between two batch shapes.
-        worst: Largest shortfall of an emitted token's score.
-        num_needed: Positions where the emitted token is not the reference's best.
-        num_positions: All positions.
-    """
-
-    epsilon: float
-    worst: float
-    num_needed: int
-    num_positions: int
-
-    @property
-    def is_kept(self) -> bool:
-        """Every token is within epsilon, and at most 0.5 % of them need it."""
-        return self.worst <= self.epsilon and self.num_needed <= MAX_SHARE * self.num_positions
+__all__ = [
+    "EPSILON_FACTOR",
+    "MAX_SHARE",
+    "Margin",
+    "as_tensor",
+    "join",
+    "margin",
+    "shape_difference",
+    "teacher_forced",
+]
 
 
 def shape_difference(one: dict[int, Tensor], other: dict[int, Tensor]) -> float:
@@ -52,16 +38,6 @@ def margin(reference: Tensor, tokens: Tensor, difference: float) -> Margin:
         worst=shortfall.max().item(),
         num_needed=int((shortfall > 0).sum()),
         num_positions=len(tokens),
-    )
-
-
-def join(margins: list[Margin]) -> Margin:
-    """One verdict over several rows."""
-    return Margin(
-        epsilon=margins[0].epsilon,
-        worst=max(each.worst for each in margins),
-        num_needed=sum(each.num_needed for each in margins),
-        num_positions=sum(each.num_positions for each in margins),
     )
 
 

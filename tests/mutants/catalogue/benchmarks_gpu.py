@@ -11,7 +11,10 @@ PROFILING = "benchmarks/gpu/profiling.py"
 TRAFFIC = "benchmarks/gpu/traffic.py"
 SERVED = "benchmarks/gpu/served.py"
 README = "benchmarks/readme.py"
+SPEC = "benchmarks/gpu/spec.py"
+SPEC_LIMITS = "benchmarks/gpu/spec_limits.py"
 TESTS = "tests/unit/benchmarks/test_gpu.py::"
+OF_SPEC = "tests/unit/benchmarks/test_gpu_spec.py::"
 
 MUTANTS = [
     Mutant(
@@ -83,5 +86,48 @@ MUTANTS = [
         old="{missed(figure.is_met)}",
         new="",
         test=TESTS + "test_the_readme_tells_the_later_run_of_a_part_and_flags_what_missed_its_bar",
+    ),
+    # --- speculation ---
+    Mutant(
+        name="a cycle costs one draft forward",
+        file=SPEC_LIMITS,
+        old="        layers_s += (num_draft - 1) * product_s(self.layer_params, rows)\n",
+        new="",
+        test=OF_SPEC + "test_the_least_cost_of_a_cycle_is_bytes_where_rows_are_few_and_products_where_they_are_many",
+    ),
+    Mutant(
+        name="verifying costs what a plain step does",
+        file=SPEC_LIMITS,
+        old="self._step_s(rows, 1 + num_draft, context, ceilings)",
+        new="self._step_s(rows, 1, context, ceilings)",
+        test=OF_SPEC + "test_the_least_cost_of_a_cycle_is_bytes_where_rows_are_few_and_products_where_they_are_many",
+    ),
+    Mutant(
+        name="an MTP head speaks for nothing",
+        file=SPEC_LIMITS,
+        old="draft_head_params=own_table,",
+        new="draft_head_params=own_table if is_eagle else 0,",
+        test=OF_SPEC + "test_a_head_is_counted_tensor_by_tensor",
+    ),
+    Mutant(
+        name="no drafts are not a fixed number of drafts",
+        file=SPEC,
+        old="for steps in sizes.steps}\n    best",
+        new="for steps in sizes.steps if steps}\n    best",
+        test=OF_SPEC + "test_what_chooses_its_drafts_is_compared_with_the_best_that_does_not_and_none_is_one_of_them",
+    ),
+    Mutant(
+        name="replies of the GPU may differ",
+        file=SPEC,
+        old="each.is_kept for each in judged",
+        new="True for each in judged",
+        test=OF_SPEC + "test_replies_are_the_same_when_every_case_keeps_the_margin",
+    ),
+    Mutant(
+        name="an engine that chooses its drafts is not held",
+        file=SPEC,
+        old="        choice._controller = Held(num_draft)\n",
+        new="        pass\n",
+        test="tests/e2e/test_gpu_benchmark.py::test_speculation_is_measured_on_a_widened_model_with_real_heads",
     ),
 ]

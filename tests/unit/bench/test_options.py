@@ -20,12 +20,13 @@ from hiserve.bench.options import (
     Pictures,
     Results,
     Rounds,
+    Sweep,
     add_flags,
     pick,
 )
 from hiserve.config import flag_of, settings
 
-SECTIONS = (Connection, Data, Load, Limits, Rounds, Batch, Objectives, Results, Pictures)
+SECTIONS = (Connection, Data, Load, Limits, Rounds, Batch, Sweep, Objectives, Results, Pictures)
 SERVE = (Connection, Data, Load, Limits, Objectives, Results, Pictures)
 
 
@@ -60,12 +61,17 @@ def test_no_option_has_the_name_of_a_setting() -> None:
         (["--random-range-ratio", "0.5"], Data, "random_range_ratio", 0.5),
         (["--request-rate", "2.5"], Load, "request_rate", 2.5),
         (["--flush-cache"], Limits, "flush_cache", True),
-        (["--goodput", "ttft:1", "e2e:2"], Objectives, "goodput", ["ttft:1", "e2e:2"]),
+        (["--goodput", "ttft:1", "e2e:2"], Objectives, "goodput", ("ttft:1", "e2e:2")),
+        (["--batches", "1", "8"], Sweep, "batches", (1, 8)),
+        (["--temperatures", "0.5"], Sweep, "temperatures", (0.5,)),
+        (["--sources", "host", "cold"], Sweep, "sources", ("host", "cold")),
+        (["--steps", "3", "auto"], Sweep, "steps", ("3", "auto")),
         (["--output", "r.json"], Results, "output", Path("r.json")),
     ],
 )
 def test_a_flag_becomes_a_value_of_its_type(argv: list[str], section: Any, name: str, value: Any) -> None:
-    assert getattr(pick(section, parse(*argv)), name) == value
+    sections = (Sweep,) if section is Sweep else SERVE  # both have a data set
+    assert getattr(pick(section, parse(*argv, sections=sections)), name) == value
 
 
 @pytest.mark.parametrize(
@@ -96,4 +102,5 @@ def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.Captu
         for field in msgspec.structs.fields(section):
             assert flag_of(field.name) in text
             shown = field.default not in (None, (), False) or (field.default == 0.0 and field.default is not False)
-            assert (f"(default:{field.default})" in text) == shown or not shown, field.name
+            default = "".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            assert (f"(default:{default})" in text) == shown or not shown, field.name

@@ -1,0 +1,116 @@
+"""Whether speculation gave the tokens of plain decoding: the same ones, or others as likely as rounding can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from hiserve.bench.margin import EPSILON_FACTOR, Margin
+from hiserve.bench.spec.engine import Engine, Tokens
+from hiserve.core.request import SamplingParams
+
+Verdict = Literal["same", "within the margin", "not judged", "different"]
+ROUNDING = ("float32", "bfloat16", "float16")  # types that round with the shape of a batch
+
+
+class Equality(msgspec.Struct, frozen=True, kw_only=True):
+    """What a comparison found.
+
+    Attributes:
+        verdict: ``not judged`` are drawn tokens that differ, of a type that rounds coarsely: their noise is not known here.
+        num_replies: Compared.
+        num_differing: Of them, those that are not the same tokens.
+        first_difference: Index of the first reply that differs, and of the token in it; None without one.
+        margin: Of differing replies of greedy decoding; None where it was not needed.
+    """
+
+    verdict: Verdict
+    num_replies: int
+    num_differing: int = 0
+    first_difference: tuple[int, int] | None = None
+    margin: Margin | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Nothing speaks against it."""
+        return self.verdict != "different"
+
+
+class Judge:
+    """Compares replies of speculation with those of plain decoding.
+
+    float64 must give the same tokens. Where a type rounds with the shape of a batch, near ties may flip; then greedy
+    replies that differ are read to the plain engine, which scores each of their tokens: all must be within the margin.
+
+    Args:
+        plain: The engine without speculation.
+    """
+
+    def __init__(self, plain: Engine) -> None:
+        self._plain = plain
+        self._difference: float | None = None
+
+    def compare(
+        self, prompts: Sequence[Tokens], expected: Sequence[Tokens], replies: Sequence[Tokens], temperature: float
+    ) -> Equality:
+        """Returns the verdict on replies.
+
+        Args:
+            prompts: Of all replies.
+            expected: Replies of plain decoding.
+            replies: Those that are judged.
+            temperature: All were drawn with.
+        """
+        differing = [i for i, pair in enumerate(zip(expected, replies, strict=True)) if pair[0] != pair[1]]
+        if not differing:
+            return Equality(verdict="same", num_replies=len(replies))
+        first = differing[0]
+        told: dict[str, Any] = {
+            "num_replies": len(replies),
+            "num_differing": len(differing),
+            "first_difference": (first, _first_difference(expected[first], replies[first])),
+        }
+        dtype = self._plain.config.model.dtype
+        if dtype not in ROUNDING or (temperature and dtype == "float32"):
+            return Equality(verdict="different", **told)
+        if temperature:
+            return Equality(verdict="not judged", **told)
+        margin = self._margin([prompts[i] for i in differing], [replies[i] for i in differing], sum(map(len, replies)))
+        return Equality(verdict="within the margin" if margin.is_kept else "different", margin=margin, **told)
+
+    def _margin(self, prompts: Sequence[Tokens], replies: Sequence[Tokens], num_positions: int) -> Margin:
+        """Scores replies that differ, out of ``num_positions`` tokens; the rest are the engine's own."""
+        if self._difference is None:
+            self._difference = self._shape_difference(prompts, len(replies[0]))
+        scores = [each for row in self._read(prompts, replies) for each in row]
+        short = [max(each.top.values()) - each.logprob for each in scores]
+        return Margin(
+            epsilon=EPSILON_FACTOR * self._difference,
+            worst=max(short),
+            num_needed=sum(gap > 0 for gap in short),
+            num_positions=num_positions,
+        )
+
+    def _shape_difference(self, prompts: Sequence[Tokens], max_tokens: int) -> float:
+        """Returns the largest difference between scores of tokens as they were drawn, and as they are read."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+        drawn = [output.outputs[0] for output in self._plain.generate(list(prompts), params)]
+        read = self._read(prompts, [choice.token_ids for choice in drawn])
+        pairs = [
+            pair for choice, row in zip(drawn, read, strict=True) for pair in zip(choice.logprobs, row, strict=True)
+        ]
+        return float(max(abs(one.logprob - other.logprob) for one, other in pairs))
+
+    def _read(self, prompts: Sequence[Tokens], replies: Sequence[Tokens]) -> list[list[Any]]:
+        """Returns the score of every token of replies, computed as a prompt's are."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        texts = [prompt + reply for prompt, reply in zip(prompts, replies, strict=True)]
+        outputs = self._plain.generate(texts, params)
+        return [output.prompt_logprobs[len(prompt) :] for output, prompt in zip(outputs, prompts, strict=True)]
+
+
+def _first_difference(expected: Tokens, reply: Tokens) -> int:
+    pairs = zip(expected, reply, strict=False)
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(expected), len(reply)))

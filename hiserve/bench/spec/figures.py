@@ -1,0 +1,156 @@
+"""What a case says: accept length, acceptance, speed-up and cost of a cycle, and where speculation stops paying."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+from hiserve.bench.spec.engine import Batch
+from hiserve.bench.spec.equality import Equality
+from hiserve.core.draft_use import DraftUse
+from hiserve.errors import EngineError
+from hiserve.spec.adaptive import StepCosts
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One proposer with one number of drafts on one kind of batch.
+
+    Attributes:
+        proposer: As ``--spec`` names it.
+        steps: Drafts of each step; ``auto`` chooses them.
+        batch: Requests at once.
+        temperature: Of all.
+        source: Where their prompts were: ``cold``, ``device``, ``host``.
+        plain: Runs without speculation, in the order in which they were made.
+        spec: Runs with it, each right behind the plain one of its number.
+        equality: Of the tokens of both.
+    """
+
+    proposer: str
+    steps: str
+    batch: int
+    temperature: float
+    source: str
+    plain: list[Batch]
+    spec: list[Batch]
+    equality: Equality
+
+    @property
+    def drafts(self) -> DraftUse:
+        """Of all runs."""
+        return sum((run.drafts for run in self.spec), DraftUse())
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one case; medians over its runs.
+
+    Attributes:
+        accept_length: Tokens of a step that verified drafts.
+        acceptance: Share of those steps whose first draft was accepted, whose second one, and so on.
+        tokens_per_s: With speculation.
+        plain_tokens_per_s: Without.
+        speedup: One over the other, run by run.
+        step_s: Seconds of a step with speculation: verifying, and drafting behind it.
+        plain_step_s: Without.
+        cycle_cost: One over the other.
+    """
+
+    accept_length: float
+    acceptance: list[float]
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    speedup: float
+    step_s: float
+    plain_step_s: float
+    cycle_cost: float
+
+
+def figures_of(case: Case) -> Figures:
+    """Returns what a case says."""
+    drafts, steps = case.drafts, max(1, case.drafts.verify_steps)
+    pairs = list(zip(case.spec, case.plain, strict=True))
+    return Figures(
+        accept_length=drafts.accept_length,
+        acceptance=[accepted / steps for accepted in drafts.accepted_per_position],
+        tokens_per_s=statistics.median(run.tokens_per_s for run in case.spec),
+        plain_tokens_per_s=statistics.median(run.tokens_per_s for run in case.plain),
+        speedup=statistics.median(spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs),
+        step_s=statistics.median(run.step_s for run in case.spec),
+        plain_step_s=statistics.median(run.step_s for run in case.plain),
+        cycle_cost=statistics.median(spec.step_s / plain.step_s for spec, plain in pairs),
+    )
+
+
+def crossover(speedups: dict[int, float]) -> int | None:
+    """Returns the smallest batch from which on speculation loses; None where the largest one still gains.
+
+    Args:
+        speedups: By batch.
+    """
+    losing = None
+    for batch in sorted(speedups, reverse=True):
+        if speedups[batch] >= 1:
+            break
+        losing = batch
+    return losing
+
+
+def check_accepted(cases: Sequence[Case]) -> None:
+    """Refuses cases of one proposer with one number of drafts that accepted none of them: they would prove nothing.
+
+    Raises:
+        EngineError: They did.
+    """
+    drafts = sum((case.drafts for case in cases), DraftUse())
+    if drafts.accepted or (not drafts.proposed and cases[0].steps in ("0", "auto")):
+        return
+    raise EngineError(
+        f"{cases[0].proposer} with {cases[0].steps} drafts had {drafts.proposed} verified, and none was accepted: equality "
+        "with plain decoding proves nothing, and no figure means anything. Use a head that was trained for this model, text "
+        "that it was trained on (--dataset), or longer replies (--output-length)."
+    )
+
+
+class CycleCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a cycle goes, by what the engine measured at start.
+
+    Attributes:
+        batch: Rows.
+        steps: Drafts of each.
+        plain_s: A step of plain decoding.
+        verify_s: Verifying the drafts.
+        extend_s: The draft forward over what was verified, of which the first draft comes.
+        draft_s: All further drafts.
+    """
+
+    batch: int
+    steps: int
+    plain_s: float
+    verify_s: float
+    extend_s: float
+    draft_s: float
+
+    @property
+    def cost(self) -> float:
+        """Of the cycle, in steps of plain decoding."""
+        return (self.verify_s + self.extend_s + self.draft_s) / self.plain_s
+
+
+def cycle_costs(costs: StepCosts) -> list[CycleCost]:
+    """Returns the costs of all batches and numbers of drafts that were measured."""
+    found = []
+    for bucket, batch in enumerate(costs.rows.tolist()):
+        for tier, steps in enumerate(costs.tiers.tolist()):
+            found.append(
+                CycleCost(
+                    batch=batch,
+                    steps=steps,
+                    plain_s=float(costs.verify[bucket, 0]),
+                    verify_s=float(costs.verify[bucket, tier]),
+                    extend_s=float(costs.follow[bucket, tier]),
+                    draft_s=float(costs.further(bucket, 0.0)[tier]),
+                )
+            )
+    return found

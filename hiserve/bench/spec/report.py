@@ -1,0 +1,135 @@
+"""The tables of speculation on the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hiserve.bench.spec.figures import Case, CycleCost, crossover, figures_of
+from hiserve.bench.spec.run import Found
+from hiserve.core.draft_use import DraftUse
+
+GOOD, BAD = "green", "red"
+
+
+def show_spec(console: Console, found: Found) -> None:
+    """Shows a table for each proposer and temperature, what cycles cost, and whether the tokens are the same."""
+    for proposer, temperature in dict.fromkeys((case.proposer, case.temperature) for case in found.cases):
+        chosen = [case for case in found.cases if (case.proposer, case.temperature) == (proposer, temperature)]
+        console.print(_gains(f"{proposer}, temperature {temperature:g}", chosen))
+    for proposer, costs in found.costs.items():
+        console.print(_costs(proposer, costs, [case for case in found.cases if case.proposer == proposer]))
+    _equality(console, found.cases)
+
+
+def usual_source(cases: Sequence[Case]) -> str:
+    """Returns the source by which cases are timed: with prompts on the device, if that was measured."""
+    sources = list(dict.fromkeys(case.source for case in cases))
+    return "device" if "device" in sources else sources[0]
+
+
+def _gains(title: str, cases: Sequence[Case]) -> Table:
+    source = usual_source(cases)
+    sources = list(dict.fromkeys(case.source for case in cases))
+    batches = list(dict.fromkeys(case.batch for case in cases))
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    table.caption = (
+        "accept: tokens of a step that verified drafts, by where its prompt was found\n"
+        f"gain: tokens a second over plain decoding, by batch; prompts {_where(source)}\n"
+        "loses: from this batch on, plain decoding is faster"
+    )
+    table.caption_justify = "left"
+    table.add_column("drafts", justify="right")
+    for name in sources:
+        table.add_column(f"accept\n{name}", justify="right")
+    table.add_column("% accepted\nby place")
+    for batch in batches:
+        table.add_column(f"gain\nat {batch}", justify="right")
+    table.add_column("loses\nfrom", justify="right")
+    for steps in dict.fromkeys(case.steps for case in cases):
+        own = [case for case in cases if case.steps == steps]
+        speedups = {case.batch: figures_of(case).speedup for case in own if case.source == source}
+        drafts = _sum(own)
+        lengths = (_sum([case for case in own if case.source == name]) for name in sources)
+        lost = crossover(speedups)
+        table.add_row(
+            steps,
+            *(f"{use.accept_length:.2f}" if use.proposed else "-" for use in lengths),
+            " ".join(f"{100 * share:.0f}" for share in _acceptance(drafts)) or "-",
+            *(_coloured(speedups[batch]) for batch in batches),
+            "-" if lost is None else str(lost),
+        )
+    return table
+
+
+def _costs(proposer: str, costs: Sequence[CycleCost], cases: Sequence[Case]) -> Table:
+    """Shows what the engine measured at start, for what was swept, beside what steps then took."""
+    table = Table(
+        title=escape(f"{proposer}, cost of a cycle in milliseconds"), title_justify="left", title_style="bold"
+    )
+    table.caption = (
+        "extend: the draft forward behind the step, which gives the first draft\n"
+        "draft: all further ones; cost: the sum in plain steps, at start and as it ran"
+    )
+    table.caption_justify = "left"
+    for name in ("batch", "drafts", "plain", "verify", "extend", "draft", "cost", "as it ran"):
+        table.add_column(name, justify="right")
+    source, temperature = usual_source(cases), cases[0].temperature
+    ran = {
+        (case.batch, case.steps): figures_of(case)
+        for case in cases
+        if (case.source, case.temperature) == (source, temperature)
+    }
+    sizes = sorted({cost.batch for cost in costs})
+    for batch in dict.fromkeys(batch for batch, _ in ran):
+        nearest = next((size for size in sizes if size >= batch), sizes[-1])  # as the engine itself reads its table
+        for cost in (cost for cost in costs if cost.batch == nearest and (batch, str(cost.steps)) in ran):
+            parts = (cost.plain_s, cost.verify_s, cost.extend_s, cost.draft_s)
+            table.add_row(
+                str(batch),
+                str(cost.steps),
+                *(f"{1e3 * seconds:.2f}" for seconds in parts),
+                f"{cost.cost:.2f}",
+                f"{ran[batch, str(cost.steps)].cycle_cost:.2f}",
+            )
+        table.add_section()
+    return table
+
+
+def _equality(console: Console, cases: Sequence[Case]) -> None:
+    counts = Counter(case.equality.verdict for case in cases)
+    told = ", ".join(f"{count} of {len(cases)} {verdict}" for verdict, count in counts.items())
+    console.print(f"[bold]tokens against plain decoding[/bold], case by case: {told}")
+    for case in cases:
+        if not case.equality.is_kept:
+            first = case.equality.first_difference
+            where = "" if first is None else f", first in reply {first[0]} at token {first[1]}"
+            console.print(
+                f"[{BAD}]{escape(case.proposer)}, {case.steps} drafts, batch {case.batch}, temperature {case.temperature:g}, "
+                f"{case.source}: {case.equality.num_differing} of {case.equality.num_replies} replies differ{where}[/{BAD}]"
+            )
+
+
+def _sum(cases: Sequence[Case]) -> DraftUse:
+    return sum((case.drafts for case in cases), DraftUse())
+
+
+def _acceptance(drafts: DraftUse) -> list[float]:
+    """Returns shares of verifying steps, up to the last draft that was ever accepted."""
+    shares = [accepted / max(1, drafts.verify_steps) for accepted in drafts.accepted_per_position]
+    while shares and not shares[-1]:
+        shares.pop()
+    return shares
+
+
+def _coloured(speedup: float) -> str:
+    colour = GOOD if speedup >= 1 else BAD
+    return f"[{colour}]{speedup:.2f}[/{colour}]"
+
+
+def _where(source: str) -> str:
+    return "that nobody has" if source == "cold" else f"on the {source}"

@@ -1,0 +1,196 @@
+"""The sweep: proposers by numbers of drafts, batches, temperatures and where prompts are found, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import product
+from typing import Any
+
+import msgspec
+
+from hiserve.bench.options import Sweep
+from hiserve.bench.spec.engine import Batch, Engine, Tokens, check_source, prepare, run_batch
+from hiserve.bench.spec.equality import Equality, Judge
+from hiserve.bench.spec.figures import Case, CycleCost, check_accepted, cycle_costs
+from hiserve.bench.spec.prompts import read_prompts
+from hiserve.config import MAX_SPEC_STEPS, Config, flat
+from hiserve.core.request import SamplingParams
+from hiserve.errors import ConfigError
+
+# Makes an engine of settings, in this process.
+Open = Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
+SLACK = 2 * MAX_SPEC_STEPS + 4  # tokens of a request beyond its reply: drafts behind its end, a step that measures
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sweep found.
+
+    Attributes:
+        config: The plain engine's, resolved.
+        cases: In the order in which they were measured.
+        costs: Of a cycle, by proposer; of those whose number of drafts was also chosen step by step.
+    """
+
+    config: Config
+    cases: list[Case]
+    costs: dict[str, list[CycleCost]]
+
+
+def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Callable[[int], Callable[[], None]]) -> Found:
+    """Measures everything.
+
+    Args:
+        config: Settings of all engines; ``--spec`` names the proposer where ``--proposers`` names none.
+        sweep: What to vary.
+        open_engine: Makes engines; two are open at a time.
+        begin: Told how many cases there are; returns what is called after each.
+
+    Raises:
+        HiserveError: The options, the data or an engine do not do, or nothing was accepted.
+    """
+    check_sweep(config, sweep)
+    prompts = read_prompts(config, sweep)
+    settings = engine_settings(config, sweep)
+    proposers = sweep.proposers or (config.spec.spec,)
+    cases: list[Case] = []
+    costs: dict[str, list[CycleCost]] = {}
+    advance = begin(len(proposers) * len(sweep.steps) * len(list(conditions(sweep))))
+    with open_engine(settings | {"spec": "off"}) as plain:
+        judge = Judge(plain)
+        for proposer, steps in product(proposers, sweep.steps):
+            number = "auto" if steps == "auto" else int(steps)
+            with open_engine(settings | {"spec": proposer, "spec_steps": number}) as engine:
+                name = _name(engine, proposer)
+                found = _measure((plain, engine), judge, prompts, sweep, name, steps, advance)
+                if engine.draft_costs is not None:
+                    costs[name] = cycle_costs(engine.draft_costs)
+            check_accepted(found)
+            cases += found
+        return Found(config=plain.config, cases=cases, costs=costs)
+
+
+def check_sweep(config: Config, sweep: Sweep) -> None:
+    """Refuses what cannot be swept.
+
+    Raises:
+        ConfigError: A number of drafts that there is not, or a setting that the sweep sets.
+    """
+    for steps in sweep.steps:
+        if steps != "auto" and not (steps.isdecimal() and int(steps) <= MAX_SPEC_STEPS):
+            raise ConfigError(f"--steps has {steps!r}. Use auto, or numbers from 0 to {MAX_SPEC_STEPS}.", param="steps")
+    if config.spec.spec_steps != "auto":
+        raise ConfigError("bench spec sets --spec-steps itself. Leave it out, and use --steps.", param="spec_steps")
+    if config.spec.spec != "auto" and sweep.proposers:
+        raise ConfigError("--spec and --proposers name the same thing. Leave one out.", param="proposers")
+    if config.cache.disable_prefix_cache and set(sweep.sources) != {"cold"}:
+        raise ConfigError("--sources need the prefix cache. Leave --disable-prefix-cache out.", param="sources")
+
+
+def engine_settings(config: Config, sweep: Sweep) -> dict[str, Any]:
+    """Returns what all engines are made with: as large as the sweep needs, where the user did not say."""
+    settings, rows = flat(config), max(sweep.batches)
+    length = sweep.prompt_length + sweep.output_length + SLACK
+    pages = rows * -(-length // config.cache.page_size) + 1
+    wanted = {"max_running_requests": rows, "max_model_len": length, "kv_pages": pages}
+    return settings | {name: value for name, value in wanted.items() if settings[name] == "auto"}
+
+
+def conditions(sweep: Sweep) -> Iterator[tuple[int, float, str]]:
+    """Yields batch, temperature and source of every case of a proposer with a number of drafts."""
+    return product(sweep.batches, sweep.temperatures, sweep.sources)
+
+
+def _name(engine: Engine, proposer: str) -> str:
+    """Returns what a proposer is called: of ``auto``, whoever it is.
+
+    Raises:
+        ConfigError: Nobody came with the model.
+    """
+    name = engine.config.spec.spec if proposer == "auto" else proposer
+    if name == "off":
+        raise ConfigError(
+            "no draft head came with the model. Name who proposes: --proposers ngram, eagle3:PATH, mtp:PATH or draft:PATH.",
+            param="proposers",
+        )
+    return name
+
+
+def _measure(
+    engines: tuple[Engine, Engine],
+    judge: Judge,
+    prompts: list[Tokens],
+    sweep: Sweep,
+    proposer: str,
+    steps: str,
+    advance: Callable[[], None],
+) -> list[Case]:
+    """Measures all cases of one engine, each run right behind a plain one; both run once before that counts."""
+    for each in engines:
+        run_batch(each, prompts, sampling(len(prompts), sweep.temperatures[0], sweep.output_length))
+    cases = []
+    for batch, temperature, source in conditions(sweep):
+        params = sampling(batch, temperature, sweep.output_length)
+        runs, equality = interleave(engines, judge, prompts[:batch], params, source, sweep.repeats)
+        ours, theirs = ([pair[side] for pair in runs] for side in (0, 1))
+        cases.append(
+            Case(
+                proposer=proposer,
+                steps=steps,
+                batch=batch,
+                temperature=temperature,
+                source=source,
+                plain=ours,
+                spec=theirs,
+                equality=equality,
+            )
+        )
+        advance()
+    return cases
+
+
+def sampling(batch: int, temperature: float, max_tokens: int) -> list[SamplingParams]:
+    """Returns the parameters of a batch: whole replies, each with noise of its own."""
+    return [
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed)
+        for seed in range(batch)
+    ]
+
+
+def interleave(
+    engines: tuple[Engine, Engine],
+    judge: Judge,
+    prompts: list[Tokens],
+    params: list[SamplingParams],
+    source: str,
+    repeats: int,
+) -> tuple[list[tuple[Batch, Batch]], Equality]:
+    """Runs a batch on both engines in turn; returns what was measured, and the worst verdict on the replies.
+
+    Args:
+        engines: Without speculation, and with it.
+        judge: Of the replies.
+        prompts: Of the batch.
+        params: Of each prompt.
+        source: Where prompts are to be found.
+        repeats: Of both.
+
+    Raises:
+        ConfigError: The prompts were not found where they should have been.
+    """
+    runs: list[tuple[Batch, Batch]] = []
+    replies: list[tuple[list[Tokens], list[Tokens]]] = []
+    for _ in range(repeats):
+        (plain, expected), (spec, drafted) = (_found_at(source, engine, prompts, params) for engine in engines)
+        runs.append((plain, spec))
+        replies.append((expected, drafted))
+    check_source([batch for both in runs for batch in both], source)
+    found = [judge.compare(prompts, *both, params[0].temperature) for both in replies]
+    return runs, max(found, key=lambda each: (not each.is_kept, each.num_differing))
+
+
+def _found_at(
+    source: str, engine: Engine, prompts: list[Tokens], params: list[SamplingParams]
+) -> tuple[Batch, list[Tokens]]:
+    prepare(engine, prompts, source)
+    return run_batch(engine, prompts, params)

@@ -1,0 +1,154 @@
+"""The sweep: which engines are made, in which order batches are run, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from hiserve.bench.options import Sweep
+from hiserve.bench.spec.prompts import read_prompts, read_texts
+from hiserve.bench.spec.run import Found, sweep_engines
+from hiserve.config import make_config
+from hiserve.core.draft_use import DraftUse
+from hiserve.errors import ConfigError, EngineError
+from hiserve.models.config import NANO, find_model
+from tests.unit.bench.spec.fakes import FakeEngine, Opener, costs, counting
+
+SMALL: dict[str, Any] = {"batches": (1, 2), "sources": ("cold", "device"), "output_length": 9, "repeats": 2}
+
+
+def make(settings: dict[str, Any]) -> FakeEngine:
+    drafts = DraftUse(2, 6, (2, 2, 2)) if settings["spec_steps"] == 3 else DraftUse()
+    engine = FakeEngine(counting, drafts=None if settings["spec"] == "off" else drafts, spec=settings["spec"])
+    engine.draft_costs = costs() if settings["spec_steps"] == "auto" and settings["spec"] != "off" else None
+    return engine
+
+
+def run(opener: Opener, sweep: Sweep, **settings: Any) -> Found:
+    return sweep_engines(make_config(**settings), sweep, opener, lambda _: lambda: None)
+
+
+def test_every_case_is_measured_with_one_plain_engine_and_one_that_speculates() -> None:
+    opener = Opener(make)
+    found = run(opener, Sweep(proposers=("ngram", "mtp:x"), steps=("0", "3", "auto"), **SMALL))
+    assert [(each["spec"], each["spec_steps"]) for each in opener.settings] == [
+        ("off", "auto"),
+        *((proposer, steps) for proposer in ("ngram", "mtp:x") for steps in (0, 3, "auto")),
+    ]
+    assert opener.most_open == 2
+    cases = [(case.proposer, case.steps, case.batch, case.source) for case in found.cases]
+    assert len(cases) == len(set(cases)) == 2 * 3 * 2 * 2
+    assert all(len(case.plain) == len(case.spec) == 2 for case in found.cases)
+    assert list(found.costs) == ["ngram", "mtp:x"]
+    assert [(cost.batch, cost.steps) for cost in found.costs["ngram"]] == [(b, k) for b in (1, 4) for k in (0, 1, 3)]
+
+
+def test_plain_and_speculative_runs_take_turns() -> None:
+    log: list[str] = []
+
+    def logged(settings: dict[str, Any]) -> FakeEngine:
+        engine = make(settings)
+        generate = engine.generate
+
+        def told(prompts: Any, sampling: Any = None) -> Any:
+            log.append(settings["spec"])
+            return generate(prompts, sampling)
+
+        engine.generate = told  # type: ignore[method-assign]
+        return engine
+
+    sweep = Sweep(proposers=("ngram",), steps=("3",), batches=(2,), sources=("cold",), output_length=9, repeats=3)
+    run(Opener(logged), sweep)
+    assert log == ["off", "ngram"] * 4  # the first of each does not count
+
+
+def test_engines_are_as_large_as_the_sweep_needs_unless_the_user_says() -> None:
+    opener = Opener(make)
+    sweep = Sweep(proposers=("ngram",), steps=("3",), **SMALL, prompt_length=100)
+    run(opener, sweep, page_size=16)
+    asked = opener.settings[0]
+    assert asked["max_running_requests"] == 2
+    assert 100 + 9 + 2 * 15 < asked["max_model_len"] < 160
+    assert asked["kv_pages"] * 16 >= 2 * asked["max_model_len"]
+    run(opener, sweep, kv_pages=77, max_model_len=500, max_running_requests=9)
+    told = opener.settings[-1]
+    assert (told["kv_pages"], told["max_model_len"], told["max_running_requests"]) == (77, 500, 9)
+
+
+def test_a_changed_token_is_found_whichever_run_it_was_in() -> None:
+    calls = iter(range(99))
+
+    def wrong_once(settings: dict[str, Any]) -> FakeEngine:
+        engine = make(settings)
+        if settings["spec"] != "off":
+            engine._reply = lambda prompt: [5] * 9 if next(calls) == 2 else counting(prompt)
+        return engine
+
+    sweep = Sweep(proposers=("ngram",), steps=("3",), batches=(1,), sources=("cold",), output_length=9, repeats=3)
+    (case,) = run(Opener(wrong_once), sweep).cases
+    assert (case.equality.verdict, case.equality.num_differing) == ("different", 1)
+
+
+def test_a_proposer_of_which_nothing_is_accepted_ends_the_sweep() -> None:
+    def useless(settings: dict[str, Any]) -> FakeEngine:
+        return FakeEngine(counting, drafts=DraftUse(8, 24, (0, 0, 0)), spec=settings["spec"])
+
+    with pytest.raises(EngineError, match="ngram with 3 drafts had 96 verified, and none was accepted"):
+        run(Opener(useless), Sweep(proposers=("ngram",), steps=("3",), **(SMALL | {"batches": (1,)})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "words"),
+    [
+        ({"steps": ("some",)}, {}, "--steps has 'some'. Use auto, or numbers from 0 to 15"),
+        ({"steps": ("16",)}, {}, "--steps has '16'"),
+        ({}, {"spec_steps": 3}, "use --steps"),
+        ({"proposers": ("ngram",)}, {"spec": "ngram"}, "--spec and --proposers"),
+        ({}, {"disable_prefix_cache": True}, "need the prefix cache"),
+        ({"batches": (4096,)}, {}, "gives 128 prompts"),
+        ({"dataset": "chats"}, {}, "needs --path"),
+        ({}, {}, "no draft head came with the model"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(fields: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    def none(given: dict[str, Any]) -> FakeEngine:
+        return make(given | {"spec": "off"})
+
+    with pytest.raises(ConfigError, match=words):
+        run(Opener(none), Sweep(**fields), **settings)
+
+
+def test_prompts_that_come_along_are_distinct_conversations_which_end_with_the_user() -> None:
+    prompts = read_texts(Sweep(batches=(128,)))
+    assert all(isinstance(prompt, list) and prompt[-1]["role"] == "user" for prompt in prompts)
+    assert len({json.dumps(prompt) for prompt in prompts}) == 128
+
+
+def test_recorded_prompts_end_with_a_question_or_are_the_longest_of_their_session(tmp_path: Path) -> None:
+    chats, sessions = tmp_path / "chats.jsonl", tmp_path / "sessions.jsonl"
+    said = [{"role": role, "content": role[0] * 3} for role in ("user", "assistant", "user", "assistant")]
+    chats.write_text(json.dumps({"messages": said}) + "\n")
+    (prompt,) = read_texts(Sweep(dataset="chats", path=chats, batches=(1,)))
+    assert prompt == said[:3]
+    rows = [("a", "one"), ("b", "two two"), ("a", "one and more")]
+    lines = (
+        json.dumps({"session_id": session, "timestamp_us": at, "input": text, "output": ""})
+        for at, (session, text) in enumerate(rows)
+    )
+    sessions.write_text("\n".join(lines))
+    prompts = read_texts(Sweep(dataset="agent-sessions", path=sessions, batches=(2,)))
+    assert sorted(map(str, prompts)) == ["one and more", "two two"]
+
+
+def test_prompts_are_rendered_and_lose_their_beginnings_where_they_are_too_long() -> None:
+    config = make_config()
+    whole, cut = (read_prompts(config, Sweep(batches=(8,), prompt_length=length)) for length in (4096, 30))
+    assert all(prompt[-30:] == short for prompt, short in zip(whole, cut, strict=True))
+    assert max(len(prompt) for prompt in cut) == 30 < max(len(prompt) for prompt in whole)
+    tokenizer = Tokenizer.from_file(str(find_model(NANO) / "tokenizer.json"))
+    said = tokenizer.decode(whole[0], skip_special_tokens=False)
+    assert said.startswith("<|bos|><|user|>") and said.endswith("<|end|><|assistant|>")

@@ -1,0 +1,45 @@
+"""``hiserve bench spec`` from its command line, on the embedded model: a draft model that is the model itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hiserve import cli
+
+SETTINGS = ["--dtype", "float64", "--cpu-threads", "1", "--page-size", "16"]
+SIZES = ["--steps", "3", "auto", "--batches", "1", "--temperatures", "0", "--repeats", "1"]
+LENGTHS = ["--prompt-length", "40", "--output-length", "9"]
+RUN = ["bench", "spec", "--proposers", "draft:hiserve-nano", *SETTINGS, *SIZES, *LENGTHS]
+
+
+def test_a_model_that_drafts_for_itself_is_always_right_wherever_prompts_are(tmp_path: Path, capsys: Any) -> None:
+    output, plot = tmp_path / "spec.json", tmp_path / "spec.png"
+    assert cli.main([*RUN, "--output", str(output), "--plot", str(plot)]) == 0
+    found = json.loads(output.read_bytes())
+    cases = found["cases"]
+    assert {case["source"] for case in cases} == {"cold", "device", "host"}
+    assert len(cases) == 2 * 3
+    for case in cases:
+        assert case["equality"]["verdict"] == "same"
+        spec, plain = case["spec"][0], case["plain"][0]
+        assert spec["num_decoded"] == plain["num_decoded"] == 8 * case["batch"]
+        assert plain["num_steps"] == 8
+        if case["steps"] == "3":  # eight tokens are two whole cycles
+            assert case["figures"]["accept_length"] == 4.0
+            assert case["figures"]["acceptance"] == [1.0, 1.0, 1.0]
+            assert spec["num_steps"] == 2
+    (costs,) = found["cycle_costs"].values()
+    assert {cost["steps"] for cost in costs} == {0, 1, 2, 3, 5}
+    assert all(cost["plain_s"] > 0 and cost["extend_s"] > 0 for cost in costs)
+    shown = capsys.readouterr().out
+    for words in ("% accepted", "4.00", "100 100 100", "cost of a cycle", "6 of 6 same"):
+        assert words in shown, shown
+    assert plot.stat().st_size > 20_000
+
+
+def test_lists_of_options_are_checked_one_by_one(capsys: Any) -> None:
+    for given, words in ((["--batches", "1", "0"], "0 is out of range"), (["--sources", "disk"], "invalid choice")):
+        assert cli.main(["bench", "spec", *given]) == 1
+        assert words in capsys.readouterr().err
