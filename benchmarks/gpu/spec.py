@@ -90,7 +90,7 @@ def widened(folder: Path, sizes: SpecSizes, settings: dict[str, Any]) -> dict[st
 def opened(part: Part, settings: dict[str, Any], spec: str) -> Iterator[LLM]:
     """An engine, and what its start took among the samples."""
     begin = time.perf_counter()
-    with LLM(in_process=True, **settings, spec=spec) as engine:
+    with LLM(in_process=True, **(settings | {"spec": spec})) as engine:
         part.samples[f"start of {spec}"] = time.perf_counter() - begin
         yield engine
     if torch.cuda.is_available():
