@@ -249,7 +249,7 @@ def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:
         "it sees no layer at all": not draft.taps,
     }
     if named := [fact for fact, is_so in facts.items() if is_so]:
-        raise _misfit(f"The {head.format.title} head", draft.folder, "; ".join(named))
+        raise _misfit(f"The head ({head.format.title})", draft.folder, "; ".join(named))
 
 
 def _misfit(what: str, folder: Path, fact: str) -> ModelError:
@@ -260,7 +260,10 @@ def _misfit(what: str, folder: Path, fact: str) -> ModelError:
 
 
 def _unsupported(form: DraftFormat, folder: Path, what: str) -> ModelError:
-    return ModelError(f"{form.title} head in {str(folder)!r}: {what} is not supported yet.")
+    return ModelError(
+        f"The head ({form.title}) in {str(folder)!r} cannot be used yet: it has {what}. Name another one, or leave --spec "
+        "out."
+    )
 
 
 def _architecture(raw: dict[str, Any]) -> str:

@@ -96,7 +96,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ModelError(f"cannot read {str(path)!r}: {error.strerror}.", param="model") from None
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}.", param="model") from None
+        raise ModelError(
+            f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}. Fetch it again.", param="model"
+        ) from None
     if not isinstance(found, dict):
         raise ModelError(f"{path.name} in {str(path.parent)!r} is not a JSON object.", param="model")
     return found

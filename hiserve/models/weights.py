@@ -84,7 +84,7 @@ def read_parameters(
             for source in names & places.keys():
                 name, piece = places[source]
                 tensor = file.get_tensor(source)
-                _check(tensor, piece, param)
+                _check(tensor, piece, path.parent, param)
                 target = parameters[name][piece.start : piece.start + piece.num_rows]
                 target.copy_(tensor.view(target.shape))
     return parameters
@@ -147,7 +147,10 @@ def compare(folder: Path, what: str, wanted: set[str], held: set[str], *, param:
     if missing:
         raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
     if unexpected:
-        raise ModelError(f"{str(folder)!r} has {_named(unexpected)}, which {what} has no place for.", param=param)
+        raise ModelError(
+            f"{str(folder)!r} has {_named(unexpected)}, which {what} has no place for. Does config.json describe these files?",
+            param=param,
+        )
 
 
 def _is_ignored(source: str, config: ModelConfig) -> bool:
@@ -156,15 +159,18 @@ def _is_ignored(source: str, config: ModelConfig) -> bool:
     return is_copy or source.startswith(bundled_prefixes(config))
 
 
-def _check(tensor: Tensor, piece: Piece, param: str) -> None:
+def _check(tensor: Tensor, piece: Piece, folder: Path, param: str) -> None:
     if tuple(tensor.shape) != piece.shape:
         raise ModelError(
-            f"tensor {piece.source} has shape {list(tensor.shape)}; config.json asks for {list(piece.shape)}.",
+            f"tensor {piece.source} has shape {list(tensor.shape)}; config.json asks for {list(piece.shape)}. Take both "
+            f"files in {str(folder)!r} from one checkpoint.",
             param=param,
         )
     if not tensor.is_floating_point():
         raise ModelError(
-            f"tensor {piece.source} holds {tensor.dtype}; quantized checkpoints are not supported.", param=param
+            f"tensor {piece.source} holds {tensor.dtype}; quantized checkpoints are not supported. Give one of "
+            f"floating-point numbers instead of {str(folder)!r}.",
+            param=param,
         )
 
 

@@ -110,3 +110,29 @@ def test_an_offline_batch_is_told_of_drafts_and_may_ask_for_fewer() -> None:
     assert free is not None
     assert (off.proposed, one.proposed) == (0, one.verify_steps)
     assert free.accepted > one.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "param", "said"),
+    [
+        ({"num_steps": -1}, "spec.num_steps", "between 0 and 15"),
+        ({"num_steps": 16}, "spec.num_steps", "between 0 and 15"),
+        ({"num_steps": "3"}, "spec.num_steps", "whole number"),
+        ({"enabled": "yes"}, "spec.enabled", "true or false"),
+        ({"steps": 3}, "spec", "spec takes enabled and num_steps"),
+        ("on", "spec", "an object"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_the_server_goes_on(
+    live: Live, http: httpx.Client, spec: Any, param: str, said: str
+) -> None:
+    before = complete(http, temperature=0)["choices"][0]["token_ids"]
+    for path, prompt in (
+        ("completions", {"prompt": PROMPT}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        response = http.post(f"/v1/{path}", json={**prompt, "spec": spec})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert said in response.json()["error"]["message"]
+    assert complete(http, temperature=0)["choices"][0]["token_ids"] == before

@@ -84,6 +84,7 @@ SAMPLING: dict[str, list[Any]] = {
     "ebnf": ["root ::= x"],
     "json_schema": ["{}", {}],
     "structural_tag": [{}],
+    "spec": [5, True, "on", [], [{}], {"steps": 1}, {LONE: 1}, {"num_steps": 1, "k": 1}],
 }
 # Bad in both of OpenAI's endpoints.
 OPENAI: dict[str, list[Any]] = {
@@ -114,6 +115,10 @@ OPENAI: dict[str, list[Any]] = {
     "guided_json": [{}],
     "modalities": [["audio"]],
     "return_hidden_states": [True],
+}
+OF_SPEC: dict[str, list[Any]] = {
+    "enabled": [1, 0, "yes", [], NAN],
+    "num_steps": [-1, 16, 2**31, HUGE, 1.5, 1.0, "1", True, NAN, [1], {}],
 }
 OF_STREAM_OPTIONS: dict[str, list[Any]] = {"include_usage": [1, "yes"], "continuous_usage_stats": [0, []]}
 TEXT_ONLY: dict[str, list[Any]] = {
@@ -332,9 +337,10 @@ def _fields() -> Iterator[Bad]:
         for name, values in table.items():
             for value in (*OPENAI.get(name, ()), *values) if table[name] is not OPENAI.get(name) else values:
                 yield _wrong(path, {**GOOD[path], name: value}, name)
-        for name, values in OF_STREAM_OPTIONS.items():
-            for value in values:
-                yield _wrong(path, {**GOOD[path], "stream_options": {name: value}}, f"stream_options.{name}")
+        for outer, inner in (("stream_options", OF_STREAM_OPTIONS), ("spec", OF_SPEC)):
+            for name, values in inner.items():
+                for value in values:
+                    yield _wrong(path, {**GOOD[path], outer: {name: value}}, f"{outer}.{name}")
     of_native = {"sampling_seed": OPENAI["seed"], "max_new_tokens": [-1, 2**31, HUGE, 1.5, "5", True, NAN, []]}
     for name, values in (SAMPLING | of_native).items():
         name = "min_new_tokens" if name == "min_tokens" else name
