@@ -71,7 +71,6 @@ def test_a_model_that_drafts_for_itself_is_right_every_time(
     ("kind", "page_size", "max_len"),
     [
         ("eagle3", 4, 32),
-        ("mtp", 16, 30),
         *[
             pytest.param(*case, marks=pytest.mark.long)
             for case in itertools.product(("ngram", "draft", *HEADS), (1, 16), (32, 35))

@@ -21,7 +21,7 @@ from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device
 
 PAGE, STEPS = 4, 3
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=14, ignore_eos=True)
-PROPOSERS = ["eagle3", "ngram"]
+PROPOSERS = ["eagle3", pytest.param("ngram", marks=pytest.mark.long)]
 
 
 def settings(**others: Any) -> dict[str, Any]:

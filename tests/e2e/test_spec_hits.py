@@ -20,7 +20,7 @@ from tests.helpers.tiered import check_whole, counts_of, leave_device, rest
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True)
 DIALOGUES = 3  # so many in a turn
-SHORT = ("eagle3", 4), ("mtp", 16)
+SHORT = ("eagle3", 4)
 Hits = list[tuple[int, int]]
 
 
@@ -48,7 +48,7 @@ def hits_of(spec: str, page_size: int) -> Hits:
 @pytest.mark.parametrize(
     ("spec", "page_size"),
     [
-        pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
+        pytest.param(*case, marks=() if case == SHORT else pytest.mark.long)
         for case in itertools.product(("eagle3", "mtp", "ngram", f"draft:{NANO}"), (1, 4, 16))
     ],
 )
@@ -65,8 +65,8 @@ def test_tc_09_lookups_in_the_text_work_over_the_host_tier(steps: int) -> None:
     """A row that begins behind a loaded prefix is looked up in the whole of its text, as if it had been computed."""
     uses = []
     with LLM(**SETTINGS | pool(PAGE) | HOST, spec="ngram", spec_steps=steps) as llm:
-        prompts = [[*prompt, *prompt[1:], *prompt[1:14]] for prompt in conversations(llm)[::7][:4]]
-        work = answer(prompts, [msgspec.structs.replace(GREEDY, max_tokens=30)] * 4)
+        prompts = [[*prompt, *prompt[1:], *prompt[1:14]] for prompt in conversations(llm)[::7][:2]]
+        work = answer(prompts, [msgspec.structs.replace(GREEDY, max_tokens=30)] * 2)
         for order in (1, -1):  # each has another row, where another's text stood
             results = llm.generate(work.prompts[::order], work.sampling)[::order]
             for result, expected in zip(results, work.expected, strict=True):
@@ -76,7 +76,7 @@ def test_tc_09_lookups_in_the_text_work_over_the_host_tier(steps: int) -> None:
         assert [result.cached.host for result in results] == work.num_full(PAGE)
         check_whole(llm)
     assert uses[0] == uses[1]
-    assert sum(use.accepted for use in uses[1] if use) >= 10
+    assert sum(use.accepted for use in uses[1] if use) >= 4
 
 
 @pytest.mark.parametrize(

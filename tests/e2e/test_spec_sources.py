@@ -27,7 +27,7 @@ from tests.helpers.fingerprints import Pages, draft_pages, target_pages
 from tests.helpers.tiered import counts_of, engine_of, leave_device, rest, seal
 from tests.helpers.tokenwise import tokenwise
 
-STEPS, NUM_NEW, NUM_PROMPTS = 3, 16, 3
+STEPS, NUM_NEW, NUM_PROMPTS = 3, 13, 3
 SAMPLING = [
     SamplingParams(temperature=temperature, seed=seed, max_tokens=NUM_NEW, ignore_eos=True)
     for seed, temperature in enumerate((0.0, 0.8, 0.0))
@@ -143,7 +143,7 @@ def cold() -> Callable[[str], Cold]:
     ("kind", "where"),
     [
         *[pytest.param("eagle3", where) for where in FOUND],
-        *[pytest.param("mtp", where, marks=() if where == "host" else pytest.mark.long) for where in FOUND],
+        *[pytest.param("mtp", where, marks=pytest.mark.long) for where in FOUND],
     ],
 )
 def test_a_cached_prompt_has_the_bytes_and_the_acceptance_of_a_cold_one(
@@ -191,7 +191,6 @@ def test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts(kind: st
     ("spec", "steps", "page_size", "depth"),
     [
         ("eagle3", 3, 1, 1),
-        ("mtp", 7, 4, 0),
         *[
             pytest.param(*case, marks=pytest.mark.long)
             for case in itertools.product(("eagle3", "mtp", "ngram"), (1, 3, 7), (1, 4, 16), (0, 1))
