@@ -13,7 +13,7 @@ from tests.helpers.storm import Load, load_whatever_it_costs, settings
 from tests.helpers.tiered import check_whole, engine_of
 
 SEED = 17
-SHORT = Load(num_requests=14, num_running=3, num_forewords=4, kv_pages=14)
+SHORT = Load(num_requests=14, num_running=3, num_forewords=4, kv_pages=18)
 LONG = Load(num_requests=300, num_running=8, num_forewords=40, kv_pages=40)
 EXACT: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_batched_tokens": 192, "max_model_len": 192}
 

@@ -103,15 +103,15 @@ def check_acceptance(storm: Outcome, calm: Outcome, *, is_auto: bool) -> None:
     """As good as where nothing is ever evicted, and in the last tenth as good as in the first.
 
     Prompts, seeds and tokens are the same in what is compared. What differs is where a row's steps begin, for it was
-    preempted, and, where it is chosen, at which of them there were drafts: three standard errors are for that in the
-    tenths, which are small.
+    preempted, and, where it is chosen, at which of them there were drafts. Such steps are few of all: one standard error
+    is for them, which is small where there are many requests; and three in the tenths, which are small themselves.
     """
     tenth = len(storm.drafts) // 10
     parts = (storm.drafts, calm.drafts, storm.drafts[:tenth], storm.drafts[-tenth:])
     whole, untouched, first, last = (accept_length(part, is_auto=is_auto) for part in parts)
     print(f"accept length: storm {whole}, never evicted {untouched}, first tenth {first}, last tenth {last}")
     assert whole.mean > 1.4, "hardly anything is accepted: this proves nothing"
-    assert whole.differs_from(untouched) <= MAX_DIFFERENCE
+    assert whole.differs_from(untouched) <= MAX_DIFFERENCE + np.hypot(whole.error, untouched.error) / untouched.mean
     assert first.differs_from(last) <= 3 * np.hypot(first.error, last.error) / last.mean
 
 
