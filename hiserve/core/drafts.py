@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class DraftStep:
 
 
 class DraftPieces(Protocol):
-    """Drafting behind steps of one shape, in pieces that graphs can hold: over tensors that stay where they are.
+    """Drafting for a number of rows, in pieces that graphs can hold: over tensors that stay where they are.
 
     Attributes:
         results: What the pieces compute, for comparison.
@@ -48,10 +49,18 @@ class DraftPieces(Protocol):
 
     @property
     def results(self) -> tuple[Tensor, ...]:
-        """Tensors that ``follow`` and ``extend`` write."""
+        """Tensors that the work of ``following`` and ``extend`` write."""
 
-    def follow(self) -> None:
-        """Takes in the step; then the first draft can be drawn."""
+    def following(self, step: DraftStep) -> Callable[[], None] | None:
+        """Returns the work that takes in steps of one shape, which is done once; then the first draft can be drawn.
+
+        Args:
+            step: Of so many rows that all computed the same number of tokens, and sample; its tensors stay where they are,
+                and hold another step each time.
+
+        Returns:
+            None if graphs cannot hold it.
+        """
 
     def draw(self, *, is_greedy: bool) -> None:
         """Draws the next draft of each row, and writes it behind what the row knows."""
@@ -70,13 +79,8 @@ class Proposer(Protocol):
 
     taps: tuple[int, ...]
 
-    def pieces(self, step: DraftStep) -> DraftPieces | None:
-        """Returns the work behind steps of one shape, for graphs; None if it is not made of such pieces.
-
-        Args:
-            step: Of rows that all computed the same number of tokens, and sample; its tensors stay where they are, and
-                hold another step each time.
-        """
+    def pieces(self, num_rows: int) -> DraftPieces | None:
+        """Returns the work behind steps of so many rows, for graphs; None if it is not made of such pieces."""
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and waits for nothing.

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from hiserve.core.drafts import Proposer
 from hiserve.core.plan import BatchPlan
 from hiserve.runners.canary import Canary
+from hiserve.runners.capture import Graph
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.gate import Action, Coverage, Reason, StepFacts, Verdict
 from hiserve.runners.graph import GraphRunner
@@ -86,7 +87,7 @@ class Dispatch:
     def num_nodes(self) -> int:
         """Nodes of all graphs."""
         runners = (*self._full.values(), *(() if self._piecewise is None else (self._piecewise,)))
-        return sum(runner.num_nodes for runner in runners)
+        return sum(graph.num_nodes for graph in set[Graph]().union(*(runner.graphs for runner in runners)))
 
     def facts(self, plan: BatchPlan) -> StepFacts:
         """Returns what the gate compares with the coverage; scores are more than graphs compute."""
@@ -131,14 +132,14 @@ class Dispatch:
             outputs = self._piecewise.run(forward, verdict.bucket)
         else:
             outputs = self._eager.run(forward)
-        return Ran(finish_step(plan, inputs, outputs.logits, self._rows), inputs, outputs.features)
+        outcome = finish_step(plan, inputs, outputs.logits, self._rows)
+        return Ran(outcome, inputs, outputs.features, verdict.sampling == Drawing.GREEDY.value)
 
     def propose(self, plan: BatchPlan, ran: Ran) -> None:
         """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""
         if self._proposer is None:
             return
         if ran.drafts is not None:
-            is_greedy = self._rows.sampling.drawing(plan.rows[plan.samples]) is Drawing.GREEDY
-            ran.drafts.propose(plan.num_propose, is_greedy=is_greedy)
+            ran.drafts.propose(plan.num_propose, is_greedy=ran.is_greedy)
         else:
-            self._proposer.propose(draft_step(plan, ran, self._rows))
+            self._proposer.propose(draft_step(plan, ran))

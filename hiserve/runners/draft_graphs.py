@@ -13,85 +13,137 @@ from hiserve.core.drafts import DraftPieces, DraftStep, Proposer
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.inputs import StepInputs
 
+# Drafts that are computed before anything is captured.
+NUM_REHEARSED = 2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftGraphs:
-    """Graphs of one number of rows and of tokens each, and what they read and write.
+class Further:
+    """Graphs of what follows every step of a number of rows, however many tokens it computed of each.
 
     Attributes:
         pieces: Whose work they are.
-        first: int64 ``[rows]``, written by the first graph.
-        follow: From the step to the first draft's logits.
         draws: From logits to drafts: the likeliest tokens, or drawn ones, by whether they are the likeliest.
-        extend: From a draft to the next one's logits.
+        extend: From a draft to the next one's logits; None where there is never a second.
     """
 
     pieces: DraftPieces
-    first: Tensor
-    follow: Graph
     draws: dict[bool, Graph]
-    extend: Graph
+    extend: Graph | None
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes of all graphs."""
-        return sum(graph.num_nodes for graph in (self.follow, self.extend, *self.draws.values()))
+    def graphs(self) -> tuple[Graph, ...]:
+        """All of them."""
+        return (*self.draws.values(), *(() if self.extend is None else (self.extend,)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftGraphs:
+    """Graphs of what follows steps of one shape, and what they read and write.
+
+    Attributes:
+        work: What the first one holds, and the tensors that it reads.
+        first: int64 ``[rows]``, written by the first one.
+        follow: From the step to the first draft's logits.
+        further: Shared with steps of as many rows.
+    """
+
+    work: Callable[[], None]
+    first: Tensor
+    follow: Graph
+    further: Further
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """All of them."""
+        return (self.follow, *self.further.graphs)
 
     def propose(self, num_draft: int, *, is_greedy: bool) -> None:
         """Replays them on the current stream, behind a step of this shape."""
         self.follow.replay()
         for index in range(num_draft):
             if index:
-                self.extend.replay()
-            self.draws[is_greedy].replay()
+                assert self.further.extend is not None, f"{num_draft} drafts, and no graph of a second"
+                self.further.extend.replay()
+            self.further.draws[is_greedy].replay()
 
 
-def capture_drafts(
-    proposer: Proposer, inputs: StepInputs, features: Tensor | None, capture: Capture
-) -> DraftGraphs | None:
-    """Captures what a proposer does behind a captured step; None where it is no work for graphs.
+class DraftCapture:
+    """Captures what a proposer does behind captured steps.
+
+    Steps of as many rows share all graphs but the first, and so the memory of their logits.
 
     Args:
         proposer: Drafts.
-        inputs: Of the step: each of its rows computes as many tokens, and samples.
-        features: What the model shows of them.
-        capture: Under whose stream this runs.
-
-    Raises:
-        RuntimeError: Something cannot be captured, or a replay differs from the eager step.
+        capture: Where graphs are captured.
+        max_draft: Drafts behind a step, at most.
     """
-    forward, width = inputs.forward, inputs.width
-    first = forward.kv_lens - width
-    step = DraftStep(
-        rows=inputs.rows,
-        first=first,
-        legal=inputs.legal,
-        sampling=inputs.sampling,
-        q_lens=forward.q_lens,
-        kv_bounds=forward.kv_bounds,
-        num_draft=1,
-        is_greedy=False,
-        features=features,
-    )
-    pieces = proposer.pieces(step)
-    if pieces is None:
-        return None
 
-    def follow() -> None:
-        torch.sub(forward.kv_lens, width, out=first)
-        pieces.follow()
+    def __init__(self, proposer: Proposer, capture: Capture, max_draft: int) -> None:
+        self._proposer = proposer
+        self._capture = capture
+        self._max_draft = max_draft
+        self._further: dict[int, Further] = {}
 
-    draws = {is_greedy: partial(pieces.draw, is_greedy=is_greedy) for is_greedy in (True, False)}
-    follow()
-    for draw in draws.values():
-        draw()
-    pieces.extend()
-    follow_graph = capture.record(follow)
-    draw_graphs = {is_greedy: capture.record(draw) for is_greedy, draw in draws.items()}
-    extend_graph = capture.record(pieces.extend)
-    _check(follow, follow_graph, pieces)
-    _check(pieces.extend, extend_graph, pieces)
-    return DraftGraphs(pieces, first, follow_graph, draw_graphs, extend_graph)
+    def clear(self) -> None:
+        """Gives what is shared back, once nobody has it."""
+        self._further.clear()
+
+    def behind(self, inputs: StepInputs, features: Tensor | None) -> DraftGraphs | None:
+        """Captures what follows a captured step, under the capture's stream; None where it is no work for graphs.
+
+        Args:
+            inputs: Of the step: each of its rows computes as many tokens, and samples.
+            features: What the model shows of them.
+
+        Raises:
+            RuntimeError: Something cannot be captured, or a replay differs from the eager step.
+        """
+        forward, width, num_rows = inputs.forward, inputs.width, inputs.rows.shape[0]
+        first = forward.kv_lens - width
+        step = DraftStep(
+            rows=inputs.rows,
+            first=first,
+            legal=inputs.legal,
+            sampling=inputs.sampling,
+            q_lens=forward.q_lens,
+            kv_bounds=forward.kv_bounds,
+            num_draft=1,
+            is_greedy=False,
+            features=features,
+        )
+        further = self._further.get(num_rows)
+        pieces = self._proposer.pieces(num_rows) if further is None else further.pieces
+        work = None if pieces is None else pieces.following(step)
+        if pieces is None or work is None:
+            return None
+
+        def follow() -> None:
+            torch.sub(forward.kv_lens, width, out=first)
+            work()
+
+        follow()
+        if further is None:
+            further = self._capture_further(pieces)
+        graph = self._capture.record(follow)
+        _check(follow, graph, pieces)
+        if num_rows not in self._further and further.extend is not None:
+            _check(pieces.extend, further.extend, pieces)
+        self._further[num_rows] = further
+        return DraftGraphs(work, first, graph, further)
+
+    def _capture_further(self, pieces: DraftPieces) -> Further:
+        """Draws and computes drafts behind a step that was taken in, and captures that."""
+        draws = {is_greedy: partial(pieces.draw, is_greedy=is_greedy) for is_greedy in (True, False)}
+        assert len(draws) == NUM_REHEARSED, "a place of each row for each draw"
+        for draw in draws.values():
+            draw()
+            pieces.extend()
+        return Further(
+            pieces=pieces,
+            draws={way: self._capture.record(draw) for way, draw in draws.items() if self._max_draft > 0},
+            extend=self._capture.record(pieces.extend) if self._max_draft > 1 else None,
+        )
 
 
 def _check(work: Callable[[], None], graph: Graph, pieces: DraftPieces) -> None:

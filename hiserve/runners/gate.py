@@ -65,7 +65,7 @@ class Verdict:
         reason: Why.
         loads: Ops that the launch waits for on the device first; none of DEFER.
         bucket: Size of the graph to replay: rows, or tokens of PIECEWISE. 0 unless replayed.
-        sampling: Its variant of sampling, by its name; empty unless whole steps are replayed.
+        sampling: How its tokens are drawn, by the name of the variant; empty if it is deferred.
     """
 
     action: Action
@@ -216,15 +216,15 @@ def admit(
     waits = tuple(op for op in plan.waits if op in loads.open)
     refusal = _refusal(loads, coverage, step)
     if refusal is not None:
-        return Verdict(Action.EAGER, refusal, waits)
+        return Verdict(Action.EAGER, refusal, waits, sampling=step.sampling)
     full = _full(coverage, step)
     if isinstance(full, int):
         reason = Reason.DECODE if step.width == 1 else Reason.VERIFY
         return Verdict(Action.REPLAY, reason, waits, full, step.sampling)
     piecewise = _piecewise(coverage.piecewise, step)
     if isinstance(piecewise, int):
-        return Verdict(Action.REPLAY, Reason.PIECEWISE, waits, piecewise)
-    return Verdict(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits)
+        return Verdict(Action.REPLAY, Reason.PIECEWISE, waits, piecewise, step.sampling)
+    return Verdict(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits, sampling=step.sampling)
 
 
 def _refusal(loads: Loads, coverage: Coverage, step: StepFacts) -> Reason | None:

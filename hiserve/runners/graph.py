@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention
-from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
-from hiserve.runners.draft_graphs import DraftGraphs, capture_drafts
+from hiserve.runners.draft_graphs import NUM_REHEARSED, DraftCapture, DraftGraphs
 from hiserve.runners.gate import FullGraphs
 from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
 from hiserve.runners.rows import DeviceRows
@@ -71,7 +70,7 @@ class GraphRunner:
         capture: Where graphs are captured.
         width: Tokens of each row: 1, and its drafts.
         buckets: Rows of each graph, ascending; those that attention has nothing for are left out.
-        proposer: Drafts what follows each step; None for plain decoding.
+        drafts: Captures what follows each step; None for plain decoding.
 
     Attributes:
         failed: (rows, sampling) of captures that failed.
@@ -87,7 +86,7 @@ class GraphRunner:
         *,
         width: int,
         buckets: tuple[int, ...],
-        proposer: Proposer | None = None,
+        drafts: DraftCapture | None = None,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -96,7 +95,7 @@ class GraphRunner:
         self._capture = capture
         self._width = width
         self._buckets = buckets
-        self._proposer = proposer
+        self._drafts = drafts
         self._captured: dict[int, _Captured] = {}
         self.failed: set[tuple[int, str]] = set()
 
@@ -112,21 +111,25 @@ class GraphRunner:
         )
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes of all graphs."""
-        graphs = [each.forward for each in self._captured.values()]
-        graphs += [graph for each in self._captured.values() for graph, _ in each.draws.values()]
-        drafts = sum(each.drafts.num_nodes for each in self._captured.values() if each.drafts is not None)
-        return sum(graph.num_nodes for graph in graphs) + drafts
+    def graphs(self) -> set[Graph]:
+        """All graphs; those behind the forward may be others', too."""
+        graphs = {each.forward for each in self._captured.values()}
+        for each in self._captured.values():
+            graphs.update(graph for graph, _ in each.draws.values())
+            if each.drafts is not None:
+                graphs.update(each.drafts.graphs)
+        return graphs
 
     def close(self) -> None:
         """Gives the graphs and their memory back."""
         self._captured.clear()
+        if self._drafts is not None:
+            self._drafts.clear()
 
     def capture(self) -> None:
         """Captures every bucket, the largest first: smaller ones then find room in its memory.
 
-        A capture that fails is told once and remembered; its steps run eagerly.
+        Nobody has a row or a page yet. A capture that fails is told once and remembered; its steps run eagerly.
         """
         with self._capture.on_stream(), torch.inference_mode():
             for num_rows in reversed(self._buckets):
@@ -142,6 +145,7 @@ class GraphRunner:
                         self._width,
                         str(error).splitlines()[0],
                     )
+            self._rows.forget()
         if not self.coverage.buckets:
             logger.warning(
                 "steps of %d tokens a row run without a graph: their attention cannot be captured", self._width
@@ -149,13 +153,15 @@ class GraphRunner:
 
     def _capture_bucket(self, num_rows: int) -> _Captured | None:
         rows = self._rows
-        varying = torch.zeros((2, num_rows), dtype=torch.int64, device=rows.device)
+        numbers = torch.arange(1, num_rows + 1, device=rows.device)
+        numbers.masked_fill_(numbers >= rows.known_len.shape[0], 0)
+        varying = torch.stack((numbers, torch.full_like(numbers, self._width)))
         columns = uniform_columns(varying, self._width, rows.max_len)
         attention = self._attention.captured(num_rows, self._width)
         if attention is None:
             return None
         inputs = gather_inputs(columns, rows)
-        # It keeps these tensors, so all steps write into them. Every row pads the batch here: exact lengths are those.
+        # It keeps these tensors, so all steps write into them. No row has stored anything here: exact lengths are those.
         bounds = inputs.forward.q_lens if attention.needs_host_lengths else inputs.forward.kv_bounds
         attention.plan(replace(inputs.forward, kv_bounds=bounds))
         made: dict[str, Tensor] = {}
@@ -171,9 +177,15 @@ class GraphRunner:
             drawn = draw(inputs, made["logits"], rows, drawing)
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
+        def rehearse() -> None:
+            # Behind this step's tokens comes the one that is drawn, and its own drafts.
+            rows.rehearse(self._width + 1 + NUM_REHEARSED)
+
+        rehearse()
         forward()
         expected, words = {name: tensor.clone() for name, tensor in made.items()}, {}
         for drawing in DRAWINGS:
+            rehearse()
             finish(drawing)
             words[drawing] = made["words"]
         forward_graph = self._capture.record(forward)
@@ -182,12 +194,13 @@ class GraphRunner:
             graph = self._capture.record(partial(finish, drawing))
             draws[drawing] = graph, made["words"]
         for name, tensor in expected.items():
+            rehearse()
             _check_replay(forward_graph, made[name], tensor)
         for drawing, (graph, drawn) in draws.items():
+            rehearse()
             _check_replay(graph, drawn, words[drawing])
-        features, drafts = made.get("features"), None
-        if self._proposer is not None:
-            drafts = capture_drafts(self._proposer, inputs, features, self._capture)
+        features = made.get("features")
+        drafts = None if self._drafts is None else self._drafts.behind(inputs, features)
         return _Captured(varying, columns, inputs, made["logits"], features, forward_graph, draws, attention, drafts)
 
     def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Ran:
@@ -208,7 +221,7 @@ class GraphRunner:
         else:
             logits = captured.logits[: plan.rows.size * self._width]
             outcome = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
-        return Ran(outcome, captured.inputs, captured.features, captured.drafts)
+        return Ran(outcome, captured.inputs, captured.features, drawing is Drawing.GREEDY, captured.drafts)
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""

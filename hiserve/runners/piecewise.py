@@ -129,9 +129,9 @@ class PiecewiseRunner:
         return PiecewiseGraphs(self._buckets, frozenset(self.failed))
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes of all pieces."""
-        return sum(piece.num_nodes for each in self._captured.values() for piece in each.pieces)
+    def graphs(self) -> set[Graph]:
+        """All pieces."""
+        return {piece for each in self._captured.values() for piece in each.pieces}
 
     def close(self) -> None:
         """Gives the graphs and their memory back."""

@@ -64,7 +64,6 @@ class DeviceRows:
         self.page_table = torch.full((num_rows, max_pages), SINK_PAGE, dtype=torch.int32, device=self.device)
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
-        self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
         self.state = RowState(
             tokens=self.tokens,
             computed_len=self.computed_len,
@@ -73,6 +72,7 @@ class DeviceRows:
             entry_owner=self.entry_owner,
             page_owner=self.page_owner,
         )
+        self.forget()
         self.version = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
 
@@ -85,6 +85,30 @@ class DeviceRows:
         if plan.table.rows.size:
             self._write_table(plan.table)
             np.maximum.at(self.version, plan.table.rows, plan.relocation_version)  # an older plan hides no newer write
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Lets each row know one token that is not computed, with places for so many: nobody has a row, or a page, yet.
+
+        All rows share these pages, and compute the same. So no two tokens of a row are stored in one place, as those of a
+        row that pads a batch may be: the sink has no more places than a page.
+        """
+        num_pages = min(-(-num_tokens // self.page_size), self.num_pages - 1, self.page_table.shape[1])
+        pages = slice(SINK_PAGE + 1, SINK_PAGE + 1 + num_pages)
+        self.tokens[1:, :num_tokens].zero_()
+        self.computed_len[1:].zero_()
+        self.known_len[1:].fill_(1)
+        self.page_table[1:, :num_pages] = torch.arange(pages.start, pages.stop, device=self.device)
+        self.entry_owner[1:, :num_pages].zero_()
+        self.page_owner[pages].zero_()
+
+    def forget(self) -> None:
+        """Makes rows and pages nobody's again."""
+        for lengths in (self.tokens, self.computed_len, self.known_len):
+            lengths.zero_()
+        self.page_table.fill_(SINK_PAGE)
+        for owners in (self.entry_owner, self.page_owner):
+            owners.fill_(NO_OWNER)
+        self.page_owner[SINK_PAGE] = 0  # not NO_OWNER: an entry never written is not owned
 
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
         """Forgets the previous tenant, so that none of its entries can pass for the next one's."""

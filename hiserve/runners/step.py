@@ -50,12 +50,14 @@ class Ran:
         outcome: For the host.
         inputs: Of the plan's rows, and perhaps of others that pad them.
         features: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
+        is_greedy: No row draws at random, as the gate was told.
         drafts: Graphs of what follows it, if there are any.
     """
 
     outcome: Outcome
     inputs: StepInputs
     features: Tensor | None
+    is_greedy: bool
     drafts: DraftGraphs | None = None
 
 
@@ -158,13 +160,12 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
     )
 
 
-def draft_step(plan: BatchPlan, ran: Ran, rows: DeviceRows) -> DraftStep:
+def draft_step(plan: BatchPlan, ran: Ran) -> DraftStep:
     """Returns what a proposer takes of a step.
 
     Args:
         plan: Of the step.
         ran: The step.
-        rows: As it left them.
     """
     inputs, num_rows = ran.inputs, plan.rows.size
     starts = inputs.forward.qo_indptr[: num_rows + 1].long()
@@ -176,7 +177,7 @@ def draft_step(plan: BatchPlan, ran: Ran, rows: DeviceRows) -> DraftStep:
         q_lens=plan.num_new,
         kv_bounds=plan.max_len,
         num_draft=plan.num_propose,
-        is_greedy=rows.sampling.drawing(plan.rows[plan.samples]) is Drawing.GREEDY,
+        is_greedy=ran.is_greedy,
         features=None if ran.features is None else ran.features[: plan.num_tokens],
     )
 

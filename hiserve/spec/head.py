@@ -9,8 +9,9 @@ arXiv:2401.15077); the slot convention is ours: a page's draft part depends on n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -109,13 +110,14 @@ class HeadProposer:
                 self.extend(chain, self._attention, int(step.kv_bounds.max()) + 1 + index)
             self.draw(chain, is_greedy=step.is_greedy)
 
-    def pieces(self, step: DraftStep) -> DraftPieces | None:
+    def pieces(self, num_rows: int) -> DraftPieces | None:
         """As the protocol."""
-        num_rows, width = step.q_lens.size, int(step.q_lens[0])
-        followed, further = self._attention.captured(num_rows, 1 + width), self._attention.captured(num_rows, 1)
-        if followed is None or further is None:
-            return None
-        return HeadPieces(self, step, followed, further, self._state.tokens.shape[1])
+        further = self._attention.captured(num_rows, 1)
+        return (
+            None
+            if further is None
+            else HeadPieces(self, num_rows, self._attention, further, self._state.tokens.shape[1])
+        )
 
     def follow(self, step: DraftStep, layout: Layout, attention: Attention) -> Chain:
         """Computes the draft slots of a step's tokens, and of the ones behind them.
@@ -238,44 +240,58 @@ class HeadPieces:
 
     Args:
         proposer: Whose head it is.
-        step: Of rows that all computed the same number of tokens, and sample; its tensors stay.
-        followed: Attention of what follows a step.
-        further: Attention of each further draft.
+        num_rows: Rows.
+        attention: The backend.
+        further: What it has for graphs of each further draft.
         max_kv_len: Upper bound of what any row will attend over.
     """
 
     def __init__(
-        self, proposer: HeadProposer, step: DraftStep, followed: Attention, further: Attention, max_kv_len: int
+        self, proposer: HeadProposer, num_rows: int, attention: Attention, further: Attention, max_kv_len: int
     ) -> None:
         self._proposer = proposer
-        self._step = step
-        self._followed = followed
+        self._num_rows = num_rows
+        self._attention = attention
         self._further = further
-        num_rows, width = step.q_lens.size, int(step.q_lens[0])
-        self._layout = even_layout(num_rows, 1 + width, max_kv_len, step.rows.device)
-        self._chain = proposer.follow(step, self._layout, followed)
+        self._max_kv_len = max_kv_len
+        self._chain: Chain | None = None  # of the first step that is taken in; others go on in its tensors
 
     @property
     def results(self) -> tuple[Tensor, ...]:
         """As the protocol."""
-        return self._chain.logits, self._chain.carried
+        chain = self._taken()
+        return chain.logits, chain.carried
 
-    def follow(self) -> None:
+    def following(self, step: DraftStep) -> Callable[[], None] | None:
         """As the protocol."""
-        made = self._proposer.follow(self._step, self._layout, self._followed)
-        for ours, theirs in (
-            (self._chain.rows, made.rows),
-            (self._chain.legal, made.legal),
-            (self._chain.places, made.places),
-            (self._chain.logits, made.logits),
-            (self._chain.carried, made.carried),
-        ):
-            ours.copy_(theirs)
+        width = 1 + int(step.q_lens[0])
+        attention = self._attention.captured(self._num_rows, width)
+        if attention is None:
+            return None
+        layout = even_layout(self._num_rows, width, self._max_kv_len, step.rows.device)
+        made = self._proposer.follow(step, layout, attention)
+        self._chain = self._chain or made
+        return partial(self._follow, step, layout, attention)
 
     def draw(self, *, is_greedy: bool) -> None:
         """As the protocol."""
-        self._proposer.draw(self._chain, is_greedy=is_greedy)
+        self._proposer.draw(self._taken(), is_greedy=is_greedy)
 
     def extend(self) -> None:
         """As the protocol."""
-        self._proposer.extend(self._chain, self._further)
+        self._proposer.extend(self._taken(), self._further)
+
+    def _follow(self, step: DraftStep, layout: Layout, attention: Attention) -> None:
+        made, chain = self._proposer.follow(step, layout, attention), self._taken()
+        for ours, theirs in (
+            (chain.rows, made.rows),
+            (chain.legal, made.legal),
+            (chain.places, made.places),
+            (chain.logits, made.logits),
+            (chain.carried, made.carried),
+        ):
+            ours.copy_(theirs)
+
+    def _taken(self) -> Chain:
+        assert self._chain is not None, "no step was taken in"
+        return self._chain

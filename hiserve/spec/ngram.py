@@ -33,7 +33,7 @@ class NgramProposer:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
 
-    def pieces(self, step: DraftStep) -> None:
+    def pieces(self, num_rows: int) -> None:
         """One launch needs no graph."""
 
     def propose(self, step: DraftStep) -> None:

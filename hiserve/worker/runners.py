@@ -18,6 +18,7 @@ from hiserve.runners.buckets import row_buckets, token_buckets
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.draft_graphs import DraftCapture
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.piecewise import PiecewiseRunner
@@ -61,8 +62,9 @@ def make_runners(
         return Dispatch(rows, eager, dtype=dtype, canary=canary, proposer=proposer)
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
+    drafts = None if proposer is None else DraftCapture(proposer, capture, max_draft=max(widths) - 1)
     full = {
-        width: GraphRunner(model, layers, attention, rows, capture, width=width, buckets=buckets, proposer=proposer)
+        width: GraphRunner(model, layers, attention, rows, capture, width=width, buckets=buckets, drafts=drafts)
         for width in widths
     }
     piecewise = None

@@ -9,6 +9,8 @@ LAYOUT = "hiserve/spec/layout.py"
 GRAPHS = "hiserve/runners/draft_graphs.py"
 STEP = "hiserve/runners/step.py"
 OF_HEAD = "tests/e2e/test_spec_parity.py::test_drafts_are_those_of_the_head_wherever_the_prompt_came_from"
+OF_CAPTURE = "tests/unit/runners/test_draft_graphs.py::"
+OF_SHARED = OF_CAPTURE + "test_what_follows_steps_of_all_widths_is_captured_once_and_only_if_it_may_be_replayed"
 OF_GRAPHS = "tests/unit/runners/test_draft_graphs.py::test_drafts_behind_graphs_are_those_of_eager_steps"
 OF_DRAFTS = "tests/e2e/test_spec_drafts.py::test_a_model_that_drafts_for_itself_is_right_every_time"
 
@@ -65,22 +67,22 @@ MUTANTS = [
     Mutant(
         name="graphs of drafts begin where the captured step began",
         file=GRAPHS,
-        old="        torch.sub(forward.kv_lens, width, out=first)\n",
+        old="            torch.sub(forward.kv_lens, width, out=first)\n",
         new="",
         test=OF_GRAPHS,
     ),
     Mutant(
         name="no draft is computed before the next is drawn from a graph",
         file=GRAPHS,
-        old="            if index:\n                self.extend.replay()\n",
+        old="                self.further.extend.replay()\n",
         new="",
         test=OF_GRAPHS,
     ),
     Mutant(
         name="graphs draw the likeliest drafts for every row",
         file=GRAPHS,
-        old="self.draws[is_greedy].replay()",
-        new="self.draws[True].replay()",
+        old="self.further.draws[is_greedy].replay()",
+        new="self.further.draws[True].replay()",
         test=OF_GRAPHS,
     ),
     Mutant(
@@ -89,5 +91,40 @@ MUTANTS = [
         old="first=inputs.forward.kv_lens[:num_rows] - starts.diff()",
         new="first=inputs.forward.kv_lens[:num_rows]",
         test=OF_HEAD,
+    ),
+    Mutant(
+        name="eager steps draft as if all rows took the likeliest token",
+        file="hiserve/runners/dispatch.py",
+        old="verdict.sampling == Drawing.GREEDY.value",
+        new="True",
+        test=OF_DRAFTS,
+    ),
+    Mutant(
+        name="replays are compared over rows that pad a batch, whose tokens share the sink's places",
+        file="hiserve/runners/graph.py",
+        old="            rows.rehearse(self._width + 1 + NUM_REHEARSED)",
+        new="            pass",
+        test=OF_CAPTURE + "test_no_two_tokens_of_a_row_are_stored_in_one_place_while_replays_are_compared",
+    ),
+    Mutant(
+        name="rows that replays were compared over stay somebody's",
+        file="hiserve/runners/graph.py",
+        old="            self._rows.forget()\n",
+        new="",
+        test=OF_CAPTURE + "test_no_two_tokens_of_a_row_are_stored_in_one_place_while_replays_are_compared",
+    ),
+    Mutant(
+        name="what follows steps is captured for each width anew",
+        file=GRAPHS,
+        old="        further = self._further.get(num_rows)\n",
+        new="        further = None\n",
+        test=OF_SHARED,
+    ),
+    Mutant(
+        name="a second draft is captured where there is never one",
+        file=GRAPHS,
+        old="if self._max_draft > 1 else None",
+        new="if self._max_draft > 0 else None",
+        test=OF_SHARED,
     ),
 ]

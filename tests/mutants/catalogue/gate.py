@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         name="an eager step does not wait for what it reads",
         file=GATE,
-        old="return Verdict(Action.EAGER, refusal, waits)",
-        new="return Verdict(Action.EAGER, refusal)",
+        old="return Verdict(Action.EAGER, refusal, waits, sampling=step.sampling)",
+        new="return Verdict(Action.EAGER, refusal, sampling=step.sampling)",
         test=OF_EAGER,
     ),
     Mutant(

@@ -70,6 +70,14 @@ def facts_of(plan: BatchPlan, **others: Any) -> StepFacts:
     return StepFacts.of(plan, **{"sampling": "greedy", "device": 0, "dtype": "bfloat16"} | others)
 
 
+def eager(reason: Reason, waits: tuple[int, ...] = (), sampling: str = "greedy") -> Verdict:
+    return Verdict(Action.EAGER, reason, waits, sampling=sampling)
+
+
+def pieces(bucket: int) -> Verdict:
+    return Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=bucket, sampling="greedy")
+
+
 def decide(plan: BatchPlan, coverage: Coverage = COVERAGE, loads: Loads = Loads(), **others: Any) -> Verdict:  # noqa: B008
     return admit(plan, VERSIONS, loads, coverage, facts_of(plan, **others))
 
@@ -122,8 +130,8 @@ def test_a_step_that_reads_a_load_is_replayed_behind_it() -> None:
 
 def test_a_strict_gate_replays_nothing_while_any_load_is_under_way() -> None:
     strict, plan = replace(COVERAGE, is_strict=True), make_plan([1], waits=(1,))
-    assert decide(decode(1), strict, Loads(open={9}, last_started=9)) == Verdict(Action.EAGER, Reason.STRICT_LOAD)
-    assert decide(plan, strict, Loads(open={1}, last_started=1)) == Verdict(Action.EAGER, Reason.STRICT_LOAD, (1,))
+    assert decide(decode(1), strict, Loads(open={9}, last_started=9)) == eager(Reason.STRICT_LOAD)
+    assert decide(plan, strict, Loads(open={1}, last_started=1)) == eager(Reason.STRICT_LOAD, (1,))
     assert decide(plan, strict, Loads(open={9}, failed={1}, last_started=9)).reason is Reason.LOAD_FAILED
     assert decide(plan, strict, Loads(failed={9}, last_started=9)).action is Action.REPLAY
 
@@ -145,7 +153,7 @@ def test_a_decode_step_is_replayed_in_the_smallest_graph_that_holds_its_rows(num
 
 def test_a_verify_step_is_replayed_by_the_graphs_of_its_own_width() -> None:
     assert decide(decode(3, num_new=4, num_draft=3)) == Verdict(Action.REPLAY, Reason.VERIFY, (), 4, "greedy")
-    assert decide(decode(3, num_new=3, num_draft=2), ONLY_FULL) == Verdict(Action.EAGER, Reason.WIDTH)
+    assert decide(decode(3, num_new=3, num_draft=2), ONLY_FULL) == eager(Reason.WIDTH)
 
 
 @pytest.mark.parametrize(
@@ -160,24 +168,24 @@ def test_a_verify_step_is_replayed_by_the_graphs_of_its_own_width() -> None:
     ids=str,
 )
 def test_rows_that_differ_or_do_not_sample_are_no_decode_or_verify_step(columns: dict[str, Any]) -> None:
-    assert decide(decode(2, **columns), ONLY_FULL) == Verdict(Action.EAGER, Reason.WIDTH)
-    assert decide(decode(2, **columns)) == Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=16)
+    assert decide(decode(2, **columns), ONLY_FULL) == eager(Reason.WIDTH)
+    assert decide(decode(2, **columns)) == pieces(16)
 
 
 @pytest.mark.parametrize(("num_tokens", "bucket"), [(1, 16), (15, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 0)])
 def test_prefill_is_replayed_in_pieces_up_to_the_most_tokens_captured(num_tokens: int, bucket: int) -> None:
     plan = decode(1, num_new=num_tokens, samples=False, max_len=64 * MAX_LEN)
-    refused = Verdict(Action.EAGER, Reason.TOKENS)
-    assert decide(plan) == (Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=bucket) if bucket else refused)
+    refused = eager(Reason.TOKENS)
+    assert decide(plan) == (pieces(bucket) if bucket else refused)
 
 
 def test_a_uniform_step_outside_its_graphs_is_replayed_in_pieces_if_it_can_be() -> None:
     long = decode(2, max_len=MAX_LEN + 1)
-    assert decide(long) == Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=16)
-    assert decide(long, ONLY_FULL) == Verdict(Action.EAGER, Reason.CONTEXT)
+    assert decide(long) == pieces(16)
+    assert decide(long, ONLY_FULL) == eager(Reason.CONTEXT)
     assert decide(decode(2, num_scored=1)).reason is decide(decode(2), has_canary=True).reason is Reason.PIECEWISE
     many = decode(65)
-    assert decide(many) == Verdict(Action.EAGER, Reason.ROWS)  # what kept it from its own graphs
+    assert decide(many) == eager(Reason.ROWS)  # what kept it from its own graphs
 
 
 @pytest.mark.parametrize("max_len", [5 * PAGE - 1, 5 * PAGE, 5 * PAGE + 1, MAX_LEN])
@@ -186,7 +194,7 @@ def test_a_captured_table_narrower_than_the_batch_is_not_used(max_len: int, tabl
     coverage = replace(ONLY_FULL, full={1: replace(DECODE, table_width=table_width)})
     covers = table_width * PAGE >= max_len
     replayed = Verdict(Action.REPLAY, Reason.DECODE, (), 2, "greedy")
-    wanted = replayed if covers else Verdict(Action.EAGER, Reason.TABLE_WIDTH)
+    wanted = replayed if covers else eager(Reason.TABLE_WIDTH)
     assert decide(decode(2, max_len=[1, max_len]), coverage) == wanted
 
 
@@ -229,9 +237,10 @@ def test_a_row_past_the_window_that_was_captured_is_not_replayed(max_len: int, f
 def test_a_step_that_no_graph_covers_runs_eagerly_and_waits_for_its_loads_all_the_same(
     reason: Reason, coverage: Coverage, plan: BatchPlan, others: dict[str, Any]
 ) -> None:
-    assert decide(plan, coverage, **others) == Verdict(Action.EAGER, reason)
+    sampling = others.get("sampling", "greedy")
+    assert decide(plan, coverage, **others) == eager(reason, sampling=sampling)
     behind = decide(replace(plan, waits=(1,)), coverage, Loads(open={1}, last_started=1), **others)
-    assert behind == Verdict(Action.EAGER, reason, (1,))
+    assert behind == eager(reason, (1,), sampling)
 
 
 def test_a_capture_that_failed_leaves_the_other_graphs_alone() -> None:
