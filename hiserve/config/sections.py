@@ -307,6 +307,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
             return (0,)
         return AUTO_TIERS if self.spec_steps == "auto" else (self.spec_steps,)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tokens of each row in steps that verify so many, ascending; 1 is one that verifies none."""
+        return tuple(sorted({1, *(1 + num_draft for num_draft in self.tiers)}))
+
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):
     """How many workers."""

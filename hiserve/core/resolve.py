@@ -10,7 +10,7 @@ from hiserve.config import DTYPE_BYTES, MAX_INT32, MIN_AUTO_LEN, Auto, Config, G
 from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.endpoints import check_kv_events
 from hiserve.core.groups import boundary_group, debug_groups
-from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, StepShape, step_memory
+from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, DraftShape, StepShape, step_memory
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
@@ -27,13 +27,13 @@ class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``eagle3``, ``mtp`` or ``draft_model``.
         num_params: Parameters.
         slot_elements: KV elements per token, all layers together.
-        feature_size: Elements of what it takes of each token; a page keeps those of its last.
+        step: What drafts are made of; of its features a page keeps those of its last token.
     """
 
     kind: str
     num_params: int
     slot_elements: int
-    feature_size: int
+    step: DraftShape
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +101,10 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     check_kv_events(config)
     chosen = _choose(config, model, machine)
     on_cpu, replicas = chosen.model.device == "cpu", config.parallel.replicas
-    num_params = model.num_params + (0 if model.draft is None else model.draft.num_params)
-    weights = num_params * DTYPE_BYTES[chosen.model.dtype]
-    page = _page_bytes(config, model, chosen.model.dtype)
+    weights_of = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
+    weights_of = {item: num_params * DTYPE_BYTES[chosen.model.dtype] for item, num_params in weights_of.items()}
+    weights, page_of = sum(weights_of.values()), _page_bytes(config, model, chosen.model.dtype)
+    page = sum(page_of.values())
     free = (machine.memory_bytes if on_cpu else machine.cuda_memory_bytes) // replicas
     if weights >= free:
         raise ResourceError(
@@ -118,7 +119,7 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     needed = sum(_beside_pool(chosen, model, machine, length, page).values())
     pages, length = _size_pool(chosen, length, may_shrink=may_shrink, page=page, room=free - weights, needed=needed)
     others = _beside_pool(chosen, model, machine, length, page)
-    memory = {"weights": weights, "KV pool": pages * page} | others
+    memory = weights_of | {item: pages * num_bytes for item, num_bytes in page_of.items()} | others
     if sum(memory.values()) > free:
         rows, tokens = chosen.scheduler.max_running_requests, chosen.scheduler.max_batched_tokens
         raise ResourceError(
@@ -208,6 +209,8 @@ def _beside_pool(chosen: Config, model: ModelFacts, machine: Machine, length: in
         max_len=length,
         page_size=page_size,
         graphs=chosen.runner.graphs,
+        widths=chosen.spec.widths,
+        draft=None if model.draft is None else model.draft.step,
     )
     return items | {"driver, libraries and spare": CONTEXT_BYTES + machine.cuda_memory_bytes // SPARE_SHARE}
 
@@ -268,12 +271,16 @@ def _or(value: int | Auto, otherwise: int) -> int:
     return value if isinstance(value, int) else otherwise
 
 
-def _page_bytes(config: Config, model: ModelFacts, dtype: str) -> int:
+def _page_bytes(config: Config, model: ModelFacts, dtype: str) -> dict[str, int]:
+    """Returns the bytes of a page, by the item that they are part of."""
+    page_size = config.cache.page_size
     slot_bytes = model.slot_elements * DTYPE_BYTES[dtype] + sum(group.slot_bytes for group in debug_groups(config))
+    items = {"KV pool": page_size * slot_bytes}
     if model.draft is not None:
-        slot_bytes += model.draft.slot_elements * DTYPE_BYTES[dtype]
-        slot_bytes += boundary_group(model.draft.feature_size, config.cache.page_size, dtype).slot_bytes
-    return config.cache.page_size * slot_bytes
+        slot_bytes = model.draft.slot_elements * DTYPE_BYTES[dtype]
+        slot_bytes += boundary_group(model.draft.step.feature_size, page_size, dtype).slot_bytes
+        items["KV pool of drafts"] = page_size * slot_bytes
+    return items
 
 
 def _gib(num_bytes: int) -> str:

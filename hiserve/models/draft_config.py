@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.step_memory import DraftShape
 from hiserve.errors import ModelError
 from hiserve.models.config import ModelConfig, find_model, parse_config, read_model_config
 from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat, Head, HeadKind, mtp_format
@@ -57,6 +58,14 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.model.num_params
         pieces = [piece for stacked in self.head.table(self.model).values() for piece in stacked]
         return sum(piece.num_rows * (piece.shape[-1] if len(piece.shape) > 1 else 1) for piece in pieces)
+
+    def memory_shape(self, hidden_size: int) -> DraftShape:
+        """Returns what its forwards are made of, behind a model of such a residual stream."""
+        return DraftShape(
+            step=self.model.facts().step,
+            shown_elements=len(self.taps) * hidden_size,
+            feature_size=self.feature_size,
+        )
 
     def kv_groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups its layers write, stored as ``dtype``."""

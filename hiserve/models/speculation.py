@@ -77,6 +77,6 @@ def model_facts(config: Config, folder: Path, model: ModelConfig) -> ModelFacts:
         kind=draft.kind,
         num_params=draft.num_params,
         slot_elements=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim,
-        feature_size=draft.feature_size,
+        step=draft.memory_shape(model.hidden_size),
     )
     return msgspec.structs.replace(model.facts(), draft=facts)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
+from hiserve.core.step_memory import DRAWN_SLICE
 from hiserve.runners.draft_graphs import DraftGraphs
 from hiserve.runners.inputs import StepInputs
 from hiserve.runners.rows import DeviceRows
@@ -112,13 +113,15 @@ def draw(inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing)
 
 
 def _draw_any(inputs: StepInputs, logits: Tensor, rows: DeviceRows, host_rows: Int32Array) -> Tensor:
-    batch = rows.sampling.gather(
-        host_rows=np.repeat(host_rows, inputs.width),
-        rows=_owners(inputs),
-        position=_places(inputs),
-        tokens=rows.tokens.narrow(1, 0, inputs.forward.max_kv_len),
-    )
-    return sample(logits, batch)
+    """Draws so many at a time: what it takes is many times the logits, and with drafts there are many of these."""
+    tokens = rows.tokens.narrow(1, 0, inputs.forward.max_kv_len)
+    host_rows, owners, places = np.repeat(host_rows, inputs.width), _owners(inputs), _places(inputs)
+    drawn = []
+    for first in range(0, host_rows.size, DRAWN_SLICE):
+        ours = slice(first, first + DRAWN_SLICE)
+        batch = rows.sampling.gather(host_rows=host_rows[ours], rows=owners[ours], position=places[ours], tokens=tokens)
+        drawn.append(sample(logits[ours], batch))
+    return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 
 
 def _owners(inputs: StepInputs) -> Tensor:

@@ -27,6 +27,7 @@ from hiserve.models.attention import attention_shape
 from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, load_decoder
 from hiserve.models.draft import load_draft
+from hiserve.models.draft_config import DraftConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.canary import Canary
@@ -100,7 +101,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
-        runners = _runners(config, model, model_config, pool, rows, proposer)
+        runners = _runners(config, model, model_config, draft, pool, rows, proposer)
         controller = _controller(config, runners, rows)
     depth = known(config.runner.overlap)
     facts = EngineFacts(
@@ -152,6 +153,7 @@ def _runners(
     config: Config,
     model: Decoder,
     model_config: ModelConfig,
+    draft: DraftConfig | None,
     pool: DevicePool,
     rows: DeviceRows,
     proposer: Proposer | None,
@@ -165,7 +167,7 @@ def _runners(
         rows,
         attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
         max_batched_tokens=max_tokens,
-        widths=sorted({1, *(1 + num_draft for num_draft in config.spec.tiers)}),
+        widths=config.spec.widths,
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
         proposer=proposer,
     )
@@ -178,12 +180,15 @@ def _runners(
             max_len=rows.max_len,
             page_size=rows.page_size,
             graphs="off",
+            widths=config.spec.widths,
+            draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
         )
         profile_steps(
             runners,
             rows,
             CudaMeter(rows.device),
             max_batched_tokens=max_tokens,
+            num_draft=config.spec.tiers[-1],
             budget_bytes=sum(budget.values()),
         )
     return runners

@@ -57,9 +57,11 @@ class CudaMeter:
 
 
 def profile_steps(
-    runners: Dispatch, rows: DeviceRows, meter: Meter, *, max_batched_tokens: int, budget_bytes: int
+    runners: Dispatch, rows: DeviceRows, meter: Meter, *, max_batched_tokens: int, num_draft: int = 0, budget_bytes: int
 ) -> dict[str, int]:
     """Runs the largest prefill step and the largest decode step eagerly; returns the bytes that each took, by name.
+
+    With drafts the largest step that verifies them, too, and what drafts behind each.
 
     Their rows have no pages: all that they store goes to the sink, and afterwards they have forgotten it, as such rows do.
 
@@ -68,6 +70,7 @@ def profile_steps(
         rows: Nobody has one yet; nobody has one afterwards.
         meter: Of the device.
         max_batched_tokens: Tokens of the largest step.
+        num_draft: Drafts of a row, at most.
         budget_bytes: What was planned for a step; a step that takes more is told as a warning.
 
     Raises:
@@ -77,12 +80,15 @@ def profile_steps(
         "prefill": _prefill(rows, max_batched_tokens),
         "decode": _decode(rows, max_batched_tokens),
     }
+    if num_draft:
+        steps["verify"] = _decode(rows, max_batched_tokens, num_draft)
     peaks = {}
     for name, plan in steps.items():
         meter.begin()
         with torch.inference_mode(), _memory_error_as_advice(name):
             rows.apply(plan)
-            runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF))
+            ran = runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF))
+            runners.propose(plan, ran)
             peaks[name] = meter.peak_bytes()
         level = logging.INFO if peaks[name] <= budget_bytes else logging.WARNING
         logger.log(
@@ -101,25 +107,28 @@ def _prefill(rows: DeviceRows, num_tokens: int) -> BatchPlan:
     longest = min(rows.max_len - 1, num_tokens)  # a row that samples has room for a token more
     num_rows = min(rows.page_table.shape[0] - 1, -(-num_tokens // longest))
     ends = np.minimum(np.arange(1, num_rows + 1) * longest, num_tokens)
-    return _plan(np.diff(ends, prepend=0), None, SamplingParams(seed=0, temperature=0.0))
+    known = np.diff(ends, prepend=0)
+    return _plan(known, known, 0, SamplingParams(seed=0, temperature=0.0))
 
 
-def _decode(rows: DeviceRows, num_tokens: int) -> BatchPlan:
-    """One token in every row, of any length."""
-    num_rows = min(rows.page_table.shape[0] - 1, num_tokens)
-    return _plan(np.ones(num_rows, dtype=np.int64), rows.max_len, _COSTLY)
+def _decode(rows: DeviceRows, num_tokens: int, num_draft: int = 0) -> BatchPlan:
+    """One token and its drafts in every row, of any length."""
+    width = min(1 + num_draft, num_tokens)
+    known = np.ones(min(rows.page_table.shape[0] - 1, num_tokens // width), dtype=np.int64)
+    return _plan(known, np.full_like(known, rows.max_len), width - 1, _COSTLY)
 
 
-def _plan(num_new: np.ndarray, max_len: int | None, sampling: SamplingParams) -> BatchPlan:
-    numbers, counts = np.arange(1, num_new.size + 1, dtype=np.int32), num_new.astype(np.int32)
+def _plan(known: np.ndarray, max_len: np.ndarray, num_draft: int, sampling: SamplingParams) -> BatchPlan:
+    numbers, counts = np.arange(1, known.size + 1, dtype=np.int32), known.astype(np.int32)
     return BatchPlan(
         step_id=0,
         rows=numbers,
-        num_new=counts,
-        num_draft=np.zeros_like(counts),
+        num_new=counts + np.int32(num_draft),
+        num_draft=np.full_like(counts, num_draft),
         samples=np.ones(counts.size, dtype=np.bool_),
         num_scored=np.zeros_like(counts),
-        max_len=counts if max_len is None else np.full_like(counts, max_len),
+        max_len=max_len.astype(np.int32),
+        num_propose=num_draft,
         admit=tuple(
             RowAdmit(row, np.zeros(count, dtype=np.int32), count, 0, sampling)
             for row, count in zip(numbers.tolist(), counts.tolist(), strict=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import DraftFacts, Machine, ModelFacts, resolve
-from hiserve.core.step_memory import StepShape
+from hiserve.core.step_memory import DraftShape, StepShape
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 
 MIB, GIB = 2**20, 2**30
@@ -41,6 +41,13 @@ LARGE = ModelFacts(
         mlp_elements=3 * 14_336,
         vocab_size=128_256,
     ),
+)
+# A head of one layer that sees three layers of the model.
+HEAD = DraftFacts(
+    kind="eagle3",
+    num_params=850_000_000,
+    slot_elements=2048,
+    step=DraftShape(step=msgspec.structs.replace(LARGE.step, num_layers=1), shown_elements=3 * 4096, feature_size=4096),
 )
 LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
 SERVER = Machine(cores=64, memory_bytes=256 * GIB, cuda_memory_bytes=80 * GIB)
@@ -273,21 +280,30 @@ machines = st.builds(
     shm_bytes=magnitudes(2**40),
     cuda_memory_bytes=st.one_of(st.just(0), magnitudes(2**38, GIB)),
 )
+shapes = st.builds(
+    StepShape,
+    num_layers=st.integers(1, 128),
+    hidden_size=magnitudes(2**14),
+    num_heads=st.integers(1, 64).map(lambda half: half * 2),
+    num_kv_heads=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([64, 80, 128]),
+    mlp_elements=magnitudes(2**17),
+    vocab_size=st.integers(1, 200_000),
+)
 models = st.builds(
     ModelFacts,
     context_length=magnitudes(2**31 - 1).map(lambda length: length + 1),
     checkpoint_dtype=st.sampled_from(list(DTYPE_BYTES)),
     num_params=magnitudes(10**10),
     slot_elements=magnitudes(2**18).map(lambda half: half * 2),
-    step=st.builds(
-        StepShape,
-        num_layers=st.integers(1, 128),
-        hidden_size=magnitudes(2**14),
-        num_heads=st.integers(1, 64).map(lambda half: half * 2),
-        num_kv_heads=st.sampled_from([1, 2]),
-        head_dim=st.sampled_from([64, 80, 128]),
-        mlp_elements=magnitudes(2**17),
-        vocab_size=st.integers(1, 200_000),
+    step=shapes,
+    draft=st.none()
+    | st.builds(
+        DraftFacts,
+        kind=st.just("mtp"),
+        num_params=magnitudes(10**9),
+        slot_elements=magnitudes(2**14).map(lambda half: half * 2),
+        step=st.builds(DraftShape, step=shapes, shown_elements=magnitudes(2**15), feature_size=magnitudes(2**14)),
     ),
 )
 givens = st.fixed_dictionaries(
@@ -302,6 +318,8 @@ givens = st.fixed_dictionaries(
         "device": st.sampled_from(["cpu", "cuda"]),
         "host_cache_gib": st.sampled_from([0.0, 0.001, 1.0, 30.0]),
         "host_cache_name": st.just("n"),
+        "spec": st.sampled_from(["off", "mtp", "ngram"]),
+        "spec_steps": st.sampled_from(["auto", 0, 7]),
     },
 )
 
@@ -327,7 +345,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     assert [name for name, value in found.items() if value == "auto"] == [
         "load_format",
         "attention_backend",
-        "spec_steps",
+        *(["spec_steps"] if given.get("spec_steps", "auto") == "auto" else []),
     ]
     assert {name: found[name] for name in given} == given
     on_cpu = found["device"] == "cpu"
@@ -393,6 +411,50 @@ def test_graphs_of_every_size_keep_their_page_tables() -> None:
     assert in_graphs >= sum(row_buckets(64)) * entries * 4
 
 
+def with_drafts(graphs: str = "all", **given: Any) -> dict[str, int]:
+    model = msgspec.structs.replace(LARGE, draft=HEAD)
+    return resolve(make_config(spec="auto", graphs=graphs, **given), model, SERVER).memory
+
+
+def test_what_drafts_take_is_shown_and_the_pool_leaves_room_for_it() -> None:
+    plain, drafting = resolve(make_config(), LARGE, SERVER).memory, with_drafts()
+    assert drafting.keys() - plain.keys() == {
+        "draft weights",
+        "KV pool of drafts",
+        "features and drafts",
+        "captured graphs of drafts",
+    }
+    assert (drafting["weights"], drafting["draft weights"]) == (plain["weights"], 2 * HEAD.num_params)
+    pages = drafting["KV pool"] // (16 * 65_536 * 2)
+    assert drafting["KV pool of drafts"] == pages * 2 * (16 * 2048 + 2 * 4096)  # the keys of a page hold its boundary
+    page = drafting["KV pool"] // pages + drafting["KV pool of drafts"] // pages
+    assert sum(drafting.values()) <= 80 * GIB < sum(drafting.values()) + page  # a page more would not fit
+    assert pages < plain["KV pool"] // (16 * 65_536 * 2)
+    # Of every token of the largest step the model shows this much, and of every size of graph something stays.
+    assert drafting["features and drafts"] >= 8192 * 3 * 4096 * 2
+    assert drafting["captured graphs"] > plain["captured graphs"]
+    assert "captured graphs of drafts" not in with_drafts("off")
+    assert with_drafts("decode")["captured graphs of drafts"] < drafting["captured graphs of drafts"]
+
+
+def test_drafts_of_every_number_keep_their_logits_for_each_size_of_graph() -> None:
+    from hiserve.runners.buckets import row_buckets
+
+    drafting = {steps: with_drafts(spec_steps=steps, max_running_requests=64) for steps in (1, 3)}
+    logits = sum(row_buckets(64)) * 128_256 * 2
+    assert drafting[3]["captured graphs"] - drafting[1]["captured graphs"] >= (4 - 2) * logits
+    # Those of the drafts are kept once.
+    apart = drafting[3]["captured graphs of drafts"] - drafting[1]["captured graphs of drafts"]
+    assert drafting[1]["captured graphs of drafts"] > logits and apart < logits
+
+
+def test_drafts_that_look_for_repetitions_take_what_verifying_them_takes() -> None:
+    plain, ngram = (resolve(make_config(spec=spec), LARGE, SERVER).memory for spec in ("off", "ngram"))
+    assert plain.keys() == ngram.keys()
+    assert ngram["captured graphs"] > 2 * plain["captured graphs"]
+    assert ngram["logits, drawing and scores"] - plain["logits, drawing and scores"] == 5 * 256 * 128_256 * 2
+
+
 def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
     drawing = [
         resolve(make_config(max_batched_tokens=tokens), LARGE, SERVER).memory["logits, drawing and scores"]
@@ -402,11 +464,20 @@ def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
 
 
 def test_sizes_of_graphs_are_no_more_than_planned() -> None:
-    from hiserve.core.step_memory import MAX_PIECE_TOKENS, NUM_BUCKETS, ROW_BUCKETS, ROW_GRAPHS, TOKEN_BUCKETS
+    from hiserve.core.step_memory import (
+        FURTHER_GRAPHS,
+        MAX_PIECE_TOKENS,
+        NUM_BUCKETS,
+        ROW_BUCKETS,
+        ROW_GRAPHS,
+        TOKEN_BUCKETS,
+    )
     from hiserve.runners.buckets import row_buckets, token_buckets
+    from hiserve.runners.draft_graphs import NUM_REHEARSED
     from hiserve.runners.graph import DRAWINGS
 
     assert 1 + len(DRAWINGS) <= ROW_GRAPHS
+    assert NUM_REHEARSED + 1 <= FURTHER_GRAPHS  # each way of drawing a draft, and what computes it
     for most in (*range(1, 600), 10_000):
         rows, tokens = row_buckets(most), token_buckets(most)
         assert max(len(rows), len(tokens)) <= NUM_BUCKETS

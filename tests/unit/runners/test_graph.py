@@ -13,7 +13,10 @@ import torch
 
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
+from hiserve.runners import step
 from hiserve.runners.capture import without_collections
+from hiserve.sampling.batch import SamplingBatch
+from hiserve.sampling.sampler import sample
 from tests.helpers.breaking import Breaking
 from tests.helpers.cuda import (
     FREE,
@@ -115,6 +118,19 @@ def test_draws_behind_a_graph_read_no_more_tokens_than_the_rows_have(
     assert generate(subject, prompts, 6, penalised) == generate(eager, prompts, 6, penalised)
     assert read[0] == read[1]
     assert verdicts(subject)["replay/decode"] == 5
+
+
+def test_tokens_are_drawn_so_many_at_a_time(subject: Engine, eager: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, drawn = generate(eager, prompts_for(4), 5, SAMPLED), set()
+
+    def watch(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        drawn.add(logits.shape[0])
+        return sample(logits, batch)
+
+    monkeypatch.setattr(step, "sample", watch)
+    monkeypatch.setattr(step, "DRAWN_SLICE", 3)
+    assert generate(subject, prompts_for(4), 5, SAMPLED) == expected
+    assert drawn == {1, 3}
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

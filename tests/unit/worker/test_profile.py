@@ -12,7 +12,7 @@ import torch
 from hiserve.core.plan import BatchPlan
 from hiserve.errors import ResourceError
 from hiserve.runners.gate import Verdict
-from hiserve.runners.step import Outcome
+from hiserve.runners.step import Ran
 from hiserve.worker.profile import profile_steps
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
@@ -46,16 +46,21 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.plans: list[BatchPlan] = []
+        self.proposed: list[int] = []
 
-    def run(self, plan: BatchPlan, verdict: Verdict) -> Outcome:
+    def run(self, plan: BatchPlan, verdict: Verdict) -> Ran:
         self.plans.append(plan)
         return self._engine.runners.run(plan, verdict)
+
+    def propose(self, plan: BatchPlan, ran: Ran) -> None:
+        self.proposed.append(plan.num_propose)
+        self._engine.runners.propose(plan, ran)
 
 
 class Full:
     """Has no memory for any step."""
 
-    def run(self, plan: BatchPlan, verdict: Verdict) -> Outcome:
+    def run(self, plan: BatchPlan, verdict: Verdict) -> Ran:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore follows")
 
 
@@ -80,6 +85,26 @@ def test_the_largest_steps_run_and_leave_nothing_behind(folder: Path, num_tokens
     assert watched.plans[1].max_len.tolist() == [60] * 5
     assert scale.num_begun == 3
     assert not engine.rows.known_len.any() and not engine.rows.computed_len.any()
+    assert say(engine) == say(make(folder))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(40, 5), (11, 2), (2, 1)])
+def test_with_drafts_the_largest_step_that_verifies_them_runs_too(folder: Path, num_tokens: int, num_rows: int) -> None:
+    engine = make(folder)
+    watched = Watched(engine)
+    peaks = profile_steps(
+        watched,  # type: ignore[arg-type]
+        engine.rows,
+        Scale(3, 4, 5),
+        max_batched_tokens=num_tokens,
+        num_draft=3,
+        budget_bytes=10,
+    )
+    assert peaks == {"prefill": 3, "decode": 4, "verify": 5}
+    width = min(4, num_tokens)
+    assert watched.plans[2].num_new.tolist() == [width] * num_rows
+    assert watched.plans[2].num_draft.tolist() == [width - 1] * num_rows
+    assert watched.proposed == [0, 0, width - 1]
     assert say(engine) == say(make(folder))
 
 
