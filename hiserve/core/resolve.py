@@ -209,7 +209,7 @@ def _beside_pool(chosen: Config, model: ModelFacts, machine: Machine, length: in
         max_len=length,
         page_size=page_size,
         graphs=chosen.runner.graphs,
-        widths=chosen.spec.widths,
+        widths=_spec(chosen, model, length)[0].widths,
         draft=None if model.draft is None else model.draft.step,
     )
     return items | {"driver, libraries and spare": CONTEXT_BYTES + machine.cuda_memory_bytes // SPARE_SHARE}

@@ -26,7 +26,12 @@ NANO = ModelFacts(
         num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_elements=3 * 768, vocab_size=4096
     ),
 )
-HEAD = DraftFacts(kind="eagle3", num_params=2_163_712, slot_elements=256, feature_size=256)
+NANO_HEAD = DraftFacts(
+    kind="eagle3",
+    num_params=2_163_712,
+    slot_elements=256,
+    step=DraftShape(step=msgspec.structs.replace(NANO.step, num_layers=1), shown_elements=3 * 256, feature_size=256),
+)
 LARGE = ModelFacts(
     context_length=131_072,
     checkpoint_dtype="bfloat16",
@@ -43,7 +48,7 @@ LARGE = ModelFacts(
     ),
 )
 # A head of one layer that sees three layers of the model.
-HEAD = DraftFacts(
+LARGE_HEAD = DraftFacts(
     kind="eagle3",
     num_params=850_000_000,
     slot_elements=2048,
@@ -120,10 +125,10 @@ def test_one_decision_a_line() -> None:
     ("draft", "given", "spec", "why"),
     [
         (None, {}, "off", "no head came with the model"),
-        (HEAD, {}, "eagle3", "this head came with the model"),
-        (HEAD, {"max_model_len": 13}, "eagle3", "this head came with the model"),
-        (HEAD, {"max_model_len": 12}, "off", "requests of 12 tokens are too short to measure what drafts cost"),
-        (HEAD, {"max_model_len": 12, "spec_steps": 3}, "eagle3", "this head came with the model"),
+        (NANO_HEAD, {}, "eagle3", "this head came with the model"),
+        (NANO_HEAD, {"max_model_len": 13}, "eagle3", "this head came with the model"),
+        (NANO_HEAD, {"max_model_len": 12}, "off", "requests of 12 tokens are too short to measure what drafts cost"),
+        (NANO_HEAD, {"max_model_len": 12, "spec_steps": 3}, "eagle3", "this head came with the model"),
     ],
 )
 def test_who_drafts_is_the_head_that_came_with_the_model(
@@ -412,19 +417,19 @@ def test_graphs_of_every_size_keep_their_page_tables() -> None:
 
 
 def with_drafts(graphs: str = "all", **given: Any) -> dict[str, int]:
-    model = msgspec.structs.replace(LARGE, draft=HEAD)
+    model = msgspec.structs.replace(LARGE, draft=LARGE_HEAD)
     return resolve(make_config(spec="auto", graphs=graphs, **given), model, SERVER).memory
 
 
 def test_what_drafts_take_is_shown_and_the_pool_leaves_room_for_it() -> None:
-    plain, drafting = resolve(make_config(), LARGE, SERVER).memory, with_drafts()
+    plain, drafting = resolve(make_config(spec="off"), LARGE, SERVER).memory, with_drafts()
     assert drafting.keys() - plain.keys() == {
         "draft weights",
         "KV pool of drafts",
         "features and drafts",
         "captured graphs of drafts",
     }
-    assert (drafting["weights"], drafting["draft weights"]) == (plain["weights"], 2 * HEAD.num_params)
+    assert (drafting["weights"], drafting["draft weights"]) == (plain["weights"], 2 * LARGE_HEAD.num_params)
     pages = drafting["KV pool"] // (16 * 65_536 * 2)
     assert drafting["KV pool of drafts"] == pages * 2 * (16 * 2048 + 2 * 4096)  # the keys of a page hold its boundary
     page = drafting["KV pool"] // pages + drafting["KV pool of drafts"] // pages
