@@ -23,7 +23,7 @@ from benchmarks.widen.target import widen, write
 from hiserve import LLM
 from hiserve.bench.options import Sweep
 from hiserve.bench.spec.engine import Batch, Tokens, run_batch
-from hiserve.bench.spec.equality import Equality, Judge
+from hiserve.bench.spec.equality import Equality, Judge, are_kept, over_all
 from hiserve.bench.spec.prompts import read_prompts
 from hiserve.bench.spec.run import sampling
 from hiserve.core.draft_use import DraftUse
@@ -212,10 +212,11 @@ def adaptive(sizes: SpecSizes, head: str, batch: int, rates: dict[str, float]) -
 
 
 def same_tokens(sizes: SpecSizes, head: str, found: Sequence[dict[str, Equality]]) -> Figure:
-    """Returns how many of the judged replies are the same, and in how many cases those that are not keep the margin."""
+    """Returns how many of the judged replies are the same; the ratio is 1 where the others keep the margin, else 0."""
     judged = [each for batch in found for each in batch.values()]
     replies = sum(each.num_replies for each in judged)
     same = replies - sum(each.num_differing for each in judged)
-    kept = sum(each.is_kept for each in judged) / len(judged)
+    margin = over_all(judged)
+    kept = float(are_kept(judged))
     name = f"{sizes.shape} {head}, same replies"
-    return Figure(name, same, f"of {replies}", kept, BARS["same tokens"], "plain decoding, by the margin")
+    return Figure(name, same, f"of {replies}", kept, BARS["same tokens"], f"plain decoding, by the margin: {margin}")

@@ -26,9 +26,19 @@ class Margin(msgspec.Struct, frozen=True):
     num_positions: int
 
     @property
+    def is_near(self) -> bool:
+        """Every token is within epsilon."""
+        return self.worst <= self.epsilon
+
+    @property
+    def is_rare(self) -> bool:
+        """At most 0.5 % of the positions need it: of few, none may."""
+        return self.num_needed <= MAX_SHARE * self.num_positions
+
+    @property
     def is_kept(self) -> bool:
         """Every token is within epsilon, and at most 0.5 % of them need it."""
-        return self.worst <= self.epsilon and self.num_needed <= MAX_SHARE * self.num_positions
+        return self.is_near and self.is_rare
 
 
 def join(margins: Sequence[Margin]) -> Margin:

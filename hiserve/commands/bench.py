@@ -45,6 +45,7 @@ from hiserve.bench.options import (
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, prepare, raw, write
+from hiserve.bench.spec.equality import are_kept
 from hiserve.bench.spec.figures import figures_of
 from hiserve.bench.spec.plot import draw_spec
 from hiserve.bench.spec.report import show_spec
@@ -197,7 +198,7 @@ def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
     _write(arguments, None, {"options": [sweep], "config": resolved, "cases": cases, "cycle_costs": found.costs})
     if plotter is not None:
         draw_spec(plotter, f"Speculation on {config.model.shape or config.model.model}", found)
-    return int(not all(case.equality.is_kept for case in found.cases))
+    return int(not are_kept([case.equality for case in found.cases]))
 
 
 # The one table of benchmarks.

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.bench.margin import EPSILON_FACTOR, Margin
+from hiserve.bench.margin import EPSILON_FACTOR, Margin, join
 from hiserve.bench.spec.engine import Engine, Tokens
 from hiserve.core.request import SamplingParams
 
@@ -21,6 +21,7 @@ class Equality(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         verdict: ``not judged`` are drawn tokens that differ, of a type that rounds coarsely: their noise is not known here.
         num_replies: Compared.
+        num_tokens: Of all of them.
         num_differing: Of them, those that are not the same tokens.
         first_difference: Index of the first reply that differs, and of the token in it; None without one.
         margin: Of differing replies of greedy decoding; None where it was not needed.
@@ -28,14 +29,29 @@ class Equality(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Verdict
     num_replies: int
+    num_tokens: int
     num_differing: int = 0
     first_difference: tuple[int, int] | None = None
     margin: Margin | None = None
 
     @property
     def is_kept(self) -> bool:
-        """Nothing speaks against it."""
+        """Nothing speaks against it alone; how rare near ties are is judged over many cases (``over_all``)."""
         return self.verdict != "different"
+
+
+def over_all(found: Sequence[Equality]) -> Margin | None:
+    """Returns the margin of all tokens of several comparisons; None where none was needed."""
+    needed = [each.margin for each in found if each.margin is not None]
+    if not needed:
+        return None
+    return msgspec.structs.replace(join(needed), num_positions=sum(each.num_tokens for each in found))
+
+
+def are_kept(found: Sequence[Equality]) -> bool:
+    """Whether every comparison is kept, and near ties are rare over all of them."""
+    margin = over_all(found)
+    return all(each.is_kept for each in found) and (margin is None or margin.is_rare)
 
 
 class Judge:
@@ -43,6 +59,7 @@ class Judge:
 
     float64 must give the same tokens. Where a type rounds with the shape of a batch, near ties may flip; then greedy
     replies that differ are read to the plain engine, which scores each of their tokens: all must be within the margin.
+    Its share of positions is a matter of all comparisons together: one may be of few tokens.
 
     Args:
         plain: The engine without speculation.
@@ -63,12 +80,14 @@ class Judge:
             replies: Those that are judged.
             temperature: All were drawn with.
         """
+        num_tokens = sum(map(len, replies))
         differing = [i for i, pair in enumerate(zip(expected, replies, strict=True)) if pair[0] != pair[1]]
         if not differing:
-            return Equality(verdict="same", num_replies=len(replies))
+            return Equality(verdict="same", num_replies=len(replies), num_tokens=num_tokens)
         first = differing[0]
         told: dict[str, Any] = {
             "num_replies": len(replies),
+            "num_tokens": num_tokens,
             "num_differing": len(differing),
             "first_difference": (first, _first_difference(expected[first], replies[first])),
         }
@@ -77,8 +96,8 @@ class Judge:
             return Equality(verdict="different", **told)
         if temperature:
             return Equality(verdict="not judged", **told)
-        margin = self._margin([prompts[i] for i in differing], [replies[i] for i in differing], sum(map(len, replies)))
-        return Equality(verdict="within the margin" if margin.is_kept else "different", margin=margin, **told)
+        margin = self._margin([prompts[i] for i in differing], [replies[i] for i in differing], num_tokens)
+        return Equality(verdict="within the margin" if margin.is_near else "different", margin=margin, **told)
 
     def _margin(self, prompts: Sequence[Tokens], replies: Sequence[Tokens], num_positions: int) -> Margin:
         """Scores replies that differ, out of ``num_positions`` tokens; the rest are the engine's own."""

@@ -9,11 +9,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hiserve.bench.margin import MAX_SHARE
+from hiserve.bench.spec.equality import over_all
 from hiserve.bench.spec.figures import Case, CycleCost, crossover, figures_of
 from hiserve.bench.spec.run import Found
 from hiserve.core.draft_use import DraftUse
 
 GOOD, BAD = "green", "red"
+GAINS = (
+    "accept: tokens of a step that verified drafts, by where its prompt was found\n"
+    "% accepted: of those steps, their first draft, their second one, ...\n"
+    "gain: tokens a second over plain decoding, by batch; prompts {where}\n"
+    "loses from: the batch from which on plain decoding is faster"
+)
+COSTS = (
+    "extend: the draft forward behind the step, for the first draft; draft: further ones\n"
+    "cost: the sum in plain steps, as measured at start, and beside it as it ran"
+)
 
 
 def show_spec(console: Console, found: Found) -> None:
@@ -21,8 +33,11 @@ def show_spec(console: Console, found: Found) -> None:
     for proposer, temperature in dict.fromkeys((case.proposer, case.temperature) for case in found.cases):
         chosen = [case for case in found.cases if (case.proposer, case.temperature) == (proposer, temperature)]
         console.print(_gains(f"{proposer}, temperature {temperature:g}", chosen))
+    console.print(f"[dim]{GAINS.format(where=_where(usual_source(found.cases)))}[/dim]")
     for proposer, costs in found.costs.items():
         console.print(_costs(proposer, costs, [case for case in found.cases if case.proposer == proposer]))
+    if found.costs:
+        console.print(f"[dim]{COSTS}[/dim]")
     _equality(console, found.cases)
 
 
@@ -37,12 +52,6 @@ def _gains(title: str, cases: Sequence[Case]) -> Table:
     sources = list(dict.fromkeys(case.source for case in cases))
     batches = list(dict.fromkeys(case.batch for case in cases))
     table = Table(title=escape(title), title_justify="left", title_style="bold")
-    table.caption = (
-        "accept: tokens of a step that verified drafts, by where its prompt was found\n"
-        f"gain: tokens a second over plain decoding, by batch; prompts {_where(source)}\n"
-        "loses: from this batch on, plain decoding is faster"
-    )
-    table.caption_justify = "left"
     table.add_column("drafts", justify="right")
     for name in sources:
         table.add_column(f"accept\n{name}", justify="right")
@@ -71,11 +80,6 @@ def _costs(proposer: str, costs: Sequence[CycleCost], cases: Sequence[Case]) -> 
     table = Table(
         title=escape(f"{proposer}, cost of a cycle in milliseconds"), title_justify="left", title_style="bold"
     )
-    table.caption = (
-        "extend: the draft forward behind the step, which gives the first draft\n"
-        "draft: all further ones; cost: the sum in plain steps, at start and as it ran"
-    )
-    table.caption_justify = "left"
     for name in ("batch", "drafts", "plain", "verify", "extend", "draft", "cost", "as it ran"):
         table.add_column(name, justify="right")
     source, temperature = usual_source(cases), cases[0].temperature
@@ -104,6 +108,13 @@ def _equality(console: Console, cases: Sequence[Case]) -> None:
     counts = Counter(case.equality.verdict for case in cases)
     told = ", ".join(f"{count} of {len(cases)} {verdict}" for verdict, count in counts.items())
     console.print(f"[bold]tokens against plain decoding[/bold], case by case: {told}")
+    margin = over_all([case.equality for case in cases])
+    if margin is not None:
+        colour = GOOD if margin.is_kept else BAD
+        console.print(
+            f"[{colour}]{margin.num_needed} of {margin.num_positions} tokens are not plain decoding's best; the worst is "
+            f"{margin.worst:.2g} short of it, {margin.epsilon:.2g} and {MAX_SHARE:.1%} are allowed[/{colour}]"
+        )
     for case in cases:
         if not case.equality.is_kept:
             first = case.equality.first_difference

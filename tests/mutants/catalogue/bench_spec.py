@@ -111,16 +111,16 @@ MUTANTS = [
     Mutant(
         name="any token is within the margin",
         file=MARGIN,
-        old="self.worst <= self.epsilon and ",
-        new="",
+        old="return self.worst <= self.epsilon",
+        new="return True",
         test=OF_EQUALITY + "test_a_near_tie_is_within_the_margin_and_anything_else_is_not",
     ),
     Mutant(
         name="any number of near ties is let pass",
         file=MARGIN,
-        old=" and self.num_needed <= MAX_SHARE * self.num_positions",
-        new="",
-        test=OF_EQUALITY + "test_more_than_a_few_near_ties_are_a_difference",
+        old="return self.num_needed <= MAX_SHARE * self.num_positions",
+        new="return True",
+        test=OF_EQUALITY + "test_more_than_a_few_near_ties_over_all_comparisons_are_a_difference",
     ),
     Mutant(
         name="only the last run is compared",

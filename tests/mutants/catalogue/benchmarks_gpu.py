@@ -119,8 +119,8 @@ MUTANTS = [
     Mutant(
         name="replies of the GPU may differ",
         file=SPEC,
-        old="each.is_kept for each in judged",
-        new="True for each in judged",
+        old="float(are_kept(judged))",
+        new="1.0",
         test=OF_SPEC + "test_replies_are_the_same_when_every_case_keeps_the_margin",
     ),
     Mutant(

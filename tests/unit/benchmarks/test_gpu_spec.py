@@ -59,13 +59,13 @@ def test_what_chooses_its_drafts_is_compared_with_the_best_that_does_not_and_non
 
 
 def test_replies_are_the_same_when_every_case_keeps_the_margin() -> None:
-    same = Equality(verdict="same", num_replies=4)
-    near = Equality(verdict="within the margin", num_replies=4, num_differing=1)
-    far = Equality(verdict="different", num_replies=4, num_differing=1)
+    same = Equality(verdict="same", num_replies=4, num_tokens=40)
+    near = Equality(verdict="within the margin", num_replies=4, num_tokens=40, num_differing=1)
+    far = Equality(verdict="different", num_replies=4, num_tokens=40, num_differing=1)
     kept = same_tokens(TINY.spec, "mtp", [{"1": same, "2": near}])
     assert (kept.value, kept.unit, kept.is_met) == (7, "of 8", True)
     lost = same_tokens(TINY.spec, "mtp", [{"1": same}, {"1": far}])
-    assert (lost.ratio, lost.is_met) == (0.5, False)
+    assert (lost.ratio, lost.is_met) == (0.0, False)
 
 
 def test_held_drafts_are_the_same_number_whatever_rows_may_have() -> None:

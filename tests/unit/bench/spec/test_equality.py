@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiserve.bench.spec.engine import Tokens
-from hiserve.bench.spec.equality import Judge
+from hiserve.bench.spec.equality import Judge, are_kept, over_all
 from tests.unit.bench.spec.fakes import FakeEngine, counting
 
 PROMPTS = [[10], [20], [30]]
@@ -61,12 +61,20 @@ def test_a_near_tie_is_within_the_margin_and_anything_else_is_not(dtype: str) ->
     assert (far.verdict, far.is_kept) == ("different", False)
 
 
-def test_more_than_a_few_near_ties_are_a_difference() -> None:
+def test_more_than_a_few_near_ties_over_all_comparisons_are_a_difference() -> None:
+    ours, _ = judge("bfloat16", near=ROUNDING)
     replies = changed(0, 3, 7)
     replies[0][10] = replies[0][20] = 7
-    found = judge("bfloat16", near=ROUNDING)[0].compare(PROMPTS, EXPECTED, replies, 0.0)
-    assert found.margin is not None
-    assert (found.margin.num_needed, found.verdict) == (3, "different")
+    found = ours.compare(PROMPTS, EXPECTED, replies, 0.0)
+    assert (found.verdict, found.num_tokens) == ("within the margin", 300)
+    same = ours.compare(PROMPTS, EXPECTED, EXPECTED, 0.0)
+    assert over_all([same]) is None and are_kept([same])
+    few = over_all([found, same])
+    assert few is not None and (few.num_needed, few.num_positions) == (3, 600)
+    assert are_kept([found, same])  # 0.5 % of 600 are 3
+    assert not are_kept([found])
+    far = judge("bfloat16", near=1.0)[0].compare(PROMPTS, EXPECTED, changed(0, 3, 7), 0.0)
+    assert not are_kept([far, *[same] * 9])
 
 
 def test_drawn_tokens_of_a_coarse_type_are_told_and_not_judged() -> None:

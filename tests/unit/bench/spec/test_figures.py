@@ -16,7 +16,7 @@ PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]]
 
 
 def case(plain: list[Batch], spec: list[Batch], steps: str = "3") -> Case:
-    equality = Equality(verdict="same", num_replies=1)
+    equality = Equality(verdict="same", num_replies=1, num_tokens=9)
     return Case(
         proposer="ngram",
         steps=steps,
