@@ -19,6 +19,7 @@ from hiserve.cache.pools.host_segment import open_segment, survey
 from hiserve.cache.pools.records import NO_CHECKSUM
 from hiserve.cache.pools.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
 from hiserve.config import Config, make_config
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
@@ -187,15 +188,19 @@ def test_a_cache_of_another_version_is_refused_and_left_alone(name: str) -> None
 # --- with processes -----------------------------------------------------------------------------------
 
 
-async def ask(client: EngineClient) -> tuple[list[list[int]], list[CacheUse]]:
-    """Sends every prompt, one after the other; returns the tokens of each, and what came from where."""
-    tokens, cached = [], []
+Answers = tuple[list[list[int]], list[CacheUse], list[DraftUse | None]]
+
+
+async def ask(client: EngineClient) -> Answers:
+    """Sends every prompt, one after the other; returns the tokens of each, what came from where, and its drafts."""
+    tokens, cached, drafts = [], [], []
     for prompt, sampling in zip(PROMPTS, SAMPLING, strict=True):
         deltas = [delta async for delta in client.generate(np.array(prompt, dtype=np.int32), sampling)]
         tokens.append([token for delta in deltas for token in delta.tokens])
         assert deltas[0].cached is not None
         cached.append(deltas[0].cached)
-    return tokens, cached
+        drafts.append(next((delta.drafts for delta in reversed(deltas) if delta.drafts is not None), None))
+    return tokens, cached, drafts
 
 
 async def until_sealed(client: EngineClient) -> None:
@@ -206,7 +211,7 @@ async def until_sealed(client: EngineClient) -> None:
     await asyncio.sleep(0.3)
 
 
-async def ask_again(client: EngineClient) -> tuple[list[list[int]], list[CacheUse]]:
+async def ask_again(client: EngineClient) -> Answers:
     async with asyncio.timeout(60):
         while True:
             try:
@@ -218,11 +223,14 @@ async def ask_again(client: EngineClient) -> tuple[list[list[int]], list[CacheUs
 async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: list[list[int]]) -> None:
     client = await EngineClient.start(resolved())
     try:
-        assert (await ask(client))[0] == expected
+        first, _, drafts = await ask(client)
+        assert first == expected
         await until_sealed(client)
         os.kill(client.started.workers[0].pid, signal.SIGKILL)
-        tokens, cached = await ask_again(client)
+        tokens, cached, drafts_again = await ask_again(client)
         assert tokens == expected
+        assert drafts_again == drafts, "the drafts' part of pages was not handed on"
+        assert any(used.verify_steps for used in drafts if used)
         assert [each.host for each in cached] == FULL
         [worker] = (await client.status()).workers
         assert worker.incarnation == 2
@@ -244,7 +252,7 @@ async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: s
         await client.stop()
     client = await EngineClient.start(config)
     try:
-        tokens, cached = await ask(client)
+        tokens, cached, _ = await ask(client)
         assert tokens == expected
         assert [each.host for each in cached] == FULL
     finally:
