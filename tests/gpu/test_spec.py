@@ -116,6 +116,20 @@ def test_drafts_behind_graphs_are_those_of_eager_steps(heads: dict[str, Path], k
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("page_size", [1, 2])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3"])
+def test_steps_of_more_tokens_than_a_page_holds_are_captured(heads: dict[str, Path], kind: str, page_size: int) -> None:
+    """Replays are compared at start: over rows whose tokens do not share the sink's few places."""
+    spec = f"draft:{NANO}" if kind == "draft_model" else f"{kind}:{heads[kind]}"
+    settings = SETTINGS | ON_CUDA | pool(page_size) | {"dtype": "float32", "graphs": "all"}
+    with LLM(**settings | {"spec": spec, "spec_steps": STEPS}) as llm:
+        llm.generate(PROMPTS, HOW["greedy"])
+        runners = engine_of(llm)._executor._runners  # type: ignore[attr-defined]
+        assert not any(runner.failed for runner in runners._full.values())
+        counts = engine_of(llm).stats().graph_gate
+    assert counts["replay"]["verify"] > 0 and "capture_failed" not in counts.get("eager", {}), counts
+
+
 @pytest.mark.parametrize("graphs", ["off", "all"])
 def test_drafting_waits_for_nothing(heads: dict[str, Path], graphs: str) -> None:
     settings = SETTINGS | ON_CUDA | {"dtype": "float32", "graphs": graphs, "overlap": 1}
