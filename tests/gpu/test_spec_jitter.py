@@ -57,7 +57,7 @@ def test_no_token_differs_and_acceptance_stays_under_jitter_and_constant_traffic
     runs: list[Outcome] = []
     for options in (spec, {}):
         begin = time.monotonic()
-        with LLM(**settings(load, **options, overlap=1, kv_pages=load.kv_pages, host_cache_gib=2.0)) as llm:
+        with LLM(**settings(load, **options, overlap=1, kv_pages=load.kv_pages, host_cache_gib=4.0)) as llm:
             load_whatever_it_costs(llm)
             with jitter(SEED) as delays:
                 runs.append(weather(llm, requests, load, SEED + 2))
