@@ -51,8 +51,10 @@ class DraftPieces(Protocol):
     def results(self) -> tuple[Tensor, ...]:
         """Tensors that the work of ``following`` and ``extend`` write."""
 
-    def following(self, step: DraftStep) -> Callable[[], None] | None:
-        """Returns the work that takes in steps of one shape, which is done once; then the first draft can be drawn.
+    def following(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
+        """Returns the work that takes in steps of one shape, which is done once.
+
+        Behind the first way to do it the first draft can be drawn. The second does less, and behind it nothing is drawn.
 
         Args:
             step: Of so many rows that all computed the same number of tokens, and sample; its tensors stay where they are,

@@ -40,6 +40,10 @@ class SelfAttention:
         self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV, attention: Attention
     ) -> Tensor:
         """Returns ``[T, num_heads * head_dim]``, which ``out`` maps back, and stores the step's keys and values."""
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = self.ops.rotate_and_store(qkv, self.qk_weight, self.eps, rotation.cos, rotation.sin, kv, inputs.slots)
+        q, k, v = self.store(x, inputs, rotation, kv)
         return attention.forward(q, k, v, kv, self.layer).flatten(1)
+
+    def store(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation, kv: LayerKV) -> tuple[Tensor, Tensor, Tensor]:
+        """Stores keys and values, and returns them behind the queries, each ``[T, heads, head_dim]``."""
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        return self.ops.rotate_and_store(qkv, self.qk_weight, self.eps, rotation.cos, rotation.sin, kv, inputs.slots)

@@ -86,11 +86,18 @@ class _Body:
     def __call__(
         self, x: Tensor, stream: Tensor, inputs: ForwardInputs, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
-        """As ``DraftHead.forward``, of what attention reads and the residual stream before it, which stays."""
+        """As ``DraftHead.forward``, of what attention reads and the residual stream before it, which stays.
+
+        With one layer, what is stored depends on no attention: where nobody asks for logits there is none.
+        """
         (kv,) = layers
         if inputs.before_layer is not None:
             inputs.before_layer(0)
-        mixed = self.layer.attention(x, inputs, self.rotary(inputs.positions), kv, attention)
+        rotation = self.rotary(inputs.positions)
+        if not inputs.logits_rows.shape[0]:
+            self.layer.attention.store(x, inputs, rotation, kv)
+            return stream.new_empty((0, self.vocab_size)), stream[:0]
+        mixed = self.layer.attention(x, inputs, rotation, kv, attention)
         stream = stream.index_select(0, inputs.logits_rows)
         normed = self.norm.add(self.layer.close(mixed.index_select(0, inputs.logits_rows), stream), stream)
         logits = self.output(normed)

@@ -42,24 +42,29 @@ class DraftGraphs:
     """Graphs of what follows steps of one shape, and what they read and write.
 
     Attributes:
-        work: What the first one holds, and the tensors that it reads.
-        first: int64 ``[rows]``, written by the first one.
+        works: What the first ones hold, and the tensors that they read.
+        first: int64 ``[rows]``, written by the first ones.
         follow: From the step to the first draft's logits.
+        keep: Instead, where no draft is wanted.
         further: Shared with steps of as many rows.
     """
 
-    work: Callable[[], None]
+    works: tuple[Callable[[], None], ...]
     first: Tensor
     follow: Graph
+    keep: Graph
     further: Further
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """All of them."""
-        return (self.follow, *self.further.graphs)
+        return (self.follow, self.keep, *self.further.graphs)
 
     def propose(self, num_draft: int, *, is_greedy: bool) -> None:
         """Replays them on the current stream, behind a step of this shape."""
+        if not num_draft:
+            self.keep.replay()
+            return
         self.follow.replay()
         for index in range(num_draft):
             if index:
@@ -114,23 +119,25 @@ class DraftCapture:
         )
         further = self._further.get(num_rows)
         pieces = self._proposer.pieces(num_rows) if further is None else further.pieces
-        work = None if pieces is None else pieces.following(step)
-        if pieces is None or work is None:
+        works = None if pieces is None else pieces.following(step)
+        if pieces is None or works is None:
             return None
 
-        def follow() -> None:
+        def behind(work: Callable[[], None]) -> None:
             torch.sub(forward.kv_lens, width, out=first)
             work()
 
+        follow, keep = (partial(behind, work) for work in works)
+        keep()
         follow()
         if further is None:
             further = self._capture_further(pieces)
-        graph = self._capture.record(follow)
-        _check(follow, graph, pieces)
+        graphs = self._capture.record(follow), self._capture.record(keep)
+        _check(follow, graphs[0], pieces)
         if num_rows not in self._further and further.extend is not None:
             _check(pieces.extend, further.extend, pieces)
         self._further[num_rows] = further
-        return DraftGraphs(work, first, graph, further)
+        return DraftGraphs(works, first, *graphs, further)
 
     def _capture_further(self, pieces: DraftPieces) -> Further:
         """Draws and computes drafts behind a step that was taken in, and captures that."""

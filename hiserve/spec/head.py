@@ -102,6 +102,9 @@ class HeadProposer:
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and what the head needs of the step's tokens."""
+        if not step.num_draft:
+            self.keep(step, layout_of(step), self._attention)
+            return
         chain = self.follow(step, layout_of(step), self._attention)
         if not chain.rows.shape[0]:
             return
@@ -131,8 +134,7 @@ class HeadProposer:
             The rows that sampled, ready for their first draft.
         """
         rows, state = step.rows, self._state
-        made = self._inputs(rows, step.first, step.legal, layout)
-        features = self._features(step, made, layout)
+        made, features = self._take_in(step, layout)
         last = state.known_len.index_select(0, rows) - 1 - step.first
         last = torch.minimum(last.clamp_(min=0), layout.num_tokens - 1) + layout.qo_indptr[:-1]
         logits, carried = self._run(made, layout, features, last.index_select(0, step.sampling), attention)
@@ -145,6 +147,11 @@ class HeadProposer:
             carried=carried,
             layout=even_layout(sampling.shape[0], 1, layout.max_kv_len, rows.device),
         )
+
+    def keep(self, step: DraftStep, layout: Layout, attention: Attention) -> None:
+        """As ``follow``, where no draft is wanted: most of the head has nothing to do."""
+        made, features = self._take_in(step, layout)
+        self._run(made, layout, features, step.sampling[:0], attention)
 
     def draw(self, chain: Chain, *, is_greedy: bool) -> None:
         """Draws a draft of each row with the noise that the model's own draw of that place will have, and writes it.
@@ -176,6 +183,10 @@ class HeadProposer:
         logits, carried = self._run(made, layout, chain.carried, layout.token_rows, attention)
         chain.logits.copy_(logits)
         chain.carried.copy_(carried)
+
+    def _take_in(self, step: DraftStep, layout: Layout) -> tuple[DraftMetadata, Tensor]:
+        made = self._inputs(step.rows, step.first, step.legal, layout)
+        return made, self._features(step, made, layout)
 
     def _features(self, step: DraftStep, made: DraftMetadata, layout: Layout) -> Tensor:
         """Returns what the model showed of the token before each draft token, and keeps what later steps take."""
@@ -262,16 +273,17 @@ class HeadPieces:
         chain = self._taken()
         return chain.logits, chain.carried
 
-    def following(self, step: DraftStep) -> Callable[[], None] | None:
+    def following(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
         """As the protocol."""
         width = 1 + int(step.q_lens[0])
         attention = self._attention.captured(self._num_rows, width)
         if attention is None:
             return None
         layout = even_layout(self._num_rows, width, self._max_kv_len, step.rows.device)
+        self._proposer.keep(step, layout, attention)
         made = self._proposer.follow(step, layout, attention)
         self._chain = self._chain or made
-        return partial(self._follow, step, layout, attention)
+        return partial(self._follow, step, layout, attention), partial(self._proposer.keep, step, layout, attention)
 
     def draw(self, *, is_greedy: bool) -> None:
         """As the protocol."""

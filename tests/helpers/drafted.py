@@ -48,6 +48,8 @@ class Drafted:
 
     Attributes:
         llm: The engine.
+        executor: Its own.
+        planner: Its own.
         drafts: Of each step, by row.
         num_replayed: Steps whose drafts were replayed.
 
@@ -58,6 +60,7 @@ class Drafted:
     def __init__(self, **settings: Any) -> None:
         self.llm = LLM(**SETTINGS | settings)
         self.executor: Any = engine_of(self.llm)._executor
+        self.planner: Any = engine_of(self.llm)._planner
         self.drafts: list[dict[int, Draft]] = []
         self.num_replayed = 0
         self._steps: int = settings["spec_steps"]

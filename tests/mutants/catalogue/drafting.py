@@ -14,7 +14,23 @@ OF_SHARED = OF_CAPTURE + "test_what_follows_steps_of_all_widths_is_captured_once
 OF_GRAPHS = "tests/unit/runners/test_draft_graphs.py::test_drafts_behind_graphs_are_those_of_eager_steps"
 OF_DRAFTS = "tests/e2e/test_spec_drafts.py::test_a_model_that_drafts_for_itself_is_right_every_time"
 
+OF_PAUSES = OF_CAPTURE + "test_steps_behind_which_nothing_is_drafted_leave_what_later_drafts_need"
+
 MUTANTS = [
+    Mutant(
+        name="a step behind which nothing is drafted stores no keys and values of the head",
+        file="hiserve/models/draft.py",
+        old="            self.layer.attention.store(x, inputs, rotation, kv)\n",
+        new="",
+        test=OF_PAUSES,
+    ),
+    Mutant(
+        name="a captured step behind which nothing is drafted is not taken in",
+        file=GRAPHS,
+        old="            self.keep.replay()\n",
+        new="",
+        test=OF_PAUSES,
+    ),
     Mutant(
         name="a draft is computed from the state of the first",
         file=HEAD,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hiserve.core.forward import ForwardInputs
 from hiserve.models.config import NANO
 from hiserve.runners.draft_graphs import DraftCapture
 from hiserve.runners.graph import GraphRunner
+from hiserve.spec.head import HeadProposer
 from tests.helpers.cache_paths import pool
-from tests.helpers.drafted import Drafted, save_heads
+from tests.helpers.drafted import Draft, Drafted, save_heads
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops
 
 STEPS, NUM_NEW, BUCKETS = 3, 13, (1, 2, 4)
@@ -78,14 +80,46 @@ def test_drafts_behind_graphs_are_those_of_eager_steps(specs: dict[str, str], ki
     assert len({token for step in graphs.drafts for draft in step.values() for token in draft.tokens}) >= 10
 
 
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+def test_steps_behind_which_nothing_is_drafted_leave_what_later_drafts_need(
+    specs: dict[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, without, and by the work that would be ready for drafts, which are drawn behind every third step."""
+
+    def run(*, has_graphs: bool) -> list[dict[int, Draft]]:
+        subject = drafted(specs[kind])
+        if has_graphs:
+            with_graphs(subject)
+        choice, turns = subject.planner._choice, itertools.count()
+        always = choice.propose
+
+        def seldom(rows: Any) -> int:
+            if next(turns) % 3 != 2:
+                choice._rows.drafted[rows] = 0
+                return 0
+            return int(always(rows))
+
+        choice.propose = seldom
+        with subject.llm as llm:
+            llm.generate(PROMPTS, SAMPLING[0])
+        return [step for step in subject.drafts if any(draft.tokens for draft in step.values())]
+
+    with_pieces, eager = run(has_graphs=True), run(has_graphs=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(HeadProposer, "keep", HeadProposer.follow)
+        ready = run(has_graphs=False)
+    assert with_pieces == eager == ready
+    assert len({token for step in eager for draft in step.values() for token in draft.tokens}) >= 10
+
+
 @pytest.mark.parametrize(("max_draft", "num_further"), [(0, 0), (1, 2), (STEPS, 3)])
 def test_what_follows_steps_of_all_widths_is_captured_once_and_only_if_it_may_be_replayed(
     specs: dict[str, str], max_draft: int, num_further: int
 ) -> None:
     subject = drafted(specs["eagle3"])
     capture = with_graphs(subject, max_draft)
-    # Of each width the forward, what draws behind it, in two ways, and what takes the step in.
-    assert len(capture.graphs) == len(BUCKETS) * (2 * (1 + 2 + 1) + num_further)
+    # Of each width the forward, what draws behind it, in two ways, and what takes the step in, in two ways.
+    assert len(capture.graphs) == len(BUCKETS) * (2 * (1 + 2 + 2) + num_further)
     dispatch = subject.executor._runners
     assert dispatch.num_nodes == sum(graph.num_nodes for graph in capture.graphs)
     with subject.llm:
