@@ -55,6 +55,7 @@ nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp
 	done
 	$(BIN)/python -m tools.nano.accept_served --corpus $(CORPUS) --json benchmarks/results/nano_acceptance.json
 	$(BIN)/python -m benchmarks.nano_spec
+	$(BIN)/python -m benchmarks.readme
 
 clean:
 	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -90,12 +90,38 @@ def rows() -> list[tuple[str, str, str]]:
         ("plan + commit of a step, 32 and 256 decoding rows, one tier", ", ".join(plans[:2]), source(planner)),
         ("the same, every page written through to the host", ", ".join(plans[2:]), source(planner)),
         ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
+        *heads(),
         *tiers(),
         *gpu(),
         (
             "hiserve-nano's server on a GPU, eager: 128 streams; first token of the second turn",
             f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
             source(cuda),
+        ),
+    ]
+
+
+def heads() -> list[tuple[str, str, str]]:
+    """Returns the rows about hiserve-nano's draft heads."""
+    accepted, speed = result("nano_acceptance"), result("nano_spec")
+    lengths, differences = [], []
+    for kind in ("eagle3", "mtp"):
+        found = accepted[kind]
+        length = found["predicted"]["dialogues"][f"k{found['steps']}"]["accept_length"]
+        lengths.append(f"{length:.2f} (≥ {accepted['bars'][kind]})")
+        differences += [abs(each["difference"]) for each in found["served_with_ends"].values()]
+    shares = f"{max(differences):.1%} (≤ {accepted['max_difference']:.0%})"
+    speedups = " and ".join(f"{speed[kind]['speedup']:.2f} ×" for kind in ("dialogue", "code"))
+    return [
+        (
+            "hiserve-nano in held-out dialogues, tokens a step: EAGLE-3 with three drafts, MTP with one; served off predicted",
+            f"{'; '.join(lengths)}; {shares}",
+            source(accepted),
+        ),
+        (
+            "hiserve-nano on a CPU, one stream, as it comes against `--spec off`: dialogue and code",
+            f"{speedups} (≥ {speed['bar']} ×)",
+            source(speed),
         ),
     ]
 
