@@ -25,9 +25,9 @@ MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
 # costs the driver some memory, too.
 ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 5, 2048
 NUM_BUCKETS, GRAPH_BYTES = 18, 512 << 10
-# Graphs of a number of rows: the forward, and each way of drawing behind it. Of drafts: what takes a step in; and each way
-# of drawing, and what computes a draft, which follow steps of any width.
-ROW_GRAPHS, FOLLOW_GRAPHS, FURTHER_GRAPHS = 3, 1, 3
+# Graphs of a number of rows: the forward, and each way of drawing behind it. Of drafts: what takes a step in, and
+# what does where no draft is wanted; and each way of drawing, and what computes a draft, which follow steps of any width.
+ROW_GRAPHS, FOLLOW_GRAPHS, FURTHER_GRAPHS = 3, 2, 3
 # Copies of a head's features for each token of a draft forward: fused, of the token before, beside the embedding. Of the
 # logits of each draft: a head's own, those of the model's vocabulary, those that are kept.
 FEATURE_COPIES, DRAFT_LOGITS = 4, 3

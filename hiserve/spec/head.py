@@ -102,10 +102,11 @@ class HeadProposer:
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and what the head needs of the step's tokens."""
+        layout = layout_of(step, self._max_kv_len)
         if not step.num_draft:
-            self.keep(step, layout_of(step), self._attention)
+            self.keep(step, layout, self._attention)
             return
-        chain = self.follow(step, layout_of(step), self._attention)
+        chain = self.follow(step, layout, self._attention)
         if not chain.rows.shape[0]:
             return
         for index in range(step.num_draft):

@@ -44,8 +44,13 @@ class Layout:
         return replace(self, kv_bounds=np.full_like(self.kv_bounds, max_kv_len), max_kv_len=max_kv_len)
 
 
-def layout_of(step: DraftStep) -> Layout:
-    """Returns the tokens of a step and the one behind them, of each row; carried to the device in one copy."""
+def layout_of(step: DraftStep, max_kv_len: int) -> Layout:
+    """Returns the tokens of a step and the one behind them, of each row; carried to the device in one copy.
+
+    Args:
+        step: The step.
+        max_kv_len: Places of a row's pages: the token behind a row's last place attends to these alone.
+    """
     q_lens = step.q_lens + np.int32(1)
     num_tokens = q_lens.astype(np.int64)
     indptr = np.zeros(q_lens.size + 1, dtype=np.int64)
@@ -55,7 +60,7 @@ def layout_of(step: DraftStep) -> Layout:
     own = (indptr - np.arange(indptr.size)).astype(np.int32)
     columns = upload((num_tokens, rows, offsets, indptr.astype(np.int32), own), step.rows.device)
     counts, token_rows, token_offsets, qo_indptr, step_indptr = columns
-    bounds = step.kv_bounds + np.int32(1)
+    bounds = np.minimum(step.kv_bounds + np.int32(1), np.int32(max_kv_len))
     return Layout(
         num_tokens=counts,
         token_rows=token_rows,

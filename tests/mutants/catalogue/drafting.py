@@ -143,4 +143,11 @@ MUTANTS = [
         new="if self._max_draft > 0 else None",
         test=OF_SHARED,
     ),
+    Mutant(
+        name="the token behind a row's last place attends past the row's pages",
+        file=LAYOUT,
+        old="np.minimum(step.kv_bounds + np.int32(1), np.int32(max_kv_len))",
+        new="step.kv_bounds + np.int32(1)",
+        test="tests/unit/worker/test_profile.py::test_what_drafts_behind_the_largest_steps_runs_too",
+    ),
 ]

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from hiserve import SamplingParams
+from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan
 from hiserve.errors import ResourceError
 from hiserve.runners.gate import Verdict
 from hiserve.runners.step import Ran
 from hiserve.worker.profile import profile_steps
+from tests.helpers.cache_paths import pool
+from tests.helpers.drafted import Drafted
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner
 
@@ -106,6 +110,26 @@ def test_with_drafts_the_largest_step_that_verifies_them_runs_too(folder: Path, 
     assert watched.plans[2].num_draft.tolist() == [width - 1] * num_rows
     assert watched.proposed == [0, 0, width - 1]
     assert say(engine) == say(make(folder))
+
+
+@pytest.mark.parametrize("spec", ["eagle3", "ngram"])
+def test_what_drafts_behind_the_largest_steps_runs_too(spec: str) -> None:
+    """Behind rows as long as they may be: drafts have no place there."""
+    subject = Drafted(spec=spec, spec_steps=3, host_cache_gib=0, **pool(16))
+    executor, proposed = subject.executor, []
+    propose = executor._runners._proposer.propose
+
+    def watch(step: DraftStep) -> None:
+        proposed.append((step.num_draft, int(step.kv_bounds.max())))
+        propose(step)
+
+    executor._runners._proposer.propose = watch
+    with subject.llm as llm:
+        profile_steps(
+            executor._runners, executor._rows, Scale(1, 2, 3), max_batched_tokens=64, num_draft=3, budget_bytes=9
+        )
+        assert proposed == [(0, 64), (0, 160), (3, 160)]
+        assert llm.generate(["Two cappuccinos, please."], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
 
 
 def test_a_step_that_takes_more_than_was_planned_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
