@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,35 +19,17 @@ from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Outcome, Ran, read_outcome
 from hiserve.worker.copier import Copier
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launched:
-    """A step that was launched.
-
-    Attributes:
-        outcome: What its words are.
-        words: int32 on the host, pinned, on their way.
-        copied: Recorded when they are there.
-    """
-
-    outcome: Outcome
-    words: Tensor
-    copied: torch.cuda.Event
-
 
 class Executor:
     """Turns each ``BatchPlan`` into a future ``StepResult``.
 
-    A step runs inside ``submit``, or, when ``threaded``, in one thread of its own. On CUDA to run is to launch, on a stream
-    of the executor's and without a host sync; another thread then waits for the copy of the outcome.
+    On CUDA a step is launched by the caller on a stream of the executor's, without a host sync, and a thread waits for
+    the copy of its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in one thread of its own.
 
     Args:
         runners: Compute the steps.
         rows: The permanent rows.
-        threaded: Compute or launch in a thread, so that the caller can plan meanwhile. A launch of a graph takes a third
-            of a millisecond or more of the host's, in which nobody needs the interpreter.
+        threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
         copier: Copies pages between tiers; None with one tier. Closed at the end.
     """
 
@@ -69,23 +48,19 @@ class Executor:
         if rows.device.type == "cuda":
             self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(rows.device))  # weights, pool and rows were made there
-        self._runner_thread = _thread("hiserve-executor") if threaded else None
-        self._collector = _thread("hiserve-outcomes") if self._stream is not None else None
+        needs_thread = threaded or self._stream is not None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
         self._verdicts: Counter[tuple[Action, Reason]] = Counter()
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
-        if self._collector is not None:
-            return self._collector.submit(_collect, plan, self._begin(self._launch, plan))
-        return self._begin(self._run, plan)
-
-    def _begin(self, work: Callable[[BatchPlan], T], plan: BatchPlan) -> Future[T]:
-        """Does some work on a plan, here or in the thread."""
-        if self._runner_thread is not None:
-            return self._runner_thread.submit(work, plan)
-        done: Future[T] = Future()
+        if self._thread is not None and self._stream is None:
+            return self._thread.submit(self._run, plan)
+        done: Future[StepResult] = Future()
         try:
-            done.set_result(work(plan))
+            if self._thread is not None:
+                return self._thread.submit(_collect, plan, *self._launch(plan))
+            done.set_result(self._run(plan))
         except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks for the result
             done.set_exception(error)
         return done
@@ -125,9 +100,8 @@ class Executor:
 
     def close(self) -> None:
         """Finishes the submitted steps and ends the threads."""
-        for thread in (self._runner_thread, self._collector):
-            if thread is not None:
-                thread.shutdown(wait=True)
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
         self._runners.close()
         if self._copier is not None:
             self._copier.close()
@@ -138,7 +112,7 @@ class Executor:
             self._finish(plan, ran)
         return read_outcome(plan, outcome, outcome.words.numpy())
 
-    def _launch(self, plan: BatchPlan) -> _Launched:
+    def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
         with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream), torch.inference_mode():
             outcome, ran = self._step(plan)
@@ -147,7 +121,7 @@ class Executor:
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
             self._finish(plan, ran)  # behind the copy: the host waits for no draft
-        return _Launched(outcome, host, copied)
+        return outcome, host, copied
 
     def _step(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
         self._rows.apply(plan)
@@ -185,11 +159,6 @@ class Executor:
         return Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
 
 
-def _thread(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix=name)
-
-
-def _collect(plan: BatchPlan, launched: Future[_Launched]) -> StepResult:
-    step = launched.result()
-    step.copied.synchronize()
-    return read_outcome(plan, step.outcome, step.words.numpy())
+def _collect(plan: BatchPlan, outcome: Outcome, host: Tensor, copied: torch.cuda.Event) -> StepResult:
+    copied.synchronize()
+    return read_outcome(plan, outcome, host.numpy())
