@@ -19,9 +19,10 @@ class CopyKind(IntEnum):
 
 
 DEVICE_KINDS = (CopyKind.LOAD, CopyKind.STORE)
-# Memory of a CUDA device that large pages pass through, both directions together. Each piece of it costs the enqueuing
-# thread some 150 us, which the thread that launches forwards lacks: with pieces of 16 MiB a step took twice as long.
-STAGING_BYTES = 256 << 20
+# Memory of a CUDA device that large pages pass through, both directions together. Others wait for the copy engine while
+# a piece crosses, a quarter of it at least; but each piece costs the enqueuing thread time, which the thread that launches
+# forwards lacks: with pieces of 16 MiB a step took twice as long.
+STAGING_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)

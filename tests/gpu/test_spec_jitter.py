@@ -64,7 +64,8 @@ def test_no_token_differs_and_acceptance_stays_under_jitter_and_constant_traffic
                 cuda.wait_for_stream()
             stats = engine_of(llm).stats()
             print(f"{time.monotonic() - begin:.1f} s; {dict(delays.counts)}; {stats.cache.loads}; {stats.drafts}")
-            assert stats.cache.loads.num_fulfilled > load.num_requests
+            # Most requests find their prefix on the device; but more came in than twice all that it holds at a time.
+            assert stats.cache.loads.num_fulfilled > 2 * load.kv_pages
             assert stats.evicted_pages > load.num_requests
             assert share_of_replays(stats) >= MIN_REPLAYS
             assert bool(stats.graph_gate["replay"].get("verify")) == bool(options)

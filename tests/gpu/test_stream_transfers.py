@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,8 +164,28 @@ def test_large_orders_cross_pinned_pieces_and_share_little_staging_memory(make_b
     assert (bench.page(91) == -1).all()
 
 
+def test_others_have_their_turn_at_the_copy_engine_while_a_load_crosses() -> None:
+    """It turns to nobody else as long as one stream has copies for it that could begin."""
+    bench = TransferBench(STAGED, groups=LARGE, num_pages=250)
+    pages = list(range(1, 250))
+    bench.store(1, pages, pages)
+    assert bench.acks(1)[0].is_ok
+    source = torch.ones(200_000, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(source.shape, dtype=torch.uint8, device="cuda").copy_(source).zero_()
+    torch.cuda.current_stream().synchronize()
+    bench.load(2, pages, pages)
+    while 2 not in bench.begun:
+        time.sleep(0.0001)
+    time.sleep(0.001)  # the engine has more to do now than it can have done
+    target.copy_(source, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert bench.engine.poll() == [], "the load was over before"
+    assert bench.acks(1)[0].is_ok and target.all()
+    bench.close()
+
+
 def test_uploads_of_a_step_wait_for_no_load() -> None:
-    """The copy engine serves nobody else as long as a load is there: what a step needs does not go through it."""
+    """Nor for their turn."""
     array = np.arange(40_000, dtype=np.int32)
     source = torch.ones(1 << 30, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(source.shape, dtype=torch.uint8, device="cuda")

@@ -76,7 +76,8 @@ class PageStreams:
     """The streams of one direction. Used by one thread at a time, whose current device is the pools'.
 
     Large pages take two streams, so that the copy engine never waits for a kernel: the first fills staging
-    memory, the last drains it. For small pages both are the same.
+    memory, the last drains it. For small pages both are the same. Between two pieces of staging memory others have their
+    turn at the copy engine.
 
     Args:
         device: The device pool.
@@ -104,6 +105,8 @@ class PageStreams:
         self._pages_per_slot = max(1, staging_bytes // _NUM_SLOTS // page_bytes)
         self._min_layer_bytes = min_layer_bytes
         self._copy_engine = CopyEngine()
+        self._others = _stream()
+        self._passed, self._returned = _event(), _event()
         self._first = self._last = _stream()
         self._slots: deque[_Slot] = deque()
         if page_bytes > max_direct_page_bytes:
@@ -174,6 +177,14 @@ class PageStreams:
         else:
             self._cross(slot.memory, theirs, self._last)
         slot.drained.record(self._last)
+        self._let_others_pass(self._first if self._kind is CopyKind.LOAD else self._last)
+
+    def _let_others_pass(self, crossing: torch.cuda.Stream) -> None:
+        """Has the copy engine wait a moment for another stream: only then does it turn to copies of others."""
+        self._passed.record(crossing)
+        self._others.wait_event(self._passed)
+        self._returned.record(self._others)
+        crossing.wait_event(self._returned)
 
     def _cross(self, memory: Tensor, pages: Int32Array, stream: torch.cuda.Stream) -> None:
         """Sends rows of staging memory to host pages, or the other way: runs of adjacent pages in one pinned piece."""
