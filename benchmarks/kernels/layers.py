@@ -123,9 +123,7 @@ class Maker:
             turns = self._turns(outputs * inputs)
             weights = self._draw(turns, outputs, inputs)
             for tokens in self._sizes.linear_tokens[: -2 if name == "head" else None]:
-                yield self._linear(name, weights, tokens, self._ops.linear)
-            if name == "gate_up":
-                yield self._linear("gate_up and gate", weights, 1, self._ops.gated_linear)
+                yield self._linear(name, weights, tokens)
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device)
@@ -175,15 +173,13 @@ class Maker:
         logits = self._draw(turns, tokens, self._sizes.vocab)
         return Work(f"greedy, {tokens}", lambda turn: ops.greedy(logits[turn]), turns, logits[0].nbytes)
 
-    def _linear(
-        self, name: str, weights: Tensor, tokens: int, product: Callable[[Tensor, Tensor, None], Tensor]
-    ) -> Work:
+    def _linear(self, name: str, weights: Tensor, tokens: int) -> Work:
         turns, outputs, inputs = weights.shape
         x = self._draw(tokens, inputs)
         num_bytes = weights[0].nbytes + x.nbytes + tokens * outputs * x.itemsize
         return Work(
             f"{name}, {tokens}",
-            lambda turn: product(x, weights[turn], None),
+            lambda turn: self._ops.linear(x, weights[turn], None),
             turns,
             num_bytes,
             2 * tokens * outputs * inputs,

@@ -13,19 +13,9 @@ from torch import Tensor
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.experts import mix_experts, route
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.linear import gated_row, linear
+from hiserve.kernels.linear import linear
 
-__all__ = [
-    "add_rms_norm",
-    "gated_linear",
-    "linear",
-    "mix_experts",
-    "rms_norm",
-    "rotate_and_store",
-    "rotations",
-    "route",
-    "silu_mul",
-]
+__all__ = ["add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
 
 _MAX_WARPS = 8
 _ELEMENTS_PER_WARP = 512
@@ -238,12 +228,6 @@ def _rotate_and_store_kernel(  # type: ignore[no-untyped-def]
             tl.store(source + HALF, partner, mask=mask)
             tl.store(pool_k + slot, turned, mask=mask)
             tl.store(pool_k + slot + HALF, partner, mask=mask)
-
-
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As ``reference.gated_linear``."""
-    out = gated_row(x, weight, bias)
-    return silu_mul(linear(x, weight, bias)) if out is None else out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Dense projections of few tokens, gates included: the weights are read once, at the speed of memory."""
+"""Dense projections of few tokens: the weights are read once, at the speed of memory."""
 
 from __future__ import annotations
 
@@ -28,33 +28,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     times. In graphs of whole layers there, one row took 0.98 (Llama-8B) and 0.60 (Qwen3-0.6B) of cuBLAS' time.
     """
     num_rows, num_columns = x.shape[0], weight.shape[0]
-    if _is_row(x):
+    if x.dtype.itemsize == 2 and num_rows == 1:
         return _row_linear(x, weight, bias)
     if x.dtype.itemsize == 2 and 1 < num_rows <= _TILE_ROWS and _is_tiled(num_columns):
         return _tiled_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def gated_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """As ``reference.gated_linear`` in one launch; None for what is not one row of a 16-bit type."""
-    return _row_linear(x, weight, bias, is_gated=True) if _is_row(x) else None
-
-
-def _is_row(x: Tensor) -> bool:
-    return x.dtype.itemsize == 2 and x.shape[0] == 1
-
-
 def _is_tiled(num_columns: int) -> bool:
     return any(above < num_columns <= limit for above, limit in _TILED)
 
 
-def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> Tensor:
+def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
-    depth, num_parts = weight.shape[1], 2 if is_gated else 1
-    num_columns = weight.shape[0] // num_parts
+    num_columns, depth = weight.shape
     out = x.new_empty((1, num_columns))
     block = min(_MAX_DEPTH, triton.next_power_of_2(depth))
-    columns = min(_MAX_COLUMNS, _ELEMENTS // block) // num_parts
+    columns = min(_MAX_COLUMNS, _ELEMENTS // block)
     _row_kernel[(triton.cdiv(num_columns, columns),)](
         x,
         weight,
@@ -63,7 +53,6 @@ def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_gated: boo
         num_columns,
         depth,
         COLUMNS=columns,
-        NUM_PARTS=num_parts,
         DEPTH=block,
         num_warps=max(1, block // _ELEMENTS_PER_WARP),
         **early_launch(x.device),
@@ -80,25 +69,21 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     num_columns,
     depth,
     COLUMNS: tl.constexpr,  # noqa: N803
-    NUM_PARTS: tl.constexpr,  # noqa: N803
     DEPTH: tl.constexpr,  # noqa: N803
     IS_EARLY: tl.constexpr,  # noqa: N803
 ):
     """Each program reads some rows of the weight, which are columns of the result, from one end to the other.
 
     It is a block ahead with the weight, so that the first is on its way before the kernel that makes ``x`` has ended.
-    Of two parts the first gates the second: a program has the columns of both.
     """
     start_next(IS_EARLY)
-    number = tl.arange(0, COLUMNS * NUM_PARTS)
-    target = tl.program_id(0) * COLUMNS + number // NUM_PARTS
-    column = number % NUM_PARTS * num_columns + target
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     element = tl.arange(0, DEPTH)
-    is_column = target < num_columns
+    is_column = column < num_columns
     rows = weight + column.to(tl.int64)[:, None] * depth + element[None, :]
     weights = tl.load(rows, mask=is_column[:, None] & (element < depth)[None, :], other=0.0)
     await_previous(IS_EARLY)
-    totals = tl.zeros([COLUMNS * NUM_PARTS, DEPTH], tl.float32)
+    totals = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for first in range(0, depth, DEPTH):
         values = tl.load(x + first + element, mask=element < depth - first, other=0.0).to(tl.float32)
         is_ahead = element < depth - first - DEPTH
@@ -108,14 +93,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     total = tl.sum(totals, 1)
     if bias is not None:
         total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    if NUM_PARTS == 1:
-        tl.store(out + target, total.to(out.dtype.element_ty), mask=is_column)
-    else:
-        dtype: tl.constexpr = out.dtype.element_ty
-        gate, up = tl.split(total.to(dtype).to(tl.float32).reshape([COLUMNS, NUM_PARTS]))
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-        first_target = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        tl.store(out + first_target, (silu * up).to(dtype), mask=first_target < num_columns)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

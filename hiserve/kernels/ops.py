@@ -47,9 +47,6 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Projects ``[T, n]``."""
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Projects ``[T, n]`` to gate and up, and returns ``silu(gate) * up``."""
-
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Returns ``silu(gate) * up``."""
 

@@ -132,11 +132,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``silu(gate) * up`` of the projection of ``[T, k]`` by ``[2 n, k]``, gate rows first; returns ``[T, n]``."""
-    return silu_mul(linear(x, weight, bias))
-
-
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 n]``, gate first; returns ``[T, n]``."""
     gate, up = gate_up.chunk(2, -1)

@@ -19,20 +19,13 @@ class Linear:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._ops = ops_for(weight.device)
-        self._is_packed = can_pack(weight)
-        self._weight = pack(weight) if self._is_packed else weight
+        is_packed = can_pack(weight)
+        self._weight = pack(weight) if is_packed else weight
         self._bias = bias
         self._project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
-            packed_linear if self._is_packed else self._ops.linear
+            packed_linear if is_packed else ops_for(weight.device).linear
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Projects ``[T, in_features]``."""
         return self._project(x, self._weight, self._bias)
-
-    def gated(self, x: Tensor) -> Tensor:
-        """Projects ``[T, in_features]`` to gate and up, gate rows first; returns ``silu(gate) * up``, half as wide."""
-        if self._is_packed:
-            return self._ops.silu_mul(self(x))
-        return self._ops.gated_linear(x, self._weight, self._bias)

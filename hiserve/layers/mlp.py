@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hiserve.kernels.ops import Ops
 from hiserve.layers.linear import Linear
 
 
@@ -16,11 +17,13 @@ class GatedMLP:
     Attributes:
         gate_up: Gate rows, then up rows: ``[2 * intermediate_size, hidden_size]``.
         down: ``[hidden_size, intermediate_size]``.
+        ops: The device's operations.
     """
 
     gate_up: Linear
     down: Linear
+    ops: Ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """Maps ``[T, hidden_size]`` to the same shape."""
-        return self.down(self.gate_up.gated(x))
+        return self.down(self.ops.silu_mul(self.gate_up(x)))

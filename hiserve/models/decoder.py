@@ -186,7 +186,7 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
         mlp=(
             _moe(config.experts, parameters, ours, ops)
             if config.experts is not None and config.experts.is_in(index)
-            else GatedMLP(_linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"))
+            else GatedMLP(_linear(parameters, ours + "gate_up"), _linear(parameters, ours + "down"), ops)
         ),
     )
 
@@ -203,7 +203,9 @@ def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: O
     )
     experts: Experts = StackedExperts(gate_up, down, ops)
     if gate_up.device.type == "cpu":
-        experts = SparseExperts([GatedMLP(Linear(mine), Linear(its)) for mine, its in zip(gate_up, down, strict=True)])
+        experts = SparseExperts(
+            [GatedMLP(Linear(mine), Linear(its), ops) for mine, its in zip(gate_up, down, strict=True)]
+        )
     return MoE(
         router=Linear(parameters.pop(ours + "router")),
         experts=experts,

@@ -49,9 +49,6 @@ for dtype in DTYPES:
         before = gate_up.clone()
         close(fused.silu_mul(gate_up), reference.silu_mul(gate_up), dtype)
         assert torch.equal(gate_up, before)
-for rows in (1, 3):
-    x, weight, bias = (randn(*shape, dtype=torch.float16) for shape in ((rows, 40), (14, 40), (14,)))
-    close(fused.gated_linear(x, weight, bias), reference.gated_linear(x, weight, bias), torch.float16)
 ends = torch.tensor([[-torch.inf, -1e30, 0.0, torch.inf, 1.0, 1.0, 1.0, 1.0]])
 assert torch.equal(fused.silu_mul(ends).nan_to_num(nan=7.0), reference.silu_mul(ends).nan_to_num(nan=7.0))
 """

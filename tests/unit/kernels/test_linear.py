@@ -42,20 +42,6 @@ for depth, columns in ((40, 6), (1024, 9), (2048, 3), (2100, 4), (4096 + 16, 3))
 for rows, dtype in ((0, torch.float16), (2, torch.float16), (1, torch.float32), (1, torch.float64)):
     check_plain(rows, 6, dtype)
 """
-GATED = """
-for depth, columns in ((40, 7), (1024, 9), (2048, 3), (2100, 4), (4096 + 16, 3)):
-    for dtype, unit in ((torch.float16, 1e-3), (torch.bfloat16, 8e-3)):
-        x, weight, bias = randn(1, depth, dtype=dtype), randn(2 * columns, depth, dtype=dtype), randn(2 * columns, dtype=dtype)
-        for given in (None, bias):
-            got = linear.gated_row(x, weight, given)
-            gate, up = linear.linear(x, weight, given).double().chunk(2, -1)
-            expected = ((gate / (1 + (-gate).exp())).to(dtype).double() * up).to(dtype)
-            assert got.shape == (1, columns)
-            assert_close(got, expected, atol=unit, rtol=2 * unit)  # two roundings may go the other way
-            x = x / 32  # sums so large that the gate is open or shut say little of it
-for rows, dtype in ((0, torch.float16), (2, torch.float16), (1, torch.float32)):
-    assert linear.gated_row(randn(rows, 40, dtype=dtype), randn(6, 40, dtype=dtype), None) is None
-"""
 FEW_ROWS = """
 linear._TILED = ((30, 80),)
 for rows in (2, 7, 16):
@@ -69,11 +55,6 @@ for rows, columns, dtype in ((2, 30, torch.float16), (2, 81, torch.float16), (17
 @pytest.mark.timeout(120)
 def test_one_row_is_projected_as_rows_are() -> None:
     run_interpreted(HEADER + ONE_ROW)
-
-
-@pytest.mark.timeout(120)
-def test_one_row_is_gated_in_one_launch() -> None:
-    run_interpreted(HEADER + GATED)
 
 
 @pytest.mark.timeout(120)

@@ -35,7 +35,7 @@ def moe(form: str, dtype: torch.dtype, num_per_token: int, is_normalized: bool) 
     experts: StackedExperts | SparseExperts = StackedExperts(gate_up, down, reference)
     if form == "sparse":
         pairs = zip(gate_up, down, strict=True)
-        experts = SparseExperts([GatedMLP(Linear(mine), Linear(its)) for mine, its in pairs])
+        experts = SparseExperts([GatedMLP(Linear(mine), Linear(its), reference) for mine, its in pairs])
     return MoE(
         router=Linear(router), experts=experts, num_per_token=num_per_token, is_normalized=is_normalized, ops=reference
     )
@@ -99,7 +99,7 @@ def test_on_the_cpu_an_expert_without_tokens_is_not_run() -> None:
             return x
 
     linear = Linear(torch.zeros(1, 1))
-    experts = SparseExperts([Counted(linear, linear) for _ in range(4)])
+    experts = SparseExperts([Counted(linear, linear, reference) for _ in range(4)])
     out = experts(torch.ones(3, 1), torch.tensor([[0.5], [1.0], [2.0]]), torch.tensor([[1], [3], [1]]))
     assert calls == [2, 1]
     assert out[:, 0].tolist() == [0.5, 1.0, 2.0]
