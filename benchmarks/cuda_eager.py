@@ -1,7 +1,8 @@
 """The engine on a CUDA device, eager: the GPU tests, then a live server under chat and load.
 
 Usage: ``python benchmarks/cuda_eager.py OUT.json COMMIT``. Not a speed record: runners with
-graphs and fused kernels are a later step. It shows that the same server answers on a GPU.
+graphs and fused kernels are a later step. It shows that the same server answers on a GPU, and decodes plainly:
+``benchmarks/gpu/spec.py`` is about drafts.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ def serve_and_measure(*flags: str) -> dict[str, Any]:
         "0",
         "--log-level",
         "warning",
+        "--spec",
+        "off",
         *flags,
     ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True)

@@ -1,8 +1,9 @@
-"""A few requests over a small pool with a host tier, for tools that watch the device.
+"""A few requests over a small pool with a host tier and a draft head, for tools that watch the device.
 
 ``compute-sanitizer --tool memcheck python -m tests.gpu.serve_briefly``. Says how many steps were replayed: such a tool may
-refuse captures, and steps run eagerly then. With ``--graphs off`` and ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` every tensor has
-memory of its own, so that one that is overrun is told.
+refuse captures, and steps run eagerly then. Drafts are two a step, so that the head goes on from its own state too; ``--spec
+off`` leaves them out. With ``--graphs off`` and ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` every tensor has memory of its own, so
+that one that is overrun is told.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import sys
 import torch
 
 from hiserve import LLM, SamplingParams
+from hiserve.core.draft_use import DraftUse
 from tests.helpers import cuda
 from tests.helpers.gated import spoil_device
 from tests.helpers.tiered import engine_of
 
-NUM_PROMPTS, NUM_TOKENS, NUM_NEW = 3, 40, 5  # few: under such tools a step takes seconds
+NUM_PROMPTS, NUM_TOKENS, NUM_NEW, NUM_DRAFTS = 3, 40, 5, 2  # few: under such tools a step takes seconds
 
 
 def main(arguments: list[str]) -> None:
@@ -27,6 +29,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--attention-backend", default="triton", help="as the setting; FlashInfer's kernels are not ours"
     )
+    parser.add_argument("--spec", default="eagle3", help="as the setting")
     options = vars(parser.parse_args(arguments))
     prompts = torch.randint(7, 4096, (NUM_PROMPTS, NUM_TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
     drawn = {"max_tokens": NUM_NEW, "ignore_eos": True}
@@ -43,19 +46,24 @@ def main(arguments: list[str]) -> None:
         max_running_requests=2,
         max_batched_tokens=16,
         host_cache_gib=0.05,
+        spec_steps=NUM_DRAFTS,
         overlap=1,
         cpu_threads=1,
         log_level="info",
         **options,
     ) as llm:
+        use = DraftUse()
         for _ in range(2):
-            results = llm.generate(prompts, sampling)
-            assert all(len(result.outputs[0].token_ids) == NUM_NEW for result in results)
+            choices = [result.outputs[0] for result in llm.generate(prompts, sampling)]
+            assert all(len(choice.token_ids) == NUM_NEW for choice in choices)
+            use = sum((choice.drafts or DraftUse() for choice in choices), use)
             spoil_device(llm)
         stats = engine_of(llm).stats()
+    assert bool(use.proposed) == (options["spec"] != "off"), use
     cache = stats.cache
     sys.stdout.write(
         f"steps: {stats.graph_gate}\npages: {cache.stores.num_fulfilled} stored, {cache.loads.num_fulfilled} loaded\n"
+        f"drafts: {use.shown()}\n"
     )
 
 
