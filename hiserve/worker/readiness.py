@@ -204,6 +204,7 @@ class Subject:
 
     def _run(self, parts: Mapping[int, Part], *, is_guarded: bool = False) -> StepResult:
         """Runs a step of rows that are admitted with it, over tokens that are always the same."""
+        self._await_drafts()  # or they would be written over the tokens
         self._rows.tokens.copy_(self._prompts)
         if self._rows.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
@@ -212,6 +213,14 @@ class Subject:
             return self.executor.submit(plan).result()
         with _no_sync():
             return self.executor.submit(plan).result()
+
+    def _await_drafts(self) -> None:
+        """Waits until what drafts behind the steps before has ended, which their results do not: a step of no rows does."""
+        self._step_id += 1
+        nothing = np.empty(0, dtype=np.int32)
+        samples = np.empty(0, dtype=np.bool_)
+        plan = BatchPlan(self._step_id, nothing, nothing, nothing, samples, num_scored=nothing, max_len=nothing)
+        self.executor.submit(plan).result()
 
     def _plan(self, parts: Mapping[int, Part], *, is_new: bool) -> BatchPlan:
         """Plans a step; new rows are admitted with it, each with all the pages that it will ever need."""
@@ -251,6 +260,8 @@ class Subject:
 
     def _difference(self, eager: Subject, parts: Mapping[int, Part]) -> float:
         """Compares the keys and values that a step writes, and what drafts behind it, with the eager step's."""
+        self._await_drafts()
+        eager._await_drafts()
         pairs = [(self._written(parts, self._layers), eager._written(parts, eager._layers))]
         if self._draft_layers:  # of tokens that were known before: which others there are is for the step to say
             known = {row: part._replace(num_draft=0) for row, part in parts.items()}

@@ -14,6 +14,7 @@ OF_HARMLESS = OF_SCAN + "test_what_does_no_harm_is_not_caught"
 OF_EXCEPTION = OF_SCAN + "test_an_exception_covers_its_function_and_pattern_alone_and_is_told_when_it_covers_nothing"
 OF_DOCTOR = "tests/unit/commands/test_doctor_graphs.py::test_it_is_ready_when_neither_the_code_nor_a_step_is_wrong"
 OF_READINESS = "tests/unit/worker/test_readiness.py::"
+OF_LATE = OF_READINESS + "test_drafts_that_come_late_make_no_difference"
 OF_DRAFTS = OF_READINESS + "test_steps_are_checked_with_what_drafts_behind_them"
 
 MUTANTS = [
@@ -157,5 +158,19 @@ MUTANTS = [
         old="inc(max(0, count - old))",
         new="inc(count)",
         test="tests/unit/server/test_metrics.py::test_verdicts_of_the_gate_are_counted_by_reason_and_never_fall",
+    ),
+    Mutant(
+        name="the next step's tokens are there before the drafts that are written over them",
+        file=READINESS,
+        old="        self._await_drafts()  # or they would be written over the tokens\n",
+        new="",
+        test=OF_LATE,
+    ),
+    Mutant(
+        name="what drafts behind a step is compared before it has ended",
+        file=READINESS,
+        old="        self._await_drafts()\n        eager._await_drafts()\n",
+        new="",
+        test=OF_LATE,
     ),
 ]
