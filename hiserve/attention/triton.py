@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: one for leading rows of one small width, one for the rows behind them."""
+"""Attention by our own Triton kernels: one for leading rows of few tokens each, one for the rows behind them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
+from hiserve.core.plan import Int32Array
 from hiserve.kernels.attention_decode import MAX_TOKENS, decode
 from hiserve.kernels.attention_extend import choose_num_parts, extend
-from hiserve.kernels.attention_schedule import Rows, Schedule, choose_num_extra, schedule, tile_for
+from hiserve.kernels.attention_schedule import MAX_QUERIES, Rows, Schedule, choose_num_extra, schedule, tile_for
 
 _SMS_OF_THE_INTERPRETER = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Others:
-    """Rows behind those of one small width.
+    """Rows behind those of few tokens.
 
     Attributes:
         rows: Views of the step's; ``qo_indptr`` counts from the first token of the step.
@@ -36,7 +37,7 @@ class _Others:
 class TritonAttention:
     """Reads lengths on the device. What the host knows of them chooses kernels and how much is launched, no more.
 
-    The first layer of each window splits the rows of one small width for the layers behind it. So a graph splits them anew
+    The first layer of each window splits the rows of few tokens for the layers behind it. So a graph splits them anew
     in each replay, by the lengths that its tensors hold then.
 
     Args:
@@ -50,9 +51,9 @@ class TritonAttention:
         self._tile = tile_for(shape.head_dim, shape.dtype)
         self._splits_at = {shape.windows.index(window) for window in shape.windows} or {0}
         self._tree_mask: Tensor | None = None
-        self._even: Rows | None = None
+        self._short: Rows | None = None
         self._others: _Others | None = None
-        self._num_even = 0
+        self._num_short = 0
         self._num_extra = 1
         self._schedules: dict[int | None, Schedule] = {}
 
@@ -63,23 +64,19 @@ class TritonAttention:
 
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides which kernel computes which rows."""
-        q_lens, width = inputs.q_lens, int(inputs.q_lens[0])
-        num_even = 0
-        if width <= MAX_TOKENS:
-            differs = q_lens != width
-            num_even = int(differs.argmax()) if differs.any() else len(q_lens)
+        q_lens, num_short = inputs.q_lens, self._count_short(inputs.q_lens)
         self._tree_mask = inputs.tree_mask
         self._schedules = {}
-        self._even = self._others = None
+        self._short = self._others = None
         shape = self._shape
         heads = (shape.num_heads, shape.num_kv_heads)
-        if num_even:
-            self._even, self._num_even = _cut(inputs, 0, num_even), num_even * width
-            self._num_extra = choose_num_extra(self._even, heads, _num_sms(inputs), self._tile.num_keys)
-        if num_even < len(q_lens):
-            new, bounds = q_lens[num_even:], inputs.kv_bounds[num_even:]
+        if num_short:
+            self._short, self._num_short = _cut(inputs, 0, num_short), int(q_lens[:num_short].sum())
+            self._num_extra = choose_num_extra(self._short, heads, _num_sms(inputs), self._tile.num_keys)
+        if num_short < len(q_lens):
+            new, bounds = q_lens[num_short:], inputs.kv_bounds[num_short:]
             self._others = _Others(
-                _cut(inputs, num_even, len(q_lens)),
+                _cut(inputs, num_short, len(q_lens)),
                 has_fresh=bool((bounds == new).any()),
                 has_prefixed=bool((bounds > new).any()),
                 num_parts=choose_num_parts(
@@ -87,21 +84,31 @@ class TritonAttention:
                 ),
             )
 
+    def _count_short(self, q_lens: Int32Array) -> int:
+        """How many leading rows have so few tokens that one program has all queries of a KV head; or more, all alike.
+
+        The kernel for the others so is only compiled for rows of many tokens.
+        """
+        is_long = q_lens > MAX_QUERIES * self._shape.num_kv_heads // self._shape.num_heads
+        if is_long[0]:
+            return len(q_lens) if q_lens[0] <= MAX_TOKENS and (q_lens == q_lens[0]).all() else 0
+        return int(is_long.argmax()) if is_long.any() else len(q_lens)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends in at most three launches for each kind of rows."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         shape = self._shape
         window = shape.window(layer)
         sinks = shape.sinks[layer] if shape.sinks else None
-        if self._even is not None:
+        if self._short is not None:
             decode(
-                q[: self._num_even],
+                q[: self._num_short],
                 kv,
-                self._even,
-                self._schedule(self._even, window, layer),
+                self._short,
+                self._schedule(self._short, window, layer),
                 page_size=shape.page_size,
                 scale=shape.head_dim**-0.5,
-                out=out[: self._num_even],
+                out=out[: self._num_short],
                 sinks=sinks,
                 tree_mask=self._tree_mask,
             )

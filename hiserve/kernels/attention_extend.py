@@ -65,7 +65,6 @@ class _Shape(NamedTuple):
     num_keys: int
     hides_first: bool
     is_fresh: bool
-    leaves_fresh: bool
     is_part: bool
 
 
@@ -190,7 +189,8 @@ def extend(
             q.shape[0],
             window,
             scale * math.log2(math.e),
-            shape._replace(is_fresh=is_fresh, leaves_fresh=has_fresh and not is_fresh),
+            has_fresh and not is_fresh,
+            shape._replace(is_fresh=is_fresh),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
         )
@@ -213,7 +213,6 @@ def _shape(q: Tensor, k: Tensor, page_size: int, hides_first: bool, is_part: boo
         num_keys=cut.num_keys,
         hides_first=hides_first,
         is_fresh=False,
-        leaves_fresh=False,
         is_part=is_part,
     )
 
@@ -229,7 +228,7 @@ def _blocks(x: Tensor, shape: _Shape) -> TensorDescriptor:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["table_stride", "num_tokens", "window", "scale"],
+    do_not_specialize=["table_stride", "num_tokens", "window", "scale", "leaves_fresh"],
     do_not_specialize_on_alignment=["qo_indptr", "kv_lens", "page_table", "tree_mask"],
 )
 def _extend(  # type: ignore[no-untyped-def]
@@ -249,6 +248,7 @@ def _extend(  # type: ignore[no-untyped-def]
     num_tokens,
     window,
     scale,
+    leaves_fresh,
     shape: tl.constexpr,
 ):
     """Some new tokens of a row, one KV head, one part of the keys; those with the most keys first, heads side by side."""
@@ -260,7 +260,7 @@ def _extend(  # type: ignore[no-untyped-def]
     q_len = tl.load(qo_indptr + row + 1) - start
     prefix = tl.load(kv_lens + row).to(tl.int32) - q_len
     first = (tl.cdiv(q_len, tokens) - 1 - tl.program_id(1)) * tokens
-    if first < 0 or (shape.is_fresh and prefix > 0) or (shape.leaves_fresh and prefix == 0):
+    if first < 0 or (shape.is_fresh and prefix > 0) or (leaves_fresh and prefix == 0):
         return
 
     lane = tl.arange(0, num_queries)

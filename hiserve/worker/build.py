@@ -43,6 +43,7 @@ from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from hiserve.worker.profile import CudaMeter, profile_steps
+from hiserve.worker.rehearsal import rehearse_steps
 from hiserve.worker.runners import make_runners
 from hiserve.worker.transfers import make_registrar, make_transfers
 
@@ -158,7 +159,7 @@ def _runners(
     rows: DeviceRows,
     proposer: Proposer | None,
 ) -> Dispatch:
-    """Prepares the runners; on CUDA measures the largest steps, beside what was planned for them."""
+    """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
     runners = make_runners(
         config.runner,
@@ -172,6 +173,7 @@ def _runners(
         proposer=proposer,
     )
     if rows.device.type == "cuda":
+        rehearse_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=config.spec.tiers[-1])
         budget = step_memory(
             model_config.facts().step,
             dtype_bytes=DTYPE_BYTES[dtype],

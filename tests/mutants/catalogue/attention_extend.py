@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         name="extend: rows without a prefix are computed once more, from the pool",
         file=EXTEND,
-        old=" or (shape.leaves_fresh and prefix == 0)",
+        old=" or (leaves_fresh and prefix == 0)",
         new="",
         test=FRESH,
     ),

@@ -1,0 +1,109 @@
+"""Runs at start, once each, what steps without a graph may need compiled: else a request would wait for the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hiserve.core.plan import BatchPlan, RowAdmit
+from hiserve.core.request import SamplingParams
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.gate import Action, Reason, Verdict
+from hiserve.runners.rows import DeviceRows
+from hiserve.sampling.params import Drawing
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of rows that attention takes as short ones, in any group of query heads: each next power of two once."""
+LONG = 2 * WIDTHS[-1]
+"""Tokens of a row that is never short, in which drafts are not either."""
+
+_DRAWINGS = {
+    Drawing.GREEDY: SamplingParams(seed=0, temperature=0.0),
+    Drawing.FREE: SamplingParams(seed=0, temperature=1.0),
+}
+
+
+class _Row(NamedTuple):
+    """One row of a step.
+
+    Attributes:
+        known: Tokens to compute that are no drafts.
+        num_draft: Drafts to verify.
+        max_len: Upper bound of its length; None is that of a row without a prefix.
+    """
+
+    known: int
+    num_draft: int = 0
+    max_len: int | None = None
+
+    @property
+    def num_new(self) -> int:
+        """Tokens to compute."""
+        return self.known + self.num_draft
+
+
+def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: int, num_draft: int = 0) -> int:
+    """Runs small steps eagerly: rows of every width and of several, with drafts and without, few and longer ones.
+
+    Their rows have no pages: all that they store goes to the sink, and afterwards they have forgotten it, as such rows do.
+
+    Args:
+        runners: Of the device.
+        rows: Nobody has one yet; nobody has one afterwards.
+        max_batched_tokens: Tokens of the largest step.
+        num_draft: Drafts of a row, at most.
+
+    Returns:
+        How many there were.
+    """
+    num_steps, max_rows = 0, rows.page_table.shape[0] - 1
+    with torch.inference_mode():
+        for step, num_propose in _steps(rows.max_len, num_draft):
+            step = step[:max_rows]
+            if (
+                sum(row.num_new for row in step) > max_batched_tokens
+                or max(row.num_new for row in step) >= rows.max_len
+            ):
+                continue
+            for drawing, sampling in _DRAWINGS.items():
+                plan = _plan(step, num_propose, sampling)
+                rows.apply(plan)
+                ran = runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF, sampling=drawing.value))
+                runners.propose(plan, ran)
+                num_steps += 1
+    return num_steps
+
+
+def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_Row], int]]:
+    """The rows of each step, and the drafts to propose behind it."""
+    for width in WIDTHS:
+        yield [_Row(width)], num_draft
+        yield [_Row(width), _Row(1)], 0
+    for drafts in range(1, num_draft + 1):
+        yield [_Row(1, drafts, max_len), _Row(1, 0, max_len)], drafts
+    # Rows with a prefix, or those besides some without, whose keys are split among programs if they may be many.
+    for bound in (LONG + 1, max_len):
+        yield [_Row(LONG, 0, bound)], num_draft
+        yield [_Row(LONG), _Row(LONG, 0, bound)], num_draft
+
+
+def _plan(step: list[_Row], num_propose: int, sampling: SamplingParams) -> BatchPlan:
+    num_new = np.array([row.num_new for row in step], dtype=np.int32)
+    numbers = np.arange(1, num_new.size + 1, dtype=np.int32)
+    return BatchPlan(
+        step_id=0,
+        rows=numbers,
+        num_new=num_new,
+        num_draft=np.array([row.num_draft for row in step], dtype=np.int32),
+        samples=np.ones(num_new.size, dtype=np.bool_),
+        num_scored=np.zeros_like(num_new),
+        max_len=np.array([row.max_len or row.num_new for row in step], dtype=np.int32),
+        num_propose=num_propose,
+        admit=tuple(
+            RowAdmit(number, np.zeros(row.known, dtype=np.int32), row.known, 0, sampling)
+            for number, row in zip(numbers.tolist(), step, strict=True)
+        ),
+    )
