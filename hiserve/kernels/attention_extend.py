@@ -195,10 +195,13 @@ def extend(
             num_stages=cut.num_stages,
         )
     if num_parts > 1:
-        num_cells, num_rows = q.shape[0] * q.shape[1], kv_lens.shape[0]
-        _join[(triton.cdiv(num_cells, _JOINED),)](
-            parts, results, qo_indptr, num_rows, num_parts, num_cells, _JOINED, shape
-        )
+        _join_all(parts, results, qo_indptr, num_rows=kv_lens.shape[0], shape=shape)
+
+
+def _join_all(parts: _Results, results: _Results, qo_indptr: Tensor, *, num_rows: int, shape: _Shape) -> None:
+    num_parts, num_tokens, num_heads = parts.out.shape[:3]
+    num_cells = num_tokens * num_heads
+    _join[(triton.cdiv(num_cells, _JOINED),)](parts, results, qo_indptr, num_rows, num_parts, num_cells, _JOINED, shape)
 
 
 def _shape(q: Tensor, k: Tensor, page_size: int, hides_first: bool, is_part: bool, cut: Tile) -> _Shape:

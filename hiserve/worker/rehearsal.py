@@ -63,10 +63,8 @@ def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: i
     with torch.inference_mode():
         for step, num_propose in _steps(rows.max_len, num_draft):
             step = step[:max_rows]
-            if (
-                sum(row.num_new for row in step) > max_batched_tokens
-                or max(row.num_new for row in step) >= rows.max_len
-            ):
+            num_new = [row.num_new for row in step]
+            if sum(num_new) > max_batched_tokens or max(num_new) >= rows.max_len:
                 continue
             for drawing, sampling in _DRAWINGS.items():
                 plan = _plan(step, num_propose, sampling)

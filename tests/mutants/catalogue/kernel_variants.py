@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         name="steps larger than any are rehearsed",
         file="hiserve/worker/rehearsal.py",
-        old="if sum(row.num_new for row in step) > max_batched_tokens or max",
+        old="if sum(num_new) > max_batched_tokens or max",
         new="if max",
         test=OF_REHEARSAL + "test_steps_that_are_larger_than_any_are_left_out",
     ),
