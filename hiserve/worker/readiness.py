@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,7 +281,9 @@ class Subject:
 @contextmanager
 def _no_sync() -> Iterator[None]:
     """Makes whatever waits for the device raise instead."""
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
