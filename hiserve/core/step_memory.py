@@ -23,8 +23,8 @@ SCORED_SLICE, SCORED_BYTES = 128, 24
 MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
 # Graphs of all sizes together have at most so many times the rows, or tokens, of the largest; a graph of any size
 # costs the driver some memory, too.
-ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 5, 2048
-NUM_BUCKETS, GRAPH_BYTES = 18, 512 << 10
+ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 7, 2048
+NUM_BUCKETS, GRAPH_BYTES = 21, 512 << 10
 # Graphs of a number of rows: the forward, and each way of drawing behind it. Of drafts: what takes a step in, and
 # what does where no draft is wanted; and each way of drawing, and what computes a draft, which follow steps of any width.
 ROW_GRAPHS, FOLLOW_GRAPHS, FURTHER_GRAPHS = 3, 2, 3

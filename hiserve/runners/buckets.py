@@ -6,7 +6,9 @@ from bisect import bisect_left
 
 # Small batches differ by much, large ones by little: at most half of a batch is padding, above 32 rows at most a third.
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_TOKENS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+# Of some hundreds of tokens the device computes every one that pads: above 256 at most a fifth of a step is padding.
+_SMALL_TOKENS, _LARGE_TOKENS = (8, 16, 32, 64, 96, 128, 192), (768, 896, 1024, 1280, 1536, 1792, 2048)
+_TOKENS = (*_SMALL_TOKENS, *range(256, 641, 64), *_LARGE_TOKENS)
 
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:
