@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.messages.types import Admit
 from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
+from hiserve.worker.costs import Costs
 from hiserve.worker.loop import Engine
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages
@@ -98,6 +100,7 @@ def test_tc_05_steps_wait_for_the_loads_that_they_read_and_for_no_others(
         overlaps_loads=True,
         num_draft=num_draft,
         depth=depth,
+        costs=Costs(16, clock=itertools.count().__next__),  # steps take long, so that loads are worth their time
     )
     for _ in range(2):  # all that is on the host, and of the device what was last
         for uid, tokens in enumerate((*PROMPTS, *(tokens + 1 for tokens in PROMPTS))):
