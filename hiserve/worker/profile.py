@@ -10,12 +10,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hiserve.core.plan import BatchPlan, RowAdmit
+from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ResourceError
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Reason, Verdict
 from hiserve.runners.rows import DeviceRows
+from hiserve.worker.rehearsal import plan_without_pages
 
 logger = logging.getLogger(__name__)
 
@@ -107,32 +108,17 @@ def _prefill(rows: DeviceRows, num_tokens: int) -> BatchPlan:
     longest = min(rows.max_len - 1, num_tokens)  # a row that samples has room for a token more
     num_rows = min(rows.page_table.shape[0] - 1, -(-num_tokens // longest))
     ends = np.minimum(np.arange(1, num_rows + 1) * longest, num_tokens)
-    known = np.diff(ends, prepend=0)
-    return _plan(known, known, 0, SamplingParams(seed=0, temperature=0.0))
+    known = np.diff(ends, prepend=0).astype(np.int32)
+    return plan_without_pages(known, np.zeros_like(known), known, 0, SamplingParams(seed=0, temperature=0.0))
 
 
 def _decode(rows: DeviceRows, num_tokens: int, num_draft: int = 0) -> BatchPlan:
     """One token and its drafts in every row, of any length."""
     width = min(1 + num_draft, num_tokens)
-    known = np.ones(min(rows.page_table.shape[0] - 1, num_tokens // width), dtype=np.int64)
-    return _plan(known, np.full_like(known, rows.max_len), width - 1, _COSTLY)
-
-
-def _plan(known: np.ndarray, max_len: np.ndarray, num_draft: int, sampling: SamplingParams) -> BatchPlan:
-    numbers, counts = np.arange(1, known.size + 1, dtype=np.int32), known.astype(np.int32)
-    return BatchPlan(
-        step_id=0,
-        rows=numbers,
-        num_new=counts + np.int32(num_draft),
-        num_draft=np.full_like(counts, num_draft),
-        samples=np.ones(counts.size, dtype=np.bool_),
-        num_scored=np.zeros_like(counts),
-        max_len=max_len.astype(np.int32),
-        num_propose=num_draft,
-        admit=tuple(
-            RowAdmit(row, np.zeros(count, dtype=np.int32), count, 0, sampling)
-            for row, count in zip(numbers.tolist(), counts.tolist(), strict=True)
-        ),
+    known = np.ones(min(rows.page_table.shape[0] - 1, num_tokens // width), dtype=np.int32)
+    num_draft = width - 1
+    return plan_without_pages(
+        known, np.full_like(known, num_draft), np.full_like(known, rows.max_len), num_draft, _COSTLY
     )
 
 

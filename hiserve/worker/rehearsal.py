@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hiserve.core.plan import BatchPlan, RowAdmit
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Reason, Verdict
@@ -66,8 +66,10 @@ def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: i
             num_new = [row.num_new for row in step]
             if sum(num_new) > max_batched_tokens or max(num_new) >= rows.max_len:
                 continue
+            cells = [(row.known, row.num_draft, row.max_len or row.num_new) for row in step]
+            known, drafts, bounds = np.array(cells, dtype=np.int32).T
             for drawing, sampling in _DRAWINGS.items():
-                plan = _plan(step, num_propose, sampling)
+                plan = plan_without_pages(known, drafts, bounds, num_propose, sampling)
                 rows.apply(plan)
                 ran = runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF, sampling=drawing.value))
                 runners.propose(plan, ran)
@@ -88,20 +90,30 @@ def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_Row], int]]:
         yield [_Row(LONG), _Row(LONG, 0, bound)], num_draft
 
 
-def _plan(step: list[_Row], num_propose: int, sampling: SamplingParams) -> BatchPlan:
-    num_new = np.array([row.num_new for row in step], dtype=np.int32)
-    numbers = np.arange(1, num_new.size + 1, dtype=np.int32)
+def plan_without_pages(
+    known: Int32Array, num_draft: Int32Array, max_len: Int32Array, num_propose: int, sampling: SamplingParams
+) -> BatchPlan:
+    """A step of rows that are admitted with it and have no pages: what they store goes to the sink.
+
+    Args:
+        known: int32 ``[B]``. Tokens of each row, all of which it computes.
+        num_draft: int32 ``[B]``. Drafts to verify behind them.
+        max_len: int32 ``[B]``. Upper bounds of the rows' lengths.
+        num_propose: Drafts to propose behind the step.
+        sampling: Of all rows.
+    """
+    numbers = np.arange(1, known.size + 1, dtype=np.int32)
     return BatchPlan(
         step_id=0,
         rows=numbers,
-        num_new=num_new,
-        num_draft=np.array([row.num_draft for row in step], dtype=np.int32),
-        samples=np.ones(num_new.size, dtype=np.bool_),
-        num_scored=np.zeros_like(num_new),
-        max_len=np.array([row.max_len or row.num_new for row in step], dtype=np.int32),
+        num_new=known + num_draft,
+        num_draft=num_draft,
+        samples=np.ones(known.size, dtype=np.bool_),
+        num_scored=np.zeros_like(known),
+        max_len=max_len,
         num_propose=num_propose,
         admit=tuple(
-            RowAdmit(number, np.zeros(row.known, dtype=np.int32), row.known, 0, sampling)
-            for number, row in zip(numbers.tolist(), step, strict=True)
+            RowAdmit(row, np.zeros(count, dtype=np.int32), count, 0, sampling)
+            for row, count in zip(numbers.tolist(), known.tolist(), strict=True)
         ),
     )
