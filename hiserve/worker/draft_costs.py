@@ -72,6 +72,7 @@ class DraftMeter:
             took = [self._time(num_rows, num_draft, 1) for num_draft in timed]
             verify[i] = np.interp(tiers, timed, [each.verify for each in took])
             follow[i] = np.interp(tiers, timed, [each.drafts for each in took])
+            follow[i, 0] = self._time(num_rows, 0, 0).drafts  # where no draft is wanted the head does less
             more = self._time(num_rows, most, most)
             draft[i] = max(0.0, more.drafts - follow[i, -1]) / max(1, most - 1)
         by_token = self._time_stored(sizes, most, verify[:, -1], follow[:, -1])

@@ -8,7 +8,7 @@ import torch
 
 from hiserve import LLM
 from hiserve.errors import ConfigError
-from hiserve.worker.draft_costs import DraftMeter, without_stalls
+from hiserve.worker.draft_costs import DraftMeter, _Seconds, without_stalls
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.tiered import engine_of
 
@@ -31,6 +31,17 @@ def test_steps_are_measured_and_leave_no_trace() -> None:
         assert (np.diff(each, axis=0) >= 0).all() and (np.diff(each, axis=1) >= 0).all(), "more takes no less"
     assert costs.times_own_drafts
     assert np.isfinite([costs.verify_token, costs.draft_token]).all()
+
+
+def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def took(_meter: DraftMeter, _num_rows: int, num_draft: int, num_propose: int, *_context: int) -> _Seconds:
+        return _Seconds(10.0 + num_draft, 1.0 + num_draft + 2 * num_propose)
+
+    monkeypatch.setattr(DraftMeter, "_time", took)
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+        executor = engine_of(llm)._executor
+        costs = DraftMeter(executor._runners, executor._rows).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
+    assert costs.follow.tolist() == [[1.0, 4.0, 6.0]]
 
 
 def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:
