@@ -43,6 +43,7 @@ def test_bytes_make_the_way_there_and_back_from_any_thread(segment: Segment) -> 
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
     before = pages.clone()
     device = torch.stack([pages[page].to("cuda", non_blocking=True) for page in range(NUM_PAGES)])
+    torch.cuda.current_stream().synchronize()  # the copies read the pages still
     pages.zero_()
     for page in range(NUM_PAGES):
         pages[page].copy_(device[page], non_blocking=True)
