@@ -27,16 +27,20 @@ class HiserveError(Exception):
         message: Fact, limit and remedy, in one or two sentences.
         code: Stable machine-readable name, as OpenAI's ``error.code``.
         param: The request field or flag at fault, if one is.
+        retry_after_s: Seconds after which it is worth trying again, where somebody knows.
     """
 
     status = 500
     code = "internal_error"
 
-    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.code = code or type(self).code
         self.param = param
+        self.retry_after_s = retry_after_s
 
 
 class ConfigError(HiserveError):

@@ -39,15 +39,16 @@ _BY_CODE: dict[str, type[HiserveError]] = {
 }
 
 
-def to_error(code: str, message: str, trace: str = "") -> HiserveError:
+def to_error(code: str, message: str, trace: str = "", *, retry_after_s: int | None = None) -> HiserveError:
     """Returns the error a code names; a code without a class of its own is an ``EngineError``.
 
     Args:
         code: As in ``HiserveError.code``.
         message: For people.
         trace: Where it happened in the other process; kept as a note on the error.
+        retry_after_s: As in ``HiserveError``.
     """
-    error = _BY_CODE.get(code, EngineError)(message, code=code)
+    error = _BY_CODE.get(code, EngineError)(message, code=code, retry_after_s=retry_after_s)
     if trace:
         error.add_note(trace)
     return error

@@ -28,6 +28,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
         namespace: Digest that keeps tenants apart; empty for the default tenant.
         choice: Index among the request's n choices.
         priority: Larger is sooner, under the priority policy.
+        caller: Number of the API key it came with: callers take turns; 0 without keys.
     """
 
     uid: int
@@ -35,6 +36,7 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     namespace: bytes = b""
     choice: int = 0
     priority: int = 0
+    caller: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -151,12 +153,17 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A request ended with an error. Terminal."""
+    """A request ended with an error. Terminal.
+
+    Attributes:
+        retry_after_s: When it is worth trying again; None where nobody knows.
+    """
 
     uid: int
     status: int
     code: str
     message: str
+    retry_after_s: int | None = None
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -185,6 +185,7 @@ class EngineClient:
         namespace: bytes = b"",
         choice: int = 0,
         priority: int = 0,
+        caller: int = 0,
         tag: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas until one has a finish.
@@ -198,6 +199,7 @@ class EngineClient:
             namespace: Keeps tenants' caches apart.
             choice: Index among the request's choices; part of the random key.
             priority: Larger is sooner, under the priority policy.
+            caller: Whose request it is: callers take turns.
             tag: Name by which ``abort`` finds the request; several requests may share it.
 
         Raises:
@@ -211,7 +213,7 @@ class EngineClient:
         uid = next(self._uids)
         stream = self._streams[uid] = _Stream(tag)
         self._idle.clear()
-        self._process.send(encode(Generate(uid, sampling, namespace, choice, priority), prompt))
+        self._process.send(encode(Generate(uid, sampling, namespace, choice, priority, caller), prompt))
         try:
             finish = FinishReason.RUNNING
             while finish is FinishReason.RUNNING:
@@ -329,7 +331,7 @@ class EngineClient:
             case Tokens() as news:
                 self._spread(news, received.tokens.tolist(), received.scores)
             case Failed() as failed:
-                self._end(failed.uid).fail(to_error(failed.code, failed.message))
+                self._end(failed.uid).fail(to_error(failed.code, failed.message, retry_after_s=failed.retry_after_s))
             case Flushed() | Inspected() | Status() as answer:
                 if answer.ticket in self._answers and not self._answers[answer.ticket].done():
                     self._answers[answer.ticket].set_result(answer)

@@ -26,6 +26,7 @@ from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.failures import to_error
 from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens
 from hiserve.scheduler.admission import Admission
+from hiserve.scheduler.drain import DrainRate
 from hiserve.scheduler.ledger import Entry, Ledger, State
 from hiserve.scheduler.policy import Policy
 from hiserve.scheduler.prefix_index import PrefixIndex
@@ -77,6 +78,7 @@ class Dispatcher:
         self.ledger = Ledger()
         self.queue = Queue(limits.max_queued_requests, limits.max_queued_tokens)
         self.admission = Admission()
+        self._drain = DrainRate()
         self.index = index
         self._max_len = 0
         self._closed: HiserveError | None = None
@@ -89,7 +91,7 @@ class Dispatcher:
         """
         if not self.queue.has_room(len(prompt)):
             self.dispatch()  # of a burst, only what no worker can take has to wait
-        refusal = self._refusal(prompt)
+        refusal = self._refusal(message.caller, prompt)
         if refusal is not None:
             self._outlet.failed(message.uid, refusal)
             return
@@ -130,12 +132,13 @@ class Dispatcher:
     def expire(self) -> None:
         """Ends what is past its deadline: queued requests with an error, others with what they have."""
         timeout_s = self._limits.queue_timeout_s
+        retry_after_s = self._retry_after_s()
         for entry in self._late(timeout_s, lambda entry: entry.state is State.QUEUED):
             self.queue.remove(entry.uid)
             self._end(entry)
             waited_s = self._clock() - entry.accepted_at_s
             message = f"no worker was free for {waited_s:.2f} s; the limit is {timeout_s:g} s. Try again later."
-            self._outlet.failed(entry.uid, DeadlineError(message))
+            self._outlet.failed(entry.uid, DeadlineError(message, retry_after_s=retry_after_s))
         self.abort([entry.uid for entry in self._late(self._limits.request_timeout_s, _is_open)])
 
     def seconds_to_deadline(self) -> float | None:
@@ -210,6 +213,7 @@ class Dispatcher:
             for entry, count, finish in zip(entries, report.counts, report.finishes, strict=True):
                 entry.generated.extend(ids[start : start + count])
                 start += count
+                self.queue.charge(entry.caller, count)
                 if finish:
                     self._end(entry)
             news = Tokens(
@@ -228,28 +232,30 @@ class Dispatcher:
 
     def dispatch(self) -> None:
         """Admits waiting requests while workers have credit."""
+        num_requests, num_tokens = len(self.queue), self.queue.num_tokens
         while len(self.queue) and (candidates := self.admission.with_credit()):
             waiting = self._choose(candidates)
             entry = waiting.entry
             replica = self.admission.place(len(entry.prompt), partial(self.index.match, waiting.prefix))
             assert replica is not None, f"no worker for request {entry.uid} though {candidates} have credit"
-            self.queue.remove(entry.uid)
+            # Without keys there is one caller, and nothing to share.
+            self.queue.admit(entry.uid, self.index.match(waiting.prefix, replica) if entry.caller else 0)
             self.admission.take(replica)
             entry.state, entry.replica = State.RUNNING, replica
             entry.queue_s = self._clock() - entry.accepted_at_s
             self._outlet.admit(replica, *entry.to_admit())
+        num_requests, num_tokens = num_requests - len(self.queue), num_tokens - self.queue.num_tokens
+        self._drain.observe(self._clock(), num_requests, num_tokens, is_busy=len(self.queue) > 0)
 
     def _choose(self, candidates: list[int]) -> Waiting:
-        """Asks the policy, and counts whom its choice overtakes."""
+        """Asks the policy."""
         window = self.queue.window(self._policy.window)
         chosen = self._policy.choose(
             window, lambda waiting: max(self.index.match(waiting.prefix, replica) for replica in candidates)
         )
-        for overtaken in window[:chosen]:
-            overtaken.num_overtaken += 1
         return window[chosen]
 
-    def _refusal(self, prompt: Int32Array) -> HiserveError | None:
+    def _refusal(self, caller: int, prompt: Int32Array) -> HiserveError | None:
         if self._closed is not None:
             return self._closed
         if not len(prompt) or prompt.min() < 0:
@@ -260,12 +266,29 @@ class Dispatcher:
                 f"{self._max_len} tokens, reply included. Shorten the prompt.",
                 param="prompt",
             )
-        if not self.queue.has_room(len(prompt)):
-            return OverloadedError(
-                f"{len(self.queue)} requests with {self.queue.num_tokens} prompt tokens wait for a worker; the limits are "
-                f"{self._limits.max_queued_requests} and {self._limits.max_queued_tokens}. Try again later."
-            )
-        return None
+        return None if self._make_room(caller, len(prompt)) else self._overload()
+
+    def _make_room(self, caller: int, num_tokens: int) -> bool:
+        """Says whether a request may be queued; where there is no room, callers who take most of it make some."""
+        while not self.queue.has_room(num_tokens):
+            crowding = self.queue.crowding(caller, num_tokens)
+            if crowding is None:
+                return False
+            overload = self._overload()
+            self.queue.remove(crowding.entry.uid)
+            self._end(crowding.entry)
+            self._outlet.failed(crowding.entry.uid, overload)
+        return True
+
+    def _overload(self) -> OverloadedError:
+        return OverloadedError(
+            f"{len(self.queue)} requests with {self.queue.num_tokens} prompt tokens wait for a worker; the limits are "
+            f"{self._limits.max_queued_requests} and {self._limits.max_queued_tokens}. Try again later.",
+            retry_after_s=self._retry_after_s(),
+        )
+
+    def _retry_after_s(self) -> int:
+        return self._drain.retry_after_s(len(self.queue), self.queue.num_tokens)
 
     def _end(self, entry: Entry) -> None:
         if entry.replica is not None:

@@ -35,6 +35,7 @@ class Entry:
         prompt: int32 ``[n]``.
         sampling: With a seed, drawn here when the caller gave none.
         priority: As asked.
+        caller: Number of the API key it came with.
         accepted_at_s: When it was accepted, by a monotonic clock.
         queue_s: Seconds until a worker got it, once; -1 before that and when the client was told.
         generated: Tokens the client was sent, in order.
@@ -47,6 +48,7 @@ class Entry:
     namespace: bytes
     choice: int
     priority: int
+    caller: int
     accepted_at_s: float
     queue_s: float = UNREPORTED
     state: State = State.QUEUED
@@ -103,7 +105,16 @@ class Ledger:
         sampling = message.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
-        entry = Entry(message.uid, prompt, sampling, message.namespace, message.choice, message.priority, now_s)
+        entry = Entry(
+            message.uid,
+            prompt,
+            sampling,
+            message.namespace,
+            message.choice,
+            message.priority,
+            message.caller,
+            accepted_at_s=now_s,
+        )
         self._entries[entry.uid] = entry
         self.num_accepted += 1
         return entry

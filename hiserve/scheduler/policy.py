@@ -8,11 +8,10 @@ from typing import Protocol
 from hiserve.scheduler.queue import Waiting
 
 LONGEST_PREFIX_WINDOW = 64
-MAX_OVERTAKEN = 256
 
 
 class Policy(Protocol):
-    """Chooses among the oldest requests.
+    """Chooses among the oldest requests of one caller. One that was overtaken too often is the only one it sees.
 
     Attributes:
         window: How many of them it wants to see.
@@ -21,7 +20,7 @@ class Policy(Protocol):
     window: int
 
     def rank(self, priority: int) -> int:
-        """Returns the rank of a request in the queue; a larger rank is always chosen first.
+        """Returns the rank of a request in the queue; a larger rank is chosen first.
 
         Args:
             priority: As the caller gave it.
@@ -31,7 +30,7 @@ class Policy(Protocol):
         """Returns the index of the next request.
 
         Args:
-            waiting: At least one request, all of the largest rank, oldest first.
+            waiting: At least one request, all of one caller and of his largest rank, oldest first.
             matched: Prompt tokens a worker with credit has cached for a request.
         """
 
@@ -51,10 +50,7 @@ class Fcfs:
 
 
 class LongestPrefix:
-    """The request with the longest cached prefix; the oldest among equals.
-
-    A request is overtaken at most ``MAX_OVERTAKEN`` times, so that none starves.
-    """
+    """The request with the longest cached prefix; the oldest among equals."""
 
     window = LONGEST_PREFIX_WINDOW
 
@@ -63,15 +59,13 @@ class LongestPrefix:
         return 0
 
     def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
-        """Returns the longest match, or the oldest once it has waited enough."""
-        if waiting[0].num_overtaken >= MAX_OVERTAKEN:
-            return 0
+        """Returns the longest match."""
         lengths = [matched(candidate) for candidate in waiting]
         return lengths.index(max(lengths))
 
 
 class Priority:
-    """The largest priority; first come, first served among equals. Small ones may wait without end."""
+    """The largest priority; first come, first served among equals."""
 
     window = 1
 

@@ -158,7 +158,7 @@ class Service:
     def failed(self, uid: int, error: HiserveError) -> None:
         """Tells the client; behind all tokens of the request."""
         self._send_late()
-        self._client.send(encode(Failed(uid, error.status, error.code, error.message)))
+        self._client.send(encode(Failed(uid, error.status, error.code, error.message, error.retry_after_s)))
 
     def admit(self, replica: int, message: Admit, tokens: Int32Array) -> None:
         """Sends a worker a request."""

@@ -1,4 +1,4 @@
-"""Accepted requests that no worker has yet: who is sooner goes first, then who came first."""
+"""Accepted requests that no worker has yet: callers take turns, and of each who is sooner goes first, then who came first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from itertools import islice
 from hiserve.scheduler.ledger import Entry
 from hiserve.scheduler.prefix_index import Prefix
 
+MAX_OVERTAKEN = 256
+
 
 @dataclass(slots=True, eq=False)
 class Waiting:
@@ -17,17 +19,66 @@ class Waiting:
     Attributes:
         prefix: Its prompt as the prefix index sees it.
         rank: Larger is sooner; the policy's word.
-        num_overtaken: Later requests of the same rank that were admitted before it.
+        number: How many of its caller came into the line before it; the queue's word.
     """
 
     entry: Entry
     prefix: Prefix
     rank: int = 0
-    num_overtaken: int = 0
+    number: int = 0
+
+
+class _Line:
+    """What waits of one caller.
+
+    Attributes:
+        num_tokens: Prompt tokens of all of it.
+    """
+
+    def __init__(self) -> None:
+        self._in_order: dict[int, Waiting] = {}
+        self._by_rank: dict[int, dict[int, Waiting]] = {}
+        self._num_pushed = 0
+        self._num_gone = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    def push(self, waiting: Waiting) -> None:
+        uid = waiting.entry.uid
+        waiting.number, self._num_pushed = self._num_pushed, self._num_pushed + 1
+        self._in_order[uid] = self._by_rank.setdefault(waiting.rank, {})[uid] = waiting
+        self.num_tokens += len(waiting.entry.prompt)
+
+    def remove(self, uid: int) -> None:
+        waiting = self._in_order.pop(uid)
+        of_rank = self._by_rank[waiting.rank]
+        del of_rank[uid]
+        if not of_rank:
+            del self._by_rank[waiting.rank]
+        self._num_gone += 1
+        self.num_tokens -= len(waiting.entry.prompt)
+
+    def window(self, size: int) -> list[Waiting]:
+        oldest = next(iter(self._in_order.values()))
+        # All that came before the oldest has gone: what has gone beyond their number came later.
+        if self._num_gone - oldest.number >= MAX_OVERTAKEN:
+            return [oldest]
+        return list(islice(self._by_rank[max(self._by_rank)].values(), size))
+
+    def last(self) -> Waiting:
+        return next(reversed(self._by_rank[min(self._by_rank)].values()))
 
 
 class Queue:
-    """Unordered removal, ordered iteration, bounded.
+    """Unordered removal, ordered iteration, bounded, shared fairly.
+
+    Whose turn it is: the caller for whom fewest tokens were computed, of prompts and replies together. One who was away comes
+    back with as many as those who wait now, so that nobody saves turns up (Sheng et al., "Fairness in serving large
+    language models", 2024; the rule for who was away is that of start-time fair queueing).
+
+    None of a caller's requests is overtaken by more than ``MAX_OVERTAKEN`` of his later ones, whatever the policy.
 
     Args:
         max_requests: Requests it holds at most.
@@ -40,40 +91,79 @@ class Queue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._by_rank: dict[int, dict[int, Waiting]] = {}
-        self._ranks: dict[int, int] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._lines: dict[int, _Line] = {}
+        self._served: dict[int, int] = {}
+        self._latest_turn = 0
         self.num_tokens = 0
 
     def __len__(self) -> int:
         """Returns the number of waiting requests."""
-        return len(self._ranks)
+        return len(self._waiting)
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a prompt of this length may be pushed; an empty queue takes any."""
-        return not self._ranks or (
-            len(self._ranks) < self._max_requests and self.num_tokens + num_tokens <= self._max_tokens
+        return not self._waiting or (
+            len(self._waiting) < self._max_requests and self.num_tokens + num_tokens <= self._max_tokens
         )
 
+    def crowding(self, caller: int, num_tokens: int) -> Waiting | None:
+        """Returns whom to push out for a request that finds no room: the last of the caller who has most.
+
+        None where the request would give its caller more than an equal share of the queue, and where the last one
+        was answered in part: then it is the new request that goes.
+
+        Args:
+            caller: Whose request it is.
+            num_tokens: Length of its prompt.
+        """
+        mine = self._lines.get(caller) or _Line()
+        others = [line for line in self._lines.values() if line is not mine]
+        num_callers = len(others) + 1
+        is_fair = (len(mine) + 1) * num_callers <= self._max_requests
+        is_fair = is_fair and (mine.num_tokens + num_tokens) * num_callers <= self._max_tokens
+        if not others or not is_fair:
+            return None
+        has_places = len(self._waiting) < self._max_requests
+        last = max(others, key=lambda line: line.num_tokens if has_places else len(line)).last()
+        return None if last.entry.generated else last
+
     def push(self, waiting: Waiting) -> None:
-        """Adds a request behind all others of its rank."""
-        uid = waiting.entry.uid
-        self._ranks[uid] = waiting.rank
-        self._by_rank.setdefault(waiting.rank, {})[uid] = waiting
+        """Adds a request behind all others of its caller and rank."""
+        caller = waiting.entry.caller
+        if caller not in self._lines:
+            self._lines[caller] = _Line()
+            self._served[caller] = max(self._served.get(caller, 0), self._latest_turn)
+        self._lines[caller].push(waiting)
+        self._waiting[waiting.entry.uid] = waiting
         self.num_tokens += len(waiting.entry.prompt)
 
     def window(self, size: int) -> list[Waiting]:
-        """Returns the first ``size`` requests of the largest rank, oldest first."""
-        return list(islice(self._by_rank[max(self._by_rank)].values(), size)) if self._by_rank else []
+        """Returns the first ``size`` requests of the caller whose turn it is, of his largest rank, oldest first."""
+        if not self._lines:
+            return []
+        return self._lines[min(self._lines, key=self._served.__getitem__)].window(size)
 
     def __iter__(self) -> Iterator[Waiting]:
         """Walks the queue as it stands, so that the walker may remove."""
-        return iter([waiting for rank in self._by_rank.values() for waiting in rank.values()])
+        return iter(list(self._waiting.values()))
 
     def remove(self, uid: int) -> Waiting:
         """Takes a request out, wherever it stands."""
-        rank = self._ranks.pop(uid)
-        waiting = self._by_rank[rank].pop(uid)
-        if not self._by_rank[rank]:
-            del self._by_rank[rank]
+        waiting = self._waiting.pop(uid)
+        line = self._lines[waiting.entry.caller]
+        line.remove(uid)
+        if not line:
+            del self._lines[waiting.entry.caller]
         self.num_tokens -= len(waiting.entry.prompt)
         return waiting
+
+    def admit(self, uid: int, num_cached: int = 0) -> None:
+        """Takes out a request that a worker gets, and charges its caller what of its prompt is not cached there."""
+        entry = self.remove(uid).entry
+        self._latest_turn = max(self._latest_turn, self._served[entry.caller])
+        self.charge(entry.caller, len(entry.prompt) - num_cached)
+
+    def charge(self, caller: int, num_tokens: int) -> None:
+        """Counts tokens computed for a caller."""
+        self._served[caller] += num_tokens

@@ -24,11 +24,13 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         key: Digest of the API key; empty without one.
         tenant: What the cache is divided by: ``key``, or empty where all callers share.
         is_admin: The key is the admin key.
+        number: Of the key among the server's, from 1; 0 without one. Says nothing about the key.
     """
 
     key: bytes = b""
     tenant: bytes = b""
     is_admin: bool = False
+    number: int = 0
 
 
 class Auth:
@@ -60,7 +62,9 @@ class Auth:
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
         is_admin = hmac.compare_digest(digest, self._admin_key or bytes(len(digest))) and is_bearer
         if is_admin or (any(matches) and is_bearer):
-            return Caller(key=digest, tenant=b"" if self._shares_prefixes else digest, is_admin=is_admin)
+            number = max(number * is_it for number, is_it in enumerate((*matches, is_admin), 1))
+            tenant = b"" if self._shares_prefixes else digest
+            return Caller(key=digest, tenant=tenant, is_admin=is_admin, number=number)
         if self._keys:
             fault = "this API key is not known" if authorization else "the request carries no API key"
             raise AuthenticationError(f"{fault}; send 'Authorization: Bearer KEY' with a key of this server.")

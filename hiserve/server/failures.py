@@ -30,16 +30,30 @@ def error_body(status: int, message: str, *, code: str, param: str | None = None
     return msgspec.json.encode({"error": error})
 
 
-def error_response(status: int, message: str, *, code: str, param: str | None = None) -> Response:
-    """Returns the error as a response, with the headers that go with its status."""
+def error_response(
+    status: int, message: str, *, code: str, param: str | None = None, retry_after_s: int | None = None
+) -> Response:
+    """Returns the error as a response, with the headers that go with its status.
+
+    Args:
+        status: As in ``error_body``, like the next three.
+        message: For people.
+        code: For programs.
+        param: The request field at fault.
+        retry_after_s: When to come back, where that is known better than by the status.
+    """
     body = error_body(status, message, code=code, param=param)
-    return Response(body, status_code=status, headers=HEADERS.get(status), media_type="application/json")
+    headers = dict(HEADERS.get(status, {}))
+    if retry_after_s is not None:
+        headers["retry-after"] = str(retry_after_s)
+    return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
 def failure_response(error: Exception) -> Response:
     """Returns what a client is told of an exception."""
     status, message, code, param = describe(error)
-    return error_response(status, message, code=code, param=param)
+    retry_after_s = error.retry_after_s if isinstance(error, HiserveError) else None
+    return error_response(status, message, code=code, param=param, retry_after_s=retry_after_s)
 
 
 def describe(error: Exception) -> tuple[int, str, str, str | None]:

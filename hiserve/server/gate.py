@@ -76,6 +76,7 @@ class Engine(Protocol):
         namespace: bytes = b"",
         choice: int = 0,
         priority: int = 0,
+        caller: int = 0,
         tag: str = "",
     ) -> AsyncGenerator[Delta, None]:
         """Yields deltas until one has a finish. Closing the generator aborts the request."""

@@ -25,11 +25,13 @@ class Terms(NamedTuple):
     Attributes:
         namespace: Keeps tenants' caches apart.
         priority: Larger is sooner.
+        caller: Number of the key it came with.
         tag: Name by which the engine finds the request to abort it.
     """
 
     namespace: bytes = b""
     priority: int = 0
+    caller: int = 0
     tag: str = ""
 
 
@@ -132,9 +134,15 @@ class Generation:
             HiserveError: The engine refused or failed the request.
         """
         reason, detail = "abort", ""
-        namespace, priority, tag = terms
+        namespace, priority, caller, tag = terms
         stream = engine.generate(
-            self.prompt, self.sampling, namespace=namespace, choice=self._seat, priority=priority, tag=tag
+            self.prompt,
+            self.sampling,
+            namespace=namespace,
+            choice=self._seat,
+            priority=priority,
+            caller=caller,
+            tag=tag,
         )
         try:
             async with aclosing(stream) as deltas:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
-from hiserve.server.auth import namespace_of, tag_of
+from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.choices import each_choice, merge
 from hiserve.server.fields import check_model, parse_body
 from hiserve.server.gate import Gate
@@ -77,7 +77,12 @@ class NativeRoutes:
         shapes: list[NativeShape] = []
         streams: list[AsyncGenerator[Piece, None]] = []
         for i, (one, prompt) in enumerate(zip(asked.prompts, encoded, strict=True)):
-            terms = Terms(namespace_of(request, asked.salt), asked.priority, tag_of(request, one.rid))
+            terms = Terms(
+                namespace_of(request, asked.salt),
+                asked.priority,
+                caller_of(request).number,
+                tag_of(request, one.rid),
+            )
             name = one.rid or request.state.request_id + (f"-{i}" if len(encoded) > 1 else "")
             sampling = fitted(one, len(prompt), engine.max_model_len)
             for seat, of_choice in enumerate(each_choice(sampling)):

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from hiserve.core.plan import Int32Array
 from hiserve.errors import NotFoundError
 from hiserve.server.answer import answer
-from hiserve.server.auth import namespace_of, tag_of
+from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.chat_shape import ChatShape
 from hiserve.server.choices import Choices, each_choice
 from hiserve.server.completion_shape import CompletionShape
@@ -196,4 +196,9 @@ class OpenAIRoutes:
 
 
 def _terms(request: Request, options: Options) -> Terms:
-    return Terms(namespace_of(request, options.salt), options.priority, tag_of(request, options.rid))
+    return Terms(
+        namespace_of(request, options.salt),
+        options.priority,
+        caller_of(request).number,
+        tag_of(request, options.rid),
+    )

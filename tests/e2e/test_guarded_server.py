@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
+SMALL = ("--cpu-threads", "1")
 KEYS = ("--api-key", "alpha", "--api-key", "beta", "--admin-api-key", "root")
 TEXT = "I would like to book a table for two people at seven tonight, near the river, with a view, please. "
 START_LIMIT_S, MEMORY_LIMIT = 30, 250 * 2**20
@@ -25,7 +26,13 @@ START_LIMIT_S, MEMORY_LIMIT = 30, 250 * 2**20
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     begin = time.monotonic()
     with serve(
-        tmp_path_factory.mktemp("guarded"), "--cpu-threads", "1", "--max-request-bytes", "100000", *KEYS
+        tmp_path_factory.mktemp("guarded"),
+        "--max-running-requests",
+        "4",
+        "--max-request-bytes",
+        "100000",
+        *SMALL,
+        *KEYS,
     ) as made:
         assert time.monotonic() - begin < START_LIMIT_S
         yield made
@@ -57,11 +64,33 @@ def test_a_key_finds_its_own_prefixes_and_no_others(live: Live) -> None:
 
 
 def test_callers_who_share_find_each_others_prefixes(tmp_path: Path) -> None:
-    with serve(tmp_path, "--cpu-threads", "1", "--share-prefixes", *KEYS) as shared:
+    with serve(tmp_path, *SMALL, "--share-prefixes", *KEYS) as shared:
         text = "Ours. " + TEXT * 4
         assert cached(shared, "alpha", text) == 0
         assert cached(shared, "beta", text) > 32
         assert cached(shared, "beta", text, cache_salt="s") == 0
+
+
+async def test_a_flood_with_one_key_does_not_hold_another_key_up(live: Live) -> None:
+    ended: list[str] = []
+
+    async def ask(http: httpx.AsyncClient, key: str, number: int) -> None:
+        body = {"prompt": [number + 10, 11, 12], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+        response = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+        ended.append(key)
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=live.url, timeout=60, limits=limits, trust_env=False) as http:
+        flood = [asyncio.create_task(ask(http, "alpha", number)) for number in range(80)]
+        while not ended:
+            await asyncio.sleep(0.005)
+        begun = len(ended)
+        await asyncio.gather(*(ask(http, "beta", number) for number in range(4)))
+        meanwhile = ended.count("alpha") - begun
+        await asyncio.gather(*flood)
+    print(f"{meanwhile} of 80 ended meanwhile")
+    assert meanwhile < 30
 
 
 def test_nothing_but_health_and_metrics_is_open(live: Live) -> None:

@@ -77,7 +77,7 @@ async def test_ten_times_too_much_is_answered_or_refused_and_nothing_else(live: 
         if response.status_code == 200:
             assert response.json()["choices"][0]["text"] == alone[number]["text"]
         else:
-            assert response.headers["retry-after"].isdigit()
+            assert 1 <= int(response.headers["retry-after"]) <= 60
             error = response.json()["error"]
             assert error["code"] == ("overloaded" if response.status_code == 429 else "queue_timeout")
             assert seconds < QUEUE_TIMEOUT_S + 3

@@ -38,6 +38,7 @@ class Seen:
     namespace: bytes
     choice: int = 0
     priority: int = 0
+    caller: int = 0
     tag: str = ""
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     finished: bool = False
@@ -98,9 +99,10 @@ class FakeEngineClient:
         namespace: bytes = b"",
         choice: int = 0,
         priority: int = 0,
+        caller: int = 0,
         tag: str = "",
     ) -> AsyncGenerator[FakeDelta, None]:
-        stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, tag))
+        stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, caller, tag))
         self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
         return stream
 

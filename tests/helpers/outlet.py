@@ -20,6 +20,7 @@ class FakeOutlet:
     def __init__(self) -> None:
         self.sent: dict[int, list[int]] = defaultdict(list)
         self.terminals: dict[int, list[str]] = defaultdict(list)
+        self.errors: dict[int, HiserveError] = {}
         self.admitted: list[tuple[int, int]] = []
         self.admits: dict[int, tuple[Admit, list[int]]] = {}
         self.news: list[tuple[Tokens, bytes]] = []
@@ -37,6 +38,7 @@ class FakeOutlet:
 
     def failed(self, uid: int, error: HiserveError) -> None:
         self.terminals[uid].append(error.code)
+        self.errors[uid] = error
 
     def admit(self, replica: int, message: Admit, tokens: Int32Array) -> None:
         self.admitted.append((replica, message.uid))
@@ -59,8 +61,8 @@ def ready(replica: int = 0, *, rows: int = 4, max_len: int = 256) -> Ready:
     )
 
 
-def generate(uid: int, *, priority: int = 0, **sampling: object) -> Generate:
-    return Generate(uid, SamplingParams(**sampling), priority=priority)
+def generate(uid: int, *, priority: int = 0, caller: int = 0, **sampling: object) -> Generate:
+    return Generate(uid, SamplingParams(**sampling), priority=priority, caller=caller)
 
 
 def prompt(*tokens: int) -> Int32Array:

@@ -75,11 +75,12 @@ class Conservation(RuleBasedStateMachine):
         lengths=st.lists(st.integers(0, 34), min_size=1, max_size=6),
         token=st.integers(0, 2),
         priority=st.integers(-1, 1),
+        caller=st.integers(0, 2),
     )
-    def submit(self, lengths: list[int], token: int, priority: int) -> None:
+    def submit(self, lengths: list[int], token: int, priority: int, caller: int) -> None:
         for length in lengths:
             self.uid += 1
-            message = generate(self.uid, priority=priority)
+            message = generate(self.uid, priority=priority, caller=caller)
             self.dispatcher.submit(message, np.full(length, token, dtype=np.int32))
             if self.outlet.terminals[self.uid] == ["overloaded"]:
                 assert len(self.queued()) >= self.limits.max_queued_requests

@@ -12,8 +12,9 @@ from hiserve.errors import EngineError, InvariantError, UnavailableError
 from hiserve.messages.codec import MalformedError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
-from hiserve.scheduler.policy import MAX_OVERTAKEN, Fcfs, LongestPrefix, Policy, Priority
+from hiserve.scheduler.policy import Fcfs, LongestPrefix, Policy, Priority
 from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.queue import MAX_OVERTAKEN
 from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
 
 ABORT = str(int(FinishReason.ABORT))

@@ -191,6 +191,21 @@ def test_a_request_is_named_by_its_body_or_its_id() -> None:
     assert auth.tags("a") == [tag_of(request(caller, "a")) for caller in callers]
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+async def test_the_engine_is_told_whose_a_request_is_by_a_number_alone(path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "text": "Hi"}
+    keys = {"api_key": ("alpha", "beta", "beta", "gamma"), **ADMIN}
+    for made, given, numbers in (
+        (guarded(**keys), ("alpha", "beta", "gamma", "root"), [1, 3, 4, 5]),
+        (guarded(), (None, "alpha"), [0, 0]),
+    ):
+        async with made.app.router.lifespan_context(made.app):
+            await made.gate.wait_open()
+            for key in given:
+                await made.call("POST", path, body, **bearer(key)).end()
+        assert [seen.caller for seen in made.engine.seen] == numbers
+
+
 class Waiting:
     """Requests in a server's engine that wait for ever."""
 

@@ -48,6 +48,7 @@ async def test_a_failure_of_our_own_has_the_request_id_and_is_not_to_be_repeated
     ("failure", "status", "retry_after", "should_retry"),
     [
         (OverloadedError("full."), 429, "1", None),
+        (OverloadedError("full.", retry_after_s=17), 429, "17", None),
         (UnavailableError("gone."), 503, "1", None),
         (DeadlineError("late."), DeadlineError.status, "1" if DeadlineError.status == 503 else None, None),
         (EngineError("broke."), 500, None, "false"),
