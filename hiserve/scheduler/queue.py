@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -49,6 +49,13 @@ class _Line:
         uid = waiting.entry.uid
         waiting.number, self._num_pushed = self._num_pushed, self._num_pushed + 1
         self._in_order[uid] = self._by_rank.setdefault(waiting.rank, {})[uid] = waiting
+        self.num_tokens += len(waiting.entry.prompt)
+
+    def put_back(self, waiting: Waiting) -> None:
+        uid, rank = waiting.entry.uid, waiting.rank
+        waiting.number = self._num_gone - MAX_OVERTAKEN
+        self._in_order = {uid: waiting, **self._in_order}
+        self._by_rank[rank] = {uid: waiting, **self._by_rank.get(rank, {})}
         self.num_tokens += len(waiting.entry.prompt)
 
     def remove(self, uid: int) -> None:
@@ -128,15 +135,18 @@ class Queue:
         last = max(others, key=lambda line: line.num_tokens if has_places else len(line)).last()
         return None if last.entry.generated else last
 
+    def __contains__(self, uid: int) -> bool:
+        """Whether a request waits here."""
+        return uid in self._waiting
+
     def push(self, waiting: Waiting) -> None:
         """Adds a request behind all others of its caller and rank."""
-        caller = waiting.entry.caller
-        if caller not in self._lines:
-            self._lines[caller] = _Line()
-            self._served[caller] = max(self._served.get(caller, 0), self._latest_turn)
-        self._lines[caller].push(waiting)
-        self._waiting[waiting.entry.uid] = waiting
-        self.num_tokens += len(waiting.entry.prompt)
+        self._line_of(waiting).push(waiting)
+
+    def put_back(self, waiting: Sequence[Waiting]) -> None:
+        """Adds requests that lost their worker before all others of their callers, in their order, room or not."""
+        for each in reversed(waiting):
+            self._line_of(each).put_back(each)
 
     def window(self, size: int) -> list[Waiting]:
         """Returns the first ``size`` requests of the caller whose turn it is, of his largest rank, oldest first."""
@@ -167,3 +177,13 @@ class Queue:
     def charge(self, caller: int, num_tokens: int) -> None:
         """Counts tokens computed for a caller."""
         self._served[caller] += num_tokens
+
+    def _line_of(self, waiting: Waiting) -> _Line:
+        """Counts a request that joins its caller's line; returns the line."""
+        caller = waiting.entry.caller
+        self._waiting[waiting.entry.uid] = waiting
+        self.num_tokens += len(waiting.entry.prompt)
+        if caller not in self._lines:
+            self._lines[caller] = _Line()
+            self._served[caller] = max(self._served.get(caller, 0), self._latest_turn)
+        return self._lines[caller]

@@ -141,6 +141,23 @@ def test_who_was_answered_in_part_is_not_pushed_out() -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_who_lost_a_worker_goes_first_of_the_caller_whatever_the_policy(policy: str) -> None:
+    desk = Desk(POLICIES[policy](), rows=1)
+    desk.cache(0, *range(16))
+    desk.submit(1)
+    desk.submit(2)
+    for uid, caller in ((3, GREEDY), (4, GREEDY), (5, MODEST), (6, GREEDY), (7, GREEDY)):
+        desk.submit(uid, *range(17 if uid > 5 else 3), caller=caller, priority=uid)
+    queue = desk.dispatcher.queue
+    queue.put_back([queue.remove(uid) for uid in (3, 4, 5)])
+    assert [uid in queue for uid in (1, 3, 4, 5)] == [False, True, True, True]
+    for _ in range(5):
+        finish_first(desk)
+    assert [uid for uid in desk.admitted if uid in (3, 4, 6, 7)][:2] == [3, 4]
+    assert queue.num_tokens == len(queue) == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_lets_a_request_starve(policy: str) -> None:
     desk = Desk(POLICIES[policy](), rows=1)
     desk.cache(0, *range(16))
