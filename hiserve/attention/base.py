@@ -73,6 +73,14 @@ class Attention(Protocol):
         inputs of the same tensors and other lengths.
         """
 
+    def ragged(self) -> Attention | None:
+        """Returns a backend for graphs of batches whose rows have any number of tokens; it may be itself.
+
+        It is planned once before each capture, with bounds of all lengths, where one row at least has many tokens, and
+        reads ``qo_indptr``, ``kv_lens`` and ``page_table`` in each replay. Rows may have no tokens then, but
+        the length 1 and a first page. None is none.
+        """
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
         """Attends: token t of a row sees the row's positions up to its own. Can be captured in a graph.
 

@@ -68,6 +68,9 @@ class CpuAttention:
     def captured(self, num_rows: int, width: int) -> None:
         """Returns none: there are no graphs on a CPU."""
 
+    def ragged(self) -> None:
+        """Likewise."""
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides for each row whether its keys are one stretch of the pool."""
         assert inputs.tree_mask is None, "the CPU backend has no tree masks"

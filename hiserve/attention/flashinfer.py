@@ -73,6 +73,9 @@ class FlashInferAttention:
         """Returns a backend with buffers of its own."""
         return GraphAttention(self._shape, self._workspace, num_rows, width)
 
+    def ragged(self) -> None:
+        """Returns none: what it launches depends on the lengths."""
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Schedules each part of the batch."""
         assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"

@@ -110,6 +110,9 @@ class GraphAttention:
         assert (num_rows, width) == (self._pages.rows.shape[0], self._width), f"{num_rows} rows of {width} tokens"
         return self
 
+    def ragged(self) -> None:
+        """Returns none: its rows have one width."""
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Schedules the rows."""
         assert inputs.tree_mask is None, "FlashInfer's kernels for Hopper have no tree masks"

@@ -33,6 +33,10 @@ class PairedAttention:
         """Returns what rows that decode have."""
         return self._decoding.captured(num_rows, width)
 
+    def ragged(self) -> Attention | None:
+        """Returns what rows that decode have: in such graphs it computes prompts, too."""
+        return self._decoding.ragged()
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Plans the parts that there are; a part that is the whole batch without a launch."""
         num_rows, num_decode = len(inputs.q_lens), inputs.num_decode

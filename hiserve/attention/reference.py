@@ -24,6 +24,9 @@ class ReferenceAttention:
     def captured(self, num_rows: int, width: int) -> None:
         """Returns none."""
 
+    def ragged(self) -> None:
+        """Likewise."""
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Lays out the padded batch: queries ``[B, Q]`` and keys ``[B, N]``."""
         device = inputs.kv_lens.device

@@ -62,6 +62,10 @@ class TritonAttention:
         assert width <= MAX_TOKENS, f"{width} tokens a row"
         return self
 
+    def ragged(self) -> Attention:
+        """Returns itself: bounds alone choose what is launched."""
+        return self
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Decides which kernel computes which rows."""
         q_lens, num_short = inputs.q_lens, self._count_short(inputs.q_lens)

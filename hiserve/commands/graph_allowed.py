@@ -28,6 +28,7 @@ ALLOWED = (
     Allowed("runners/draft_graphs.py", "_check", "torch.equal", _AT_START),
     Allowed("runners/graph.py", "GraphRunner._fill", ".numpy()", "pinned memory of the host, filled before the replay"),
     Allowed("runners/graph.py", "_check_replay", "torch.equal", _AT_START),
+    Allowed("runners/mixed.py", "MixedRunner._capture_bucket", "torch.equal", _AT_START),
     Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "torch.equal", _AT_START),
     Allowed("spec/adaptive.py", "*", "*", "the planner's, which has no tensors"),
 )

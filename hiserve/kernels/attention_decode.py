@@ -80,7 +80,7 @@ def decode(
     Args:
         q: ``[T, num_heads, head_dim]``, heads adjacent, tokens at any distance.
         kv: The layer's pool, ``[num_slots, num_kv_heads, head_dim]``.
-        rows: Whose tokens they are.
+        rows: Whose tokens they are. Of a row without tokens, which must be of length 1, nothing is read.
         schedule: Of these rows.
         page_size: Tokens per page.
         scale: Of the scores.
@@ -165,7 +165,7 @@ def _attend(  # type: ignore[no-untyped-def]
     at = rows.parts + part * FIELDS
     row, first, end, start = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     q_len, prefix, first_part, num_parts = tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
-    if num_parts == 0:
+    if (num_parts == 0) | (q_len == 0):
         return
     token, head = _queries(tl.arange(0, SHAPE.num_queries), SHAPE)
     is_query = token < q_len

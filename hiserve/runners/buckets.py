@@ -8,6 +8,7 @@ from bisect import bisect_left
 _ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Of some hundreds of tokens the device computes every one that pads: above 256 at most a fifth of a step is padding.
 _SMALL_TOKENS, _LARGE_TOKENS = (8, 16, 32, 64, 96, 128, 192), (768, 896, 1024, 1280, 1536, 1792, 2048)
+_MIXED_TOKENS = (64, *range(128, 513, 64))
 _TOKENS = (*_SMALL_TOKENS, *range(256, 641, 64), *_LARGE_TOKENS)
 
 
@@ -19,6 +20,11 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
 def token_buckets(max_tokens: int) -> tuple[int, ...]:
     """Likewise for tokens; larger steps keep the device busier than their launches keep the host."""
     return _up_to(_TOKENS, max_tokens)
+
+
+def mixed_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Likewise for tokens of steps that are one graph: larger ones are not bound by their launches."""
+    return _up_to(_MIXED_TOKENS, max_tokens)
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from hiserve.runners.eager import EagerRunner
 from hiserve.runners.gate import Action, Coverage, Reason, StepFacts, Verdict
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
+from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Ran, draft_step, finish_step
@@ -31,7 +32,8 @@ class Dispatch:
         eager: Runs what no graph covers.
         dtype: Type name of activations.
         full: Graphs of whole steps, by tokens per row.
-        piecewise: Graphs of what lies between attentions, if there are any.
+        mixed: Graphs of rows that decode beside a few prompts, if there are any.
+        piecewise: Likewise of what lies between attentions.
         is_strict: No graph is replayed while any load is under way.
         canary: Checks what rows find in pages; None unless debugging.
         proposer: Drafts what follows each step; None for plain decoding.
@@ -47,6 +49,7 @@ class Dispatch:
         *,
         dtype: str = "",
         full: Mapping[int, GraphRunner] = MappingProxyType({}),
+        mixed: MixedRunner | None = None,
         piecewise: PiecewiseRunner | None = None,
         is_strict: bool = False,
         canary: Canary | None = None,
@@ -55,6 +58,7 @@ class Dispatch:
         self._rows = rows
         self._eager = eager
         self._full = full
+        self._mixed = mixed
         self._piecewise = piecewise
         self._canary = canary
         self._proposer = proposer
@@ -66,28 +70,30 @@ class Dispatch:
         """Captures all graphs. Until it ends the gate sends nothing to them."""
         limits = self.coverage
         self.coverage = replace(limits, is_capturing=True)
-        if self._piecewise is not None:
-            self._piecewise.capture()
-        for runner in self._full.values():
+        for runner in self._captured:
             runner.capture()
         self.coverage = replace(
             limits,
             full={width: covered for width, runner in self._full.items() if (covered := runner.coverage).buckets},
+            mixed=None if self._mixed is None else self._mixed.coverage,
             piecewise=None if self._piecewise is None else self._piecewise.coverage,
         )
 
     def close(self) -> None:
         """Gives the graphs and their memory back, when no step is in flight. Nothing runs afterwards."""
-        for runner in self._full.values():
+        for runner in self._captured:
             runner.close()
-        if self._piecewise is not None:
-            self._piecewise.close()
 
     @property
     def num_nodes(self) -> int:
         """Nodes of all graphs."""
-        runners = (*self._full.values(), *(() if self._piecewise is None else (self._piecewise,)))
-        return sum(graph.num_nodes for graph in set[Graph]().union(*(runner.graphs for runner in runners)))
+        return sum(graph.num_nodes for graph in set[Graph]().union(*(runner.graphs for runner in self._captured)))
+
+    @property
+    def _captured(self) -> tuple[GraphRunner | MixedRunner | PiecewiseRunner, ...]:
+        """The runners that have graphs, in the order of their captures."""
+        partial = tuple(runner for runner in (self._piecewise, self._mixed) if runner is not None)
+        return (*partial, *self._full.values())
 
     def facts(self, plan: BatchPlan) -> StepFacts:
         """Returns what the gate compares with the coverage; scores are more than graphs compute."""
@@ -114,7 +120,7 @@ class Dispatch:
             verdict: The gate's, not to defer.
             wait: For the loads that the step reads; None without any.
         """
-        if verdict.action is Action.REPLAY and verdict.reason is not Reason.PIECEWISE:
+        if verdict.action is Action.REPLAY and verdict.reason in (Reason.DECODE, Reason.VERIFY):
             if wait is not None:
                 wait(None)
             return self._full[int(plan.num_new[0])].run(plan, verdict.bucket, Drawing(verdict.sampling))
@@ -128,8 +134,9 @@ class Dispatch:
         elif wait is not None:
             forward = replace(forward, before_layer=wait)
         if verdict.action is Action.REPLAY:
-            assert self._piecewise is not None, f"step {plan.step_id} goes to graphs that are not there"
-            outputs = self._piecewise.run(forward, verdict.bucket)
+            graphs = self._mixed if verdict.reason is Reason.MIXED else self._piecewise
+            assert graphs is not None, f"step {plan.step_id} goes to graphs that are not there"
+            outputs = graphs.run(forward, verdict.bucket)
         else:
             outputs = self._eager.run(forward)
         outcome = finish_step(plan, inputs, outputs.logits, self._rows)

@@ -32,6 +32,7 @@ class Reason(Enum):
     # Replayed: as which graph.
     DECODE = "decode"  # one token in each row
     VERIFY = "verify"  # the same number of tokens in each row, all but the first of them drafts
+    MIXED = "mixed"  # rows that decode and a few prompts, up to the last attention
     PIECEWISE = "piecewise"  # anything, with breaks at attention
     # Deferred: what it would read is not there.
     LOAD_FAILED = "load_failed"
@@ -126,6 +127,25 @@ class PiecewiseGraphs:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedGraphs:
+    """Graphs of rows that decode and a few prompts behind them; sampling is free.
+
+    Attributes:
+        buckets: Tokens of each graph, ascending; of captures that failed too.
+        max_decode: Rows up to the last that decodes.
+        max_width: Tokens of each of those.
+        max_prompts: Rows behind them.
+        failed: Buckets whose capture failed.
+    """
+
+    buckets: tuple[int, ...]
+    max_decode: int
+    max_width: int
+    max_prompts: int
+    failed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Coverage:
     """What was captured, in numbers of the host.
 
@@ -134,7 +154,8 @@ class Coverage:
         dtype: Of the model's activations.
         page_size: Tokens per page.
         full: By tokens per row: 1 is decode, N is N - 1 drafts behind the last token.
-        piecewise: None without.
+        mixed: None without.
+        piecewise: Likewise.
         is_capturing: A capture is in progress.
         is_strict: Nothing is replayed while any load is under way.
     """
@@ -143,6 +164,7 @@ class Coverage:
     dtype: str = ""
     page_size: int = 1
     full: Mapping[int, FullGraphs] = field(default_factory=dict)
+    mixed: MixedGraphs | None = None
     piecewise: PiecewiseGraphs | None = None
     is_capturing: bool = False
     is_strict: bool = False
@@ -156,6 +178,8 @@ class StepFacts:
         num_rows: Rows.
         width: Tokens of each row, all but the first drafts, where every row has that many and samples; else None.
         num_tokens: Tokens.
+        num_decode: Rows up to the last that has one token before its drafts.
+        decode_width: Most tokens of one of those.
         max_len: Upper bound of the longest row after the step, in tokens.
         has_scores: Prompts are scored.
         sampling: Name of the variant that computes what all its rows ask for.
@@ -167,6 +191,8 @@ class StepFacts:
     num_rows: int
     width: int | None
     num_tokens: int
+    num_decode: int
+    decode_width: int
     max_len: int
     has_scores: bool
     sampling: str = ""
@@ -181,11 +207,15 @@ class StepFacts:
         """Takes from a plan what it says."""
         num_new, is_empty = plan.num_new, not plan.rows.size
         width = 0 if is_empty else int(num_new[0])
+        decoding = np.flatnonzero(num_new - plan.num_draft == 1)
+        num_decode = 0 if not decoding.size else int(decoding[-1]) + 1
         is_uniform = plan.samples.all() and (num_new == width).all() and (plan.num_draft == width - 1).all()
         return cls(
             num_rows=plan.rows.size,
             width=width if is_uniform and not is_empty else None,
             num_tokens=plan.num_tokens,
+            num_decode=num_decode,
+            decode_width=int(num_new[:num_decode].max(initial=0)),
             max_len=0 if is_empty else int(plan.max_len.max()),
             has_scores=bool(plan.num_scored.any()),
             sampling=sampling,
@@ -221,6 +251,9 @@ def admit(
     if isinstance(full, int):
         reason = Reason.DECODE if step.width == 1 else Reason.VERIFY
         return Verdict(Action.REPLAY, reason, waits, full, step.sampling)
+    mixed = 0 if waits else _mixed(coverage.mixed, step)  # pieces wait for loads layer by layer
+    if mixed:
+        return Verdict(Action.REPLAY, Reason.MIXED, waits, mixed, step.sampling)
     piecewise = _piecewise(coverage.piecewise, step)
     if isinstance(piecewise, int):
         return Verdict(Action.REPLAY, Reason.PIECEWISE, waits, piecewise, step.sampling)
@@ -230,7 +263,7 @@ def admit(
 def _refusal(loads: Loads, coverage: Coverage, step: StepFacts) -> Reason | None:
     """Why no graph may be replayed, of whatever kind."""
     reasons = (
-        (Reason.GRAPHS_OFF, not coverage.full and coverage.piecewise is None),
+        (Reason.GRAPHS_OFF, not (coverage.full or coverage.mixed or coverage.piecewise)),
         (Reason.CAPTURING, coverage.is_capturing),
         (Reason.STRICT_LOAD, coverage.is_strict and bool(loads.open)),
         (Reason.DEVICE, step.device != coverage.device),
@@ -256,6 +289,16 @@ def _full(coverage: Coverage, step: StepFacts) -> int | Reason:
         (Reason.CAPTURE_FAILED, (bucket, step.sampling) in graphs.failed),
     )
     return next((reason for reason, holds in reasons if holds), bucket)
+
+
+def _mixed(graphs: MixedGraphs | None, step: StepFacts) -> int:
+    """Returns the tokens of the graph that computes the step up to its last attention; 0 when none does."""
+    if graphs is None or step.num_decode > graphs.max_decode or step.decode_width > graphs.max_width:
+        return 0
+    if step.num_rows - step.num_decode > graphs.max_prompts:
+        return 0
+    bucket = _bucket(graphs.buckets, step.num_tokens)
+    return 0 if bucket in graphs.failed else bucket
 
 
 def _piecewise(graphs: PiecewiseGraphs | None, step: StepFacts) -> int | Reason:

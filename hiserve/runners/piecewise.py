@@ -54,6 +54,10 @@ class _Bridge:
         """Returns itself."""
         return self
 
+    def ragged(self) -> Attention:
+        """Likewise."""
+        return self
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Does nothing."""
 

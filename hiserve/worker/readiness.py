@@ -66,7 +66,7 @@ STEPS: dict[str, dict[int, Part]] = {
     "verify": dict.fromkeys(ROWS, DECODING._replace(num_draft=WIDTH - 1)),
     "mixed": dict.fromkeys(ROWS[:-1], DECODING) | {LATE_ROW: Part(0, CHUNK_LEN)},
 }
-GRAPHS = {"prefill": "piecewise", "decode": "decode", "verify": "verify", "mixed": "piecewise"}
+GRAPHS = {"prefill": "piecewise", "decode": "decode", "verify": "verify", "mixed": "mixed"}
 WHOLE = ("decode", "verify")
 _ASKED, _GRABBED = "allocation.all.allocated", "num_device_alloc"  # counts of torch's allocator
 

@@ -14,13 +14,14 @@ from hiserve.config import Runner
 from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.models.decoder import Decoder
-from hiserve.runners.buckets import row_buckets, token_buckets
+from hiserve.runners.buckets import mixed_buckets, row_buckets, token_buckets
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.draft_graphs import DraftCapture
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.graph import GraphRunner
+from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
 
@@ -67,11 +68,16 @@ def make_runners(
         width: GraphRunner(model, layers, attention, rows, capture, width=width, buckets=buckets, drafts=drafts)
         for width in widths
     }
-    piecewise = None
+    mixed = piecewise = None
     if settings.graphs == "all":
+        if (ragged := attention.ragged()) is not None:
+            sizes, most = mixed_buckets(max_batched_tokens), max(widths)
+            mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, max_width=most)
         piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens))
     is_strict = settings.graph_gate == "strict"
-    runners = Dispatch(rows, eager, dtype=dtype, full=full, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
+    runners = Dispatch(
+        rows, eager, dtype=dtype, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer
+    )
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
     held = torch.cuda.memory_reserved(rows.device) - before

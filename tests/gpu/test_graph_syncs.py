@@ -23,7 +23,7 @@ WIDTH, CHUNK = 4, 32
 RAN = {
     "off": {"eager/graphs_off"},
     "decode": {"replay/decode", "replay/verify", "eager/width"},
-    "all": {"replay/decode", "replay/verify", "replay/piecewise"},
+    "all": {"replay/decode", "replay/verify", "replay/mixed", "replay/piecewise"},
 }
 
 
@@ -59,7 +59,8 @@ def test_no_step_waits_for_the_device(nano: Path, attention: str, graphs: str) -
             with guard():
                 tokens = run_all(subject, plans)
             assert {len(each) for each in tokens.values()} >= {18}
-    assert verdicts(subject).keys() == RAN[graphs]
+    lacks = {"replay/mixed"} if attention == "flashinfer" else set()  # what it launches depends on lengths
+    assert verdicts(subject).keys() == RAN[graphs] - lacks
     subject.executor.close()
 
 

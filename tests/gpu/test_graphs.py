@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def test_padding_rows_write_only_the_sink(replayed: Engine) -> None:
 @pytest.fixture(scope="module")
 def pieces(nano: Path) -> Iterator[Engine]:
     subject = graph_engine(nano, "all")
+    subject.runners.coverage = dataclasses.replace(subject.runners.coverage, mixed=None)
     yield subject
     subject.executor.close()
 

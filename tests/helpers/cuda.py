@@ -15,6 +15,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.graph import GraphRunner
+from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
 from hiserve.worker.executor import Executor
@@ -105,6 +106,26 @@ def with_pieces(
         buckets=buckets,
     )
     _capture(subject, piecewise=runner)
+    return runner
+
+
+def with_mixed(
+    subject: Engine, buckets: tuple[int, ...], *, max_width: int = 1, model: Any = None, capture: Any = None
+) -> MixedRunner:
+    """Likewise those of rows that decode beside a few prompts; ``buckets`` are tokens."""
+    ragged = subject.attention.ragged()
+    assert ragged is not None
+    runner = MixedRunner(
+        model or subject.model,
+        subject.pool.layers("kv"),
+        ragged,
+        subject.shape,
+        subject.rows,
+        capture or Capture(subject.rows.device),
+        buckets=buckets,
+        max_width=max_width,
+    )
+    _capture(subject, mixed=runner)
     return runner
 
 
@@ -238,6 +259,32 @@ class PoisonedPieces:
         return self._runner.run(inputs, bucket)
 
 
+class PoisonedMixed:
+    """Likewise of rows that decode beside prompts; places that a step leaves empty keep their first page.
+
+    Args:
+        runner: Replays.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self.num_replays = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def run(self, inputs: Any, bucket: int) -> Any:
+        static = self._runner._places.inputs
+        for floats in (self._runner._out, self._runner._captured[bucket].residual):
+            floats.fill_(torch.nan)
+        static.input_ids.fill_(11)
+        static.positions.fill_(MAX_LEN - 1)
+        for ints in (static.slots, static.qo_indptr, static.kv_lens, static.page_table[:, 1:]):
+            ints.fill_(NO_PAGE)
+        self.num_replays += 1
+        return self._runner.run(inputs, bucket)
+
+
 def poison(subject: Engine) -> list[Any]:
     """Puts garbage into what nobody has written, now and before each replay from now on; returns the runners."""
     subject.pool.storage("kv").fill_(torch.nan)
@@ -248,6 +295,9 @@ def poison(subject: Engine) -> list[Any]:
     if runners._piecewise is not None:
         runners._piecewise = PoisonedPieces(runners._piecewise)
         poisoned.append(runners._piecewise)
+    if runners._mixed is not None:
+        runners._mixed = PoisonedMixed(runners._mixed)
+        poisoned.append(runners._mixed)
     return poisoned
 
 
@@ -260,7 +310,7 @@ def fill_freed_memory(subject: Engine) -> None:
     torch.cuda.empty_cache()
     executor: Any = subject.executor
     runners: Any = subject.runners
-    captures = {id(each._capture): each._capture for each in (*runners._full.values(), runners._piecewise) if each}
+    captures = {id(each._capture): each._capture for each in runners._captured}
     streams = [torch.cuda.current_stream(), executor._stream, *(each._stream for each in captures.values())]
     for stream in streams:
         with torch.cuda.stream(stream):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
@@ -107,20 +108,31 @@ class RecordableAttention:
 
     needs_host_lengths = False
 
-    def __init__(self, reference: ReferenceAttention) -> None:
+    def __init__(self, reference: ReferenceAttention, *, is_ragged: bool = False) -> None:
         self._reference = reference
+        self._is_ragged = is_ragged
         self._inputs: Any = None
 
     def captured(self, num_rows: int, width: int) -> RecordableAttention:
         return RecordableAttention(self._reference)
+
+    def ragged(self) -> RecordableAttention:
+        return RecordableAttention(self._reference, is_ragged=True)
 
     def plan(self, inputs: Any) -> None:
         self._inputs = inputs
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int, out: Tensor | None = None) -> Tensor:
         if layer == 0:
-            self._reference.plan(self._inputs)
+            self._reference.plan(_with_rows(self._inputs) if self._is_ragged else self._inputs)
         return self._reference.forward(q, k, v, kv, layer, out)
+
+
+def _with_rows(inputs: Any) -> Any:
+    """Says which row has which token, as far as the device knows; padding tokens read what the last row may."""
+    tokens = torch.arange(inputs.input_ids.shape[0])
+    token_rows = torch.searchsorted(inputs.qo_indptr[1:].long(), tokens, right=True)
+    return replace(inputs, token_rows=token_rows.clamp(max=inputs.kv_lens.shape[0] - 1))
 
 
 def make_recordable(subject: Engine) -> None:

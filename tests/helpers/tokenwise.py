@@ -37,6 +37,9 @@ class TokenwiseAttention:
     def captured(self, num_rows: int, width: int) -> None:
         """Returns none."""
 
+    def ragged(self) -> None:
+        """Likewise."""
+
     def plan(self, inputs: ForwardInputs) -> None:
         """Lists the slots that each token sees."""
         page_size, first = self._shape.page_size, int(self._shape.hides_first)

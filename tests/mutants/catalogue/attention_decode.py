@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(
         name="decode: parts that there are not blank the first row",
         file=DECODE,
-        old="    if num_parts == 0:\n        return\n",
+        old="    if (num_parts == 0) | (q_len == 0):\n        return\n",
         new="    num_parts = tl.maximum(num_parts, 1)\n    q_len = tl.maximum(q_len, 1)\n",
         test=EDGES,
     ),

@@ -6,9 +6,13 @@ from tests.mutants.mutant import Mutant
 
 GRAPH = "hiserve/runners/graph.py"
 PIECES = "hiserve/runners/piecewise.py"
+MIXED = "hiserve/runners/mixed.py"
+GATE = "hiserve/runners/gate.py"
 OF_GRAPHS = "tests/unit/runners/test_graph.py::"
 OF_PADDING = OF_GRAPHS + "test_padding_rows_write_only_the_sink"
 OF_GARBAGE = OF_GRAPHS + "test_replays_over_garbage_give_the_tokens_of_eager_steps"
+OF_MIXED = OF_GRAPHS + "test_mixed_steps_over_garbage_give_the_tokens_of_eager_steps"
+OF_PLACES = "tests/unit/runners/test_gate.py::test_mixed_steps_are_one_graph_as_far_as_it_has_places"
 OF_PIECES = OF_GRAPHS + "test_pieces_over_garbage_give_the_tokens_of_eager_steps"
 
 MUTANTS = [
@@ -116,5 +120,47 @@ MUTANTS = [
         old="        self._bridge.pieces.clear()  # of the bucket that was captured last\n",
         new="",
         test=OF_GRAPHS + "test_an_executor_that_is_closed_holds_no_graphs",
+    ),
+    Mutant(
+        name="padding of a mixed step is written where the step before wrote",
+        file=MIXED,
+        old="        static.slots[num_tokens:bucket].zero_()\n",
+        new="",
+        test=OF_MIXED,
+    ),
+    Mutant(
+        name="places that a mixed step leaves empty have the lengths of others",
+        file=MIXED,
+        old="        static.kv_lens.fill_(1)\n",
+        new="",
+        test=OF_MIXED,
+    ),
+    Mutant(
+        name="prompts of a mixed step begin where empty places of rows that decode end",
+        file=MIXED,
+        old="indptr[num_decode + 1 : first + 1] = ends[num_decode - 1] if num_decode else 0",
+        new="indptr[num_decode + 1 : first + 1] = first",
+        test=OF_MIXED,
+    ),
+    Mutant(
+        name="a mixed step may have rows of any width that decode",
+        file=GATE,
+        old=" or step.decode_width > graphs.max_width:",
+        new=":",
+        test=OF_PLACES,
+    ),
+    Mutant(
+        name="a mixed step may have any number of prompts",
+        file=GATE,
+        old="    if step.num_rows - step.num_decode > graphs.max_prompts:\n        return 0\n",
+        new="",
+        test=OF_PLACES,
+    ),
+    Mutant(
+        name="a graph waits for the layers of a load",
+        file=GATE,
+        old="    mixed = 0 if waits else _mixed(",
+        new="    mixed = _mixed(",
+        test="tests/unit/runners/test_gate.py::test_mixed_steps_whose_capture_failed_or_that_wait_for_layers_go_to_pieces",
     ),
 ]

@@ -114,6 +114,9 @@ class Fake:
     def captured(self, num_rows: int, width: int) -> Fake:
         return self
 
+    def ragged(self) -> Fake:
+        return self
+
 
 @pytest.fixture
 def hopper(all_installed: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -13,5 +13,7 @@ SOME = f"{ALL} and not each_plan and not bounds and (not ragged_batches or 16-Tr
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("which", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some", "all"])
 def test_the_kernels_keep_the_contract(which: str) -> None:
-    done = interpreted("-m", "pytest", "-q", "-k", which, "tests/contract/test_attention.py")
+    done = interpreted(
+        "-m", "pytest", "-q", "-k", which, "tests/contract/test_attention.py", "tests/contract/test_ragged_attention.py"
+    )
     assert done.returncode == 0, done.stdout[-4000:]

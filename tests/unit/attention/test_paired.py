@@ -30,6 +30,9 @@ class Recorded:
     def captured(self, num_rows: int, width: int) -> Recorded:
         return self
 
+    def ragged(self) -> Recorded:
+        return self
+
     def plan(self, inputs: ForwardInputs) -> None:
         self.planned.append(inputs)
         self._attention.plan(inputs)

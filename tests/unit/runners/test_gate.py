@@ -15,6 +15,7 @@ from hiserve.runners.gate import (
     Coverage,
     FullGraphs,
     Loads,
+    MixedGraphs,
     PiecewiseGraphs,
     Reason,
     StepFacts,
@@ -84,6 +85,46 @@ def decide(plan: BatchPlan, coverage: Coverage = COVERAGE, loads: Loads = Loads(
 
 def decode(num_rows: int, **columns: Any) -> BatchPlan:
     return make_plan(list(range(1, num_rows + 1)), **columns)
+
+
+MIXED = MixedGraphs(buckets=(16, 32), max_decode=3, max_width=2, max_prompts=2)
+
+
+@pytest.mark.parametrize(
+    ("num_new", "num_draft", "reason", "bucket"),
+    [
+        ((1, 1, 9), 0, Reason.MIXED, 16),
+        ((1, 2, 9), (0, 1, 0), Reason.MIXED, 16),
+        ((1, 1, 1, 9, 20), 0, Reason.MIXED, 32),
+        ((9, 7), 0, Reason.MIXED, 16),
+        ((1, 1, 1), 0, Reason.DECODE, 4),
+        ((1, 2), (0, 1), Reason.MIXED, 16),
+        ((1, 1, 1, 1, 9), 0, Reason.PIECEWISE, 16),  # too many rows that decode
+        ((1, 3, 9), (0, 2, 0), Reason.PIECEWISE, 16),  # too wide
+        ((1, 9, 1, 9), 0, Reason.PIECEWISE, 32),  # a prompt before a row that decodes
+        ((1, 5, 5, 5), 0, Reason.PIECEWISE, 16),  # too many prompts
+        ((1, 32), 0, Reason.PIECEWISE, 64),
+        ((1, 15), 0, Reason.MIXED, 16),
+        ((1, 16), 0, Reason.MIXED, 32),
+    ],
+)
+def test_mixed_steps_are_one_graph_as_far_as_it_has_places(
+    num_new: tuple[int, ...], num_draft: Any, reason: Reason, bucket: int
+) -> None:
+    coverage = replace(COVERAGE, mixed=MIXED)
+    plan = decode(len(num_new), num_new=num_new, num_draft=num_draft, max_len=40)
+    assert decide(plan, coverage) == Verdict(Action.REPLAY, reason, (), bucket, "greedy")
+
+
+def test_mixed_steps_whose_capture_failed_or_that_wait_for_layers_go_to_pieces() -> None:
+    plan = decode(2, num_new=(1, 9))
+    failed = replace(MIXED, failed=frozenset({16}))
+    assert decide(plan, replace(COVERAGE, mixed=failed)) == pieces(16)
+    waiting = replace(plan, waits=(1,))
+    verdict = decide(waiting, replace(COVERAGE, mixed=MIXED), Loads(open=(1,), last_started=1))
+    assert verdict == replace(pieces(16), loads=(1,))
+    arrived = decide(waiting, replace(COVERAGE, mixed=MIXED), Loads(last_started=1))
+    assert arrived.reason is Reason.MIXED
 
 
 # --- what a step reads --------------------------------------------------------------------

@@ -27,6 +27,7 @@ from tests.helpers.cuda import (
     prompts_of,
     verdicts,
     with_graphs,
+    with_mixed,
     with_pieces,
 )
 from tests.helpers.models import Engine, save_llama
@@ -84,6 +85,24 @@ def generate(
         row: min(chunk, planner.known[row] - planner.computed[row]) for row in prompts if len(out[row]) < num_new
     }:
         run(subject, planner.step(work), out)
+    return out
+
+
+def stagger(subject: Engine, prompts: dict[int, list[int]], sampling: SamplingParams) -> dict[int, list[int]]:
+    """One prompt after the other, in chunks, beside rows that decode; three at once in the end."""
+    planner, out = HandPlanner(PAGE, NUM_PAGES, shuffle_seed=2), dict[int, list[int]]()
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt, sampling)
+        while planner.computed[row] < len(prompt):
+            work = dict.fromkeys(out, 1) | {row: min(11, len(prompt) - planner.computed[row])}
+            run(subject, planner.step(work), out)
+        out.setdefault(row, [])
+    late = prompts_of([3, 4, 5], seed=9, vocab=VOCAB)
+    for row, prompt in late.items():
+        planner.admit(row + len(prompts), prompt, sampling)
+    run(subject, planner.step({row + len(prompts): len(prompt) for row, prompt in late.items()}), out)
+    for _ in range(4):
+        run(subject, planner.step(dict.fromkeys(out, 1)), out)
     return out
 
 
@@ -153,6 +172,30 @@ def test_pieces_over_garbage_give_the_tokens_of_eager_steps(
         prompts = prompts_for(num_rows)
         assert generate(subject, prompts, 4, sampling, chunk) == generate(eager, prompts, 4, sampling, chunk)
     assert verdicts(subject).keys() == {"replay/piecewise"}
+
+
+@SAMPLING
+def test_mixed_steps_over_garbage_give_the_tokens_of_eager_steps(
+    subject: Engine, eager: Engine, sampling: SamplingParams
+) -> None:
+    with_mixed(subject, (8, 16, 32), capture=RecordedCapture())
+    poison(subject)
+    prompts = prompts_of([30, 5, 9, 20], vocab=VOCAB)
+    for turn in range(2):  # over places that others had
+        expected = stagger(eager, prompts, sampling)
+        assert stagger(subject, prompts, sampling) == expected, f"turn {turn}"
+    counts = verdicts(subject)
+    assert counts.pop("replay/mixed") > 20
+    assert counts == {"eager/width": 2}  # three prompts at once, in each turn
+
+
+def test_a_graph_of_mixed_steps_verifies_drafts_of_different_numbers(subject: Engine, eager: Engine) -> None:
+    with_mixed(subject, (8, 16, 32), max_width=4, capture=RecordedCapture())
+    poison(subject)
+    prompts = prompts_of([9, 20], vocab=VOCAB)
+    expected = generate(eager, prompts, 16)
+    assert verify(subject, prompts, expected, 4) == expected
+    assert verdicts(subject).keys() == {"replay/mixed"}
 
 
 def test_padding_rows_write_only_the_sink(subject: Engine) -> None:

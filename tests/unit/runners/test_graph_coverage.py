@@ -45,6 +45,9 @@ class Some:
     def captured(self, num_rows: int, width: int) -> Attention | None:
         return self if num_rows in self._sizes else None
 
+    def ragged(self) -> None:
+        """Nothing."""
+
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:

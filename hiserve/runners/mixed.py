@@ -1,0 +1,265 @@
+"""Steps of rows that decode and a few prompts behind them, each as one CUDA graph up to the last attention."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
+from hiserve.core.plan import Int32Array
+from hiserve.core.upload import upload
+from hiserve.models.decoder import Decoder
+from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.gate import MixedGraphs
+from hiserve.runners.rows import DeviceRows
+
+logger = logging.getLogger(__name__)
+
+MAX_DECODE = 64  # rows; a program is launched for each that a step does not have
+MAX_PROMPTS = 2  # likewise, for each block of tokens of the bucket
+
+
+class Places:
+    """Inputs of fixed size for steps of any rows: first of those that decode, then of the prompts behind them.
+
+    At first no row has tokens, and all tokens are padding. Which row has which token, ``token_rows``, means nothing.
+
+    Args:
+        num_tokens: T, of the largest step.
+        max_decode: D. Rows up to the last that decodes.
+        max_prompts: Rows behind them.
+        table_width: Entries of a row's page table.
+        device: Of all tensors.
+
+    Attributes:
+        inputs: The tensors, ``[D + max_prompts]`` and ``[T]``.
+    """
+
+    def __init__(
+        self, num_tokens: int, max_decode: int, max_prompts: int, table_width: int, device: torch.device
+    ) -> None:
+        num_rows = max_decode + max_prompts
+        zeros, lengths = torch.zeros(num_tokens, dtype=torch.int64, device=device), np.zeros(num_rows, dtype=np.int32)
+        self.inputs = ForwardInputs(
+            input_ids=zeros.to(torch.int32),
+            positions=zeros.clone(),
+            slots=zeros.clone(),
+            token_rows=zeros,
+            qo_indptr=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+            kv_lens=torch.ones(num_rows, dtype=torch.int64, device=device),
+            page_table=torch.zeros((num_rows, table_width), dtype=torch.int32, device=device),
+            logits_rows=zeros[:0],
+            q_lens=lengths,
+            kv_bounds=lengths,
+            max_kv_len=1,
+            num_decode=max_decode,
+        )
+
+    def bounded(self, num_tokens: int, max_width: int, max_len: int) -> ForwardInputs:
+        """Returns the places of a bucket, with bounds for the host: one great prompt among rows that decode.
+
+        Args:
+            num_tokens: Of the bucket.
+            max_width: Most tokens of a row that decodes.
+            max_len: Most tokens of a row.
+        """
+        static = self.inputs
+        q_lens = np.ones_like(static.q_lens)
+        q_lens[: static.num_decode] = max_width
+        q_lens[static.num_decode] = num_tokens
+        return replace(
+            static,
+            input_ids=static.input_ids[:num_tokens],
+            positions=static.positions[:num_tokens],
+            slots=static.slots[:num_tokens],
+            token_rows=static.token_rows[:num_tokens],
+            q_lens=q_lens,
+            kv_bounds=np.full_like(q_lens, max_len),
+            max_kv_len=max_len,
+        )
+
+    def fill(self, inputs: ForwardInputs, bucket: int) -> None:
+        """Puts a step into the places of a bucket; what it leaves empty has no tokens, and padding goes to the sink."""
+        static, num_tokens, num_decode = self.inputs, inputs.input_ids.shape[0], inputs.num_decode
+        static.input_ids[:num_tokens].copy_(inputs.input_ids)
+        static.positions[:num_tokens].copy_(inputs.positions)
+        static.slots[:num_tokens].copy_(inputs.slots)
+        static.slots[num_tokens:bucket].zero_()
+        indptr = _spread(inputs.q_lens, num_decode, static.num_decode, static.qo_indptr.shape[0])
+        (uploaded,) = upload((indptr,), static.qo_indptr.device)
+        static.qo_indptr.copy_(uploaded)
+        static.kv_lens.fill_(1)
+        num_rows, width = inputs.page_table.shape
+        for begin, end, place in ((0, num_decode, 0), (num_decode, num_rows, static.num_decode)):
+            if begin < end:
+                static.kv_lens[place : place + end - begin].copy_(inputs.kv_lens[begin:end])
+                static.page_table[place : place + end - begin, :width].copy_(inputs.page_table[begin:end])
+
+
+class _Into:
+    """An attention that always writes to one buffer: of padding tokens, which nobody attends for, it holds what it held."""
+
+    needs_host_lengths = False
+
+    def __init__(self, attention: Attention, out: Tensor) -> None:
+        self._attention = attention
+        self._out = out
+
+    def captured(self, num_rows: int, width: int) -> Attention | None:
+        """Returns none: a graph has been asked for."""
+
+    def ragged(self) -> Attention:
+        """Returns itself."""
+        return self
+
+    def plan(self, inputs: ForwardInputs) -> None:
+        """Plans."""
+        self._attention.plan(inputs)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, layer: int, out: Tensor | None = None) -> Tensor:
+        """Attends. The model, which calls it, names no ``out``."""
+        return self._attention.forward(q, k, v, kv, layer, self._out[: q.shape[0]])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """The graph of one bucket of T tokens.
+
+    Attributes:
+        graph: From the inputs to the last attention.
+        residual: ``[T, hidden_size]``, the residual stream before the last attention.
+        features: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
+    """
+
+    graph: Graph
+    residual: Tensor
+    features: Tensor | None
+
+
+class MixedRunner:
+    """Computes rows that decode, each up to so many tokens, and a few prompts or parts of prompts.
+
+    A step of some hundreds of tokens takes the device less time than the host takes to launch it attention by attention,
+    least of all beside a thread that loads pages. So attention is part of the graph here: each of its two groups of rows
+    has a fixed number of places, those that a step leaves empty have no tokens, and lengths are read on the device.
+    Padding tokens are written to the sink.
+
+    Args:
+        model: The decoder.
+        layers: The pool's views.
+        attention: A backend for graphs of ragged batches.
+        shape: What it knows of the model.
+        rows: The permanent rows.
+        capture: Where graphs are captured.
+        buckets: Tokens of each graph, ascending.
+        max_width: Most tokens of a row that decodes.
+
+    Attributes:
+        failed: Buckets whose capture failed.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        layers: Sequence[LayerKV],
+        attention: Attention,
+        shape: AttentionShape,
+        rows: DeviceRows,
+        capture: Capture,
+        *,
+        buckets: tuple[int, ...],
+        max_width: int,
+    ) -> None:
+        max_rows, table_width = rows.page_table.shape
+        self._model = model
+        self._layers = layers
+        self._capture = capture
+        self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS)
+        self._max_len = rows.max_len
+        self._places = Places(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
+        # Noise tells whether the model was replayed behind attention; torch's generator is of no use for it outside
+        # graphs any more once a capture has failed.
+        self._out = torch.empty((buckets[-1], shape.num_heads, shape.head_dim), dtype=shape.dtype, device=rows.device)
+        self._out.normal_(generator=torch.Generator(rows.device))
+        self._attention = _Into(attention, self._out)
+        self._captured: dict[int, _Captured] = {}
+        self.failed: set[int] = set()
+
+    @property
+    def coverage(self) -> MixedGraphs:
+        """What was captured, for the gate."""
+        return replace(self._coverage, failed=frozenset(self.failed))
+
+    @property
+    def graphs(self) -> set[Graph]:
+        """All graphs."""
+        return {each.graph for each in self._captured.values()}
+
+    def close(self) -> None:
+        """Gives the graphs and their memory back."""
+        self._captured.clear()
+
+    def capture(self) -> None:
+        """Captures every bucket, the largest first. One that fails is told once and remembered."""
+        with self._capture.on_stream(), torch.inference_mode():
+            for num_tokens in reversed(self._coverage.buckets):
+                try:
+                    self._captured[num_tokens] = self._capture_bucket(num_tokens)
+                except RuntimeError as error:
+                    self.failed.add(num_tokens)
+                    reason = str(error).splitlines()[0]
+                    logger.warning("mixed steps of up to %d tokens are not one graph: %s", num_tokens, reason)
+
+    def _capture_bucket(self, num_tokens: int) -> _Captured:
+        """Captures a step in which all tokens are padding."""
+        inputs = self._places.bounded(num_tokens, self._coverage.max_width, self._max_len)
+        self._attention.plan(inputs)
+        features = self._model.new_features(num_tokens)
+        shown = () if features is None else (features.zero_(),)  # what follows the last attention is shown later
+        made: list[Tensor] = []
+
+        def work() -> None:
+            made[:] = self._model.trunk(inputs, self._layers, self._attention, features)
+
+        work()
+        expected = [each.clone() for each in (made[1], *shown)]
+        graph = self._capture.record(work)
+        residual = made[1].fill_(torch.nan)
+        for each in shown:
+            each.zero_()
+        graph.replay()
+        if not all(torch.equal(*both) for both in zip((residual, *shown), expected, strict=True)):
+            raise RuntimeError("its replay differs from the eager step")
+        return _Captured(graph, residual, features)
+
+    def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
+        """Computes a step on the current stream.
+
+        Args:
+            inputs: Within the coverage.
+            bucket: Whose capture did not fail.
+        """
+        assert inputs.before_layer is None, "a graph waits for no layer"
+        captured, num_tokens = self._captured[bucket], inputs.input_ids.shape[0]
+        self._places.fill(inputs, bucket)
+        captured.graph.replay()
+        mixed = self._out[:num_tokens].flatten(1)
+        features = None if captured.features is None else captured.features[:num_tokens]
+        return ForwardOutputs(self._model.logits(mixed, captured.residual, inputs.logits_rows, features), features)
+
+
+def _spread(q_lens: Int32Array, num_decode: int, first: int, size: int) -> Int32Array:
+    """Returns where the tokens of each place begin, int32 ``[size]``: rows that decode from 0 on, the others from ``first``."""
+    ends = q_lens.cumsum(dtype=np.int32)
+    indptr = np.full(size, ends[-1], dtype=np.int32)
+    indptr[0] = 0
+    indptr[1 : num_decode + 1] = ends[:num_decode]
+    indptr[num_decode + 1 : first + 1] = ends[num_decode - 1] if num_decode else 0
+    indptr[first + 1 : first + 1 + q_lens.size - num_decode] = ends[num_decode:]
+    return indptr
