@@ -15,6 +15,7 @@ from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
+from hiserve.messages.lives import ReplayStats
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
         workers: Living workers, by replica.
         stale_messages: Messages ignored because they were of a dead incarnation.
         malformed_messages: Messages that no peer of ours would send.
+        replays: Requests that went on with another worker.
     """
 
     ticket: int
@@ -197,6 +199,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     workers: list[WorkerFacts]
     stale_messages: int = 0
     malformed_messages: int = 0
+    replays: ReplayStats = ReplayStats()
 
 
 # --- scheduler -> worker ------------------------------------------------------------------
@@ -225,6 +228,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
         num_prompt: Leading tokens that are the prompt; the rest was generated before a restart.
         sampling: With a seed; ``max_tokens`` counts from the end of the prompt.
         priority: What it uses of the cache stays longer when larger, under ``--eviction priority``.
+        num_scored: Prompt tokens whose scores were told before a restart.
     """
 
     uid: int
@@ -233,6 +237,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     namespace: bytes
     choice: int
     priority: int = 0
+    num_scored: int = 0
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -27,6 +27,7 @@ class Admission:
 
     def __init__(self) -> None:
         self._loads: dict[int, _Load] = {}
+        self._reserved: set[int] = set()
         self._num_taken = 0
 
     def join(self, replica: int, max_running: int) -> None:
@@ -42,13 +43,26 @@ class Admission:
         """Removes a worker, with what it held."""
         self._loads.pop(replica, None)
 
+    def reserve(self, replica: int) -> None:
+        """From now on a worker, and its successors, are offered to nobody."""
+        self._reserved.add(replica)
+
+    def unreserve(self, replica: int) -> None:
+        """They are offered again."""
+        self._reserved.discard(replica)
+
+    def is_joined(self, replica: int) -> bool:
+        """Whether a worker is here."""
+        return replica in self._loads
+
     def num_held(self, replica: int) -> int:
         """Returns the requests a worker holds."""
         return self._loads[replica].num_held
 
     def with_credit(self) -> list[int]:
-        """Returns the workers that may be sent another request."""
-        return [replica for replica, load in self._loads.items() if load.credit > 0]
+        """Returns the workers that may be sent another request by ``place``."""
+        free = self._loads.items()
+        return [replica for replica, load in free if load.credit > 0 and replica not in self._reserved]
 
     def take(self, replica: int) -> None:
         """Spends a credit: the worker is sent a request."""

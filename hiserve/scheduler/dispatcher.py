@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Protocol
@@ -17,6 +17,7 @@ from hiserve.core.reuse import NOTHING
 from hiserve.errors import (
     ContextLengthError,
     DeadlineError,
+    EngineError,
     HiserveError,
     OverloadedError,
     RequestError,
@@ -24,13 +25,17 @@ from hiserve.errors import (
 )
 from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.failures import to_error
+from hiserve.messages.lives import Replays
 from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens
 from hiserve.scheduler.admission import Admission
 from hiserve.scheduler.drain import DrainRate
 from hiserve.scheduler.ledger import Entry, Ledger, State
 from hiserve.scheduler.policy import Policy
 from hiserve.scheduler.prefix_index import PrefixIndex
+from hiserve.scheduler.quarantine import Quarantine
 from hiserve.scheduler.queue import Queue, Waiting
+
+_GUILTY = "the worker died {} times with this request, at last with no other. It was given up; do not send it again."
 
 
 class Outlet(Protocol):
@@ -53,7 +58,8 @@ class Dispatcher:
     """Ledger, queue, policy, admission and prefix index at work together.
 
     A request is in the ledger from ``submit`` to its one terminal message; while it is queued
-    it is in the queue, and from its admission on it holds one credit of its worker.
+    it is in the queue, or in quarantine, and from its admission on it holds one credit of its worker. When the worker dies,
+    it goes on with another, behind the tokens that the client has.
 
     Args:
         outlet: Receives every message.
@@ -79,7 +85,10 @@ class Dispatcher:
         self.queue = Queue(limits.max_queued_requests, limits.max_queued_tokens)
         self.admission = Admission()
         self._drain = DrainRate()
+        self.quarantine = Quarantine()
         self.index = index
+        self.replays = Replays()
+        self._moved: set[int] = set()  # workers that told news of a request
         self._max_len = 0
         self._closed: HiserveError | None = None
 
@@ -96,44 +105,51 @@ class Dispatcher:
             self._outlet.failed(message.uid, refusal)
             return
         entry = self.ledger.accept(message, prompt, self._clock())
-        prefix = self.index.prefix(prompt, message.namespace)
-        self.queue.push(Waiting(entry, prefix, self._policy.rank(message.priority)))
+        self.queue.push(self._waiting(entry))
 
     def abort(self, uids: list[int]) -> None:
         """Ends queued requests now, and running ones when their worker answers; others have ended."""
         drops: dict[int, list[int]] = {}
-        dropped: list[int] = []
+        dropped: list[Entry] = []
         for uid in uids:
             entry = self.ledger.get(uid)
             if entry is None or entry.state is State.ABORTING:
                 continue
             if entry.replica is None:
-                self.queue.remove(uid)
+                self._take_out(entry)
                 self._end(entry)
-                dropped.append(uid)
+                dropped.append(entry)
             else:
                 entry.state = State.ABORTING
                 drops.setdefault(entry.replica, []).append(uid)
-        if dropped:
-            zeros = [0] * len(dropped)
-            news = Tokens(
-                uids=dropped,
-                counts=zeros,
-                finishes=[int(FinishReason.ABORT)] * len(dropped),
-                cached=[NOTHING] * len(dropped),
-                drafts=[None] * len(dropped),
-                score_words=zeros,
-                queue_s=[UNREPORTED] * len(dropped),
-            )
-            self._outlet.tokens(news, np.empty(0, dtype=np.int32), b"")
+        self._tell_aborted(dropped)
         for replica, running in drops.items():
             self._outlet.drop(replica, running)
 
+    def _tell_aborted(self, ended: Sequence[Entry]) -> None:
+        """Tells the client that requests ended that no worker has."""
+        if not ended:
+            return
+        zeros = [0] * len(ended)
+        news = Tokens(
+            uids=[entry.uid for entry in ended],
+            counts=zeros,
+            finishes=[int(FinishReason.ABORT)] * len(ended),
+            cached=[entry.take_cached(NOTHING) for entry in ended],
+            drafts=[None] * len(ended),
+            score_words=zeros,
+            queue_s=[UNREPORTED] * len(ended),
+        )
+        self._outlet.tokens(news, np.empty(0, dtype=np.int32), b"")
+
     def expire(self) -> None:
-        """Ends what is past its deadline: queued requests with an error, others with what they have."""
+        """Ends what is past its deadline: queued requests with an error, others with what they have.
+
+        A request whose worker died has waited for one before: only its own deadline counts.
+        """
         timeout_s = self._limits.queue_timeout_s
         retry_after_s = self._retry_after_s()
-        for entry in self._late(timeout_s, lambda entry: entry.state is State.QUEUED):
+        for entry in self._late(timeout_s, _is_new):
             self.queue.remove(entry.uid)
             self._end(entry)
             waited_s = self._clock() - entry.accepted_at_s
@@ -144,8 +160,7 @@ class Dispatcher:
     def seconds_to_deadline(self) -> float | None:
         """Returns the seconds until ``expire`` has something to do, at least 0; None when no deadline is ahead."""
         ahead = []
-        if self._limits.queue_timeout_s and len(self.queue):
-            first = next(entry for entry in self.ledger if entry.state is State.QUEUED)
+        if self._limits.queue_timeout_s and len(self.queue) and (first := next(filter(_is_new, self.ledger), None)):
             ahead.append(first.accepted_at_s + self._limits.queue_timeout_s)
         if self._limits.request_timeout_s and (oldest := next(filter(_is_open, self.ledger), None)):
             ahead.append(oldest.accepted_at_s + self._limits.request_timeout_s)
@@ -165,22 +180,47 @@ class Dispatcher:
         self.admission.join(replica, ready.max_running)
         self.index.attach(replica, ready.namespace)
 
-    def worker_lost(self, replica: int, error: HiserveError) -> None:
-        """A worker is gone: what it held ends with ``error``, its credits and its cache are forgotten."""
+    def worker_lost(self, replica: int) -> bool:
+        """A worker is gone, its credits and its cache are forgotten.
+
+        What it held goes back to the front of the queue, but for what was being aborted, which ends, and what may have
+        killed it, which is tried apart, or fails.
+
+        Returns:
+            Whether it was of use: it told news of a request, or had none.
+        """
         self.admission.leave(replica)
         self.index.detach(replica)
-        for entry in self.ledger.running_on(replica):
-            entry.replica = None
+        held = self.ledger.running_on(replica)
+        was_of_use = not held or any(entry.has_moved for entry in held) or replica in self._moved
+        self._moved.discard(replica)
+        aborted = [entry for entry in held if entry.state is State.ABORTING]
+        for entry in held:
+            entry.leave()
+        for entry in aborted:
             self._end(entry)
-            self._outlet.failed(entry.uid, error)
+        self._tell_aborted(aborted)
+        free, guilty = self.quarantine.judge(replica, held)
+        if replica in self.quarantine:
+            self.admission.reserve(replica)
+        self.queue.put_back([self._waiting(entry) for entry in free])
+        for entry in guilty:
+            self._end(entry)
+            self._outlet.failed(entry.uid, EngineError(_GUILTY.format(entry.num_crashes)))
+        return was_of_use
+
+    def worker_abandoned(self, replica: int) -> None:
+        """A worker that was lost will not come again: what was to be tried on it may run on others."""
+        self.admission.unreserve(replica)
+        self.queue.put_back([self._waiting(entry) for entry in self.quarantine.dissolve(replica)])
 
     def close(self, error: UnavailableError) -> None:
         """No worker is left and none will come: queued and later requests are refused."""
         self._closed = error
-        for waiting in self.queue:
-            self.queue.remove(waiting.entry.uid)
-            self._end(waiting.entry)
-            self._outlet.failed(waiting.entry.uid, error)
+        for entry in [entry for entry in self.ledger if entry.state is State.QUEUED]:
+            self._take_out(entry)
+            self._end(entry)
+            self._outlet.failed(entry.uid, error)
 
     def report(
         self,
@@ -208,20 +248,14 @@ class Dispatcher:
         failures = self.ledger.rows([uid for uid, _, _ in report.failed], replica)
         self.index.update(replica, published, removed)
         if entries:
-            ids = tokens.tolist()
-            start = 0
-            for entry, count, finish in zip(entries, report.counts, report.finishes, strict=True):
-                entry.generated.extend(ids[start : start + count])
-                start += count
-                self.queue.charge(entry.caller, count)
-                if finish:
-                    self._end(entry)
+            self._moved.add(replica)
+            self._record(entries, report, tokens)
             news = Tokens(
                 uids=report.uids,
                 counts=report.counts,
                 finishes=report.finishes,
-                cached=report.cached,
-                drafts=report.drafts,
+                cached=[entry.take_cached(cached) for entry, cached in zip(entries, report.cached, strict=True)],
+                drafts=[entry.take_drafts(drafts) for entry, drafts in zip(entries, report.drafts, strict=True)],
                 score_words=report.score_words,
                 queue_s=[entry.take_queue_s() for entry in entries],
             )
@@ -230,22 +264,53 @@ class Dispatcher:
             self._end(entry)
             self._outlet.failed(entry.uid, to_error(code, message))
 
+    def _record(self, entries: Sequence[Entry], report: StepReport, tokens: Int32Array) -> None:
+        """Takes news of requests into the ledger."""
+        ids = tokens.tolist()
+        start = 0
+        columns = (report.counts, report.finishes, report.cached, report.score_words)
+        for entry, count, finish, cached, num_words in zip(entries, *columns, strict=True):
+            if cached is not None and entry.num_admissions > 1:
+                self.replays.found(cached)
+            entry.extend(ids[start : start + count], num_words)
+            start += count
+            self.queue.charge(entry.caller, count)
+            if finish:
+                self._end(entry)
+
     def dispatch(self) -> None:
         """Admits waiting requests while workers have credit."""
+        for suspected in filter(self.admission.is_joined, self.quarantine):
+            group = self.quarantine.next(suspected)
+            if group is None:
+                self.admission.unreserve(suspected)
+            for entry in group or ():
+                self._admit(entry, suspected)
         num_requests, num_tokens = len(self.queue), self.queue.num_tokens
         while len(self.queue) and (candidates := self.admission.with_credit()):
             waiting = self._choose(candidates)
             entry = waiting.entry
             replica = self.admission.place(len(entry.prompt), partial(self.index.match, waiting.prefix))
             assert replica is not None, f"no worker for request {entry.uid} though {candidates} have credit"
-            # Without keys there is one caller, and nothing to share.
-            self.queue.admit(entry.uid, self.index.match(waiting.prefix, replica) if entry.caller else 0)
-            self.admission.take(replica)
-            entry.state, entry.replica = State.RUNNING, replica
-            entry.queue_s = self._clock() - entry.accepted_at_s
-            self._outlet.admit(replica, *entry.to_admit())
+            self.queue.admit(entry.uid, self._num_free(waiting, replica))
+            self._admit(entry, replica)
         num_requests, num_tokens = num_requests - len(self.queue), num_tokens - self.queue.num_tokens
         self._drain.observe(self._clock(), num_requests, num_tokens, is_busy=len(self.queue) > 0)
+
+    def _num_free(self, waiting: Waiting, replica: int) -> int:
+        """Returns how many tokens of a prompt its caller is not charged: those cached, and all after a worker's death."""
+        entry = waiting.entry
+        if entry.num_admissions or not entry.caller:  # without keys there is one caller, and nothing to share
+            return len(entry.prompt) if entry.num_admissions else 0
+        return self.index.match(waiting.prefix, replica)
+
+    def _admit(self, entry: Entry, replica: int) -> None:
+        """Sends a worker a request, or what is left of it."""
+        self.admission.take(replica)
+        if entry.num_admissions:
+            self.replays.begin(entry.num_tokens)
+        entry.enter(replica, self._clock())
+        self._outlet.admit(replica, *entry.to_admit())
 
     def _choose(self, candidates: list[int]) -> Waiting:
         """Asks the policy."""
@@ -290,6 +355,18 @@ class Dispatcher:
     def _retry_after_s(self) -> int:
         return self._drain.retry_after_s(len(self.queue), self.queue.num_tokens)
 
+    def _waiting(self, entry: Entry) -> Waiting:
+        """Returns an entry as the queue has it."""
+        prefix = self.index.prefix(entry.tokens, entry.namespace)
+        return Waiting(entry, prefix, self._policy.rank(entry.priority))
+
+    def _take_out(self, entry: Entry) -> None:
+        """Takes a request out of where it waits."""
+        if entry.uid in self.queue:
+            self.queue.remove(entry.uid)
+        else:
+            self.quarantine.remove(entry)
+
     def _end(self, entry: Entry) -> None:
         if entry.replica is not None:
             self.admission.give_back(entry.replica)
@@ -298,3 +375,7 @@ class Dispatcher:
 
 def _is_open(entry: Entry) -> bool:
     return entry.state is not State.ABORTING
+
+
+def _is_new(entry: Entry) -> bool:
+    return entry.state is State.QUEUED and not entry.num_admissions

@@ -11,12 +11,16 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import InvariantError
 from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.codec import MalformedError
 from hiserve.messages.types import Admit, Generate
+
+NO_DRAFTS = DraftUse()
 
 
 class State(IntEnum):
@@ -25,6 +29,7 @@ class State(IntEnum):
     QUEUED = 0
     RUNNING = 1
     ABORTING = 2
+    ENDED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +42,16 @@ class Entry:
         priority: As asked.
         caller: Number of the API key it came with.
         accepted_at_s: When it was accepted, by a monotonic clock.
-        queue_s: Seconds until a worker got it, once; -1 before that and when the client was told.
+        queue_s: Seconds until a worker got it first, once; -1 before that and when the client was told.
         generated: Tokens the client was sent, in order.
         replica: The worker that runs it; None while queued.
+        num_admissions: Workers that got it, one after the other.
+        num_crashes: Workers that died with it since it last made progress.
+        has_moved: Its present worker told news of it.
+        num_scored: Tokens of its prompt whose scores the client was sent.
+        drafts: Of the worker that runs it, all until now; None before it told of any.
+        former_drafts: Of the workers that died with it.
+        is_cache_told: The client knows what of its prompt came from the cache.
     """
 
     uid: int
@@ -54,11 +66,71 @@ class Entry:
     state: State = State.QUEUED
     replica: int | None = None
     generated: array[int] = field(default_factory=lambda: array("i"))
+    num_admissions: int = 0
+    num_crashes: int = 0
+    has_moved: bool = False
+    num_scored: int = 0
+    drafts: DraftUse | None = None
+    former_drafts: DraftUse = NO_DRAFTS
+    is_cache_told: bool = False
+
+    @property
+    def tokens(self) -> Int32Array:
+        """Its prompt, then what was generated: int32 ``[n + generated]``."""
+        return np.concatenate([self.prompt, np.frombuffer(self.generated, dtype=np.int32)])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many these are."""
+        return len(self.prompt) + len(self.generated)
+
+    def enter(self, replica: int, now_s: float) -> None:
+        """A worker gets it."""
+        if not self.num_admissions:
+            self.queue_s = now_s - self.accepted_at_s
+        self.state, self.replica, self.has_moved = State.RUNNING, replica, False
+        self.num_admissions += 1
+
+    def leave(self) -> None:
+        """Its worker died: all it did that the client was not told is done again."""
+        self.state, self.replica = State.QUEUED, None
+        self.num_crashes = 1 if self.has_moved else self.num_crashes + 1
+        if self.drafts is not None:
+            self.former_drafts, self.drafts = self.former_drafts + self.drafts, None
 
     def take_queue_s(self) -> float:
         """Returns the seconds it was queued, for the first who asks after its admission; -1 for others."""
         queue_s, self.queue_s = self.queue_s, UNREPORTED
         return queue_s
+
+    def take_cached(self, cached: CacheUse | None) -> CacheUse | None:
+        """Returns what the client is told of a worker's news of the cache: the first there is."""
+        if cached is None or self.is_cache_told:
+            return None
+        self.is_cache_told = True
+        return cached
+
+    def take_drafts(self, drafts: DraftUse | None) -> DraftUse | None:
+        """Returns what the client is told of a worker's drafts: those of the workers before it are added."""
+        if drafts is None:
+            return None
+        self.drafts = drafts
+        return self.former_drafts + drafts
+
+    def extend(self, tokens: list[int], num_words: int) -> None:
+        """Records what the client is sent.
+
+        Args:
+            tokens: New tokens.
+            num_words: Words of scores beside them: of the prompt first, then of the tokens.
+        """
+        self.generated.extend(tokens)
+        self.has_moved = True
+        num_top = self.sampling.prompt_logprobs
+        if num_top is not None and num_words:
+            most = len(self.prompt) - 1
+            told = self.num_scored + num_words // (1 + 2 * num_top)
+            self.num_scored = most if tokens else min(most, told)
 
     def to_admit(self) -> tuple[Admit, Int32Array]:
         """Returns what a worker needs to run the request from here, and its tokens int32 ``[n + generated]``."""
@@ -69,8 +141,9 @@ class Entry:
             namespace=self.namespace,
             choice=self.choice,
             priority=self.priority,
+            num_scored=self.num_scored,
         )
-        return message, np.concatenate([self.prompt, np.frombuffer(self.generated, dtype=np.int32)])
+        return message, self.tokens
 
 
 class Ledger:
@@ -153,4 +226,5 @@ class Ledger:
         """
         if self._entries.pop(entry.uid, None) is not entry:
             raise InvariantError(f"request {entry.uid} ended twice ({len(self._entries)} live)")
+        entry.state = State.ENDED
         self.num_ended += 1

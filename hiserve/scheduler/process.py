@@ -146,6 +146,7 @@ class Service:
             workers=self._supervisor.facts(),
             stale_messages=self._supervisor.num_stale,
             malformed_messages=self._num_malformed + self._supervisor.num_malformed,
+            replays=self._dispatcher.replays.stats(),
         )
 
     # --- from the dispatcher --------------------------------------------------------------
@@ -195,16 +196,20 @@ class Service:
         """Uses the credits that came back."""
         self._dispatcher.dispatch()
 
-    def worker_lost(self, replica: int, error: HiserveError) -> None:
-        """Ends what it held."""
-        self._dispatcher.worker_lost(replica, error)
+    def worker_lost(self, replica: int) -> bool:
+        """Gives what it held to others, at once or later; says whether it was of use."""
+        was_of_use = self._dispatcher.worker_lost(replica)
         self._rounds.lost(replica)
+        self._dispatcher.dispatch()
+        return was_of_use
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """Refuses everything once no worker is left."""
         self._abandoned.add(replica)
+        self._dispatcher.worker_abandoned(replica)
         if len(self._abandoned) == self._replicas:
             self._dispatcher.close(UnavailableError(f"no worker is left: {error.message}"))
+        self._dispatcher.dispatch()
 
     # --- the process itself ---------------------------------------------------------------
 

@@ -118,7 +118,7 @@ class Queue:
         """Returns whom to push out for a request that finds no room: the last of the caller who has most.
 
         None where the request would give its caller more than an equal share of the queue, and where the last one
-        was answered in part: then it is the new request that goes.
+        had a worker that died: then it is the new request that goes.
 
         Args:
             caller: Whose request it is.
@@ -133,7 +133,7 @@ class Queue:
             return None
         has_places = len(self._waiting) < self._max_requests
         last = max(others, key=lambda line: line.num_tokens if has_places else len(line)).last()
-        return None if last.entry.generated else last
+        return None if last.entry.num_admissions else last
 
     def __contains__(self, uid: int) -> bool:
         """Whether a request waits here."""

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "hiserve.worker.process")
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
+MAX_USELESS = (
+    16  # workers in a row that told no news of the requests they had; finding the guilty one of 1,000 takes 12
+)
 STOP_GRACE_S = 2.0
 
 
@@ -55,8 +58,8 @@ class Audience(Protocol):
     def worker_idle(self) -> None:
         """A batch of messages has been handled."""
 
-    def worker_lost(self, replica: int, error: HiserveError) -> None:
-        """A worker that was ready, or a successor that never was, has died."""
+    def worker_lost(self, replica: int) -> bool:
+        """A worker that was ready, or a successor that never was, has died; returns whether it had been of use."""
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """A worker died too often to be started again."""
@@ -156,7 +159,7 @@ class Supervisor:
         return [self._workers[replica].facts() for replica in sorted(self._workers)]
 
     async def _keep(self, replica: int) -> None:
-        num_failed = 0
+        num_failed = num_useless = 0
         for incarnation in itertools.count(1):
             worker, error = await self._live(replica, incarnation)
             if self._stopping.is_set():
@@ -165,13 +168,13 @@ class Supervisor:
                 self.started.set_exception(error)
                 return
             logger.error("worker %d (incarnation %d) is gone: %s", replica, incarnation, error, exc_info=error)
-            # Here the requests of the dead will be admitted again; until then they end with an error.
-            self._audience.worker_lost(replica, EngineError("the worker that ran this request died; send it again."))
+            was_of_use = self._audience.worker_lost(replica)
             num_failed = 0 if worker.ready is not None else num_failed + 1
-            if num_failed == len(RESTART_DELAYS_S):
+            num_useless = 0 if worker.ready is not None and was_of_use else num_useless + 1
+            if num_failed == len(RESTART_DELAYS_S) or num_useless == MAX_USELESS:
                 self._audience.worker_abandoned(replica, error)
                 return
-            await wait_for_event(self._stopping, RESTART_DELAYS_S[num_failed])
+            await wait_for_event(self._stopping, RESTART_DELAYS_S[min(num_useless, len(RESTART_DELAYS_S) - 1)])
 
     async def _live(self, replica: int, incarnation: int) -> tuple[_Worker, HiserveError]:
         """Runs one incarnation from birth to death; returns it and why it died.

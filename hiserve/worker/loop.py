@@ -116,6 +116,7 @@ class Engine:
                 tenant=tenant,
                 choice=admit.choice,
                 priority=admit.priority,
+                num_told=admit.num_scored,
             )
         )
 

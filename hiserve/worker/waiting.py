@@ -43,7 +43,8 @@ class Request:
         cached: What of the prompt came from the cache at first admission; None before it, and once reported.
         source: Where most of it came from, by ``CacheUse.source``.
         draft_use: int32 ``[2 + drafts]``. The row's ``Columns.draft_use`` when the request lost it; None before that.
-        num_scored: Prompt tokens whose score was reported; the first has none. All are, when none is wanted.
+        num_told: Prompt tokens whose score was reported before this worker got the request.
+        num_scored: Those, and the ones reported since; the first token has no score. All are, when none is wanted.
         was_admitted: Whether it ever had a row.
         forerunner: Whom it waits for, if anyone.
         key: ``tokens``, packed.
@@ -60,6 +61,7 @@ class Request:
     cached: CacheUse | None = None
     source: str = COLD
     draft_use: Int32Array | None = None
+    num_told: int = 0
     num_scored: int = field(init=False)
     was_admitted: bool = False
     forerunner: Forerunner | None = None
@@ -69,7 +71,8 @@ class Request:
         """Packs the tokens for matching."""
         self.key = pack_tokens(self.tokens)
         is_new = self.tokens.size == self.num_prompt
-        self.num_scored = 0 if is_new and self.sampling.prompt_logprobs is not None else self.num_prompt - 1
+        wants_scores = is_new and self.sampling.prompt_logprobs is not None
+        self.num_scored = self.num_told if wants_scores else self.num_prompt - 1
 
     @property
     def num_reusable(self) -> int:

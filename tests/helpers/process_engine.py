@@ -14,7 +14,6 @@ import pytest
 from hiserve.config import make_config
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.errors import EngineError
 from hiserve.scheduler.client import Delta, EngineClient
 from tests.helpers.fake_client import FAKE_SCHEDULER
 from tests.helpers.fake_engine import reply
@@ -84,14 +83,3 @@ async def settled(client: EngineClient) -> None:
             if not client.num_inflight and not status.queued and not any(w.stats.running for w in status.workers):
                 return
             await asyncio.sleep(0.01)
-
-
-async def until_served(client: EngineClient) -> None:
-    """Waits until a request is answered again after a death."""
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                await finish(client, tokens(7000))
-                return
-            except EngineError:
-                await asyncio.sleep(0.01)

@@ -49,8 +49,8 @@ MUTANTS = [
     Mutant(
         name="an admission forgets what was generated",
         file=LEDGER,
-        old="np.concatenate([self.prompt, np.frombuffer(self.generated, dtype=np.int32)])",
-        new="self.prompt",
+        old="        return message, self.tokens",
+        new="        return message, self.prompt",
         test=OF_DISPATCHER + "test_an_admit_carries_prompt_then_generated",
     ),
     Mutant(
@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         name="an aborted request stays in the queue",
         file=DISPATCHER,
-        old="                self.queue.remove(uid)\n                self._end(entry)",
-        new="                self._end(entry)",
+        old="                self._take_out(entry)\n                self._end(entry)\n                dropped",
+        new="                self._end(entry)\n                dropped",
         test=CONSERVATION,
     ),
     Mutant(
@@ -77,8 +77,8 @@ MUTANTS = [
     Mutant(
         name="the requests of a dead worker are forgotten",
         file=DISPATCHER,
-        old="        for entry in self.ledger.running_on(replica):",
-        new="        for entry in self.ledger.running_on(replica)[1:]:",
+        old="        held = self.ledger.running_on(replica)",
+        new="        held = self.ledger.running_on(replica)[1:]",
         test=CONSERVATION,
     ),
     Mutant(
@@ -91,15 +91,15 @@ MUTANTS = [
     Mutant(
         name="the ledger misses tokens",
         file=DISPATCHER,
-        old="entry.generated.extend(ids[start : start + count])",
-        new="entry.generated.extend(ids[start : start + 1])",
+        old="entry.extend(ids[start : start + count], num_words)",
+        new="entry.extend(ids[start : start + 1], num_words)",
         test=CONSERVATION,
     ),
     Mutant(
         name="queued requests wait for workers that never come",
         file=DISPATCHER,
-        old="        for waiting in self.queue:\n            self.queue.remove(waiting.entry.uid)",
-        new="        for waiting in ():\n            self.queue.remove(waiting.entry.uid)",
+        old="for entry in [entry for entry in self.ledger if entry.state is State.QUEUED]:",
+        new="for entry in ():",
         test=OF_DISPATCHER + "test_without_any_worker_left_everything_is_refused",
     ),
     Mutant(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hiserve.config import Scheduler
-from hiserve.errors import EngineError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import State
 from hiserve.scheduler.policy import POLICIES
@@ -44,6 +43,7 @@ class Conservation(RuleBasedStateMachine):
         self.accepted: set[int] = set()
         self.alive: set[int] = set()
         self.expected: dict[int, list[int]] = {}
+        self.crashes: Counter[int] = Counter()
         self.begin(0)
 
     def held(self, replica: int) -> list[int]:
@@ -54,8 +54,10 @@ class Conservation(RuleBasedStateMachine):
         ]
 
     def queued(self) -> set[int]:
-        queue = self.dispatcher.queue
-        return {waiting.entry.uid for waiting in queue}
+        queue = [waiting.entry.uid for waiting in self.dispatcher.queue]
+        suspects = [entry.uid for entry in self.dispatcher.quarantine.waiting()]
+        assert len({*queue, *suspects}) == len(queue) + len(suspects)
+        return {*queue, *suspects}
 
     @rule(replica=st.sampled_from(REPLICAS))
     def begin(self, replica: int) -> None:
@@ -68,7 +70,9 @@ class Conservation(RuleBasedStateMachine):
     def lose(self, replica: int) -> None:
         if replica in self.alive:
             self.alive.discard(replica)
-            self.dispatcher.worker_lost(replica, EngineError("lost"))
+            for uid in self.held(replica):
+                self.crashes[uid] += 1
+            self.dispatcher.worker_lost(replica)
             self.dispatcher.dispatch()
 
     @rule(
@@ -99,7 +103,8 @@ class Conservation(RuleBasedStateMachine):
         for uid in self.queued():
             entry = self.dispatcher.ledger.get(uid)
             assert entry is not None
-            for limit_s in (self.limits.queue_timeout_s, self.limits.request_timeout_s):
+            limits_s = (0.0 if self.crashes[uid] else self.limits.queue_timeout_s, self.limits.request_timeout_s)
+            for limit_s in limits_s:
                 assert not limit_s or self.now_s - entry.accepted_at_s < limit_s
 
     @rule(data=st.data())
@@ -131,7 +136,7 @@ class Conservation(RuleBasedStateMachine):
         ledger, queue = self.dispatcher.ledger, self.dispatcher.queue
         assert ledger.num_accepted == len(self.accepted) == ledger.num_ended + len(ledger)
         queued = self.queued()
-        assert len(queued) == len(queue)
+        assert len(queued) == len(queue) + len(self.dispatcher.quarantine.waiting())
         assert all(ledger.get(uid) is not None for uid in queued)
         for uid in self.accepted:
             entry = ledger.get(uid)
@@ -145,11 +150,13 @@ class Conservation(RuleBasedStateMachine):
         for replica in self.alive:
             held = len(self.held(replica))
             assert self.dispatcher.admission.num_held(replica) == held <= CAPACITY
-            assert held == CAPACITY or len(self.dispatcher.queue) == 0
+            is_apart = replica in self.dispatcher.quarantine
+            assert held == CAPACITY or len(self.dispatcher.queue) == 0 or is_apart
 
     @invariant()
     def nothing_is_admitted_twice_and_no_token_is_lost(self) -> None:
-        assert max(Counter(uid for _, uid in self.outlet.admitted).values(), default=0) <= 1
+        for uid, count in Counter(uid for _, uid in self.outlet.admitted).items():
+            assert count <= 1 + self.crashes[uid]
         for uid, tokens in self.expected.items():
             assert self.outlet.sent[uid] == tokens
 

@@ -8,7 +8,7 @@ import pytest
 from hiserve.config import Scheduler
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.request import FinishReason
-from hiserve.errors import EngineError, InvariantError, UnavailableError
+from hiserve.errors import InvariantError, UnavailableError
 from hiserve.messages.codec import MalformedError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
@@ -160,44 +160,27 @@ def test_an_abort_that_crosses_the_natural_end_adds_no_second_one() -> None:
     assert desk.is_empty()
 
 
-def test_a_lost_worker_ends_its_requests_with_one_error_each_and_no_other() -> None:
+def test_a_lost_worker_gets_nothing_until_its_successor_is_there() -> None:
     desk = Desk(replicas=2, rows=2)
     for uid in range(1, 5):
         desk.submit(uid)
-    held = {replica: [uid for worker, uid in desk.outlet.admitted if worker == replica] for replica in (0, 1)}
-    desk.dispatcher.worker_lost(0, EngineError("the worker died"))
-    for uid in held[0]:
-        assert desk.outlet.terminals[uid] == ["engine_error"]
-    for uid in held[1]:
-        assert desk.outlet.terminals[uid] == []
-    desk.dispatcher.dispatch()
+    desk.dispatcher.worker_lost(0)
     desk.submit(9)
-    assert desk.outlet.admitted[-1] == (1, 9)
+    assert desk.outlet.admitted[4:] == [(1, 1)]  # the first of those that lost it; the next has to wait
     desk.dispatcher.worker_ready(0, ready(0, rows=2))
-    desk.submit(10)
-    assert desk.outlet.admitted[-1] == (0, 10)
-
-
-def test_queued_requests_wait_for_a_successor() -> None:
-    desk = Desk(rows=1)
-    for uid in (1, 2, 3):
-        desk.submit(uid)
-    desk.dispatcher.worker_lost(0, EngineError("the worker died"))
     desk.dispatcher.dispatch()
-    assert desk.outlet.terminals[3] == []
-    desk.dispatcher.worker_ready(0, ready(0))
-    desk.dispatcher.dispatch()
-    assert desk.admitted == [1, 2, 3]
+    assert desk.outlet.admitted[5:] == [(0, 3), (0, 9)]
+    assert not any(desk.outlet.terminals.values())
 
 
 def test_without_any_worker_left_everything_is_refused() -> None:
     desk = Desk(rows=1)
     for uid in (1, 2, 3):
         desk.submit(uid)
-    desk.dispatcher.worker_lost(0, EngineError("the worker died"))
+    desk.dispatcher.worker_lost(0)
     desk.dispatcher.close(UnavailableError("no worker is left"))
     desk.submit(4)
-    assert desk.outlet.terminals[3] == desk.outlet.terminals[4] == ["unavailable"]
+    assert [desk.outlet.terminals[uid] for uid in (1, 2, 3, 4)] == [["unavailable"]] * 4
     assert desk.is_empty()
 
 

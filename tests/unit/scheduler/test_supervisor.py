@@ -48,8 +48,9 @@ class Witness:
     def worker_idle(self) -> None:
         pass
 
-    def worker_lost(self, replica: int, error: HiserveError) -> None:
-        self.events.append(f"lost: {error.message}")
+    def worker_lost(self, replica: int) -> bool:
+        self.events.append("lost")
+        return True
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         self.events.append(f"abandoned: {error.message}")
