@@ -128,9 +128,7 @@ class Entry:
         self.has_moved = True
         num_top = self.sampling.prompt_logprobs
         if num_top is not None and num_words:
-            most = len(self.prompt) - 1
-            told = self.num_scored + num_words // (1 + 2 * num_top)
-            self.num_scored = most if tokens else min(most, told)
+            self.num_scored = min(len(self.prompt) - 1, self.num_scored + num_words // (1 + 2 * num_top))
 
     def to_admit(self) -> tuple[Admit, Int32Array]:
         """Returns what a worker needs to run the request from here, and its tokens int32 ``[n + generated]``."""

@@ -56,8 +56,8 @@ MUTANTS = [
     Mutant(
         name="scores of tokens are taken for those of the prompt",
         file=LEDGER,
-        old="self.num_scored = most if tokens else min(most, told)",
-        new="self.num_scored = min(most, told)",
+        old="min(len(self.prompt) - 1, self.num_scored + num_words // (1 + 2 * num_top))",
+        new="self.num_scored + num_words // (1 + 2 * num_top)",
         test=OF_REPLAYS + "test_scores_of_the_prompt_are_asked_for_from_where_they_ended",
     ),
     Mutant(

@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant(
         name="a queued request waits for ever",
         file=DISPATCHER,
-        old="for entry in self._late(timeout_s, lambda entry: entry.state is State.QUEUED):",
+        old="for entry in self._late(timeout_s, _is_new):",
         new="for entry in ():",
         test=OF_DISPATCHER + "test_a_request_that_waited_too_long_ends_with_an_error_and_a_running_one_goes_on",
     ),
@@ -273,9 +273,9 @@ MUTANTS = [
     ),
     Mutant(
         name="nobody measures the time in the queue",
-        file=DISPATCHER,
-        old="entry.queue_s = self._clock() - entry.accepted_at_s",
-        new="entry.queue_s = 0.0",
+        file=LEDGER,
+        old="self.queue_s = now_s - self.accepted_at_s",
+        new="self.queue_s = 0.0",
         test=OF_REPORTS + "test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then",
     ),
 ]

@@ -326,8 +326,8 @@ MUTANTS = [
     Mutant(
         name="a prompt is scored again with its output",
         file=WAITING,
-        old="0 if is_new and self.",
-        new="0 if self.",
+        old="wants_scores = is_new and self.",
+        new="wants_scores = self.",
         test=OF_SCORES + "test_a_request_that_comes_with_output_was_told_the_scores_of_its_prompt",
     ),
     Mutant(

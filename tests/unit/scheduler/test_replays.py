@@ -261,6 +261,7 @@ def test_a_request_is_given_up_when_it_had_its_worker_for_itself_and_not_before(
         desk.submit(uid)
     restart(desk)
     restart(desk)
+    desk.dispatcher.dispatch()
     assert desk.admitted[-1] == 1, "the first half"
     desk.report((1, [5], 0))
     assert desk.admitted[-1] == 2, "the first is cleared"
