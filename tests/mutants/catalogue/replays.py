@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         name="what lost its worker goes to the end of the queue",
         file=QUEUE,
-        old="self._by_rank[rank] = {**first, **self._by_rank.get(rank, {})}",
-        new="self._by_rank[rank] = {**self._by_rank.get(rank, {}), **first}",
+        old="for each in reversed(waiting):",
+        new="for each in waiting:",
         test=OF_REPLAYS + "test_those_that_lost_their_worker_come_first_and_in_their_order",
     ),
     Mutant(

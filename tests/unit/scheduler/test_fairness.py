@@ -134,7 +134,7 @@ def test_who_was_answered_in_part_is_not_pushed_out() -> None:
         desk.submit(uid, caller=GREEDY)
     entry = desk.dispatcher.ledger.get(4)
     assert entry is not None
-    entry.generated.append(5)  # as when its worker has died
+    entry.num_admissions = 1  # as when its worker has died
     desk.submit(5, caller=MODEST)
     assert desk.outlet.terminals[4] == []
     assert desk.outlet.terminals[5] == ["overloaded"]

@@ -14,7 +14,6 @@ from hiserve.core.reuse import CacheUse
 from hiserve.errors import UnavailableError
 from hiserve.messages.lives import ReplayStats
 from hiserve.messages.types import StepReport, WorkerStats
-from hiserve.scheduler.policy import Priority
 from tests.helpers.outlet import ready
 from tests.unit.scheduler.test_dispatcher import ABORT, STOP, Desk
 
@@ -66,15 +65,6 @@ def test_those_that_lost_their_worker_come_first_and_in_their_order() -> None:
     assert desk.admitted == [1, 2, 3]
     restart(desk, rows=4)
     assert desk.admitted[3:] == [1, 2, 3, 4, 5]
-
-
-def test_a_larger_priority_still_goes_first() -> None:
-    desk = Desk(Priority(), rows=1)
-    desk.submit(1, priority=0)
-    desk.submit(2, priority=0)
-    desk.submit(3, priority=5)
-    restart(desk, rows=1)
-    assert desk.admitted[2:] == [3, 1]
 
 
 def test_they_may_go_to_another_worker_at_once_and_take_what_it_has_cached_into_account() -> None:
