@@ -9,7 +9,8 @@ HiserveError                 base: fact, limit and remedy in one message
 │   ├── NotFoundError        no such model or route                                (HTTP 404)
 │   ├── TooLargeError        the body exceeds the limit                            (HTTP 413)
 │   ├── AuthenticationError  no key, or one that is not known                      (HTTP 401)
-│   └── ForbiddenError       the key may not do this                               (HTTP 403)
+│   ├── ForbiddenError       the key may not do this                               (HTTP 403)
+│   └── SlowReaderError      too much of a stream was not read                     (in the stream)
 ├── OverloadedError          the queue is full                                     (HTTP 429)
 ├── UnavailableError         starting, draining or without a worker                (HTTP 503)
 ├── DeadlineError            the request waited longer than it may                 (HTTP 503)
@@ -100,6 +101,12 @@ class ForbiddenError(RequestError):
 
     status = 403
     code = "forbidden"
+
+
+class SlowReaderError(RequestError):
+    """The caller left more of its stream unread than is kept for it."""
+
+    code = "slow_reader"
 
 
 class OverloadedError(HiserveError):

@@ -50,6 +50,8 @@ BACKLOG = 2048
 # A client that reads nothing of its reply for this long, or is no longer there, loses its connection.
 PEER_TIMEOUT_S = 60
 KEEP_IDLE_S = 30
+# Of one stream: some thirty thousand tokens, fewer with scores.
+MAX_UNREAD_BYTES = 2**20
 MAX_PORT = 65_535
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ def run(config: Config) -> int:
         resolved = resolve(config, model_facts(config, folder, model), survey(config, probe()))
         for line in resolved.decisions:
             logger.info("%s", line)
-        gate = Gate(lambda: EngineClient.start(resolved.config))
+        gate = Gate(lambda: EngineClient.start(resolved.config, max_unread_bytes=MAX_UNREAD_BYTES))
         app = build_app(gate, folder, model, resolved, begin=begin)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(app, gate, listener, drain_timeout_s=config.server.drain_timeout_s))

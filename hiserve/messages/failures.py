@@ -15,6 +15,7 @@ from hiserve.errors import (
     OverloadedError,
     RequestError,
     ResourceError,
+    SlowReaderError,
     TooLargeError,
     UnavailableError,
 )
@@ -33,6 +34,7 @@ _BY_CODE: dict[str, type[HiserveError]] = {
         OverloadedError,
         RequestError,
         ResourceError,
+        SlowReaderError,
         TooLargeError,
         UnavailableError,
     )

@@ -9,16 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
-
 from hiserve.config import Config, known, without_secrets
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import NOTHING, CacheUse
-from hiserve.errors import EngineError, HiserveError, UnavailableError
+from hiserve.errors import EngineError, UnavailableError
 from hiserve.messages.cache import LOCAL_TIERS, TierName, TreeFacts
-from hiserve.messages.coalesce import UNREPORTED
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
 from hiserve.messages.parent import ChildProcess, wait_for_event
@@ -38,82 +33,10 @@ from hiserve.messages.types import (
     ToClient,
     Tokens,
 )
+from hiserve.scheduler.stream import Delta, Stream
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
 STOP_TIMEOUT_S = 10.0
-
-
-class Delta(msgspec.Struct):
-    """News of one request; what came while the reader was away is one delta.
-
-    Attributes:
-        tokens: New tokens; may be empty with a finish, and with scores of the prompt.
-        finish: RUNNING but in the last delta.
-        cached: What of the prompt came from the cache, in the first delta; None after.
-        drafts: All drafts until now; None when nothing is new, and without speculation.
-        scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
-        queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
-    """
-
-    tokens: list[int]
-    finish: FinishReason
-    cached: CacheUse | None
-    drafts: DraftUse | None
-    scores: bytes
-    queue_s: float
-
-
-class _Stream:
-    """News of one request that its reader has not taken. Bounded by the request's own length."""
-
-    def __init__(self, tag: str) -> None:
-        self.tag = tag
-        self._tokens: list[int] = []
-        self._finish = 0
-        self._scores = bytearray()
-        self._cached: CacheUse | None = None
-        self._drafts: DraftUse | None = None
-        self._queue_s: float = UNREPORTED
-        self._is_first = True
-        self._error: HiserveError | None = None
-        self._news = asyncio.Event()
-
-    def push(
-        self,
-        tokens: list[int],
-        finish: int,
-        cached: CacheUse | None,
-        drafts: DraftUse | None,
-        scores: bytes,
-        queue_s: float,
-    ) -> None:
-        self._tokens += tokens
-        self._scores += scores
-        self._finish = finish
-        self._queue_s = max(self._queue_s, queue_s)
-        if self._cached is None:
-            self._cached = cached or NOTHING
-        self._drafts = drafts or self._drafts
-        self._news.set()
-
-    def fail(self, error: HiserveError) -> None:
-        self._error = error
-        self._news.set()
-
-    async def take(self) -> Delta:
-        """Waits for news; an error comes after the tokens and scores that preceded it."""
-        await self._news.wait()
-        self._news.clear()
-        if self._error is not None:
-            if not self._tokens and not self._scores:
-                raise self._error
-            self._news.set()
-        cached = self._cached if self._is_first else None
-        scores = bytes(self._scores)
-        delta = Delta(self._tokens, FinishReason(self._finish), cached, self._drafts, scores, self._queue_s)
-        self._tokens, self._scores, self._queue_s, self._is_first = [], bytearray(), UNREPORTED, False
-        self._drafts = None
-        return delta
 
 
 class EngineClient:
@@ -121,15 +44,18 @@ class EngineClient:
 
     Attributes:
         started: What the workers reported when they became ready.
+        num_slow_readers: Streams that were ended because too much of them was not read.
     """
 
     started: Started
     _process: ChildProcess
     _watch: asyncio.Task[None]
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, max_unread_bytes: int | None = None) -> None:
         self._config = config
-        self._streams: dict[int, _Stream] = {}
+        self._max_unread_bytes = max_unread_bytes
+        self.num_slow_readers = 0
+        self._streams: dict[int, Stream] = {}
         self._uids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._tickets = itertools.count(1)
@@ -140,7 +66,9 @@ class EngineClient:
         self._decoder = Decoder[ToClient](ToClient)
 
     @classmethod
-    async def start(cls, config: Config, *, command: Sequence[str] = SCHEDULER_COMMAND) -> EngineClient:
+    async def start(
+        cls, config: Config, *, command: Sequence[str] = SCHEDULER_COMMAND, max_unread_bytes: int | None = None
+    ) -> EngineClient:
         """Starts the scheduler, which starts the workers; returns when all are ready.
 
         On Linux the processes end with the thread that called this.
@@ -148,11 +76,12 @@ class EngineClient:
         Args:
             config: Resolved configuration.
             command: Command line of the scheduler, without its endpoint.
+            max_unread_bytes: A stream of which more waits for its reader is ended; None keeps all.
 
         Raises:
             HiserveError: What kept a worker from starting; its trace is a note on the error.
         """
-        client = cls(config)
+        client = cls(config, max_unread_bytes)
         client._process = await ChildProcess.start(command, client._receive)
         client._process.send(encode(without_secrets(config)))
         client._watch = asyncio.create_task(client._watch_process())
@@ -207,11 +136,12 @@ class EngineClient:
                 are not generated; to refuse them is the front end's part.)
             RequestError: The prompt is not acceptable.
             EngineError: The engine lost the request.
+            SlowReaderError: Too much of it was not read.
             UnavailableError: The engine is stopped, stopping or dead.
         """
         self._require_open()
         uid = next(self._uids)
-        stream = self._streams[uid] = _Stream(tag)
+        stream = self._streams[uid] = Stream(tag, self._max_unread_bytes)
         self._idle.clear()
         self._process.send(encode(Generate(uid, sampling, namespace, choice, priority, caller), prompt))
         try:
@@ -349,14 +279,18 @@ class EngineClient:
             stream = self._end(uid) if finish else self._stream(uid)
             end, score_end = at + count, score_at + WORD_BYTES * words
             stream.push(tokens[at:end], finish, cached, drafts, scores[score_at:score_end], queue_s)
+            if stream.is_too_long:
+                self.num_slow_readers += 1
+                stream.cut()
+                self._process.send(encode(Abort([uid])))
             at, score_at = end, score_end
 
-    def _stream(self, uid: int) -> _Stream:
+    def _stream(self, uid: int) -> Stream:
         if uid not in self._streams:
             raise MalformedError(f"news of request {uid}, which is not open")
         return self._streams[uid]
 
-    def _end(self, uid: int) -> _Stream:
+    def _end(self, uid: int) -> Stream:
         stream = self._stream(uid)
         del self._streams[uid]
         if not self._streams:

@@ -55,9 +55,11 @@ class Engine(Protocol):
         is_ready: Requests can be served now.
         max_model_len: Longest prompt plus output, in tokens.
         num_inflight: Requests that have not ended.
+        num_slow_readers: Streams that were ended because too much of them was not read.
     """
 
     started: Started
+    num_slow_readers: int
 
     @property
     def is_ready(self) -> bool: ...

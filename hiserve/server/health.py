@@ -70,6 +70,8 @@ class HealthRoutes:
             self._metrics.observe(await self._gate.status(METRICS_TIMEOUT_S))
         except HiserveError:
             self._metrics.observe(None)
+        if self._gate.engine is not None:
+            self._metrics.observe_readers(self._gate.engine.num_slow_readers)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def _proof(self, engine: Engine) -> None:

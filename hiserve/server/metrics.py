@@ -85,6 +85,8 @@ class Metrics:
         self._step_age = self._gauge("last_step_age_seconds", "Since a worker with requests last ended a step; 0 idle.")
         labels = ("model_name", "page_size", "num_pages")
         self._cache = Gauge("hiserve:cache_config_info", "Size of the KV pools.", labels, registry=self._registry)
+        self._slow_readers = self._counter("slow_readers", "Streams ended: too much of them was not read.")
+        self._num_slow_readers = 0
         self._restarts = self._counter("worker_restarts", "Workers started again after one died.")
         self._steps = self._counter("engine_steps", "Steps that the workers ended.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
@@ -132,6 +134,15 @@ class Metrics:
         self._tiers.show([stat.cache for stat in stats])
         self._drafts.show([stat.drafts for stat in stats])
         self._step_age.set(max((self._observe_worker(worker) for worker in status.workers), default=0.0))
+
+    def observe_readers(self, num_slow: int) -> None:
+        """Counts streams that were ended because too much of them was not read.
+
+        Args:
+            num_slow: All of them until now.
+        """
+        self._slow_readers.inc(max(0, num_slow - self._num_slow_readers))
+        self._num_slow_readers = num_slow
 
     def render(self) -> bytes:
         """Returns everything in Prometheus' text format."""

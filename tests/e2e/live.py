@@ -66,17 +66,19 @@ class Live:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, *flags: str) -> Iterator[Live]:
+def serve(folder: Path, *flags: str, command: tuple[str, ...] = COMMAND) -> Iterator[Live]:
     """Starts a server on a free port and ends it, processes and all.
 
     Args:
         folder: For its log.
         flags: Of ``hiserve serve``.
+        command: Runs ``hiserve``.
     """
     log = folder / "serve.log"
     with log.open("w") as sink:
-        command = [*COMMAND, "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=sink, text=True)
+        process = subprocess.Popen(
+            [*command, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, stderr=sink, text=True
+        )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

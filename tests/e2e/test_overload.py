@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,11 +28,14 @@ SMALL = ("--max-running-requests", str(ROWS), "--kv-pages", "600", "--max-model-
 LIMITS = ("--max-queued-requests", str(QUEUED), "--queue-timeout-s", str(QUEUE_TIMEOUT_S))
 TIMEOUT = ("--request-timeout-s", str(REQUEST_TIMEOUT_S))
 GREEDY = {"temperature": 0, "ignore_eos": True}
+COMMAND = (sys.executable, "-m", "tests.helpers.small_buffers")
+CUT = "hiserve:slow_readers_total"
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serve(tmp_path_factory.mktemp("overload"), *SMALL, *LIMITS, *TIMEOUT, "--log-level", "warning") as server:
+    flags = (*SMALL, *LIMITS, *TIMEOUT, "--log-level", "warning")
+    with serve(tmp_path_factory.mktemp("overload"), *flags, command=COMMAND) as server:
         yield server
 
 
@@ -123,33 +128,50 @@ async def test_a_request_that_takes_too_long_ends_with_what_it_has(live: Live) -
     live.wait_idle()
 
 
-async def test_readers_that_do_not_read_slow_nobody_down_and_leave_nothing(live: Live) -> None:
-    files = num_files(live)
+async def test_readers_that_do_not_read_slow_nobody_down_are_cut_at_a_limit_and_leave_nothing(live: Live) -> None:
+    files, num_cut = num_files(live), live.counter(CUT)
 
-    async def seconds_of_a_reply() -> float:
+    async def reply() -> tuple[float, str]:
         async with client(live) as http:
             begin = time.monotonic()
             response = await http.post("/v1/completions", json=body(1, 32))
             assert response.status_code == 200
-            return time.monotonic() - begin
+            return time.monotonic() - begin, response.json()["choices"][0]["text"]
 
-    before = statistics.median([await seconds_of_a_reply() for _ in range(5)])
+    before = [await reply() for _ in range(5)]
     host, port = live.url.removeprefix("http://").split(":")
     sleepers = []
-    content = json.dumps(body(7, 1200, stream=True, return_token_ids=True, logprobs=5)).encode()
+    content = json.dumps(body(7, 1900, stream=True, return_token_ids=True, logprobs=20)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
     for _ in range(ROWS - 2):  # they hold rows; a reply of theirs is far larger than the sockets' buffers
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-        writer.transport.pause_reading()
-        writer.write(head + content)
-        sleepers.append((reader, writer))
+        sleeper = socket.socket()
+        sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sleeper.connect((host, int(port)))
+        sleeper.sendall(head + content)
+        sleepers.append(sleeper)
     await asyncio.sleep(0.2)
-    during = statistics.median([await seconds_of_a_reply() for _ in range(5)])
-    print(f"{before:.3f} s before, {during:.3f} s with {len(sleepers)} readers asleep")
-    assert during < 5 * before + 0.5
-    for _, writer in sleepers:
-        writer.transport.abort()
+    during = [await reply() for _ in range(5)]
+    medians = [statistics.median(seconds for seconds, _ in replies) for replies in (before, during)]
+    print(f"{medians[0]:.3f} s before, {medians[1]:.3f} s with {len(sleepers)} readers asleep")
+    assert medians[1] < 5 * medians[0] + 0.5
+    assert {text for _, text in during} == {text for _, text in before}
+    await asyncio.to_thread(live.wait_idle, REQUEST_TIMEOUT_S - 0.5)  # although nobody has read
+    assert live.counter(CUT) == num_cut + len(sleepers)
+    for sleeper in sleepers:
+        sleeper.settimeout(10)
+        assert b'"code":"slow_reader"' in await asyncio.to_thread(rest_of, sleeper)
+        sleeper.close()
     await asyncio.to_thread(check_nothing_left, live, files + 1)
+
+
+def rest_of(sleeper: socket.socket) -> bytes:
+    """Reads a chunked reply to its end; returns the last of it."""
+    tail = b""
+    while not tail.endswith(b"\r\n0\r\n\r\n"):
+        piece = sleeper.recv(65536)
+        assert piece, tail
+        tail = (tail + piece)[-1000:]
+    return tail
 
 
 async def test_a_half_closed_connection_gets_its_answer(live: Live) -> None:

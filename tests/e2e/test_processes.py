@@ -15,8 +15,9 @@ import pytest
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError
+from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError, SlowReaderError
 from hiserve.scheduler.client import EngineClient
+from hiserve.scheduler.stream import TOKEN_BYTES
 from tests.helpers.fake_engine import FAIL, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
 from tests.helpers.processes import resident_bytes
@@ -171,6 +172,18 @@ async def test_a_reader_that_never_reads_slows_nobody_and_loses_nothing() -> Non
         rest = [delta async for delta in sleeper]
         assert len(rest) == 1, "what the reader missed is one delta"
         assert first.tokens + rest[0].tokens == reply(tokens(0), 3000)
+
+
+async def test_a_stream_is_ended_when_too_much_of_it_is_unread_and_no_other() -> None:
+    async with engine(max_unread_bytes=500 * TOKEN_BYTES) as client:
+        sleeper = client.generate(tokens(0), SamplingParams(max_tokens=90_000))
+        await anext(sleeper)
+        await asyncio.gather(*(finish(client, tokens(1000 * number), 1000) for number in range(1, 6)))
+        await settled(client)  # although nobody has read
+        assert client.num_slow_readers == 1
+        with pytest.raises(SlowReaderError, match="were not read in time"):
+            await anext(sleeper)
+        await finish(client, tokens(0), 1000)
 
 
 async def test_a_client_that_stands_still_costs_the_scheduler_no_memory() -> None:

@@ -80,6 +80,7 @@ class FakeEngineClient:
     inspected: list[int] = field(default_factory=list)
     nodes: list[NodeFacts] = field(default_factory=list)
     stopped: int = 0
+    num_slow_readers: int = 0
     seen: list[Seen] = field(default_factory=list)
     step: Callable[[int], object] | None = None
 

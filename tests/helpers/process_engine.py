@@ -31,7 +31,7 @@ def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @asynccontextmanager
-async def engine(**settings: object) -> AsyncIterator[EngineClient]:
+async def engine(*, max_unread_bytes: int | None = None, **settings: object) -> AsyncIterator[EngineClient]:
     """Starts an engine, and after the test sees to it that no process is left."""
     defaults = {
         "max_model_len": 100_000,
@@ -41,7 +41,8 @@ async def engine(**settings: object) -> AsyncIterator[EngineClient]:
         "host_cache_gib": 0,
         "log_level": "error",
     }
-    client = await EngineClient.start(make_config(**(defaults | settings)), command=FAKE_SCHEDULER)
+    config = make_config(**(defaults | settings))
+    client = await EngineClient.start(config, command=FAKE_SCHEDULER, max_unread_bytes=max_unread_bytes)
     pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
     try:
         yield client
