@@ -95,6 +95,7 @@ class BatchPlan:
         waits: Loads, of this plan or before, whose bytes the step's forward reads: it waits for them on the device.
         lookups: Questions to the store beyond the host.
         relocation_version: Version under which the page tables were planned.
+        may_replay: The step may be replayed as a graph.
     """
 
     step_id: int
@@ -113,6 +114,7 @@ class BatchPlan:
     waits: tuple[int, ...] = ()
     lookups: tuple[StoreLookup, ...] = ()
     relocation_version: int = 0
+    may_replay: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +160,21 @@ class Scores:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class StepFault:
+    """Why a step was given up, though nothing is wrong with the device.
+
+    Attributes:
+        kind: What ran out, as ``core.faults`` names it.
+        message: In the words of whoever noticed.
+        was_replay: It was replayed as a graph.
+    """
+
+    kind: str
+    message: str
+    was_replay: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step produced, for its sampling rows in plan order.
@@ -173,6 +190,7 @@ class StepResult:
         faults: int32 ``[F]``. Rows of the plan whose page table or ``last_loc`` failed the
             device check; their writes went to the sink and their tokens mean nothing.
         deferred: Why the gate did not let the step run, nothing of it was computed then; empty if it ran.
+        fault: Why it was given up, perhaps half computed: what the device has of its rows means nothing. Else None.
     """
 
     step_id: int
@@ -182,3 +200,4 @@ class StepResult:
     prompt_scores: Scores | None = None
     faults: Int32Array = field(default_factory=_empty)
     deferred: str = ""
+    fault: StepFault | None = None

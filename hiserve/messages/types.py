@@ -89,6 +89,7 @@ class WorkerStats(msgspec.Struct, frozen=True):
     deferred_steps: int = 0
     dropped_event_batches: int = 0
     graph_gate: GateCounts = {}
+    step_faults: dict[str, int] = {}
     cache: CacheStats = CacheStats()
     drafts: DraftStats = DraftStats()
 

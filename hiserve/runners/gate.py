@@ -41,6 +41,7 @@ class Reason(Enum):
     # Eager, whatever the step.
     GRAPHS_OFF = "graphs_off"  # nothing was captured
     CAPTURING = "capturing"
+    STEP_FAILED = "step_failed"  # a replay of it has
     STRICT_LOAD = "strict_load"  # any load is under way, and the gate is strict
     # Eager: no graph covers the step.
     DEVICE = "device"
@@ -184,6 +185,7 @@ class StepFacts:
         has_scores: Prompts are scored.
         sampling: Name of the variant that computes what all its rows ask for.
         has_canary: Pages are checked.
+        may_replay: The planner has nothing against it.
         device: Index of the CUDA device it runs on; -1 is the CPU.
         dtype: Of its activations.
     """
@@ -197,6 +199,7 @@ class StepFacts:
     has_scores: bool
     sampling: str = ""
     has_canary: bool = False
+    may_replay: bool = True
     device: int = -1
     dtype: str = ""
 
@@ -220,6 +223,7 @@ class StepFacts:
             has_scores=bool(plan.num_scored.any()),
             sampling=sampling,
             has_canary=has_canary,
+            may_replay=plan.may_replay,
             device=device,
             dtype=dtype,
         )
@@ -265,6 +269,7 @@ def _refusal(loads: Loads, coverage: Coverage, step: StepFacts) -> Reason | None
     reasons = (
         (Reason.GRAPHS_OFF, not (coverage.full or coverage.mixed or coverage.piecewise)),
         (Reason.CAPTURING, coverage.is_capturing),
+        (Reason.STEP_FAILED, not step.may_replay),
         (Reason.STRICT_LOAD, coverage.is_strict and bool(loads.open)),
         (Reason.DEVICE, step.device != coverage.device),
         (Reason.DTYPE, step.dtype != coverage.dtype),

@@ -97,6 +97,12 @@ class Metrics:
             ("model_name", "verdict", "reason"),
             registry=self._registry,
         )
+        self._faults = Counter(
+            "hiserve:step_faults",
+            "Steps given up because memory ran out, and requests whose load from the host failed: all tried again.",
+            ("model_name", "kind"),
+            registry=self._registry,
+        )
         self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
         self._drafts = DraftMetrics(self._registry, self._model_name)
 
@@ -162,6 +168,8 @@ class Metrics:
             for reason, count in reasons.items():
                 old = before.graph_gate.get(verdict, {}).get(reason, 0)
                 self._gate.labels(self._model_name, verdict, reason).inc(max(0, count - old))
+        for kind, count in stats.step_faults.items():
+            self._faults.labels(self._model_name, kind).inc(max(0, count - before.step_faults.get(kind, 0)))
         self._tiers.count(before.cache, stats.cache)
         self._drafts.count(before.drafts, stats.drafts)
         has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting

@@ -69,12 +69,14 @@ class Costs:
         """A step was planned, of so many tokens, drafts not counted; steps end in this order."""
         self._submitted.append((self._clock(), num_tokens if num_tokens > num_rows else 0))
 
-    def end_step(self) -> float | None:
-        """The oldest step has ended; returns the seconds that it took, None if it computed prompts."""
+    def end_step(self, *, has_run: bool = True) -> float | None:
+        """The oldest step has ended; returns the seconds that it took, None if it computed prompts, or did not run."""
         began, num_tokens = self._submitted.popleft()
         now = self._clock()
         seconds = now - max(began, self._ended)
         self._ended = now
+        if not has_run:
+            return None
         if not num_tokens:
             return seconds
         self._prefills.add(num_tokens, seconds)

@@ -29,14 +29,14 @@ class DraftChoice:
         self._num_draft = num_draft
         self._controller = controller
 
-    def propose(self, rows: NDArray[np.int64]) -> int:
+    def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
         """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
         columns = self._rows
         if not (self._num_draft and rows.size):
             return 0
         allowed = columns.max_draft[rows]
-        most = self._num_draft
-        if self._controller is not None:
+        most = self._num_draft if is_allowed else 0
+        if self._controller is not None and is_allowed:
             most = self._controller.choose(allowed, self._mean_context(rows))
         columns.drafted[rows] = drafted = np.minimum(allowed, most)
         num_propose = most if drafted.any() else 0  # of few widths, for graphs

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hiserve.core.copies import CopyAck
-from hiserve.core.plan import BatchPlan, StepResult
+from hiserve.core.faults import fault_of, first_line
+from hiserve.core.plan import BatchPlan, StepFault, StepResult
+from hiserve.errors import EngineError
 from hiserve.messages.cache import StoreStats
 from hiserve.messages.types import GateCounts
 from hiserve.runners.dispatch import Dispatch
@@ -19,12 +25,16 @@ from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Outcome, Ran, read_outcome
 from hiserve.worker.copier import Copier
 
+T = TypeVar("T")
+
 
 class Executor:
     """Turns each ``BatchPlan`` into a future ``StepResult``.
 
     On CUDA a step is launched by the caller on a stream of the executor's, without a host sync, and a thread waits for
     the copy of its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in one thread of its own.
+
+    A step for which memory runs out is given up, and says so in its result; any other exception is raised by it.
 
     Args:
         runners: Compute the steps.
@@ -51,6 +61,7 @@ class Executor:
         needs_thread = threaded or self._stream is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
         self._verdicts: Counter[tuple[Action, Reason]] = Counter()
+        self._is_replay = False  # of the step that is launched now
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
@@ -58,9 +69,11 @@ class Executor:
             return self._thread.submit(self._run, plan)
         done: Future[StepResult] = Future()
         try:
-            if self._thread is not None:
-                return self._thread.submit(_collect, plan, *self._launch(plan))
-            done.set_result(self._run(plan))
+            launched = self._run(plan) if self._thread is None else self._contained(plan, self._launch)
+            if not isinstance(launched, StepResult):
+                assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
+                return self._thread.submit(_collect, plan, *launched)
+            done.set_result(launched)
         except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks for the result
             done.set_exception(error)
         return done
@@ -107,6 +120,26 @@ class Executor:
             self._copier.close()
 
     def _run(self, plan: BatchPlan) -> StepResult:
+        return self._contained(plan, self._compute)
+
+    def _contained(self, plan: BatchPlan, work: Callable[[BatchPlan], T]) -> T | StepResult:
+        """Does a step; gives back what one took for which memory ran out. Its rows are to be admitted anew."""
+        self._is_replay = False
+        try:
+            return work(plan)
+        except Exception as error:
+            kind = fault_of(error)
+            if not kind:
+                raise
+            fault = StepFault(kind, first_line(error), self._is_replay)
+        # The error is gone, and with it what its frames held. What was launched may still run: copies come after it.
+        with self._on_stream():
+            self._free_memory()
+            self._step_done(plan)
+        nothing = np.empty(0, dtype=np.int32)
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], fault=fault)
+
+    def _compute(self, plan: BatchPlan) -> StepResult:
         with torch.inference_mode():
             outcome, ran = self._step(plan)
             self._finish(plan, ran)
@@ -114,7 +147,7 @@ class Executor:
 
     def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
-        with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream), torch.inference_mode():
+        with self._on_stream(), torch.inference_mode():
             outcome, ran = self._step(plan)
             host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
             host.copy_(outcome.words, non_blocking=True)
@@ -124,18 +157,53 @@ class Executor:
         return outcome, host, copied
 
     def _step(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
-        self._rows.apply(plan)
+        self._apply(plan)
         self._runners.note(plan)
         if self._copier is not None:
             self._copier.start(plan)
         else:
             assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
-        return self._pass_gate(plan) if plan.rows.size else self._nothing("")
+        return self._pass_gate(plan) if plan.rows.size else self._nothing()
+
+    def _apply(self, plan: BatchPlan) -> None:
+        """Changes the rows; again if memory ran out for that: each change says what will be, not what is added.
+
+        Raises:
+            EngineError: Memory ran out twice. What the plan says would be lost.
+        """
+        for is_last in (False, True):
+            try:
+                self._rows.apply(plan)
+                return
+            except Exception as error:
+                if not fault_of(error):
+                    raise
+                if is_last:
+                    raise EngineError(f"no memory for page tables, of kilobytes: {first_line(error)}") from error
+            self._free_memory()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """On CUDA, makes the executor's stream the current one."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
+                yield
+
+    def _free_memory(self) -> None:
+        """Returns what nobody holds to the device, where it may be joined to larger pieces."""
+        if self._stream is not None:
+            torch.cuda.empty_cache()
 
     def _finish(self, plan: BatchPlan, ran: Ran | None) -> None:
         """Drafts what follows; then all that the step writes to pages is on the stream."""
         if ran is not None:
             self._runners.propose(plan, ran)
+        self._step_done(plan)
+
+    def _step_done(self, plan: BatchPlan) -> None:
+        """Lets copies begin that come after the step."""
         if self._copier is not None:
             self._copier.forward_done(plan.step_id)
 
@@ -146,7 +214,8 @@ class Executor:
         verdict = admit(plan, self._rows.version, loads, runners.coverage, runners.facts(plan))
         self._verdicts[verdict.action, verdict.reason] += 1
         if verdict.action is Action.DEFER:
-            return self._nothing(verdict.reason.value)
+            return self._nothing(deferred=verdict.reason.value)
+        self._is_replay = verdict.action is Action.REPLAY
         wait = None
         if verdict.loads:
             assert copier is not None, f"loads {verdict.loads} with one tier"
@@ -154,7 +223,7 @@ class Executor:
         ran = runners.run(plan, verdict, wait)
         return ran.outcome, ran
 
-    def _nothing(self, deferred: str) -> tuple[Outcome, None]:
+    def _nothing(self, deferred: str = "") -> tuple[Outcome, None]:
         """The outcome of a plan of which nothing was computed."""
         return Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
 

@@ -13,9 +13,9 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tiers import Tier
 from hiserve.config import StorePrefetch
 from hiserve.core.copies import CopyAck
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int32Array, RowAdmit, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault, StepResult
 from hiserve.core.request import FinishReason
-from hiserve.errors import EngineError
+from hiserve.errors import EngineError, ResourceError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import GateCounts, WorkerStats
 from hiserve.spec.adaptive import DraftController
@@ -24,9 +24,11 @@ from hiserve.worker.budget import Share, decode_first, share_budget
 from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.cache_tree import outline
 from hiserve.worker.columns import Columns
+from hiserve.worker.containment import Containment
 from hiserve.worker.costs import Costs
 from hiserve.worker.draft_choice import DraftChoice
 from hiserve.worker.draft_counts import DraftCounts
+from hiserve.worker.emission import Emission
 from hiserve.worker.loading import Loading
 from hiserve.worker.prefetch import Prefetches
 from hiserve.worker.report import Report
@@ -95,8 +97,9 @@ class Planner:
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
         self._max_len = max_len
-        self._budget = max_batched_tokens
         self._stops = Stops(max_rows, eos_token_ids)
+        self._containment = Containment(max_batched_tokens)
+        self._limits = self._containment.limits
         self._admitter = Admitter(
             waiting=self._waiting,
             cache=cache,
@@ -111,12 +114,13 @@ class Planner:
         )
         self._num_draft = num_draft
         self._draft_counts = DraftCounts(self._rows)
+        self._emission = Emission(self._rows, self._stops, self._draft_counts)
         self._choice = DraftChoice(self._rows, self._draft_counts, num_draft, controller)
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
         self._released: list[int] = []
         self._report = Report()
-        self._counters = dict.fromkeys(("generated_tokens", "preemptions", "stale_rows", "deferred_steps"), 0)
+        self._counters = dict.fromkeys(("preemptions", "stale_rows", "deferred_steps"), 0)
 
     # --- requests -------------------------------------------------------------------------
 
@@ -158,7 +162,10 @@ class Planner:
         """Takes in how copies ended, and (uid, pages) that a store has; a row whose load failed starts over."""
         self._prefetches.found(found)
         acks = self._prefetches.settle(acks)
-        for row in self._loading.settle(acks) if acks else ():
+        lost = self._loading.settle(acks) if acks else []
+        if lost:
+            self._containment.lost_loads(len(lost))
+        for row in lost:
             self._waiting.put_back(self._release(row))
 
     def grow_host(self, num_pages: int) -> None:
@@ -177,6 +184,8 @@ class Planner:
             evicted_pages=self._cache.num_evicted,
             dropped_event_batches=dropped,
             graph_gate=gate or {},
+            step_faults=dict(self._containment.counts),
+            generated_tokens=self._emission.num_generated,
             cache=self._counts.stats(store),
             drafts=self._draft_counts.stats(),
             **self._admitter.counters,
@@ -200,7 +209,9 @@ class Planner:
         admit: list[RowAdmit] = []
         if len(self._waiting):
             num_to_score = MAX_SCORED_TOKENS - int(share.num_scored.sum())
-            admit, starting, chunks = self._admitter.plan(self._budget - int(share.num_new.sum()), num_to_score)
+            admit, starting, chunks = self._admitter.plan(
+                self._limits.num_tokens - int(share.num_new.sum()), num_to_score
+            )
             rows, share = np.concatenate((rows, starting)), share.join(chunks)
         rows, share = decode_first(rows, share)
         waits: tuple[int, ...] = ()
@@ -224,7 +235,7 @@ class Planner:
             samples=share.samples,
             num_scored=share.num_scored,
             max_len=computed,
-            num_propose=self._choice.propose(rows[share.samples]),
+            num_propose=self._choice.propose(rows[share.samples], is_allowed=not self._limits.is_reduced),
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             copies=copies + exchanged,
@@ -233,6 +244,7 @@ class Planner:
             host_release=self._cache.take_freed_host_pages(),
             table=self._tables.take(),
             relocation_version=self._cache.versions.relocation_version,
+            may_replay=self._limits.may_replay,
         )
         self._released = []
         self._cache.begin_after(self._step_id)
@@ -258,9 +270,9 @@ class Planner:
             computed=columns.computed[rows],
             limit=columns.limit[rows],
             to_score=columns.to_score(rows),
-            drafted=columns.drafted[rows] if self._num_draft else None,
+            drafted=columns.drafted[rows] if self._num_draft and not self._limits.is_reduced else None,
             max_len=self._max_len,
-            budget=self._budget,
+            budget=self._limits.num_tokens,
         )
 
     def _plan_loading(self) -> tuple[Int64Array, Share, tuple[int, ...]]:
@@ -285,7 +297,7 @@ class Planner:
         step = self._in_flight.popleft()
         plan = step.plan
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
-        seconds = self._costs.end_step()
+        seconds = self._costs.end_step(has_run=not result.deferred and result.fault is None)
         columns = self._rows
         ok = columns.admission[step.rows] == step.admissions
         if result.deferred:
@@ -293,74 +305,35 @@ class Planner:
             for row in step.rows[ok].tolist():
                 self._waiting.put_back(self._release(row))
             return
+        if result.fault is not None:
+            self._undo(step.rows[ok], plan.num_tokens, result.fault)
+            return
         if result.faults.size:
             faulty = np.isin(step.rows, result.faults)
             for row in step.rows[faulty & ok].tolist():
                 self._handle_fault(row)
             ok &= ~faulty
         settled = step.rows[ok]
+        self._containment.passed(columns, settled)
         columns.settled[settled] += plan.num_new[ok]
         sampled = ok[plan.samples]
         rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
         self._choice.record(plan, rows, num_draft, result.counts[sampled], seconds)
-        counts, finishes, tokens = self._append_tokens(rows, num_draft, result.counts[sampled], result.tokens[sampled])
+        counts, finishes, tokens = self._emission.append(
+            rows, num_draft, result.counts[sampled], result.tokens[sampled]
+        )
         scores = pick_scores(plan, result, ok, counts, columns)
-        self._tell(rows, counts, finishes, tokens, scores)
+        self._emission.tell(self._report, rows, counts, finishes, tokens, scores)
         self._tables.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._release(row)
 
-    def _append_tokens(
-        self, rows: Int64Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
-    ) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Corrects upper bounds and appends tokens up to a stop.
-
-        Args:
-            rows: int64 ``[S]``.
-            num_draft: int32 ``[S]``. Drafts the step verified.
-            counts: int32 ``[S]``. Accepted drafts + 1.
-            tokens: int32 ``[S, 1 + max draft]``.
-
-        Returns:
-            int32 ``[S]`` how many tokens were appended to each row, int32 ``[S]`` the ``FinishReason`` of each, and
-            int32 ``[sum]`` the tokens.
-        """
-        columns = self._rows
-        most = num_draft + 1
-        columns.pending[rows] -= most
-        rejected = most - counts
-        if rejected.any():
-            assert (counts >= 1).all() and (rejected >= 0).all(), f"rows {rows} emitted {counts} of at most {most}"
-            columns.computed[rows] -= rejected
-            columns.settled[rows] -= rejected
-        known = columns.known[rows]
-        room = columns.limit[rows] - known
-        counts, stops = self._stops.cut(rows, np.minimum(counts, room), tokens)
-        width = np.arange(tokens.shape[1])
-        is_new = width < counts[:, None]
-        places = (rows * self._max_len + known)[:, None] + width
-        tokens = tokens[is_new]
-        columns.tokens.reshape(-1)[places[is_new]] = tokens
-        columns.known[rows] = known + counts
-        finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
-        finishes[stops] = int(FinishReason.STOP)
-        self._counters["generated_tokens"] += int(counts.sum())
-        self._draft_counts.verified(rows, num_draft, counts)
-        return counts, finishes, tokens
-
-    def _tell(
-        self, rows: Int64Array, counts: Int32Array, finishes: Int32Array, tokens: Int32Array, scores: dict[int, bytes]
-    ) -> None:
-        """Reports the rows that have new tokens, then those that have but scores of their prompts."""
-        columns = self._rows
-        if scores:
-            others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int64)
-            rows, nothing = np.concatenate((rows, others)), np.zeros(others.size, dtype=np.int32)
-            counts, finishes = np.concatenate((counts, nothing)), np.concatenate((finishes, nothing))
-        uids, cached, drafts = columns.uid[rows].tolist(), columns.take_cached(rows), self._draft_counts.take(rows)
-        self._report.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, drafts, tokens)
-        if scores:
-            self._report.add_scores([scores.get(row, b"") for row in rows.tolist()])
+    def _undo(self, rows: Int64Array, num_tokens: int, fault: StepFault) -> None:
+        """Takes back what a step was to do that failed: its rows. Steps planned on top of it find them gone."""
+        again, failed = self._containment.judge(fault, num_tokens, [self._release(row) for row in rows.tolist()])
+        for request in reversed(again):
+            self._waiting.put_back(request)
+        self._report.failed += [(request.uid, ResourceError.code, message) for request, message in failed]
 
     def _handle_fault(self, row: int) -> None:
         """Recomputes a request whose page table the device refused; a second time it fails."""

@@ -40,6 +40,7 @@ class Request:
         choice: Index among the request's n choices.
         priority: Larger keeps what it uses in the cache for longer.
         num_faults: Times the device found its page table stale.
+        num_undone: Steps of its that failed since one did not.
         cached: What of the prompt came from the cache at first admission; None before it, and once reported.
         source: Where most of it came from, by ``CacheUse.source``.
         draft_use: int32 ``[2 + drafts]``. The row's ``Columns.draft_use`` when the request lost it; None before that.
@@ -58,6 +59,7 @@ class Request:
     choice: int
     priority: int = 0
     num_faults: int = 0
+    num_undone: int = 0
     cached: CacheUse | None = None
     source: str = COLD
     draft_use: Int32Array | None = None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from hiserve.core.copies import CopyAck
-from hiserve.core.plan import BatchPlan, Scores, StepResult
+from hiserve.core.plan import BatchPlan, Scores, StepFault, StepResult
 from hiserve.core.request import SamplingParams
 from tests.helpers.echo_host import EchoHost
 
@@ -89,10 +90,13 @@ class EchoExecutor:
     Args:
         step_s: Time a step takes; 0 runs it inside ``submit``, more runs it in a thread.
         defer_rate: Share of the steps that are refused, as the gate may.
+        fault_rate: Share of the steps that are given up half done, as if memory had run out.
 
     Attributes:
         host: Another tier, if there is one.
         num_deferred: Steps that were refused.
+        runs_out: Says of a plan whether its step is given up, too.
+        given_up: Plans whose step was.
         num_resumed: Admissions that go on in the middle of a prompt whose scores are wanted.
     """
 
@@ -105,8 +109,12 @@ class EchoExecutor:
         max_len: int,
         step_s: float = 0.0,
         defer_rate: float = 0.0,
+        fault_rate: float = 0.0,
         seed: int = 0,
     ) -> None:
+        self.runs_out: Callable[[BatchPlan], bool] = lambda plan: False
+        self.given_up: list[BatchPlan] = []
+        self._fault_rate = fault_rate
         self.page_size = page_size
         self.pool = np.full(num_pages * page_size, POISON, dtype=np.int64)
         self.table = np.zeros((max_rows + 1, -(-max_len // page_size) + 1), dtype=np.int32)
@@ -174,6 +182,8 @@ class EchoExecutor:
             self.host.wait(plan.waits)
         if plan.rows.size and self.rng.random() < self._defer_rate:
             return self._defer(plan)
+        if plan.rows.size and (self._is_unlucky(plan) or self.runs_out(plan)):
+            return self._give_up(plan)
         admitted = {each.row: each.num_computed for each in plan.admit}
         width = 1 + max([0, *plan.num_draft.tolist()])
         sampling = [self.sampling[row] for row in plan.rows.tolist()]
@@ -221,6 +231,30 @@ class EchoExecutor:
         self.entry_owner[plan.rows] = -1
         nothing = np.empty(0, dtype=np.int32)
         return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred="chance")
+
+    def _is_unlucky(self, plan: BatchPlan) -> bool:
+        """Whether a step fails by chance; the smallest does not do so again and again."""
+        is_spared = plan.num_tokens == 1 and any(each.step_id > plan.step_id - 4 for each in self.given_up)
+        return self.rng.random() < self._fault_rate and not is_spared
+
+    def _give_up(self, plan: BatchPlan) -> StepResult:
+        """Leaves a step half done: what it would store is garbage, and what is planned on top of it fails."""
+        self.given_up.append(plan)
+        for row, end in zip(plan.rows.tolist(), plan.max_len.tolist(), strict=True):
+            places = np.arange(int(self.computed[row]), min(end, int(self.known[row])))
+            pages, owners = self.table[row, places // self.page_size], self.entry_owner[row, places // self.page_size]
+            own = (self.page_owner[pages] == owners).nonzero()[0]
+            self.pool[pages[own].astype(np.int64) * self.page_size + places[own] % self.page_size] = POISON
+        self.known[plan.rows] = self.computed[plan.rows] = 0
+        self.entry_owner[plan.rows] = -1
+        return self.given_up_of(plan)
+
+    @staticmethod
+    def given_up_of(plan: BatchPlan, *, was_replay: bool = False) -> StepResult:
+        """The result of a step for which memory ran out."""
+        nothing = np.empty(0, dtype=np.int32)
+        fault = StepFault("out_of_memory", "no memory for it", was_replay)
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], fault=fault)
 
     def _score_prompt(self, row: int, start: int, num_scored: int, sheet: _ScoreSheet) -> None:
         """Scores what follows the first new tokens; the pages tell what stands before them."""

@@ -31,6 +31,7 @@ def echo_engine(
     overlaps_loads: bool = False,
     fail_rate: float = 0.0,
     defer_rate: float = 0.0,
+    fault_rate: float = 0.0,
     costs: Costs | None = None,
     controller: DraftController | None = None,
 ) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
@@ -61,6 +62,7 @@ def echo_engine(
         max_len=max_len,
         step_s=step_s,
         defer_rate=defer_rate,
+        fault_rate=fault_rate,
         seed=seed,
     )
     if num_host_pages:

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 CHOICE = "hiserve/worker/draft_choice.py"
 OF_CHOICE = "tests/unit/worker/test_draft_choice.py::"
 PLANNER = "hiserve/worker/planner.py"
+EMISSION = "hiserve/worker/emission.py"
 COLUMNS = "hiserve/worker/columns.py"
 COUNTS = "hiserve/worker/draft_counts.py"
 REUSE = "hiserve/core/reuse.py"
@@ -23,7 +24,7 @@ MUTANTS = [
     # --- what is counted ---
     Mutant(
         name="drafts behind the end of a reply count as accepted",
-        file=PLANNER,
+        file=EMISSION,
         old="self._draft_counts.verified(rows, num_draft, counts)",
         new="self._draft_counts.verified(rows, num_draft, most - rejected)",
         test=OF_PLANS + "[3-64-60-0]",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 PLANNER = "hiserve/worker/planner.py"
+EMISSION = "hiserve/worker/emission.py"
 ADMITTER = "hiserve/worker/admitter.py"
 TABLES = "hiserve/worker/tables.py"
 BUDGET = "hiserve/worker/budget.py"
@@ -154,14 +155,14 @@ MUTANTS = [
     ),
     Mutant(
         name="rejected drafts count as computed",
-        file=PLANNER,
+        file=EMISSION,
         old="columns.computed[rows] -= rejected",
         new="columns.computed[rows] -= 0",
         test=OF_PLANNER + "test_rejected_drafts_are_computed_again",
     ),
     Mutant(
         name="rejected drafts count as settled",
-        file=PLANNER,
+        file=EMISSION,
         old="columns.settled[rows] -= rejected",
         new="columns.settled[rows] -= 0",
         test=OF_PAGES + "test_rejected_drafts_do_not_fill_a_page",
@@ -189,14 +190,14 @@ MUTANTS = [
     ),
     Mutant(
         name="a reply at its limit goes on",
-        file=PLANNER,
+        file=EMISSION,
         old="np.where(counts == room, int(FinishReason.LENGTH), 0)",
         new="np.zeros_like(counts)",
         test=OF_PLANNER + "test_a_reply_ends_at_its_limit_inside_an_accepted_run",
     ),
     Mutant(
         name="a stop token at the limit ends a reply for its length",
-        file=PLANNER,
+        file=EMISSION,
         old="        finishes[stops] = int(FinishReason.STOP)\n",
         new="        finishes[stops & (finishes == 0)] = int(FinishReason.STOP)\n",
         test=OF_PLANNER + "test_a_stop_token_is_reported_and_ends_the_reply_even_as_the_last_allowed_one",

@@ -177,6 +177,13 @@ def test_a_strict_gate_replays_nothing_while_any_load_is_under_way() -> None:
     assert decide(plan, strict, Loads(failed={9}, last_started=9)).action is Action.REPLAY
 
 
+def test_a_step_that_may_not_be_replayed_runs_eagerly() -> None:
+    for coverage in (COVERAGE, ONLY_FULL, ONLY_PIECEWISE):
+        assert decide(replace(decode(1), may_replay=False), coverage) == eager(Reason.STEP_FAILED)
+    plan = replace(make_plan([1], waits=(1,)), may_replay=False)
+    assert decide(plan, loads=Loads(open={1}, last_started=1)) == eager(Reason.STEP_FAILED, (1,))
+
+
 def test_a_plan_without_rows_gets_a_verdict_too() -> None:
     for coverage in (Coverage(), COVERAGE, ONLY_FULL, ONLY_PIECEWISE):
         assert decide(make_plan([]), coverage, Loads(open={1}, failed={2}, last_started=2)).action is Action.EAGER

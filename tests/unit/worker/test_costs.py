@@ -94,3 +94,15 @@ def test_a_stall_is_not_believed_for_ever() -> None:
         assert costs.is_worth_loading(64, 0)
         costs.end_load(64, 64e-6)
     assert costs.is_worth_loading(64, 0)
+
+
+def test_a_step_that_did_not_run_tells_nothing_of_prefill() -> None:
+    clock = Clock()
+    costs = Costs(512, clock)
+    for _ in range(MIN_MEASUREMENTS):
+        costs.end_load(16, 1.0)
+        costs.begin_step(1, 64)
+        assert costs.end_step(has_run=False) is None
+    assert costs.is_worth_loading(16, 0)
+    costs.begin_step(4, 4)
+    assert costs.end_step(has_run=False) is None
