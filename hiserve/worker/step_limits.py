@@ -40,13 +40,11 @@ class StepLimits:
         if self._has_grown:
             self._grow_after = min(2 * self._grow_after, MAX_GROW_AFTER)
             self._has_grown = False
-        if num_tokens > 1:
-            self.num_tokens = min(self.num_tokens, max(1, num_tokens // SHRINK))
-        elif was_replay:
+        self.num_tokens = min(self.num_tokens, max(1, num_tokens // SHRINK))
+        if num_tokens == 1 and was_replay:
             self.may_replay = False
-        else:
-            return False
-        return True
+            return True
+        return num_tokens > 1
 
     def passed(self) -> None:
         """A step did not fail."""

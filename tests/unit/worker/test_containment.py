@@ -135,6 +135,20 @@ def test_a_request_that_never_fits_ends_alone_and_soon(depth: int, culprit: int)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_request_that_never_fits_keeps_others_waiting_for_two_ladders_at_most(depth: int) -> None:
+    engine, planner, executor, _ = echo_engine(num_pages=2000, budget=64, depth=depth, max_len=1100, eos=())
+    rows, culprit = planner._rows, max(PROMPTS)
+    executor.runs_out = lambda plan: culprit in rows.uid[rows.active[np.isin(rows.active, plan.rows)]]
+    for uid, prompt in PROMPTS.items():
+        engine.add(Admit(uid, prompt.size, SamplingParams(seed=1, max_tokens=1000), b"", 0), prompt)
+    for _ in range(2 * GROW_AFTER):
+        report = engine.step()
+        if report is not None and report.failed:
+            return
+    raise AssertionError(f"request {culprit} is still tried after {engine.stats().steps} steps")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
 def test_where_nothing_fits_each_request_ends_with_what_to_do(depth: int) -> None:
     engine, planner, executor, cache = echo_engine(num_pages=200, budget=64, depth=depth, eos=())
     executor.runs_out = lambda plan: True
@@ -145,12 +159,13 @@ def test_where_nothing_fits_each_request_ends_with_what_to_do(depth: int) -> Non
     check_pages(planner, cache)
 
 
-def test_a_request_alone_is_tried_again_before_it_ends() -> None:
+def test_a_request_alone_is_tried_again_before_it_ends_and_each_time_it_got_through() -> None:
     steps = Steps(num_pages=60, budget=64)
     steps.add(1, PROMPTS[1], max_tokens=8)
     steps.step()
-    for _ in range(MAX_SMALLEST):
-        assert fail_once(steps).num_tokens == 1
+    for _ in range(3):
+        for _ in range(MAX_SMALLEST):
+            assert fail_once(steps).num_tokens == 1
         steps.step()
     steps.finish()
     assert steps.said[1] == oracle(PROMPTS[1], 8)
