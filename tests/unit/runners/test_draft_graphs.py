@@ -93,11 +93,11 @@ def test_steps_behind_which_nothing_is_drafted_leave_what_later_drafts_need(
         choice, turns = subject.planner._choice, itertools.count()
         always = choice.propose
 
-        def seldom(rows: Any) -> int:
+        def seldom(rows: Any, **options: Any) -> int:
             if next(turns) % 3 != 2:
                 choice._rows.drafted[rows] = 0
                 return 0
-            return int(always(rows))
+            return int(always(rows, **options))
 
         choice.propose = seldom
         with subject.llm as llm:
