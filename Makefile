@@ -3,6 +3,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+IN_CI := not gpu and not long and not clients
 
 .PHONY: demo test test-long test-clients mutants check bench nano-heads clean
 
@@ -24,8 +25,9 @@ check: $(VENV)/.installed-dev  ## format, lint, types, floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check  ## everything CI runs
-	$(BIN)/python -m pytest
+test: check  ## everything CI runs: what shares the machine, then what does not
+	$(BIN)/python -m pytest -m "$(IN_CI) and not alone" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "$(IN_CI) and alone"
 
 test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	$(BIN)/python -m pytest -m long --timeout 3600

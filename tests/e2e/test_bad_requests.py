@@ -21,6 +21,8 @@ from tests.helpers.bad_requests import CHAT, MAX_MODEL_LEN, MAX_REQUEST_BYTES, N
 from tests.helpers.bad_wire import Ending, Wire
 from tests.helpers.error_shape import fault_of_error
 
+pytestmark = pytest.mark.alone
+
 NUM_STREAMS = 6
 LEAST_STREAMS = 4
 ANSWER_S = 5.0

@@ -16,6 +16,8 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
+pytestmark = pytest.mark.alone
+
 SMALL = ("--cpu-threads", "1")
 KEYS = ("--api-key", "alpha", "--api-key", "beta", "--admin-api-key", "root")
 TEXT = "I would like to book a table for two people at seven tonight, near the river, with a view, please. "

@@ -30,6 +30,8 @@ from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 
+pytestmark = pytest.mark.alone
+
 PAGE = 16
 SETTINGS: dict[str, Any] = {
     "device": "cpu",

@@ -19,6 +19,8 @@ from hiserve import LLM, SamplingParams
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, ModelError, RequestError, UnavailableError
 from tests.helpers.processes import children, wait_dead
 
+pytestmark = pytest.mark.alone
+
 PAGE = 16
 SMALL: dict[str, Any] = {
     "page_size": PAGE,

@@ -23,6 +23,8 @@ from hiserve.models.config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 from tests.e2e.live import COMMAND, Live, serve, wait_gone
 
+pytestmark = pytest.mark.alone
+
 MODEL = NANO
 QUESTIONS = [
     "I would like a small latte with oat milk, please.",

@@ -19,6 +19,8 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
+pytestmark = pytest.mark.alone
+
 ROWS = 4
 QUEUED = 8
 CAPACITY = ROWS + 1 + QUEUED  # a worker holds one more than its rows

@@ -24,6 +24,8 @@ from tests.helpers.fake_engine import CRASH, KILL, LIE, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
 from tests.helpers.processes import children, wait_dead
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

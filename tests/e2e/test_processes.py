@@ -22,6 +22,8 @@ from tests.helpers.fake_engine import FAIL, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
 from tests.helpers.processes import resident_bytes
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -21,6 +21,8 @@ from tests.e2e.live import Live, serve
 from tests.helpers.tiered import check_whole, counts_of, engine_of
 from tests.helpers.traffic import SETTINGS, TENANTS, TINY, Memory, Script, Turn, census, make_scripts
 
+pytestmark = pytest.mark.alone
+
 SEED = 77
 NUM_LIVE = 6
 ABORT_RATE = 0.1

@@ -12,6 +12,8 @@ import pytest
 from hiserve.bench.load import arrivals, drive, drive_in_groups
 from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
 
+pytestmark = pytest.mark.alone
+
 
 def workload(*sessions: list[Turn]) -> Workload:
     return Workload(name="test", sessions=list(sessions))

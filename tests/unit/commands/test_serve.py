@@ -19,6 +19,8 @@ from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.running import Running
 from tests.unit.server.conftest import make_server, reply_script
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_port_in_use_is_one_clear_error() -> None:
     with serve.bind("127.0.0.1", 0) as first:

@@ -17,6 +17,8 @@ from hiserve.errors import ResourceError
 from hiserve.messages.channels import HIGH_WATER_MARK, AsyncChannel, Link, PeerGoneError, PollingChannel
 from hiserve.messages.codec import Frames
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

@@ -15,6 +15,8 @@ from hiserve.messages.codec import Frames
 from hiserve.messages.parent import ChildProcess
 from tests.helpers.processes import is_alive, wait_dead
 
+pytestmark = pytest.mark.alone
+
 TALKER = """
 import signal, sys
 from hiserve.messages.child import meet_parent

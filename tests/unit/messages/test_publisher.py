@@ -21,6 +21,8 @@ from hiserve.messages.kv_events import MAX_KEPT_BATCHES, Cleared, Removed
 from hiserve.messages.publisher import Publisher
 from tests.helpers.kv_mirror import Reader
 
+pytestmark = pytest.mark.alone
+
 
 class Setup:
     """Makes publishers and readers on sockets in a folder, and closes them."""

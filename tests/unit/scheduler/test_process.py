@@ -17,6 +17,8 @@ from hiserve.messages.codec import Decoder
 from hiserve.messages.types import Failed, ToClient, Tokens
 from hiserve.scheduler.process import Service
 
+pytestmark = pytest.mark.alone
+
 NO_WORKER = ("/does/not/exist",)
 
 

@@ -22,6 +22,8 @@ from hiserve.scheduler.supervisor import Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
 from tests.helpers.processes import wait_dead
 
+pytestmark = pytest.mark.alone
+
 HOST = {
     "dtype": "float32",
     "max_model_len": 256,

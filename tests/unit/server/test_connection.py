@@ -18,6 +18,8 @@ from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.running import Running
 from tests.unit.server.conftest import make_server, reply_script
 
+pytestmark = pytest.mark.alone
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 BODY = b'{"prompt":"Hi","max_tokens":4}'
 GOOD = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY

@@ -10,6 +10,8 @@ import pytest
 from hiserve.errors import RequestError
 from hiserve.text.chat import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, check_text, parse_chat, parse_messages
 
+pytestmark = pytest.mark.alone
+
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Oslo"}'}}
 TOOL = {"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "hi"}

@@ -16,6 +16,8 @@ from hiserve.text.output import Output, Shown
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
+pytestmark = pytest.mark.alone
+
 TOKENIZERS = {
     "byte level": tiny_text.byte_level(),
     "byte fallback": tiny_text.byte_fallback(),

@@ -36,6 +36,8 @@ from hiserve.worker.report import Report
 from hiserve.worker.service import Service
 from tests.helpers.fake_engine import FakeEngine, reply
 
+pytestmark = pytest.mark.alone
+
 PROMPT = np.arange(40, dtype=np.int32)
 
 
