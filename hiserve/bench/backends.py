@@ -24,6 +24,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: Name of the model.
         temperature: Sampling temperature; 0 is greedy.
+        seed: Of the sampling; None leaves it to the server.
         ignore_eos: Generate ``max_tokens`` whatever the model says.
         usage: One of ``NO_USAGE``, ``FINAL_USAGE`` and ``RUNNING_USAGE``.
         has_token_ids: Ask for the generated token ids.
@@ -32,6 +33,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     temperature: float = 0.0
+    seed: int | None = None
     ignore_eos: bool = False
     usage: int = RUNNING_USAGE
     has_token_ids: bool = False
@@ -117,6 +119,7 @@ class OpenAI:
         if asking.usage:
             running = {"continuous_usage_stats": True} if asking.usage == RUNNING_USAGE else {}
             body["stream_options"] = {"include_usage": True} | running
+        body |= {} if asking.seed is None else {"seed": asking.seed}
         body |= {"ignore_eos": True} if asking.ignore_eos else {}
         body |= {"return_token_ids": True} if asking.has_token_ids else {}
         return body | _salt(asking)
@@ -128,6 +131,7 @@ class OpenAI:
     def _take(self, sample: Sample, data: bytes, now: float) -> None:
         event = self._decoder.decode(data)
         if event.error is not None:
+            sample.num_ends += 1
             sample.fail("error event", words_of(event.error), now)
             return
         if event.usage is not None:
@@ -143,6 +147,7 @@ class OpenAI:
                 sample.output_ids += choice.token_ids
             if choice.finish_reason is not None:
                 sample.finish = choice.finish_reason
+                sample.num_ends += 1
             if has_text or choice.finish_reason is not None:
                 sample.end_s = now
 
@@ -219,6 +224,7 @@ class _GrowingText:
     def take(self, data: bytes, now: float) -> None:
         event, sample = self._decoder.decode(data), self._sample
         if event.error is not None:
+            sample.num_ends += 1
             sample.fail("error event", words_of(event.error), now)
             return
         meta = event.meta_info or _Meta()
@@ -237,6 +243,7 @@ class _GrowingText:
         sample.output_ids = event.output_ids
         if meta.finish_reason is not None:
             sample.finish = meta.finish_reason.type
+            sample.num_ends += 1
 
 
 def words_of(answer: Any) -> str:

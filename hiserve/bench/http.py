@@ -6,10 +6,12 @@ It connects straight to the server: proxies are ignored, redirects are not follo
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -23,6 +25,8 @@ Receive = Callable[[int, bytes, float], None]
 
 # Servers close idle connections after some seconds; one this old may be closing while it is written to.
 MAX_IDLE_S = 2.0
+# Bytes of a slow reader's window; the kernel doubles it.
+SMALL_WINDOW = 4096
 
 
 class Pool:
@@ -31,12 +35,14 @@ class Pool:
     Args:
         url: ``http://host:port`` or ``https://host:port``, with a path in front of all routes if there is one.
         api_key: Sent as bearer token.
+        bytes_per_s: Responses are read no faster, through a small window, so that the server notices; None: as they
+            come.
 
     Raises:
         ConfigError: The URL is malformed.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, *, bytes_per_s: float | None = None) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -51,6 +57,7 @@ class Pool:
         credentials = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         host = parts.netloc.rpartition("@")[2]
         self._headers = f"host: {host}\r\naccept: */*\r\ncontent-type: application/json\r\n{credentials}"
+        self._bytes_per_s = bytes_per_s
         self._idle: list[_Connection] = []
 
     async def request(self, method: str, path: str, body: bytes, receive: Receive) -> int:
@@ -119,19 +126,24 @@ class Pool:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
+        pace = partial(_Connection, self._bytes_per_s)
+        _, connection = await loop.create_connection(pace, self._host, self._port, ssl=self._ssl)
         return connection
 
 
 class _Connection(asyncio.Protocol):
     """One connection; carries one exchange at a time.
 
+    Args:
+        bytes_per_s: As the pool's.
+
     Attributes:
         is_open: Another exchange may follow.
         used_s: When the last byte arrived.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
         self.is_open = False
         self.used_s = time.perf_counter()
         self._transport: asyncio.Transport | None = None
@@ -166,10 +178,15 @@ class _Connection(asyncio.Protocol):
         """Keeps the way to write."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.is_open = True
+        if self._bytes_per_s is not None:
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_WINDOW)
 
     def data_received(self, data: bytes) -> None:
         """Notes the time, then parses."""
         self.used_s = time.perf_counter()
+        if self._bytes_per_s is not None and self._transport is not None:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(len(data) / self._bytes_per_s, self._read_on)
         if self._done is None:  # bytes that nobody asked for
             self.close()
             return
@@ -181,6 +198,10 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._end(ConnectionError(f"the response is not HTTP: {error}"))
             self.close()
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Ends the exchange: well if the response lasts until the connection closes, else badly."""

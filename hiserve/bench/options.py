@@ -247,6 +247,60 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     repeats: Annotated[int, about("Runs of each case, in turns with plain decoding; medians are told.", least=1)] = 3
 
 
+Fault = Literal["kill-worker", "hang-worker", "kill-scheduler", "flip-host", "flip-store"]
+
+
+class Soak(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server has to live through."""
+
+    url: Annotated[
+        str | None,
+        about("Address of a running server; without it one is started, of the settings given, and faults strike it."),
+    ] = None
+    api_key_file: Annotated[Path | None, about("File that holds its API key, or better its admin key.")] = None
+    duration: Annotated[
+        float, about("Time under load, the recording of replies before it not included.", unit="s", above=0)
+    ] = 60.0
+    users: Annotated[int, about("Conversations at once.", least=1)] = 6
+    num_dialogues: Annotated[int, about("Dialogues, which come along.", least=1)] = 8
+    num_agents: Annotated[int, about("Agents, which share a long prefix of made-up tokens.", least=1)] = 4
+    num_turns: Annotated[int, about("Requests of each, at most.", unit="requests", least=1)] = 4
+    prefix_length: Annotated[int, about("What agents share.", unit="tokens", least=1)] = 256
+    turn_length: Annotated[int, about("What is new in each turn of an agent.", unit="tokens", least=1)] = 48
+    output_length: Annotated[int, about("Longest reply.", unit="tokens", least=2)] = 32
+    cancelled: Annotated[float, about("Share of requests whose users leave before the end.", least=0, most=1)] = 0.15
+    slow: Annotated[float, about("Share of replies that are read slowly.", least=0, most=1)] = 0.05
+    bad: Annotated[float, about("Malformed requests beside each good one.", least=0, most=1)] = 0.1
+    burst_size: Annotated[int, about("Requests that come at once in a burst; 0 for no bursts.", least=0)] = 48
+    burst_every: Annotated[float, about("Time between bursts.", unit="s", above=0)] = 15.0
+    faults: Annotated[
+        tuple[Fault, ...],
+        about(
+            "What strikes a server that was started here: kill-worker and kill-scheduler (SIGKILL), hang-worker (SIGSTOP), "
+            "flip-host and flip-store (a bit of cached pages; --cache-verify all, --store); the default is all that the "
+            "settings allow."
+        ),
+    ] = ()
+    fault_every: Annotated[
+        float, about("Mean time from the recovery of one fault to the next, drawn exponentially.", unit="s", above=0)
+    ] = 10.0
+    recovery_limit: Annotated[float, about("Longest time from a fault to the first new token.", unit="s", above=0)] = (
+        60.0
+    )
+    memory_limit: Annotated[
+        float,
+        about(
+            "Most that a process may grow where it lived for ten minutes after its warm-up.", unit="MiB/min", above=0
+        ),
+    ] = 1.0
+    exact: Annotated[
+        bool | None,
+        about("Replies must be those recorded, token by token; the default asks that of servers in float64."),
+    ] = None
+    timeout: Annotated[float, about("Longest time for one request.", unit="s", above=0)] = 120.0
+    seed: Annotated[int, about("Seed of everything that is drawn.", least=0)] = 42
+
+
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Where results go besides the terminal."""
 

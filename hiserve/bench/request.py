@@ -75,6 +75,7 @@ class Sample(msgspec.Struct, kw_only=True):
         num_output: Output tokens by the usage; without it, the number of chunks.
         has_usage: The token counts are the server's.
         finish: Finish reason, empty when none came.
+        num_ends: Finish reasons and error events that came: 1 for a stream that ended once.
         status: HTTP status, 0 when there was no answer.
         error: Kind of failure (``http 429``, ``connection`` ...); empty for success.
         detail: The failure in words.
@@ -95,6 +96,7 @@ class Sample(msgspec.Struct, kw_only=True):
     num_output: int = 0
     has_usage: bool = False
     finish: str = ""
+    num_ends: int = 0
     status: int = 0
     error: str = ""
     detail: str = ""

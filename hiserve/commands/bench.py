@@ -1,4 +1,4 @@
-"""``hiserve bench``: load, chats or cache loads against a server, throughput and speculation of the offline API."""
+"""``hiserve bench``: load, chats, cache loads or faults against a server; the offline API's throughput and speculation."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ from hiserve.bench.options import (
     Pictures,
     Results,
     Rounds,
+    Soak,
     Sweep,
     add_flags,
     pick,
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, prepare, raw, write
+from hiserve.bench.soak.report import show_soak
+from hiserve.bench.soak.run import soak
 from hiserve.bench.spec.equality import are_kept
 from hiserve.bench.spec.figures import figures_of
 from hiserve.bench.spec.plot import draw_spec
@@ -92,12 +95,12 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
     """Runs one benchmark.
 
     Args:
-        config: The engine's settings, for ``offline`` and ``spec``.
+        config: The engine's settings, for ``offline``, ``spec`` and ``soak``.
         kind: Which benchmark.
         arguments: Its options.
 
     Returns:
-        The exit status: 1 when no request ended well.
+        The exit status: 1 when no request ended well, or something was seen that must not be.
 
     Raises:
         HiserveError: The options, the data, the server or the engine do not do.
@@ -201,6 +204,22 @@ def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
     return int(not are_kept([case.equality for case in found.cases]))
 
 
+def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
+    options = pick(Soak, arguments)
+    console = Console(highlight=False)
+    with _progress(console, "seconds") as progress:
+        found = _wait(soak(config, options, progress))
+    show_soak(console, f"soak of {found.target.model}", found.figures)
+    settings = without_secrets(config)
+    told = {"log_tail": found.log_tail} if found.figures.num_violations else {}
+    _write(
+        arguments,
+        None,
+        {"options": [options], "config": settings, "server": found.target, "soak": found.figures, **told},
+    )
+    return int(bool(found.figures.num_violations))
+
+
 # The one table of benchmarks.
 KINDS = {
     "serve": Kind(
@@ -225,6 +244,7 @@ KINDS = {
         True,
         _spec,
     ),
+    "soak": Kind("Load a server, strike it with faults, and see what it survives.", (Soak, Results), True, _soak),
 }
 
 

@@ -1,0 +1,1 @@
+"""A soak: load and faults at a rate, and what was survived."""

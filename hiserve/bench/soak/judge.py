@@ -1,0 +1,116 @@
+"""The oracle of a soak: each stream ends once, with the tokens that it had before anything struck."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from hiserve.bench.request import Sample
+from hiserve.bench.soak.asked import Asked
+
+REFUSALS = ("http 429", "http 503")
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """What a question was answered before anything struck.
+
+    Attributes:
+        ids: Token ids.
+        finish: Why it ended.
+    """
+
+    ids: list[int]
+    finish: str
+
+
+class Window(msgspec.Struct, frozen=True):
+    """From a fault to the first token after it, on the clock of the samples.
+
+    Attributes:
+        begin_s: It struck.
+        end_s: Tokens came again; infinite while they do not.
+        may_fail: Streams that were open in between may end with an error.
+    """
+
+    begin_s: float
+    end_s: float
+    may_fail: bool
+
+    def overlaps(self, sample: Sample) -> bool:
+        """Says whether the request was open meanwhile."""
+        return sample.begin_s <= self.end_s and self.begin_s <= sample.end_s
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of a request.
+
+    Attributes:
+        outcome: In a word or two, for counting.
+        violation: What must not be; empty if all is well.
+    """
+
+    outcome: str
+    violation: str = ""
+
+
+class Judge:
+    """Judges requests that have ended.
+
+    Args:
+        references: Of each question.
+        is_exact: Other tokens are a violation; otherwise they are counted.
+    """
+
+    def __init__(self, references: Sequence[Reference], *, is_exact: bool) -> None:
+        self._references = references
+        self._is_exact = is_exact
+
+    def judge(self, asked: Asked, windows: Sequence[Window]) -> Verdict:
+        """Returns what became of a request, and whether it may be so.
+
+        Args:
+            asked: It has ended.
+            windows: Of all faults.
+        """
+        sample, reference = asked.sample, self._references[asked.question]
+        is_same = sample.output_ids == reference.ids[: len(sample.output_ids)]
+        if not is_same and self._is_exact:
+            return Verdict("other tokens", f"{sample.output_ids} where {reference.ids} was expected")
+        if sample.num_ends > 1:
+            return Verdict("ended again", f"the stream ended {sample.num_ends} times")
+        if sample.error:
+            return _failed(asked, any(window.may_fail and window.overlaps(sample) for window in windows))
+        if not sample.finish:
+            assert asked.way == "cancelled", f"neither an end nor an error: {sample}"
+            return Verdict("left by the user")
+        if not is_same:
+            return Verdict("answered, other tokens")
+        if sample.finish == "abort":
+            return Verdict("cut at the server's time limit")
+        if self._is_exact and (len(sample.output_ids), sample.finish) != (len(reference.ids), reference.finish):
+            got = f"{len(sample.output_ids)} tokens ({sample.finish})"
+            return Verdict("cut short", f"{got} where {len(reference.ids)} ({reference.finish}) were expected")
+        return Verdict("answered")
+
+
+def judge_bad(sample: Sample) -> Verdict:
+    """Judges the answer to a malformed request."""
+    if sample.error:
+        return Verdict("malformed, lost", f"{sample.error}: {sample.detail}")
+    if f"http {sample.status}" in REFUSALS:
+        return Verdict("refused")
+    if 400 <= sample.status < 500:
+        return Verdict("malformed, told so")
+    return Verdict("malformed, mistaken", f"a malformed request was answered {sample.status}")
+
+
+def _failed(asked: Asked, is_excused: bool) -> Verdict:
+    sample = asked.sample
+    if sample.error in REFUSALS and not sample.output_ids:
+        return Verdict("refused")
+    if sample.error == "error event" and is_excused:
+        return Verdict("failed by a fault")
+    if asked.way == "slow" and sample.error in ("connection", "incomplete"):
+        return Verdict("slow reader cut off")
+    return Verdict(sample.error, f"{sample.error}: {sample.detail}")

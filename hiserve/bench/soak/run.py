@@ -1,0 +1,211 @@
+"""One soak: start a server or look at one, record replies, load it, strike it, count what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from hiserve.bench.cache.scrape import increases, scrape
+from hiserve.bench.http import Pool
+from hiserve.bench.online import Progress, read_key
+from hiserve.bench.options import Soak
+from hiserve.bench.soak.asked import Questions, build
+from hiserve.bench.soak.faults import possible
+from hiserve.bench.soak.figures import Figures, figures
+from hiserve.bench.soak.judge import Judge, Reference
+from hiserve.bench.soak.memory import SAMPLE_S, Watch, growth
+from hiserve.bench.soak.recovery import Striker
+from hiserve.bench.soak.sending import Sender
+from hiserve.bench.soak.started import Started, start
+from hiserve.bench.soak.users import Users
+from hiserve.bench.target import Target, look_at
+from hiserve.config import Config
+from hiserve.errors import UnavailableError
+
+IDLE_S = 30.0
+POLL_S = 0.1
+# Descriptors that may be more open at the end than before the load: connections that are kept.
+SPARE_FILES = 8
+EXACT_DTYPES = ("float64",)
+
+
+class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A soak and what it was one of.
+
+    Attributes:
+        target: The server's model.
+        figures: All of them.
+        log_tail: The last lines that a server started here wrote.
+    """
+
+    target: Target
+    figures: Figures
+    log_tail: list[str]
+
+
+async def soak(config: Config, options: Soak, progress: Progress) -> SoakOutcome:
+    """Runs one.
+
+    Args:
+        config: Settings of the server, if one is started.
+        options: What is done to it.
+        progress: Told of every second.
+
+    Raises:
+        HiserveError: The options, or the server, do not do.
+    """
+    faults = possible(config, options.faults) if options.url is None else []
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(start(config)) if options.url is None else None
+        url = options.url or (server.url if server is not None else "")
+        key = read_key(options.api_key_file) if server is None else _key(config)
+        pool = Pool(url, key)
+        stack.callback(pool.close)
+        target = await look_at(pool)
+        sender = Sender(url, key, target.model, options.timeout)
+        stack.callback(sender.close)
+        run = _Run(config, options, server, pool, sender, build(options, target, options.seed))
+        await run.record()
+        await run.load(faults, progress(math.ceil(options.duration)))
+        found = await run.judged()
+        log = [] if server is None else server.log.read_text(errors="replace").splitlines()
+    return SoakOutcome(target=target, figures=found, log_tail=log[-30:])
+
+
+def _key(config: Config) -> str | None:
+    """Returns the key with the most rights; None if the server asks for none."""
+    keys = [config.server.admin_api_key, *config.server.api_key]
+    return next((key for key in keys if key), None)
+
+
+class _Run:
+    """The parts of a soak, in the order of their use: ``record``, ``load``, ``judged``."""
+
+    def __init__(
+        self,
+        config: Config,
+        options: Soak,
+        server: Started | None,
+        pool: Pool,
+        sender: Sender,
+        questions: Questions,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._server = server
+        self._pool = pool
+        self._sender = sender
+        self._questions = questions
+        self._watch = Watch(dict if server is None else server.processes)
+        self._references: list[Reference] = []
+        self._striker: Striker | None = None
+        self._begin_s = 0.0
+
+    async def record(self) -> None:
+        """Asks every question, a few at once, and remembers the answers; then counts what is open."""
+        places = asyncio.Semaphore(self._options.users)
+        took_s: list[float] = []
+
+        async def one(index: int) -> Reference:
+            async with places:
+                begin_s = time.perf_counter()
+                reference = await self._sender.record(index, self._questions.all[index])
+                took_s.append(time.perf_counter() - begin_s)
+                return reference
+
+        self._references = await asyncio.gather(*map(one, range(len(self._questions.all))))
+        self._users = Users(self._sender, self._questions, self._options, statistics.median(took_s))
+        self._sender.close()
+        self._left = await self._not_idle()
+        self._files = self._watch.open_files()
+        self._counters = await scrape(self._pool)
+        info = await self._info()
+        dtype = info["config"]["model"]["dtype"] if info else None
+        exact = self._options.exact
+        self._is_exact = dtype in EXACT_DTYPES if exact is None else exact
+
+    async def load(self, faults: list[Any], on_second: Callable[[], None]) -> None:
+        """Lets users and faults loose for as long as was asked, and waits for the last reply."""
+        self._begin_s = time.perf_counter()
+        using = asyncio.create_task(self._users.run())
+        watching = asyncio.create_task(self._look(on_second))
+        try:
+            if self._server is not None and faults:
+                self._striker = Striker(self._server, self._config, self._pool, self._users, self._options, faults)
+                await self._striker.run(self._options.duration)
+            await asyncio.sleep(self._begin_s + self._options.duration - time.perf_counter())
+            self._users.stop()
+            await using
+        finally:
+            for task in (using, watching):
+                task.cancel()
+            await asyncio.gather(using, watching, return_exceptions=True)
+
+    async def judged(self) -> Figures:
+        """Ends a server that was started, and returns the figures."""
+        self._sender.close()
+        left = self._left + await self._not_idle()
+        if self._server is not None:
+            for role, num_files in self._watch.open_files().items():
+                if num_files > self._files.get(role, 0) + SPARE_FILES:
+                    left.append(f"{role} has {num_files} open files, {self._files.get(role, 0)} before the load")
+        counters = increases(self._counters, await scrape(self._pool))
+        self._pool.close()
+        if self._server is not None:
+            left += await self._server.stop()
+        grown = [found for life in self._watch.lives.values() if (found := growth(life)) is not None]
+        return figures(
+            asked=self._users.asked,
+            nonsense=self._users.nonsense,
+            struck=self._striker.struck if self._striker is not None else [],
+            growth=grown,
+            left=left,
+            counters=counters,
+            judge=Judge(self._references, is_exact=self._is_exact),
+            soak=self._options,
+            begin_s=self._begin_s,
+            is_exact=self._is_exact,
+        )
+
+    async def _look(self, on_second: Callable[[], None]) -> None:
+        while True:
+            self._watch.look()
+            on_second()
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _not_idle(self) -> list[str]:
+        """Waits until no request is anywhere and every page can be had; says what is not so in time."""
+        deadline_s = time.perf_counter() + IDLE_S
+        while (busy := _busy(await self._info())) and time.perf_counter() < deadline_s:
+            await asyncio.sleep(POLL_S)
+        return [f"{word}, {IDLE_S:g} s after the last request" for word in busy]
+
+    async def _info(self) -> dict[str, Any]:
+        """Returns ``/server_info``; empty if this server does not tell, or not us."""
+        try:
+            status, info = await self._pool.ask("GET", "/server_info")
+        except UnavailableError:
+            return {}
+        return dict(info) if status == 200 and isinstance(info, dict) and "workers" in info else {}
+
+
+def _busy(info: dict[str, Any]) -> list[str]:
+    """Returns in words what is still there of requests."""
+    if not info:
+        return []
+    found = []
+    num_requests = info["num_inflight"] + info["num_queued"]
+    for worker in info["workers"]:
+        stats = worker["stats"]
+        num_requests += stats["running"] + stats["waiting"]
+        num_free = stats["free_pages"] + stats["evictable_pages"]
+        if num_free != worker["num_pages"]:
+            found.append(f"{worker['num_pages'] - num_free} pages of worker {worker['replica']} are held")
+    return [f"{num_requests} requests are open", *found] if num_requests else found
