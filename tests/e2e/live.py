@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,18 +66,25 @@ class Live:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, *flags: str, command: tuple[str, ...] = COMMAND) -> Iterator[Live]:
+def serve(
+    folder: Path, *flags: str, command: Sequence[str] = COMMAND, environment: dict[str, str] | None = None
+) -> Iterator[Live]:
     """Starts a server on a free port and ends it, processes and all.
 
     Args:
         folder: For its log.
         flags: Of ``hiserve serve``.
-        command: Runs ``hiserve``.
+        command: What stands for ``hiserve``.
+        environment: Variables beside those of this process.
     """
     log = folder / "serve.log"
     with log.open("w") as sink:
         process = subprocess.Popen(
-            [*command, "serve", "--port", "0", *flags], stdout=subprocess.PIPE, stderr=sink, text=True
+            [*command, "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=sink,
+            text=True,
+            env=os.environ | (environment or {}),
         )
     try:
         assert process.stdout is not None

@@ -30,8 +30,6 @@ from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 
-pytestmark = pytest.mark.alone
-
 PAGE = 16
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -222,6 +220,7 @@ async def ask_again(client: EngineClient) -> Answers:
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.alone
 async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: list[list[int]]) -> None:
     client = await EngineClient.start(resolved())
     try:
@@ -242,6 +241,7 @@ async def test_a_killed_worker_leaves_its_host_cache_to_its_successor(expected: 
         await client.stop()
 
 
+@pytest.mark.alone
 async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: str, expected: list[list[int]]) -> None:
     config = resolved(host_cache_name=name)
     client = await EngineClient.start(config)
@@ -261,6 +261,7 @@ async def test_a_named_cache_survives_the_whole_server_and_has_one_owner(name: s
         await client.stop()
 
 
+@pytest.mark.alone
 def test_nothing_of_an_unnamed_cache_is_a_file() -> None:
     before = set(Path(SHARED_MEMORY).iterdir())
     Life()

@@ -19,8 +19,6 @@ from hiserve.models.shapes import read_model
 from hiserve.worker import build, prefetch
 from tests.helpers.tiered import check_whole, engine_of
 
-pytestmark = pytest.mark.alone
-
 PAGE = 16
 SMALL: dict[str, Any] = {
     "in_process": True,

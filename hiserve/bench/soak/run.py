@@ -6,7 +6,7 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -23,7 +23,7 @@ from hiserve.bench.soak.judge import Judge, Reference
 from hiserve.bench.soak.memory import SAMPLE_S, Watch, growth
 from hiserve.bench.soak.recovery import Striker
 from hiserve.bench.soak.sending import Sender
-from hiserve.bench.soak.started import Started, start
+from hiserve.bench.soak.started import PROGRAM, Started, start
 from hiserve.bench.soak.users import Users
 from hiserve.bench.target import Target, look_at
 from hiserve.config import Config
@@ -50,20 +50,21 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
     log_tail: list[str]
 
 
-async def soak(config: Config, options: Soak, progress: Progress) -> SoakOutcome:
+async def soak(config: Config, options: Soak, progress: Progress, program: Sequence[str] = PROGRAM) -> SoakOutcome:
     """Runs one.
 
     Args:
         config: Settings of the server, if one is started.
         options: What is done to it.
         progress: Told of every second.
+        program: What stands for ``hiserve`` in the command that starts the server.
 
     Raises:
         HiserveError: The options, or the server, do not do.
     """
     faults = possible(config, options.faults) if options.url is None else []
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(start(config)) if options.url is None else None
+        server = await stack.enter_async_context(start(config, program)) if options.url is None else None
         url = options.url or (server.url if server is not None else "")
         key = read_key(options.api_key_file) if server is None else _key(config)
         pool = Pool(url, key)

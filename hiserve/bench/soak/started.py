@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from hiserve.cache.pools.segment import SHARED_MEMORY, segment_path
 from hiserve.config import Config, flat
 from hiserve.errors import EngineError
 
+PROGRAM = (sys.executable, "-m", "hiserve.cli")
 STOP_S = 30.0
 DEAD_S = 10.0
 ROLES = ("api", "scheduler", "worker")
@@ -88,16 +89,17 @@ class Started:
     def _files(self) -> list[str]:
         name = self._config.cache.host_cache_name
         kept = {segment_path(name)} if name is not None else set()
-        left = [*temporary(self._folder).iterdir(), *(path for path in self._shared - kept if path.exists())]
+        left = [*temporary(self._folder).glob("hiserve-*"), *(path for path in self._shared - kept if path.exists())]
         return [f"{path} was left behind" for path in left[:MAX_SHOWN]]
 
 
 @asynccontextmanager
-async def start(config: Config) -> AsyncIterator[Started]:
+async def start(config: Config, program: Sequence[str] = PROGRAM) -> AsyncIterator[Started]:
     """Starts a server on a free port, with everything temporary in a folder of its own, and kills what is left of it.
 
     Args:
         config: Its settings.
+        program: What stands for ``hiserve``.
 
     Raises:
         EngineError: It did not start.
@@ -109,11 +111,16 @@ async def start(config: Config) -> AsyncIterator[Started]:
         settings = {key: value for key, value in msgspec.to_builtins(given).items() if value not in (None, [], ())}
         (folder / "settings.yaml").write_text(yaml.safe_dump(settings))
         with (folder / "serve.log").open("wb") as log:
-            command = (sys.executable, "-m", "hiserve.cli", "serve", "--config", str(folder / "settings.yaml"))
-            environment = {**os.environ, "TMPDIR": str(temporary(folder))}
-            process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=log, env=environment
+            # The variable is set for the server alone; env becomes it.
+            command = (
+                "env",
+                f"TMPDIR={temporary(folder)}",
+                *program,
+                "serve",
+                "--config",
+                str(folder / "settings.yaml"),
             )
+            process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=log)
         try:
             assert process.stdout is not None
             line = (await process.stdout.readline()).decode()

@@ -1,0 +1,70 @@
+"""``hiserve bench soak`` from its command line: a short one, with a server of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hiserve import cli
+from tests.e2e.live import serve
+
+pytestmark = pytest.mark.alone
+
+SIZES = ["--page-size", "16", "--kv-pages", "80", "--max-model-len", "512", "--max-running-requests", "4"]
+SERVER = [*SIZES, "--dtype", "float64", "--cpu-threads", "1", "--log-level", "warning", "--max-queued-requests", "6"]
+FEW = ["--num-dialogues", "2", "--num-agents", "2", "--num-turns", "2", "--prefix-length", "96", "--output-length", "8"]
+LOAD = [
+    "--users",
+    "4",
+    "--burst-size",
+    "20",
+    "--burst-every",
+    "2",
+    "--cancelled",
+    "0.2",
+    "--bad",
+    "0.2",
+    "--slow",
+    "0.1",
+]
+
+
+def test_a_soak_strikes_its_server_and_tells_what_it_survived(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "soak.json"
+    tiers = ["--host-cache-gib", "0.03", "--store", f"file:{tmp_path}/store", "--cache-verify", "all"]
+    faults = ["--faults", "flip-host", "flip-store", "kill-worker", "--fault-every", "0.4", "--duration", "5"]
+    argv = ["bench", "soak", *SERVER, *tiers, *FEW, *LOAD, *faults, "--output", str(output)]
+    assert cli.main(argv) == 0, capsys.readouterr().out
+    told, found = capsys.readouterr().out, json.loads(output.read_bytes())["soak"]
+    assert found["is_exact"] and not found["num_violations"]
+    outcomes = found["outcomes"]
+    assert outcomes["answered"] > 8 and outcomes["left by the user"] and outcomes["malformed, told so"]
+    assert set(outcomes) <= {"answered", "left by the user", "malformed, told so", "refused", "slow reader cut off"}
+    assert {fault["fault"] for fault in found["faults"]} == {"flip-host", "flip-store", "kill-worker"}
+    (killed, *_) = [fault for fault in found["faults"] if fault["fault"] == "kill-worker"]
+    assert 0 < killed["ready_s"] <= killed["recovery_s"] < 30
+    assert found["beside_faults"]["ttft_ms"]["count"] > 0
+    assert {grown["role"] for grown in found["growth"]} >= {"api", "scheduler"}
+    assert "nothing that must not be" in told and "kill-worker" in told
+
+
+def test_a_soak_of_a_running_server_only_loads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "soak.json"
+    with serve(tmp_path, *SERVER) as live:
+        argv = ["bench", "soak", "--url", live.url, *FEW, *LOAD, "--duration", "2", "--output", str(output)]
+        assert cli.main(argv) == 0, capsys.readouterr().out
+        assert all(worker["incarnation"] == 1 for worker in live.info()["workers"])
+    found = json.loads(output.read_bytes())["soak"]
+    assert found["is_exact"] and not found["faults"] and not found["growth"]
+    assert found["outcomes"]["answered"]
+
+
+def test_faults_that_nobody_would_notice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "soak", "--faults", "flip-host"]) == 1
+    assert "--cache-verify all" in capsys.readouterr().err
+    assert cli.main(["bench", "soak", "--faults", "flip-store"]) == 1
+    assert "needs --store" in capsys.readouterr().err
