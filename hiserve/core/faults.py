@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 OUT_OF_MEMORY = "out_of_memory"
 OUT_OF_RESOURCES = "out_of_resources"  # of a multiprocessor, for a kernel of this shape
 
@@ -29,6 +31,17 @@ def fault_of(error: Exception) -> str:
         return ""
     message = str(error)
     return next((kind for saying, kind in _SAYINGS.items() if saying in message), "")
+
+
+def attempt(work: Callable[[], str]) -> str:
+    """Works, and returns what the work does; what ran out, if that is why it failed."""
+    try:
+        return work()
+    except Exception as error:
+        kind = fault_of(error)
+        if not kind:
+            raise
+        return kind
 
 
 def first_line(error: Exception) -> str:

@@ -220,6 +220,20 @@ def test_a_copy_that_fails_is_answered_with_its_reason_and_nobody_waits_for_it(m
     assert bench.acks(1)[0].is_ok
 
 
+def test_a_copy_for_which_memory_runs_out_fails_and_those_after_it_do_not(make_bench: MakeBench) -> None:
+    def hold(copy: PageCopy) -> None:
+        if copy.op < 3:
+            torch.empty(1 << 55, dtype=torch.uint8)
+
+    bench = make_bench(hold=hold)
+    bench.load(1, [4], [5])
+    bench.engine.wait(1)
+    bench.store(2, [3], [2])
+    assert sorted((ack.op, ack.reason) for ack in bench.acks(2)) == [(1, "out_of_memory"), (2, "out_of_memory")]
+    bench.store(3, [3], [6])
+    assert bench.acks(1)[0].is_ok
+
+
 def test_what_kills_the_thread_is_told_to_whoever_asks(make_bench: MakeBench) -> None:
     def hold(copy: PageCopy) -> None:
         if copy.kind is CopyKind.LOAD:

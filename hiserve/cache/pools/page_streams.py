@@ -161,6 +161,11 @@ class PageStreams:
         end.record(self._last)
         return Flight(copy, begin, end, layers)
 
+    def drain(self) -> None:
+        """Waits until nothing that was enqueued runs any more."""
+        for stream in (self._first, self._last):
+            stream.synchronize()
+
     def _enqueue(self, indices: Tensor, theirs: Int32Array) -> None:
         """Copies at most as many pages as a slot has room for; ``indices`` names them on the device and in the slot."""
         slot = self._slots[0]

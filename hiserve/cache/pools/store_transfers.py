@@ -13,6 +13,7 @@ from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.keys import store_key
 from hiserve.cache.pools.store import PageStore
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.core.faults import fault_of
 from hiserve.errors import InvariantError
 from hiserve.messages.cache import StoreStats
 
@@ -131,7 +132,7 @@ class StoreTransfers:
             return
         begin = time.perf_counter()
         self._host.begin(run)
-        count = self._store.get(_keys(run), self._buffers(run))
+        count = _count(partial(self._store.get, _keys(run), self._buffers(run)))
         if self._is_closing.is_set():
             return  # nobody takes the ack; pages that are not VALID are adopted by nobody
         if count:
@@ -148,7 +149,7 @@ class StoreTransfers:
         is_intact = [self._host.verify(page) for page in run.pages.tolist()]
         num_intact = (*is_intact, False).index(False)
         begin = time.perf_counter()
-        count = self._store.put(_keys(run)[:num_intact], self._buffers(run)[:num_intact])
+        count = _count(partial(self._store.put, _keys(run)[:num_intact], self._buffers(run)[:num_intact]))
         self._end(op, count, begin, REFUSED if count < num_intact else "" if num_intact == run.pages.size else GARBLED)
         self._is_closing.wait(count * self._upload_s_per_page)
 
@@ -161,6 +162,16 @@ class StoreTransfers:
 
     def _buffers(self, run: PageRun) -> list[memoryview]:
         return [self._host.buffer(page) for page in run.pages.tolist()]
+
+
+def _count(call: Callable[[], int]) -> int:
+    """Returns the pages that a call of the store dealt with: none if memory ran out for it."""
+    try:
+        return call()
+    except Exception as error:
+        if not fault_of(error):
+            raise
+        return 0
 
 
 def _keys(run: PageRun) -> list[bytes]:

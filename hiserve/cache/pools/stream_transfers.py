@@ -14,6 +14,7 @@ from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_streams import Flight, PageStreams
 from hiserve.cache.pools.transfer_queue import TransferQueue
 from hiserve.core.copies import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
+from hiserve.core.faults import attempt
 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
 MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
@@ -122,23 +123,29 @@ class StreamTransfers:
                 flights.put(None)
 
     def _begin(self, copy: PageCopy) -> None:
-        reason = (self._hold(copy) if self._hold is not None else None) or ""
+        reason = attempt(partial(self._enqueue, copy))
         if reason:
+            self._streams[copy.kind].drain()  # of what was enqueued before memory ran out: its pages will be others'
             self._queue.end(copy, 0.0, reason)
-        else:
-            is_load = copy.kind is CopyKind.LOAD
-            flight = self._streams[copy.kind].begin(
-                copy,
-                self._fence(copy.after_step),
-                partial(self._pace, copy.op) if is_load else _at_once,
-                by_layer=copy.op in self._by_layer,
-            )
-            if is_load:
-                self._loads[copy.op] = flight
-            self._flights[copy.kind].put(flight)
         self._by_layer.discard(copy.op)
         if copy.kind is CopyKind.LOAD:
             self._queue.release(copy)
+
+    def _enqueue(self, copy: PageCopy) -> str:
+        reason = (self._hold(copy) if self._hold is not None else None) or ""
+        if reason:
+            return reason
+        is_load = copy.kind is CopyKind.LOAD
+        flight = self._streams[copy.kind].begin(
+            copy,
+            self._fence(copy.after_step),
+            partial(self._pace, copy.op) if is_load else _at_once,
+            by_layer=copy.op in self._by_layer,
+        )
+        if is_load:
+            self._loads[copy.op] = flight
+        self._flights[copy.kind].put(flight)
+        return ""
 
     def _pace(self, op: int, room: torch.cuda.Event) -> None:
         """Enqueues no faster than the link takes it, unless somebody waits: the launches of others come in between."""

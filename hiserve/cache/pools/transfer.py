@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.transfer_queue import TransferQueue
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.core.faults import attempt
 
 
 class TransferEngine(Protocol):
@@ -89,13 +91,17 @@ class ThreadTransfers:
 
     def _run(self) -> None:
         while (copy := self._queue.next()) is not None:
-            reason = (self._hold(copy) if self._hold is not None else None) or ""
             begin = time.perf_counter()
-            if not reason:
-                self._copy(copy)
+            reason = attempt(partial(self._carry_out, copy))
             self._queue.end(copy, time.perf_counter() - begin, reason)
             if copy.kind is CopyKind.LOAD:
                 self._queue.release(copy)
+
+    def _carry_out(self, copy: PageCopy) -> str:
+        reason = (self._hold(copy) if self._hold is not None else None) or ""
+        if not reason:
+            self._copy(copy)
+        return reason
 
     @torch.inference_mode()
     def _copy(self, copy: PageCopy) -> None:

@@ -124,4 +124,19 @@ MUTANTS = [
         new="",
         test="tests/unit/worker/test_costs.py::test_a_step_that_did_not_run_tells_nothing_of_prefill",
     ),
+    Mutant(
+        name="a copy without memory ends all copies",
+        file="hiserve/cache/pools/transfer.py",
+        old="attempt(partial(self._carry_out, copy))",
+        new="self._carry_out(copy)",
+        test="tests/contract/test_transfers.py::test_a_copy_for_which_memory_runs_out_fails_and_those_after_it_do_not",
+    ),
+    Mutant(
+        name="a store without memory ends all copies",
+        file="hiserve/cache/pools/store_transfers.py",
+        old="        if not fault_of(error):\n            raise\n        return 0",
+        new="        raise",
+        test="tests/unit/pools/test_store_transfers.py::"
+        "test_where_memory_runs_out_for_the_store_its_pages_do_not_arrive_and_those_after_it_are_asked_for",
+    ),
 ]

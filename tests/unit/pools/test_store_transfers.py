@@ -134,6 +134,31 @@ def test_pages_that_do_not_arrive_are_free_again(
     assert states(host) == [PageState.VALID, PageState.FREE, PageState.FREE]
 
 
+class Starved(SimStore):
+    """Needs more memory than there is."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        np.empty(1 << 55, dtype=np.uint8)
+        raise AssertionError("there was as much")
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        return self.get(keys, buffers)
+
+
+def test_where_memory_runs_out_for_the_store_its_pages_do_not_arrive_and_those_after_it_are_asked_for(
+    host: HostPool, make: Callable[..., StoreTransfers]
+) -> None:
+    transfers = make(Starved())
+    for op in (1, 2):
+        transfers.start(copy_of(RUN, CopyKind.PREFETCH, op))
+        ack = next_ack(transfers)
+        assert (ack.op, ack.reason, ack.num_pages) == (op, NOT_DELIVERED, 0)
+        assert states(host) == [PageState.FREE] * 3
+    transfers.start(copy_of(written(host, RUN), CopyKind.UPLOAD, 3))
+    ack = next_ack(transfers)
+    assert (ack.op, ack.reason, ack.num_pages) == (3, REFUSED, 0)
+
+
 def test_an_upload_stores_what_a_prefetch_finds(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
     store = SimStore()
     transfers = make(store)
