@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from hiserve import cli
 from hiserve.commands import serve
@@ -16,8 +17,8 @@ class Client:
     def __init__(self, worker: str) -> None:
         self._command = (sys.executable, "-m", "tests.faults.scheduler", worker)
 
-    async def start(self, config: Config) -> EngineClient:
-        return await EngineClient.start(config, command=self._command)
+    async def start(self, config: Config, **options: Any) -> EngineClient:
+        return await EngineClient.start(config, command=self._command, **options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""A real worker that may take no more memory from some step on: ``python -m tests.faults.starved STEP MIB ENDPOINT``.
+
+From that step on its address space may grow by so many MiB, and no further: what asks for more is refused by the kernel.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from hiserve.config import Config
+from hiserve.worker.process import build
+from hiserve.worker.service import serve
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def address_space_bytes() -> int:
+    """What this process has mapped now."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize:"))
+    return int(line.split()[1]) * KIB
+
+
+class Starved:
+    """An engine whose process is held to what it has, and a little, before one of its steps.
+
+    Args:
+        engine: A real one.
+        step: Counted from 1.
+        spare_bytes: The little.
+    """
+
+    def __init__(self, engine: Any, step: int, spare_bytes: int) -> None:
+        self._engine = engine
+        self._left = step
+        self._spare_bytes = spare_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def step(self) -> Any:
+        self._left -= 1
+        if not self._left:
+            most = address_space_bytes() + self._spare_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        return self._engine.step()
+
+
+if __name__ == "__main__":
+
+    def starve(config: Config, host_fd: int, replica: int) -> Any:
+        return Starved(build(config, host_fd, replica), int(sys.argv[1]), int(sys.argv[2]) * MIB)
+
+    sys.exit(serve(sys.argv[3], starve))
