@@ -184,7 +184,7 @@ class DraftController:
     """Picks how many drafts each row makes and verifies.
 
     The choice is the tier of most expected tokens per expected second. It changes where a change gains enough, and not
-    soon again. A small share of all time goes to other tiers, in single steps, so that what was learned in other times,
+    soon again, for batches of about as many rows. A small share of all time goes to other tiers, in single steps, so that what was learned in other times,
     or measured wrongly, is found out: each is probed when enough has been saved for what that is expected to lose. What
     a probe gains over that pays for the next: where drafts are accepted again, one follows the other.
 
@@ -199,8 +199,10 @@ class DraftController:
         self._times = Times(costs)
         self._acceptance = Acceptance(costs.max_draft)
         self._credit = np.zeros(costs.tiers.size)  # steps that may be lost to probes
-        self._kept = 0
-        self._age = DWELL_STEPS
+        # By the batches that were measured: what is best for one says little of what is for another.
+        self._kept = [0] * costs.rows.size
+        self._age = [DWELL_STEPS] * costs.rows.size
+        self._bucket = 0
 
     @property
     def costs(self) -> StepCosts:
@@ -214,8 +216,8 @@ class DraftController:
 
     @property
     def num_draft(self) -> int:
-        """What is chosen, probes aside."""
-        return int(self._costs.tiers[self._kept])
+        """What is chosen for batches like the last, probes aside."""
+        return int(self._costs.tiers[self._kept[self._bucket]])
 
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
         """Returns how many drafts to make for the next step, at most.
@@ -227,16 +229,18 @@ class DraftController:
         most = int(allowed.max(initial=0))
         if most == 0:
             return 0
-        self._age += 1
+        bucket = self._bucket = self._costs.bucket(allowed.size)
+        self._age[bucket] += 1
         num_tiers = int(np.searchsorted(self._costs.tiers, most, side="right"))
         tokens = self._expect_tokens(allowed)[:num_tiers]
         seconds = self._times.expect(allowed.size, mean_context)[:num_tiers]
         rates = tokens / seconds
         best = int(rates.argmax())
-        kept = self._kept if self._kept < num_tiers else best
-        needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / self._age))
-        if self._age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[kept]:
-            self._kept, self._age = best, 0
+        kept, age = self._kept[bucket], self._age[bucket]
+        kept = kept if kept < num_tiers else best
+        needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / age))
+        if age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[kept]:
+            self._kept[bucket], self._age[bucket] = best, 0
             return self.num_draft
         return int(self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])])
 
@@ -257,11 +261,11 @@ class DraftController:
             return
         tier, made = self._costs.tier(int(num_draft.max())), self._costs.tier(num_made)
         if seconds is not None and made != tier:
-            if tier == self._kept:
+            if tier == self._kept[self._costs.bucket(counts.size)]:
                 self._times.add_further(counts.size, mean_context, tier, made, seconds)
             further = self._times.further(counts.size, mean_context)
             seconds += float(further[tier] - further[made])
-        if tier != self._kept:
+        if tier != self._kept[self._costs.bucket(counts.size)]:
             gained = self._gain(tier, num_draft, counts, mean_context, seconds)
             self._credit[tier] = min(max(self._credit[tier] + gained, -MAX_CREDIT), MAX_CREDIT)
         self._acceptance.add(num_draft, counts)
@@ -278,11 +282,11 @@ class DraftController:
         self, tier: int, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None
     ) -> float:
         """Returns by how much a step was better than expected, in steps of those that are usual now."""
-        tokens = self._expect_tokens(num_draft)
-        gained = float((counts.sum() - tokens[-1]) / tokens[self._kept])
+        tokens, kept = self._expect_tokens(num_draft), self._kept[self._costs.bucket(counts.size)]
+        gained = float((counts.sum() - tokens[-1]) / tokens[kept])
         if seconds is not None:
             expected = self._times.expect(counts.size, mean_context)
-            gained += float((expected[tier] - seconds) / expected[self._kept])
+            gained += float((expected[tier] - seconds) / expected[kept])
         return gained
 
     def _probe(self, kept: int, losses: FloatArray) -> int:

@@ -51,6 +51,11 @@ class Loading:
         return bool(self._open or self._loads or self._cache.has_stores)
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether a row waits."""
+        return bool(self._waiting)
+
+    @property
     def has_room(self) -> bool:
         """Whether another load may be ordered."""
         return self._num_loads < MAX_LOADS

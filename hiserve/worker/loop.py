@@ -13,6 +13,7 @@ from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.types import Admit, GateCounts, WorkerStats
 from hiserve.spec.adaptive import StepCosts
 from hiserve.worker.kv_events import KvEvents
+from hiserve.worker.pace import Pace
 from hiserve.worker.planner import Planner
 from hiserve.worker.report import Report
 from hiserve.worker.waiting import Request
@@ -101,6 +102,7 @@ class Engine:
         self._depth = depth
         self._kv_events = kv_events
         self._in_flight: deque[Future[StepResult]] = deque()
+        self._pace = Pace()
         self._is_sound = True
         self._publish()  # what a former process left
 
@@ -153,13 +155,20 @@ class Engine:
         self._is_sound = False  # until this one has not
         self._planner.settle(self._executor.take_acks(), self._executor.take_found())
         self._planner.grow_host(self._executor.num_ready_host_pages)
+        if self._planner.is_loading and (slack_s := self._pace.slack_s()) > 0:
+            # The device is busy: whoever's load arrives before it is not joins the next step, and not the one after.
+            self._planner.settle(self._executor.take_acks(min(slack_s, MAX_ACK_WAIT_S)))
+            self._is_sound = True
+            return self._planner.take_report()
         plan = self._planner.plan()
         if plan is not None:
             self._in_flight.append(self._executor.submit(plan))
+            self._pace.begin(plan)
         elif not self._in_flight and self._planner.has_work:
             self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))  # only a copy can change anything
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             result = self._in_flight.popleft().result()
+            self._pace.end()
             while self._planner.awaits_acks:
                 self._planner.settle(self._executor.take_acks(MAX_ACK_WAIT_S))
             self._planner.commit(result)

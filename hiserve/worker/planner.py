@@ -287,6 +287,11 @@ class Planner:
     # --- commit ---------------------------------------------------------------------------
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a row waits for its prefix."""
+        return self._loading.is_waited_for
+
+    @property
     def awaits_acks(self) -> bool:
         """Whether the oldest step in flight read what a load wrote that has not been settled: it may have failed."""
         return self._loading.is_open(self._in_flight[0].plan.waits)

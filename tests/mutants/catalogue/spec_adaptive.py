@@ -208,4 +208,11 @@ MUTANTS = [
         new="import numpy as np\nimport torch\n",
         test="tests/test_architecture.py::test_importing_the_planning_half_and_the_front_end_loads_no_torch",
     ),
+    Mutant(
+        name="what one batch keeps, all keep",
+        file=ADAPTIVE,
+        old="bucket = self._bucket = self._costs.bucket(allowed.size)",
+        new="bucket = self._bucket = 0",
+        test=OF_TESTS + "test_what_one_batch_keeps_holds_no_other_back",
+    ),
 ]

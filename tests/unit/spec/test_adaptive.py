@@ -251,9 +251,30 @@ def test_without_times_a_wrong_table_costs_for_ever() -> None:
 def test_changes_keep_their_distance() -> None:
     rows = np.where(np.arange(1500) // 7 % 2, 128, 1)
     out = run(Phase(rows.size, rows, GOOD), Phase(1500, 1, FAIR), noise=0.3)
-    changes = np.flatnonzero(np.diff(out.kept))
-    assert changes.size > 50
-    assert np.diff(changes).min() >= DWELL_STEPS
+    assert np.count_nonzero(np.diff(out.kept[:1500])) > 50  # from batch to batch
+    for num_rows in (1, 128):
+        changes = np.flatnonzero(np.diff(np.array(out.kept[:1500])[rows == num_rows]))
+        assert changes.size and (np.diff(changes) >= DWELL_STEPS).all()
+
+
+def test_what_one_batch_keeps_holds_no_other_back() -> None:
+    """Where another number gains too little for a change, but is better."""
+    two = StepCosts(
+        rows=np.array([1, 8]),
+        tiers=np.array([0, 1]),
+        verify=np.array([[1.0, 1.6], [1.0, 1.6]]),
+        follow=np.zeros((2, 2)),
+        draft=np.zeros(2),
+    )
+    controller, one, many = DraftController(two), np.array([1], np.int32), np.ones(8, np.int32)
+    controller._acceptance.chances[0] = 0.7
+    assert controller.choose(one, 0.0) == controller.num_draft == 1
+    controller._acceptance.chances[0] = 0.58
+    for _ in range(DWELL_STEPS):
+        controller.choose(one, 0.0)
+        assert controller.num_draft == 1
+        controller.choose(many, 0.0)
+        assert controller.num_draft == 0
 
 
 def test_a_small_gain_changes_nothing_soon_and_something_late() -> None:
@@ -262,7 +283,7 @@ def test_a_small_gain_changes_nothing_soon_and_something_late() -> None:
     for _ in range(100):  # accepted seven times in ten: 1.7 tokens in 1.6 s, 6 % more
         controller.record(one, one + 1, 1, 0.0, None)
     controller._acceptance.chances[0] = 0.7
-    controller._age = 0
+    controller._age[0] = 0
     steps = [controller.choose(allowed, 0.0) and controller.num_draft for _ in range(40)]
     assert steps.index(1) == DWELL_STEPS - 1
     controller._acceptance.chances[0] = 0.55  # 1.55 tokens: with no drafts 3 % more

@@ -15,7 +15,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import InvariantError
 from hiserve.messages.types import Admit
-from hiserve.worker.loop import Engine
+from hiserve.worker.loop import MAX_ACK_WAIT_S, Engine
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 
@@ -94,6 +94,53 @@ def test_the_verdicts_over_steps_are_among_the_stats(monkeypatch: pytest.MonkeyP
     counts = {"replay": {"decode": 2}, "eager": {"width": 1}}
     monkeypatch.setattr(executor, "gate_counts", lambda: counts)
     assert engine.stats().graph_gate == counts
+
+
+class ScriptedPace:
+    """Says what the test wants; counts steps that began and did not end."""
+
+    def __init__(self, *slack_s: float) -> None:
+        self.slack = list(slack_s)
+        self.num_in_flight = 0
+
+    def begin(self, plan: BatchPlan) -> None:
+        self.num_in_flight += 1
+
+    def end(self) -> None:
+        self.num_in_flight -= 1
+
+    def slack_s(self) -> float:
+        return self.slack.pop(0) if self.num_in_flight and self.slack else 0.0
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_while_rows_wait_for_loads_the_next_plan_is_made_as_late_as_can_be(
+    is_loading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages are taken in meanwhile: each wait is a turn of its own."""
+    engine, planner, executor, _ = echo_engine(num_pages=30, depth=1, eos=())
+    engine._pace = ScriptedPace(0.0125, 0.0005, 0.0, 0.0)  # type: ignore[assignment]
+    waits: list[float] = []
+    plans: list[int] = []
+
+    def submit(plan: BatchPlan, run: Callable[[BatchPlan], Future[StepResult]] = executor.submit) -> Future[StepResult]:
+        plans.append(plan.step_id)
+        return run(plan)
+
+    monkeypatch.setattr(executor, "submit", submit)
+    monkeypatch.setattr(executor, "take_acks", lambda wait_s=0.0: waits.append(wait_s) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(type(planner), "is_loading", property(lambda self: is_loading))
+    add(engine, 1, max_tokens=4)
+    engine.step()
+    assert plans == [1] and waits == [0.0]
+    if is_loading:
+        for waited in (MAX_ACK_WAIT_S, 0.0005):
+            assert engine.step() is None
+            assert plans == [1] and waits[-1] == waited
+    engine.step()
+    assert plans == [1, 2]
+    drain(engine)
+    assert plans == [1, 2, 3, 4]
 
 
 def test_the_executors_exception_comes_out_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
