@@ -16,10 +16,10 @@ from tests.helpers.traffic import SETTINGS
 
 pytestmark = pytest.mark.alone
 
-SIZES = {"max_model_len": 2304, "max_batched_tokens": 2048, "kv_pages": 400, "host_cache_gib": 0}
+SIZES = {"max_model_len": 3328, "max_batched_tokens": 3072, "kv_pages": 480, "host_cache_gib": 0}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-LONG, SHORT, NUM_NEW = 2000, 24, 60
-STARVED = "tests.faults.starved 10 8"  # with the tenth step, that is while the short ones decode
+LONG, SHORT, NUM_NEW = 3000, 24, 60
+STARVED = "tests.faults.starved 10 24"  # with the tenth step, that is while the short ones decode
 
 
 def prompts() -> list[list[int]]:
