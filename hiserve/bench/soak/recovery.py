@@ -85,6 +85,11 @@ class Striker:
         self._rng = np.random.default_rng(soak.seed + 1)
         self.struck: list[Struck] = []
 
+    @property
+    def has_lost(self) -> bool:
+        """The server did not come back from the last fault."""
+        return bool(self.struck) and self.struck[-1].is_lost
+
     async def run(self, seconds: float) -> None:
         """Strikes for so long, and returns when the last fault has been recovered from, or has not been in time."""
         end_s = time.perf_counter() + seconds
@@ -96,20 +101,20 @@ class Striker:
             await asyncio.sleep(pause_s)
             # Each kind once, in any order, before the next round.
             turns = turns or [self._faults[index] for index in self._rng.permutation(len(self._faults))]
-            if not await self._strike(turns.pop()):
+            await self._strike(turns.pop())
+            if self.has_lost:
                 return
 
-    async def _strike(self, fault: Fault) -> bool:
-        """Strikes once; says whether the server is there afterwards."""
+    async def _strike(self, fault: Fault) -> None:
+        """Strikes once, and waits until the server is there again, or should be."""
         struck_s, num_open = time.perf_counter(), self._users.num_open
         what, victim = strike(fault, self._config, self._server.processes(), self._rng)
         if not what:
-            return True
+            return
         struck = Struck(fault=fault, what=what, num_open=num_open, struck_s=struck_s)
         self.struck.append(struck)
         if victim:
             await self._recover(struck, victim)
-        return not struck.is_lost
 
     async def _recover(self, struck: Struck, victim: int) -> None:
         deadline_s = struck.struck_s + self._soak.recovery_limit

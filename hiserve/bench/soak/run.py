@@ -141,7 +141,8 @@ class _Run:
             if self._server is not None and faults:
                 self._striker = Striker(self._server, self._config, self._pool, self._users, self._options, faults)
                 await self._striker.run(self._options.duration)
-            await asyncio.sleep(self._begin_s + self._options.duration - time.perf_counter())
+            if self._striker is None or not self._striker.has_lost:
+                await asyncio.sleep(self._begin_s + self._options.duration - time.perf_counter())
             self._users.stop()
             await using
         finally:

@@ -47,6 +47,10 @@ async def interim(_: Asked, out: Out) -> None:
     await out.json(201, b"ok")
 
 
+async def long(_: Asked, out: Out) -> None:
+    await out.json(200, b"x" * 60_000)
+
+
 async def dropped(_: Asked, out: Out) -> None:
     await out.begin()
     await out.part(b"some")
@@ -67,6 +71,7 @@ ROUTES = {
     "/until_close": until_close,
     "/last": last_on_this_connection,
     "/interim": interim,
+    "/long": long,
     "/dropped": dropped,
     "/silent_drop": silent_drop,
     "/garbage": garbage,
@@ -208,3 +213,12 @@ async def test_proxies_are_ignored(server: FakeServer, monkeypatch: pytest.Monke
 def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Pool(url)
+
+
+async def test_a_slow_reader_takes_its_time_and_gets_everything(server: FakeServer) -> None:
+    begin = time.perf_counter()
+    pool, body = Pool(server.url, bytes_per_s=150_000), Body()
+    assert await pool.request("POST", "/long", b"", body) == 200
+    assert body.text == "x" * 60_000
+    assert 0.2 < time.perf_counter() - begin < 20
+    pool.close()

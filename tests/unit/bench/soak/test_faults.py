@@ -1,0 +1,101 @@
+"""Faults that a soak strikes with, on processes and files of the test's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hiserve.bench.options import Fault
+from hiserve.bench.soak.faults import MAX_FLIPPED, possible, strike
+from hiserve.cache.pools.records import PageState
+from hiserve.cache.pools.segment import Segment, SegmentLayout
+from hiserve.config import Config, make_config
+from hiserve.errors import ConfigError
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def config(**settings: object) -> Config:
+    return make_config(host_cache_gib=0.05, cache_verify="all", **settings)
+
+
+def test_the_settings_say_what_can_strike(tmp_path: Path) -> None:
+    signals = ["kill-worker", "hang-worker", "kill-scheduler"]
+    assert possible(make_config(), ()) == signals
+    assert possible(config(), ()) == [*signals, "flip-host"]
+    assert possible(config(store=f"file:{tmp_path}"), ()) == [*signals, "flip-host", "flip-store"]
+    assert possible(config(), ("flip-host",)) == ["flip-host"]
+    for unnoticed in (make_config(host_cache_gib=0.05), make_config(host_cache_gib=0, cache_verify="all")):
+        with pytest.raises(ConfigError, match="--cache-verify all"):
+            possible(unnoticed, ("kill-worker", "flip-host"))
+    with pytest.raises(ConfigError, match="needs --store"):
+        possible(config(), ("flip-store",))
+
+
+@pytest.mark.parametrize(("fault", "role"), [("kill-worker", "worker"), ("kill-scheduler", "scheduler")])
+def test_a_process_of_that_role_is_killed(sleeper: subprocess.Popen[bytes], fault: Fault, role: str) -> None:
+    assert strike(fault, config(), {sleeper.pid: "api"}, RNG).what == ""
+    blow = strike(fault, config(), {sleeper.pid: role, os.getpid(): "api"}, RNG)
+    assert blow.victim == sleeper.pid
+    assert sleeper.wait(10) == -signal.SIGKILL
+
+
+def test_a_hang_is_a_process_that_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
+    assert strike("hang-worker", config(), {sleeper.pid: "worker"}, RNG).victim == sleeper.pid
+    assert state_of(sleeper.pid) == "T"
+
+
+def state_of(pid: int) -> str:
+    deadline = time.monotonic() + 5
+    while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return state
+
+
+def test_bits_are_flipped_in_pages_that_have_a_checksum_and_in_no_others(sleeper: subprocess.Popen[bytes]) -> None:
+    segment = Segment.anonymous(SegmentLayout(b"n" * 16, page_size=4, page_bytes=4096, num_pages=32))
+    try:
+        sealed = [3, 5, 8, 13, 21]
+        segment.records["state"][1:] = PageState.VALID
+        segment.records["checksum"][sealed] = 99
+        segment.records["state"][21] = PageState.WRITING  # and the checksum of what was there before
+        blow = strike("flip-host", config(), {os.getpid(): "scheduler", sleeper.pid: "worker"}, RNG)
+        assert blow == (f"a bit in each of {MAX_FLIPPED} pages", 0)
+        changed = np.bitwise_count(segment.pages).sum(axis=1)
+        assert np.flatnonzero(changed).tolist() == [3, 5, 8, 13]
+        assert set(changed[changed > 0].tolist()) == {1}
+        assert Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T", "it was left stopped"
+    finally:
+        segment.close()
+    assert strike("flip-host", config(), {os.getpid(): "scheduler"}, RNG).what == ""
+
+
+def test_bits_are_flipped_in_pages_of_a_store(tmp_path: Path) -> None:
+    (tmp_path / "ab").mkdir()
+    (tmp_path / "hiserve-store").write_bytes(b"marker")
+    page, draft = tmp_path / "ab" / ("ab" * 32), tmp_path / "ab" / ("ab" * 32 + ".0123abcd-1.new")
+    for path in (page, draft):
+        path.write_bytes(bytes(1000))
+    blow = strike("flip-store", config(store=f"file:{tmp_path}"), {}, RNG)
+    assert blow.what == "a bit in each of 1 files"
+    assert int.from_bytes(page.read_bytes()).bit_count() == 1 and page.stat().st_size == 1000
+    assert draft.read_bytes() == bytes(1000)
+    assert (tmp_path / "hiserve-store").read_bytes() == b"marker"
