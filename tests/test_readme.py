@@ -26,6 +26,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands that are not executed here, and why.
 NOT_RUN = {
     "git clone": "there is nothing to clone from",
+    "hiserve bench soak": "takes minutes; tests/faults runs a short one",
     "hiserve bench spec": "takes minutes; tests/unit/commands runs a small one",
     "hiserve doctor --graphs": "tests/unit/commands runs it; without a GPU it reads the code alone",
     "hiserve serve meta-llama": "needs a GPU and a hub",
