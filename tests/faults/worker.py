@@ -1,11 +1,12 @@
 """A real worker in which something breaks: ``python -m tests.faults.worker NAME=VALUE,... ENDPOINT``.
 
 ``fatal=LOW:HIGH``: a step between these raises what a dead device raises. ``lying=SHARE``, ``failing=SHARE``,
-``stall_s=SECONDS``: of the store's calls. ``lives=N``: only the first N workers break; those after them are sound.
+``stall_s=SECONDS``: of what the disk of a store does. ``lives=N``: only the first N workers break; those after them are sound.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -15,48 +16,38 @@ from typing import Any
 
 import numpy as np
 
-from hiserve.cache.pools import stores
-from hiserve.config import Cache, Config
-from hiserve.worker import build
+from hiserve.cache.pools import file_store
+from hiserve.config import Config
 from hiserve.worker.loop import Engine
 from hiserve.worker.process import build as build_worker
 from hiserve.worker.service import serve
 
 
-class BrokenStore:
-    """A store of which some calls fail, lie or take their time."""
+class Disk:
+    """What ``os`` does for a store, on a disk that fails, garbles what is read, or takes its time."""
 
-    def __init__(self, store: Any, wanted: dict[str, float], rng: np.random.Generator) -> None:
-        self._store = store
+    def __init__(self, wanted: dict[str, float], rng: np.random.Generator) -> None:
         self._wanted = wanted
         self._rng = rng
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        return getattr(os, name)
 
-    def _breaks(self, how: str) -> bool:
+    def _strikes(self, how: str) -> bool:
         return bool(self._rng.random() < self._wanted.get(how, 0))
 
-    def exists(self, keys: Sequence[bytes]) -> int:
+    def open(self, path: Any, flags: int, *arguments: Any) -> int:
         time.sleep(self._wanted.get("stall_s", 0))
-        return len(keys) if self._breaks("lying") else self._store.exists(keys)
+        is_reading = flags & os.O_ACCMODE == os.O_RDONLY  # a write that fails would be the last for long
+        if is_reading and self._strikes("failing"):
+            raise OSError(errno.EIO, "the disk is on fire")
+        return os.open(path, flags, *arguments)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        time.sleep(self._wanted.get("stall_s", 0))
-        if self._breaks("failing"):
-            raise OSError("the disk is on fire")
-        num_read = self._store.get(keys, buffers)
-        if self._breaks("lying"):
-            for buffer in buffers:
-                buffer[:8] = b"garbage!"
-            return len(keys)
-        return int(num_read)
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        time.sleep(self._wanted.get("stall_s", 0))
-        if self._breaks("failing"):
-            raise OSError("the disk is on fire")
-        return len(keys) if self._breaks("lying") else int(self._store.put(keys, buffers))
+    def readv(self, fd: int, buffers: Sequence[Any]) -> int:
+        num_read = os.readv(fd, buffers)
+        if self._strikes("lying"):
+            memoryview(buffers[-1])[:8] = b"garbage!"
+        return num_read
 
 
 class Breaking:
@@ -82,9 +73,8 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
     rng = np.random.default_rng(seed)
     broken = {name: float(wanted[name]) for name in ("lying", "failing", "stall_s") if name in wanted}
 
-    def open_store(cache: Cache) -> Any:
-        store = stores.open_store(cache)
-        return store if store is None or not broken else BrokenStore(store, broken, rng)
+    if broken:
+        file_store.os = Disk(broken, rng)  # type: ignore[assignment]
 
     def build_broken(config: Config, host_fd: int, replica: int) -> Any:
         engine = build_worker(config, host_fd, replica)
@@ -93,7 +83,6 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
         low, high = map(int, wanted["fatal"].split(":"))
         return Breaking(engine, int(rng.integers(low, high + 1)))
 
-    build.open_store = open_store  # type: ignore[attr-defined]
     return serve(endpoint, build_broken)
 
 
