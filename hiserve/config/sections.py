@@ -232,6 +232,15 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
             most=86_400,
         ),
     ] = 0.0
+    step_timeout_s: Annotated[
+        float,
+        about(
+            "Longest a worker may have requests and end no step, then it hangs and is started again; 0 is no limit.",
+            unit="s",
+            least=0,
+            most=86_400,
+        ),
+    ] = 300.0
 
 
 class Runner(msgspec.Struct, frozen=True, kw_only=True):

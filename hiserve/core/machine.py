@@ -63,14 +63,43 @@ def _read_table(path: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in path.read_text().splitlines()}
 
 
+def free_cuda_bytes() -> int:
+    """Returns the free memory of the first CUDA device, of all processes together; 0 where it cannot be asked.
+
+    NVML needs no context on the device, which would take memory itself.
+    """
+    driver, device = _cuda_device()
+    nvml = _library("libnvidia-ml.so.1")
+    if driver is None or nvml is None or nvml.nvmlInit_v2() != 0:
+        return 0
+    bus, handle, memory = ctypes.create_string_buffer(64), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
+    found = (
+        driver.cuDeviceGetPCIBusId(bus, len(bus), device) == 0  # which of NVML's devices this process sees first
+        and nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle)) == 0
+        and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+    )
+    nvml.nvmlShutdown()
+    return int(memory[1]) if found else 0  # total, free, used
+
+
 def _cuda_memory() -> int:
     """Total memory of the first CUDA device in bytes, asked of the driver; 0 without one."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    device, total = ctypes.c_int(), ctypes.c_size_t()
-    found = driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
-    if not found or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device) != 0:
+    driver, device = _cuda_device()
+    total = ctypes.c_size_t()
+    if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device) != 0:
         return 0
     return total.value
+
+
+def _cuda_device() -> tuple[ctypes.CDLL | None, ctypes.c_int]:
+    """Returns the driver and the first CUDA device; no driver without a device."""
+    driver, device = _library("libcuda.so.1"), ctypes.c_int()
+    found = driver is not None and driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+    return (driver if found else None), device
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        return None

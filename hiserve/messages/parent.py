@@ -70,9 +70,13 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Ends it now. ``wait`` is still due."""
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it lives."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.send_signal(number)
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config import Config
+from hiserve.core.choices import Choices
 from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
-from hiserve.messages.lives import ReplayStats
+from hiserve.messages.lives import Crash, Recovery, ReplayStats, Scene
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -104,6 +105,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
         startup_s: Seconds per start-up phase, in order.
         num_pages: KV pages, the sink not counted.
         stats: Gauges and counters of the last report (see ``WorkerStats``).
+        step_age_s: Seconds since it last ended a step, or had no work.
     """
 
     replica: int
@@ -112,6 +114,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     startup_s: dict[str, float]
     num_pages: int
     stats: WorkerStats
+    step_age_s: float = 0.0
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -192,6 +195,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
         stale_messages: Messages ignored because they were of a dead incarnation.
         malformed_messages: Messages that no peer of ours would send.
         replays: Requests that went on with another worker.
+        crash: The latest death of a worker.
+        recovery: The latest way from a death to news of a request again.
     """
 
     ticket: int
@@ -201,6 +206,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stale_messages: int = 0
     malformed_messages: int = 0
     replays: ReplayStats = ReplayStats()
+    crash: Crash | None = None
+    recovery: Recovery | None = None
 
 
 # --- scheduler -> worker ------------------------------------------------------------------
@@ -214,12 +221,14 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
         replica: Index from 0.
         incarnation: Starts at 1; stamped on everything the worker says.
         host_fd: Number that the descriptor of the host segment has in the worker; -1 without a host cache.
+        choices: Of the first incarnation; empty for that one.
     """
 
     config: Config
     replica: int
     incarnation: int
     host_fd: int = -1
+    choices: Choices = Choices()
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -278,6 +287,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase.
+        choices: For its successors.
     """
 
     incarnation: int
@@ -288,15 +298,23 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
+    choices: Choices = Choices()
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Start-up failed, or a fatal error; the worker exits after this."""
+    """Start-up failed, or a fatal error; the worker exits after this.
+
+    Attributes:
+        fault_s: When, by ``time.monotonic``.
+        scene: What its engine was at; None without an engine.
+    """
 
     incarnation: int
     message: str
     code: str
     trace: str
+    fault_s: float
+    scene: Scene | None = None
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):

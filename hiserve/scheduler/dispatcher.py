@@ -180,14 +180,14 @@ class Dispatcher:
         self.admission.join(replica, ready.max_running)
         self.index.attach(replica, ready.namespace)
 
-    def worker_lost(self, replica: int) -> bool:
+    def worker_lost(self, replica: int) -> tuple[list[int], bool]:
         """A worker is gone, its credits and its cache are forgotten.
 
         What it held goes back to the front of the queue, but for what was being aborted, which ends, and what may have
         killed it, which is tried apart, or fails.
 
         Returns:
-            Whether it was of use: it told news of a request, or had none.
+            What it held, and whether it was of use: it told news of a request, or had none.
         """
         self.admission.leave(replica)
         self.index.detach(replica)
@@ -207,7 +207,7 @@ class Dispatcher:
         for entry in guilty:
             self._end(entry)
             self._outlet.failed(entry.uid, EngineError(_GUILTY.format(entry.num_crashes)))
-        return was_of_use
+        return [entry.uid for entry in held], was_of_use
 
     def worker_abandoned(self, replica: int) -> None:
         """A worker that was lost will not come again: what was to be tried on it may run on others."""

@@ -48,7 +48,7 @@ from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import POLICIES
 from hiserve.scheduler.prefix_index import PrefixIndex
 from hiserve.scheduler.rounds import Rounds
-from hiserve.scheduler.supervisor import WORKER_COMMAND, Supervisor
+from hiserve.scheduler.supervisor import WORKER_COMMAND, Loss, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,8 @@ class Service:
             stale_messages=self._supervisor.num_stale,
             malformed_messages=self._num_malformed + self._supervisor.num_malformed,
             replays=self._dispatcher.replays.stats(),
+            crash=self._supervisor.crash,
+            recovery=self._supervisor.recoveries.last,
         )
 
     # --- from the dispatcher --------------------------------------------------------------
@@ -196,12 +198,13 @@ class Service:
         """Uses the credits that came back."""
         self._dispatcher.dispatch()
 
-    def worker_lost(self, replica: int) -> bool:
-        """Gives what it held to others, at once or later; says whether it was of use."""
-        was_of_use = self._dispatcher.worker_lost(replica)
+    def worker_lost(self, replica: int) -> Loss:
+        """Gives what it held to others, at once or later."""
+        uids, was_of_use = self._dispatcher.worker_lost(replica)
         self._rounds.lost(replica)
         self._dispatcher.dispatch()
-        return was_of_use
+        self._set_timer()
+        return Loss(uids, was_of_use)
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """Refuses everything once no worker is left."""

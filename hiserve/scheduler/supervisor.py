@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -17,20 +19,15 @@ import msgspec
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
+from hiserve.core.choices import Choices
 from hiserve.errors import EngineError, HiserveError
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
+from hiserve.messages.lives import Crash
 from hiserve.messages.parent import ChildProcess, wait_for_event
-from hiserve.messages.types import (
-    Configure,
-    FromWorker,
-    Ready,
-    StepReport,
-    Stop,
-    WorkerFacts,
-    WorkerFailed,
-    WorkerStats,
-)
+from hiserve.messages.types import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
+from hiserve.scheduler.incarnation import Incarnation
+from hiserve.scheduler.recovery import Recoveries
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +37,23 @@ MAX_USELESS = (
     16  # workers in a row that told no news of the requests they had; finding the guilty one of 1,000 takes 12
 )
 STOP_GRACE_S = 2.0
+EXIT_GRACE_S = 5.0  # for a worker that said it has failed
+PATROL_S = 0.25
+STACK_S = 0.5  # for a worker that hangs, to write where
+REST_S = 0.5  # a worker without requests so long after it was ready will get none of its forerunner's
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a dead worker had.
+
+    Attributes:
+        uids: Requests it held.
+        was_of_use: It told news of a request, or had none.
+    """
+
+    uids: list[int]
+    was_of_use: bool
 
 
 class Audience(Protocol):
@@ -58,34 +72,11 @@ class Audience(Protocol):
     def worker_idle(self) -> None:
         """A batch of messages has been handled."""
 
-    def worker_lost(self, replica: int) -> bool:
-        """A worker that was ready, or a successor that never was, has died; returns whether it had been of use."""
+    def worker_lost(self, replica: int) -> Loss:
+        """A worker that was ready, or a successor that never was, has died."""
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """A worker died too often to be started again."""
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    """One incarnation of one replica."""
-
-    replica: int
-    incarnation: int
-    process: ChildProcess
-    born_s: float = field(default_factory=time.monotonic)
-    ready: Ready | None = None
-    failure: HiserveError | None = None
-    stats: WorkerStats = field(default_factory=WorkerStats)
-
-    def facts(self) -> WorkerFacts:
-        return WorkerFacts(
-            replica=self.replica,
-            pid=self.process.pid,
-            incarnation=self.incarnation,
-            startup_s=self.ready.startup_s if self.ready else {},
-            num_pages=self.ready.num_pages if self.ready else 0,
-            stats=self.stats,
-        )
 
 
 class Supervisor:
@@ -101,6 +92,8 @@ class Supervisor:
             worker that could not start (its trace is a note on it).
         num_stale: Messages ignored because they were of another incarnation.
         num_malformed: Messages for which a worker was replaced.
+        crash: The latest death of a worker.
+        recoveries: What came after such.
     """
 
     def __init__(self, config: Config, command: Sequence[str], audience: Audience) -> None:
@@ -108,13 +101,16 @@ class Supervisor:
         self._command = command
         self._audience = audience
         self._decoder = Decoder[FromWorker](FromWorker)
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Incarnation] = {}
+        self._choices: dict[int, Choices] = {}
         self._segments: list[Segment | None] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_stale = 0
         self.num_malformed = 0
+        self.crash: Crash | None = None
+        self.recoveries = Recoveries()
 
     async def run(self) -> None:
         """Returns when every worker has been stopped or abandoned."""
@@ -160,24 +156,27 @@ class Supervisor:
 
     async def _keep(self, replica: int) -> None:
         num_failed = num_useless = 0
-        for incarnation in itertools.count(1):
-            worker, error = await self._live(replica, incarnation)
+        for number in itertools.count(1):
+            worker, end = await self._live(replica, number)
+            error = worker.failure
+            assert error is not None, f"worker {replica} ended ({end}), and nobody knows why"
             if self._stopping.is_set():
                 return
             if not self.started.done():
                 self.started.set_exception(error)
                 return
-            logger.error("worker %d (incarnation %d) is gone: %s", replica, incarnation, error, exc_info=error)
-            was_of_use = self._audience.worker_lost(replica)
+            logger.error("worker %d (incarnation %d) is gone: %s", replica, number, error, exc_info=error)
+            loss = self._audience.worker_lost(replica)
+            self._record(worker, end, loss)
             num_failed = 0 if worker.ready is not None else num_failed + 1
-            num_useless = 0 if worker.ready is not None and was_of_use else num_useless + 1
+            num_useless = 0 if worker.ready is not None and loss.was_of_use else num_useless + 1
             if num_failed == len(RESTART_DELAYS_S) or num_useless == MAX_USELESS:
                 self._audience.worker_abandoned(replica, error)
                 return
             await wait_for_event(self._stopping, RESTART_DELAYS_S[min(num_useless, len(RESTART_DELAYS_S) - 1)])
 
-    async def _live(self, replica: int, incarnation: int) -> tuple[_Worker, HiserveError]:
-        """Runs one incarnation from birth to death; returns it and why it died.
+    async def _live(self, replica: int, number: int) -> tuple[Incarnation, str]:
+        """Runs one incarnation from birth to death; returns it, with its failure, and how the process ended.
 
         The host segment is the replica's: one incarnation after the other has it. Here each is reaped before the next
         is born, so that no two ever write to it.
@@ -187,21 +186,61 @@ class Supervisor:
         process = await ChildProcess.start(
             self._command, partial(self._receive, replica), pass_fds=() if segment is None else (host_fd,)
         )
-        worker = self._workers[replica] = _Worker(replica, incarnation, process)
+        worker = self._workers[replica] = Incarnation(replica, number, process)
+        patrol = asyncio.create_task(self._patrol(worker))
         try:
-            configure = Configure(config=self._config, replica=replica, incarnation=incarnation, host_fd=host_fd)
-            process.send(encode(configure))
+            choices = self._choices.get(replica, Choices())
+            process.send(encode(Configure(self._config, replica, number, host_fd, choices)))
             if self._stopping.is_set():
                 process.kill()
             end = await process.wait()
         finally:
+            patrol.cancel()
             process.kill()
             del self._workers[replica]
+            with suppress(asyncio.CancelledError):
+                await patrol
         when = "" if worker.ready else "while it started "
-        return worker, worker.failure or EngineError(f"worker {replica} died {when}({end}).")
+        worker.blame(EngineError(f"worker {replica} died {when}({end})."), fault_s=worker.heard_s)
+        return worker, end
+
+    async def _patrol(self, worker: Incarnation) -> None:
+        """Ends a worker that hangs. Time in which this process itself stood still does not count."""
+        before_s = time.monotonic()
+        while True:
+            await asyncio.sleep(PATROL_S)
+            now_s = time.monotonic()
+            worker.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))
+            before_s = now_s
+            if how := worker.stuck(now_s, self._config.scheduler.step_timeout_s):
+                failure = EngineError(f"worker {worker.replica} {how}: it hangs, and is replaced.")
+                worker.blame(failure, fault_s=worker.moved_s)
+                worker.process.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(STACK_S)
+                worker.process.kill()
+                return
+
+    def _record(self, worker: Incarnation, end: str, loss: Loss) -> None:
+        """Keeps what is known of a death, and tells the log."""
+        assert worker.failure is not None, f"worker {worker.replica} died of nothing"
+        self.crash = Crash(
+            replica=worker.replica,
+            incarnation=worker.number,
+            pid=worker.process.pid,
+            end=end,
+            error=worker.failure.message,
+            code=worker.failure.code,
+            unix_s=round(time.time(), 3),
+            num_steps=worker.stats.steps,
+            uids=loss.uids,
+            scene=worker.scene,
+        )
+        logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
+        self.recoveries.begin(worker, len(loss.uids))
 
     def _receive(self, replica: int, batch: list[Frames]) -> None:
         worker = self._workers[replica]
+        worker.hear(time.monotonic())
         for frames in batch:
             if worker.failure is not None:
                 return
@@ -209,38 +248,48 @@ class Supervisor:
                 self._hear(worker, self._decoder.decode(frames))
             except MalformedError as error:
                 self.num_malformed += 1
-                worker.failure = EngineError(f"worker {replica} sent a malformed message: {error}")
+                failure = EngineError(f"worker {replica} sent a malformed message: {error}")
+                worker.blame(failure, fault_s=worker.heard_s)
                 worker.process.kill()
         self._audience.worker_idle()
 
-    def _hear(self, worker: _Worker, received: Received[FromWorker]) -> None:
+    def _hear(self, worker: Incarnation, received: Received[FromWorker]) -> None:
         message = received.message
-        if message.incarnation != worker.incarnation:
+        if message.incarnation != worker.number:
             self.num_stale += 1
         elif isinstance(message, WorkerFailed):
-            worker.failure = to_error(message.code, message.message, message.trace)
-            worker.process.kill()
+            failure = to_error(message.code, message.message, message.trace)
+            worker.blame(failure, fault_s=message.fault_s, scene=message.scene)
+            asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)  # its exit code says more
         elif isinstance(message, Ready):
             self._welcome(worker, message)
         elif worker.ready is None:
             raise MalformedError(f"{type(message).__name__} before Ready")
         else:
-            if isinstance(message, StepReport):
-                worker.stats = message.stats
             self._audience.worker_said(worker.replica, received)
+            if isinstance(message, StepReport):
+                self._note(worker, message)
 
-    def _welcome(self, worker: _Worker, ready: Ready) -> None:
+    def _note(self, worker: Incarnation, report: StepReport) -> None:
+        """Keeps a worker's stats, and sees whether it has recovered."""
+        worker.note(report.stats, worker.heard_s)
+        if report.uids:
+            self.recoveries.news(worker)
+        elif not report.stats.running + report.stats.waiting and worker.heard_s - worker.ready_s > REST_S:
+            self.recoveries.rest(worker.replica)
+
+    def _welcome(self, worker: Incarnation, ready: Ready) -> None:
         if worker.ready is not None:
             raise MalformedError("Ready twice")
         total_s = time.monotonic() - worker.born_s
         phases = {"start process": round(total_s - sum(ready.startup_s.values()), 3), **ready.startup_s}
-        worker.ready = msgspec.structs.replace(ready, startup_s=phases)
-        worker.stats = WorkerStats(free_pages=ready.num_pages)
+        worker.welcome(msgspec.structs.replace(ready, startup_s=phases), time.monotonic())
+        self._choices.setdefault(worker.replica, ready.choices)
         logger.info(
             "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",
             worker.replica,
             worker.process.pid,
-            worker.incarnation,
+            worker.number,
             total_s,
             ready.num_pages,
             ready.page_size,

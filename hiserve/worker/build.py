@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
@@ -18,9 +19,11 @@ from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.stores import open_store
 from hiserve.config import DTYPE_BYTES, Config, known
+from hiserve.core.choices import NO_CHOICES, Choices
 from hiserve.core.digest import chain_of
 from hiserve.core.drafts import Proposer
 from hiserve.core.groups import CANARY, CacheGroupSpec
+from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.step_memory import step_memory
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.attention import attention_shape
@@ -35,7 +38,9 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.rows import DeviceRows
 from hiserve.spec.adaptive import DraftController
 from hiserve.worker.adopt import adopt
+from hiserve.worker.choices import pack, unpack
 from hiserve.worker.copier import Copier
+from hiserve.worker.device_memory import await_memory
 from hiserve.worker.draft_costs import DraftMeter
 from hiserve.worker.drafting import open_proposer
 from hiserve.worker.executor import Executor
@@ -53,13 +58,16 @@ LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
-def build_engine(config: Config, segment: Segment | None = None, replica: int = 0) -> Engine:
+def build_engine(
+    config: Config, segment: Segment | None = None, replica: int = 0, choices: Choices = NO_CHOICES
+) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
 
     Args:
         config: Resolved.
         segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
         replica: Which worker this is.
+        choices: Of the worker before it, whose memory is waited for.
 
     Raises:
         ConfigError: The segment is of another model: its files have changed.
@@ -70,14 +78,18 @@ def build_engine(config: Config, segment: Segment | None = None, replica: int = 
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(config, segment, kv_events)
+        engine = _compose(config, segment, kv_events, choices)
         undo.pop_all()
     return engine
 
 
-def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None) -> Engine:
+def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None, choices: Choices) -> Engine:
     startup_s: dict[str, float] = {}
     device, dtype = config.model.device, config.model.dtype
+    if device == "cuda":
+        with _phase(startup_s, "await memory"):
+            await_memory(choices.free_bytes, free_cuda_bytes)
+            choices = replace(choices, free_bytes=max(choices.free_bytes, free_cuda_bytes()))
     torch.set_num_threads(known(config.runner.cpu_threads))
     torch.backends.cuda.matmul.allow_tf32 = False
     folder, model_config = read_model(config.model)
@@ -103,7 +115,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         runners = _runners(config, model, model_config, draft, pool, rows, proposer)
-        controller = _controller(config, runners, rows)
+        controller = _controller(config, runners, rows, choices)
     depth = known(config.runner.overlap)
     facts = EngineFacts(
         max_running=max_rows,
@@ -113,6 +125,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         namespace=namespace,
         startup_s=startup_s,
         draft_costs=None if controller is None else controller.costs,
+        choices=choices if controller is None else replace(choices, draft_times=pack(controller.costs)),
     )
     return Engine(
         _planner(config, cache, model_config, controller),
@@ -124,11 +137,13 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     )
 
 
-def _controller(config: Config, runners: Dispatch, rows: DeviceRows) -> DraftController | None:
-    """Measures what drafts cost, where there is a choice."""
+def _controller(config: Config, runners: Dispatch, rows: DeviceRows, choices: Choices) -> DraftController | None:
+    """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
     tiers = config.spec.tiers
     if len(tiers) == 1:
         return None
+    if choices.draft_times is not None:
+        return DraftController(unpack(choices.draft_times))
     with torch.inference_mode():
         costs = DraftMeter(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
     return DraftController(costs)

@@ -20,7 +20,7 @@ from hiserve.errors import EngineError
 from hiserve.messages.cache import StoreStats
 from hiserve.messages.types import GateCounts
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Loads, Reason, admit
+from hiserve.runners.gate import Action, Loads, Reason, Verdict, admit
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import Outcome, Ran, read_outcome
 from hiserve.worker.copier import Copier
@@ -62,6 +62,7 @@ class Executor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
         self._verdicts: Counter[tuple[Action, Reason]] = Counter()
         self._is_replay = False  # of the step that is launched now
+        self._last: tuple[int, Verdict | None] = 0, None
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
@@ -100,6 +101,15 @@ class Executor:
         for (action, reason), count in dict(self._verdicts).items():  # a copy: steps may run in another thread
             counts.setdefault(action.value, {})[reason.value] = count
         return counts
+
+    def last_verdict(self) -> tuple[int, str]:
+        """Returns the latest step that came to the gate, and its verdict in words; touches no device."""
+        step_id, verdict = self._last
+        if verdict is None:
+            return step_id, ""
+        graph = f" of {verdict.bucket}" if verdict.bucket else ""
+        loads = f" behind loads {verdict.loads}" if verdict.loads else ""
+        return step_id, f"{verdict.action.value}{graph}: {verdict.reason.value} {verdict.sampling}{loads}".strip()
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -213,6 +223,7 @@ class Executor:
         loads = Loads() if copier is None else copier.loads
         verdict = admit(plan, self._rows.version, loads, runners.coverage, runners.facts(plan))
         self._verdicts[verdict.action, verdict.reason] += 1
+        self._last = plan.step_id, verdict
         if verdict.action is Action.DEFER:
             return self._nothing(deferred=verdict.reason.value)
         self._is_replay = verdict.action is Action.REPLAY

@@ -7,9 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from hiserve.core.choices import NO_CHOICES, Choices
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
+from hiserve.messages.lives import Scene
 from hiserve.messages.types import Admit, GateCounts, WorkerStats
 from hiserve.spec.adaptive import StepCosts
 from hiserve.worker.kv_events import KvEvents
@@ -39,6 +41,9 @@ class Executor(Protocol):
     def gate_counts(self) -> GateCounts:
         """Returns the verdicts over steps until now: verdict -> reason -> steps."""
 
+    def last_verdict(self) -> tuple[int, str]:
+        """Returns the latest step that the gate let pass or deferred, and its verdict in words; touches no device."""
+
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
 
@@ -62,6 +67,7 @@ class EngineFacts:
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase, in order.
         draft_costs: What drafts cost; None where their number is not chosen step by step.
+        choices: For the worker after this one.
     """
 
     max_running: int
@@ -71,6 +77,7 @@ class EngineFacts:
     namespace: bytes
     startup_s: dict[str, float]
     draft_costs: StepCosts | None = None
+    choices: Choices = NO_CHOICES
 
 
 class Engine:
@@ -180,6 +187,12 @@ class Engine:
         """Returns gauges and counters after the last step."""
         dropped = 0 if self._kv_events is None else self._kv_events.num_dropped
         return self._planner.stats(self._executor.store_stats(), dropped, self._executor.gate_counts())
+
+    def scene(self) -> Scene:
+        """Returns what it is at, also after a step that failed; touches no device."""
+        steps, pending_ops = self._planner.in_flight()
+        verdict_step, verdict = self._executor.last_verdict()
+        return Scene(steps, verdict, verdict_step, pending_ops)
 
     def close(self) -> None:
         """Waits for the steps in flight and gives everything back."""

@@ -17,6 +17,7 @@ from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault,
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, ResourceError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
+from hiserve.messages.lives import StepScene
 from hiserve.messages.types import GateCounts, WorkerStats
 from hiserve.spec.adaptive import DraftController
 from hiserve.worker.admitter import Admitter
@@ -32,6 +33,7 @@ from hiserve.worker.emission import Emission
 from hiserve.worker.loading import Loading
 from hiserve.worker.prefetch import Prefetches
 from hiserve.worker.report import Report
+from hiserve.worker.scene import step_scene
 from hiserve.worker.scores import pick_scores
 from hiserve.worker.stops import Stops
 from hiserve.worker.tables import PageTables
@@ -191,6 +193,11 @@ class Planner:
             **self._admitter.counters,
             **self._counters,
         )
+
+    def in_flight(self) -> tuple[list[StepScene], list[int]]:
+        """Returns the steps whose results are not in, and the copies that have not ended, by number."""
+        steps = [step_scene(step.plan, step.rows, step.admissions, self._rows) for step in self._in_flight]
+        return steps, [op.number for op in self._cache.ops]
 
     def take_report(self) -> Report | None:
         """Returns what changed since the last call; None when nothing did."""

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
-import traceback
+import time
 from collections.abc import Callable
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from hiserve.config import Config
+from hiserve.core.choices import Choices
 from hiserve.core.plan import Int32Array
-from hiserve.errors import EngineError, HiserveError
 from hiserve.messages.cache import NodeFacts, TierName
-from hiserve.messages.channels import Link, PeerGoneError, PollingChannel
+from hiserve.messages.channels import PeerGoneError, PollingChannel
 from hiserve.messages.child import log_to_stderr, meet_parent
-from hiserve.messages.codec import Decoder, Received, encode
+from hiserve.messages.codec import Decoder, Received
+from hiserve.messages.lives import Scene
 from hiserve.messages.types import (
     Admit,
     CacheFlushed,
@@ -27,16 +29,16 @@ from hiserve.messages.types import (
     Ready,
     Stop,
     ToWorker,
-    WorkerFailed,
     WorkerStats,
 )
+from hiserve.worker.farewell import EXIT_FAILED, exit_code_of, say_farewell
 from hiserve.worker.loop import EngineFacts
 from hiserve.worker.outbox import Outbox
 from hiserve.worker.report import Report
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_MS = 500
+HEARTBEAT_S = 1.0  # something is told that often, unless a step takes longer
 IDLE_S = 1.0  # an idle worker looks this often at what threads do meanwhile: host memory made ready, a store emptied
 
 
@@ -69,6 +71,9 @@ class Engine(Protocol):
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""
 
+    def scene(self) -> Scene:
+        """Returns what it is at, also after a step that failed; touches no device."""
+
     def close(self) -> None:
         """Gives everything back."""
 
@@ -90,6 +95,7 @@ class Service:
         self._decoder = Decoder[ToWorker](ToWorker)
         self._is_stopped = False
         self._told: WorkerStats | None = None
+        self._told_s = 0.0
 
     def run(self) -> None:
         """Serves until the scheduler says stop.
@@ -108,6 +114,7 @@ class Service:
             page_size=facts.page_size,
             namespace=facts.namespace,
             startup_s=facts.startup_s,
+            choices=facts.choices,
         )
         self._outbox.answer(ready)
         self._tell(None)
@@ -124,13 +131,17 @@ class Service:
         self._outbox.flush()
 
     def _tell(self, report: Report | None) -> None:
-        """Reports a step; of one without news of any request, the stats, if they changed and nothing will follow."""
-        if report is None and self._engine.has_work:
+        """Reports a step; of one without news of any request, the stats: if nothing will follow, or nothing was told for long.
+
+        Whoever hears nothing may so take it that a step takes long, or that this process stands still.
+        """
+        is_due = time.monotonic() - self._told_s >= HEARTBEAT_S
+        if report is None and self._engine.has_work and not is_due:
             return
         stats = self._engine.stats()
-        if report is not None or stats != self._told:
+        if report is not None or stats != self._told or is_due:
             self._outbox.report(report or Report(), stats)
-            self._told = stats
+            self._told, self._told_s = stats, time.monotonic()
 
     def _obey(self, received: Received[ToWorker]) -> None:
         match received.message:
@@ -148,38 +159,41 @@ class Service:
                 self._is_stopped = True
 
 
-def serve(endpoint: str, build: Callable[[Config, int, int], Engine]) -> int:
+def serve(endpoint: str, build: Callable[[Config, int, int, Choices], Engine]) -> int:
     """Meets the scheduler, builds the engine and serves; returns the exit code.
 
     After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
 
     Args:
         endpoint: Where the scheduler listens.
-        build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one) and the replica.
+        build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one), the replica and
+            what its forerunner chose.
     """
     link, frames = meet_parent(endpoint, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
     configure = Decoder[Configure](Configure).decode(frames).message
     log_to_stderr(configure.config)
     try:
-        engine = build(configure.config, configure.host_fd, configure.replica)
+        engine = build(configure.config, configure.host_fd, configure.replica, configure.choices)
+    except Exception as error:  # noqa: BLE001 - the scheduler is told, and the process ends
+        say_farewell(link, configure.incarnation, error)
+    try:
         Service(engine, PollingChannel(link), configure.incarnation).run()
     except PeerGoneError:
         logger.warning("the scheduler is gone; worker %d ends", configure.replica)
-        os._exit(1)
-    except HiserveError as error:
-        _say_farewell(link, configure.incarnation, error.message, error.code)
-    except Exception as error:
-        logger.exception("worker %d (incarnation %d) ends", configure.replica, configure.incarnation)
-        _say_farewell(link, configure.incarnation, f"{type(error).__name__}: {error}", EngineError.code)
+        os._exit(EXIT_FAILED)
+    except Exception as error:  # noqa: BLE001 - likewise
+        scene = _scene_of(engine, configure.replica)
+        say_farewell(link, configure.incarnation, error, exit_code=exit_code_of(error), scene=scene)
     engine.close()
     link.close()
     return 0
 
 
-def _say_farewell(link: Link, incarnation: int, message: str, code: str) -> NoReturn:
-    """Reports the exception being handled, and ends the process."""
-    link.try_send(
-        encode(WorkerFailed(incarnation=incarnation, message=message, code=code, trace=traceback.format_exc()))
-    )
-    link.close(linger_ms=LAST_WORDS_MS)
-    os._exit(1)
+def _scene_of(engine: Engine, replica: int) -> Scene | None:
+    """Returns what a failed engine was at, if it can still tell."""
+    try:
+        return engine.scene()
+    except Exception:
+        logger.exception("worker %d cannot tell what it was at", replica)
+        return None

@@ -18,6 +18,7 @@ import numpy as np
 
 from hiserve.cache.pools import file_store
 from hiserve.config import Config
+from hiserve.core.choices import Choices
 from hiserve.worker.loop import Engine
 from hiserve.worker.process import build as build_worker
 from hiserve.worker.service import serve
@@ -76,8 +77,8 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
     if broken:
         file_store.os = Disk(broken, rng)  # type: ignore[assignment]
 
-    def build_broken(config: Config, host_fd: int, replica: int) -> Any:
-        engine = build_worker(config, host_fd, replica)
+    def build_broken(config: Config, host_fd: int, replica: int, choices: Choices) -> Any:
+        engine = build_worker(config, host_fd, replica, choices)
         if "fatal" not in wanted:
             return engine
         low, high = map(int, wanted["fatal"].split(":"))

@@ -14,12 +14,14 @@ import numpy as np
 
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.config import Config, known
+from hiserve.core.choices import Choices
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import ModelError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
+from hiserve.messages.lives import Scene, StepScene
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.worker.loop import EngineFacts
 from hiserve.worker.report import Report
@@ -164,6 +166,9 @@ class FakeEngine:
     def stats(self) -> WorkerStats:
         return WorkerStats(running=len(self._requests), steps=self._num_steps, free_pages=self.facts.num_pages)
 
+    def scene(self) -> Scene:
+        return Scene([StepScene(self._num_steps, sorted(self._requests), len(self._requests), 0, [], [])])
+
     def close(self) -> None:
         self._requests.clear()
 
@@ -188,7 +193,7 @@ class FakeEngine:
             self._events.publish(new)
 
 
-def build(config: Config, host_fd: int = -1, replica: int = 0) -> FakeEngine:
+def build(config: Config, host_fd: int = -1, replica: int = 0, choices: Choices | None = None) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:
         case "tell_keys":

@@ -47,7 +47,7 @@ def main() -> None:
         say(link, ready)
     elif model == "farewell":
         say(link, ready)
-        say(link, encode(WorkerFailed(own, "the device is on fire", "engine_error", "the trace")))
+        say(link, encode(WorkerFailed(own, "the device is on fire", "engine_error", "the trace", time.monotonic())))
     time.sleep(60)
 
 

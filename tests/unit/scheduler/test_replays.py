@@ -22,7 +22,7 @@ PROMPT = (1, 2, 3, 4, 5)
 
 def restart(desk: Desk, replica: int = 0, *, rows: int = 8) -> bool:
     """A worker dies, and its successor comes; says whether the dead one was of use."""
-    was_of_use = desk.dispatcher.worker_lost(replica)
+    _, was_of_use = desk.dispatcher.worker_lost(replica)
     desk.dispatcher.dispatch()
     desk.dispatcher.worker_ready(replica, ready(replica, rows=rows))
     desk.dispatcher.dispatch()

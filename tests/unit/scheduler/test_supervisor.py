@@ -18,7 +18,7 @@ from hiserve.errors import ConfigError, HiserveError
 from hiserve.messages.codec import Received
 from hiserve.messages.types import FromWorker, Ready, StepReport
 from hiserve.scheduler import supervisor as supervisor_module
-from hiserve.scheduler.supervisor import Supervisor
+from hiserve.scheduler.supervisor import Loss, Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
 from tests.helpers.processes import wait_dead
 
@@ -50,9 +50,9 @@ class Witness:
     def worker_idle(self) -> None:
         pass
 
-    def worker_lost(self, replica: int) -> bool:
+    def worker_lost(self, replica: int) -> Loss:
         self.events.append("lost")
-        return True
+        return Loss([4, 5], was_of_use=True)
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         self.events.append(f"abandoned: {error.message}")

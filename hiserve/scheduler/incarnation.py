@@ -1,0 +1,106 @@
+"""One life of a worker: its process, what it said, and when it last got on with its work."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from hiserve.errors import HiserveError
+from hiserve.messages.lives import Scene
+from hiserve.messages.parent import ChildProcess
+from hiserve.messages.types import Ready, WorkerFacts, WorkerStats
+
+# Weights may come from a slow disk; what a worker takes longer for does not end any more.
+MAX_START_S = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class Incarnation:
+    """A worker's process. Times are of ``time.monotonic``, which all processes of a machine share.
+
+    Attributes:
+        replica: Index from 0.
+        number: Of this life, from 1.
+        process: The process.
+        born_s: When it was started.
+        ready_s: When it was ready; 0 before that.
+        heard_s: When it said anything last.
+        moved_s: When it was last known to have no work, or to have ended a step.
+        fault_s: When it failed, by its own word, or by what was seen last of it; 0 while it lives.
+        noticed_s: When that was known here.
+        ready: What it said when it was.
+        failure: Why it is being replaced.
+        scene: What it could still tell when it failed.
+        stats: Its latest.
+    """
+
+    replica: int
+    number: int
+    process: ChildProcess
+    born_s: float = field(default_factory=time.monotonic)
+    ready_s: float = 0.0
+    heard_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(default_factory=time.monotonic)
+    fault_s: float = 0.0
+    noticed_s: float = 0.0
+    ready: Ready | None = None
+    failure: HiserveError | None = None
+    scene: Scene | None = None
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+    def facts(self) -> WorkerFacts:
+        """Returns what is known of it."""
+        return WorkerFacts(
+            replica=self.replica,
+            pid=self.process.pid,
+            incarnation=self.number,
+            startup_s=self.ready.startup_s if self.ready else {},
+            num_pages=self.ready.num_pages if self.ready else 0,
+            stats=self.stats,
+            step_age_s=self.still_s(time.monotonic()),
+        )
+
+    def hear(self, now_s: float) -> None:
+        """It said something."""
+        self.heard_s = now_s
+
+    def note(self, stats: WorkerStats, now_s: float) -> None:
+        """It told its stats."""
+        if stats.steps != self.stats.steps or not stats.running + stats.waiting:
+            self.moved_s = now_s
+        self.stats = stats
+
+    def welcome(self, ready: Ready, now_s: float) -> None:
+        """It is ready."""
+        self.ready, self.ready_s, self.moved_s = ready, now_s, now_s
+        self.stats = WorkerStats(free_pages=ready.num_pages)
+
+    def still_s(self, now_s: float) -> float:
+        """Returns for how long it has had work, and ended no step; a worker that rests is heard of all the time."""
+        return max(0.0, now_s - self.moved_s) if self.ready else 0.0
+
+    def forgive(self, seconds: float) -> None:
+        """Nobody looked for so long: what it said meanwhile was not heard."""
+        self.moved_s += seconds
+
+    def blame(self, failure: HiserveError, *, fault_s: float, scene: Scene | None = None) -> None:
+        """Says why it is being replaced; the first word stands."""
+        if self.failure is None:
+            self.failure, self.scene = failure, scene
+            self.fault_s, self.noticed_s = fault_s, time.monotonic()
+
+    def stuck(self, now_s: float, max_still_s: float) -> str:
+        """Returns in which way it is stuck; empty if it is not.
+
+        Args:
+            now_s: Now.
+            max_still_s: Longest it may have work and end no step; 0 is no limit.
+        """
+        if self.ready is None:
+            age_s = now_s - self.born_s
+            return f"was not ready after {age_s:.0f} s" if age_s > MAX_START_S else ""
+        still_s = self.still_s(now_s)
+        if not max_still_s or still_s <= max_still_s:
+            return ""
+        num_requests = self.stats.running + self.stats.waiting
+        return f"ended no step for {still_s:.1f} s; by its last word it had {num_requests} requests"
