@@ -12,6 +12,7 @@ from hiserve.messages.types import Ready, WorkerFacts, WorkerStats
 
 # Weights may come from a slow disk; what a worker takes longer for does not end any more.
 MAX_START_S = 3600.0
+RECENT_S = 3.0  # a worker that rests says so every second
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,7 @@ class Incarnation:
             startup_s=self.ready.startup_s if self.ready else {},
             num_pages=self.ready.num_pages if self.ready else 0,
             stats=self.stats,
-            step_age_s=self.still_s(time.monotonic()),
+            step_age_s=0.0 if self._rests() else self.still_s(time.monotonic()),
         )
 
     def hear(self, now_s: float) -> None:
@@ -78,6 +79,10 @@ class Incarnation:
     def still_s(self, now_s: float) -> float:
         """Returns for how long it has had work, and ended no step; a worker that rests is heard of all the time."""
         return max(0.0, now_s - self.moved_s) if self.ready else 0.0
+
+    def _rests(self) -> bool:
+        """Whether it had nothing to do a moment ago, by its own word; what it was given since is news yet to come."""
+        return not self.stats.running + self.stats.waiting and self.still_s(time.monotonic()) < RECENT_S
 
     def forgive(self, seconds: float) -> None:
         """Nobody looked for so long: what it said meanwhile was not heard."""

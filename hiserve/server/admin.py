@@ -79,6 +79,9 @@ class AdminRoutes:
             "num_inflight": engine.num_inflight if engine else 0,
             "num_queued": status.queued if status else 0,
             "workers": workers,
+            "replays": msgspec.to_builtins(status.replays) if status else None,
+            "crash": msgspec.to_builtins(status.crash) if status else None,
+            "recovery": msgspec.to_builtins(status.recovery) if status else None,
             **self._identity(),
             "internal_states": [worker["stats"] for worker in workers],
         }

@@ -17,6 +17,7 @@ from hiserve.messages.types import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
 from hiserve.server.cache_metrics import CacheMetrics
 from hiserve.server.draft_metrics import DraftMetrics
+from hiserve.server.recovery_metrics import RecoveryMetrics
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
@@ -105,6 +106,7 @@ class Metrics:
         )
         self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
         self._drafts = DraftMetrics(self._registry, self._model_name)
+        self._recoveries = RecoveryMetrics(self._registry, self._model_name)
 
     def finished(self, reason: str) -> Counter:
         """Returns the counter of requests that ended for this reason."""
@@ -139,7 +141,10 @@ class Metrics:
         self._cache.labels(self._model_name, self._page_size, num_pages).set(1)
         self._tiers.show([stat.cache for stat in stats])
         self._drafts.show([stat.drafts for stat in stats])
-        self._step_age.set(max((self._observe_worker(worker) for worker in status.workers), default=0.0))
+        self._recoveries.observe(status.replays, status.recovery)
+        self._step_age.set(max((worker.step_age_s for worker in status.workers), default=0.0))
+        for worker in status.workers:
+            self._observe_worker(worker)
 
     def observe_readers(self, num_slow: int) -> None:
         """Counts streams that were ended because too much of them was not read.
@@ -154,13 +159,14 @@ class Metrics:
         """Returns everything in Prometheus' text format."""
         return generate_latest(self._registry) + generate_latest(self._aliases)
 
-    def _observe_worker(self, worker: WorkerFacts) -> float:
-        """Counts what the worker did since it was last seen; returns the seconds since it moved, 0 when idle."""
-        now, stats = time.monotonic(), worker.stats
-        last = self._workers.get(worker.replica, _LastSeen(1, WorkerStats(), now))
-        is_new = worker.incarnation > last.incarnation
+    def _observe_worker(self, worker: WorkerFacts) -> None:
+        """Counts what the worker did since it was last seen."""
+        stats = worker.stats
+        last = self._workers.get(worker.replica, _LastSeen(worker.pid, 1, WorkerStats()))
+        is_new = (worker.pid, worker.incarnation) != last[:2]
         before = WorkerStats() if is_new else last.stats
-        self._restarts.inc(max(0, worker.incarnation - last.incarnation))
+        # A scheduler that died took its workers along; the new one counts from 1.
+        self._restarts.inc(worker.incarnation - last.incarnation if worker.incarnation >= last.incarnation else 1)
         self._steps.inc(max(0, stats.steps - before.steps))
         self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
         self._dropped.inc(max(0, stats.dropped_event_batches - before.dropped_event_batches))
@@ -172,9 +178,7 @@ class Metrics:
             self._faults.labels(self._model_name, kind).inc(max(0, count - before.step_faults.get(kind, 0)))
         self._tiers.count(before.cache, stats.cache)
         self._drafts.count(before.drafts, stats.drafts)
-        has_moved = is_new or stats.steps != before.steps or not stats.running + stats.waiting
-        self._workers[worker.replica] = _LastSeen(worker.incarnation, stats, now if has_moved else last.moved)
-        return 0.0 if has_moved else now - last.moved
+        self._workers[worker.replica] = _LastSeen(worker.pid, worker.incarnation, stats)
 
     def _counter(self, name: str, help_text: str) -> Counter:
         counter = Counter(f"hiserve:{name}", help_text, ("model_name",), registry=self._registry)
@@ -191,11 +195,11 @@ class Metrics:
 
 
 class _LastSeen(NamedTuple):
-    """A worker at the last look; ``moved`` is the ``time.monotonic()`` at which it was last seen to move or idle."""
+    """A worker at the last look."""
 
+    pid: int
     incarnation: int
     stats: WorkerStats
-    moved: float
 
 
 class Meter:

@@ -16,9 +16,9 @@ def pack(costs: StepCosts) -> DraftTimes:
         verify=costs.verify.tolist(),
         follow=costs.follow.tolist(),
         draft=costs.draft.tolist(),
-        verify_token=costs.verify_token,
-        draft_token=costs.draft_token,
-        times_own_drafts=costs.times_own_drafts,
+        verify_token=float(costs.verify_token),
+        draft_token=float(costs.draft_token),
+        times_own_drafts=bool(costs.times_own_drafts),
     )
 
 

@@ -1,7 +1,8 @@
 """A real worker in which something breaks: ``python -m tests.faults.worker NAME=VALUE,... ENDPOINT``.
 
-``fatal=LOW:HIGH``: a step between these raises what a dead device raises. ``lying=SHARE``, ``failing=SHARE``,
-``stall_s=SECONDS``: of what the disk of a store does. ``lives=N``: only the first N workers break; those after them are sound.
+``fatal=LOW:HIGH``: a step between these raises what a dead device raises; ``hang=LOW:HIGH``: it never ends.
+``lying=SHARE``, ``failing=SHARE``, ``stall_s=SECONDS``: of what the disk of a store does. ``lives=N``: only the first N
+workers break; those after them are sound.
 """
 
 from __future__ import annotations
@@ -54,15 +55,18 @@ class Disk:
 class Breaking:
     """An engine of which one step is its last."""
 
-    def __init__(self, engine: Engine, last_step: int) -> None:
+    def __init__(self, engine: Engine, last_step: int, how: str) -> None:
         self._engine = engine
         self._left = last_step
+        self._how = how
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def step(self) -> Any:
         self._left -= 1
+        if not self._left and self._how == "hang":
+            time.sleep(3600)
         if not self._left:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self._engine.step()
@@ -79,10 +83,10 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
 
     def build_broken(config: Config, host_fd: int, replica: int, choices: Choices) -> Any:
         engine = build_worker(config, host_fd, replica, choices)
-        if "fatal" not in wanted:
-            return engine
-        low, high = map(int, wanted["fatal"].split(":"))
-        return Breaking(engine, int(rng.integers(low, high + 1)))
+        for how in wanted.keys() & {"fatal", "hang"}:
+            low, high = map(int, wanted[how].split(":"))
+            return Breaking(engine, int(rng.integers(low, high + 1)), how)
+        return engine
 
     return serve(endpoint, build_broken)
 

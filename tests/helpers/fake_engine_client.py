@@ -15,6 +15,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.messages.cache import NodeFacts, TierName, TreeFacts
+from hiserve.messages.lives import Recovery, ReplayStats
 from hiserve.messages.types import Started, Status, WorkerFacts, WorkerStats
 
 
@@ -73,7 +74,11 @@ class FakeEngineClient:
     fail_at: int | None = None
     failure: HiserveError | Exception | None = None
     stats: WorkerStats = field(default_factory=WorkerStats)
+    pid: int = 4243
     incarnation: int = 1
+    step_age_s: float = 0.0
+    replays: ReplayStats = field(default_factory=ReplayStats)
+    recovery: Recovery | None = None
     queued: int = 0
     hangs: bool = False
     flushed: list[tuple[TierName, ...]] = field(default_factory=list)
@@ -172,7 +177,14 @@ class FakeEngineClient:
     async def status(self) -> Status:
         if self.hangs:
             await asyncio.Event().wait()
-        return Status(ticket=1, queued=self.queued, queued_tokens=10 * self.queued, workers=[self._worker()])
+        return Status(
+            ticket=1,
+            queued=self.queued,
+            queued_tokens=10 * self.queued,
+            workers=[self._worker()],
+            replays=self.replays,
+            recovery=self.recovery,
+        )
 
     async def stop(self, drain_s: float = 0.0) -> None:
         self.stopped += 1
@@ -181,7 +193,8 @@ class FakeEngineClient:
     def _worker(self) -> WorkerFacts:
         return WorkerFacts(
             replica=0,
-            pid=4243,
+            pid=self.pid,
+            step_age_s=self.step_age_s,
             incarnation=self.incarnation,
             startup_s={"load": 0.5},
             num_pages=100,

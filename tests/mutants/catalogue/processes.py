@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant(
         name="messages of another incarnation are believed",
         file=SUPERVISOR,
-        old="if message.incarnation != worker.incarnation:",
+        old="if message.incarnation != worker.number:",
         new="if False:",
         test=OF_SUPERVISOR + "test_messages_of_another_incarnation_are_counted_and_ignored",
     ),

@@ -10,6 +10,7 @@ from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
 from hiserve.messages.cache import CacheStats, TierStats
+from hiserve.messages.lives import Recovery, ReplayStats
 from hiserve.messages.types import WorkerStats
 from hiserve.server.aliases import ALIASES
 from hiserve.server.metrics import Meter, Metrics
@@ -159,27 +160,41 @@ async def test_worker_counters_and_the_pool_are_shown(server: Server) -> None:
     assert await server.metric("hiserve:worker_restarts_total") == 2
 
 
-async def test_the_age_of_the_last_step_grows_only_while_a_worker_with_requests_stands_still(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr("hiserve.server.metrics.time.monotonic", lambda: now)
+async def test_the_age_of_the_last_step_is_that_of_the_worker_that_stands_still_longest(server: Server) -> None:
+    for age_s in (0.0, 12.5):
+        server.engine.step_age_s = age_s
+        assert await server.metric("hiserve:last_step_age_seconds") == age_s
 
-    async def age(seconds_later: float, **stats: int) -> float:
-        nonlocal now
-        now += seconds_later
-        server.engine.stats = WorkerStats(**stats)
-        return await server.metric("hiserve:last_step_age_seconds")
 
-    assert await age(0, steps=5) == 0
-    assert await age(100, steps=5) == 0
-    assert await age(10, steps=5, running=1) == 10
-    assert await age(10, steps=6, running=1) == 0
-    assert await age(10, steps=6, running=1) == 10
-    assert await age(10, steps=6, waiting=1) == 20
-    assert await age(10, steps=6) == 0
-    server.engine.incarnation = 2
-    assert await age(10, steps=0, running=1) == 0
+async def test_counters_go_on_when_a_new_scheduler_counts_from_the_beginning(server: Server) -> None:
+    async def after(pid: int, incarnation: int, steps: int) -> tuple[float, float]:
+        server.engine.pid, server.engine.incarnation = pid, incarnation
+        server.engine.stats = WorkerStats(steps=steps)
+        steps_in_all = await server.metric("hiserve:engine_steps_total")
+        return steps_in_all, await server.metric("hiserve:worker_restarts_total")
+
+    assert await after(11, 1, 10) == (10, 0)
+    assert await after(12, 2, 3) == (13, 1)
+    assert await after(13, 1, 2) == (15, 2)
+    assert await after(13, 1, 5) == (18, 2)
+
+
+async def test_replays_are_counted_and_the_latest_recovery_is_shown(server: Server) -> None:
+    async def after(requests: int, tokens: int, host: int) -> list[float]:
+        server.engine.replays = ReplayStats(requests, tokens, {"host": host})
+        names = ("replayed_requests", "replayed_tokens")
+        counts = [await server.metric(f"hiserve:{name}_total") for name in names]
+        return [*counts, await server.metric("hiserve:replayed_cached_tokens_total", cache_source="host")]
+
+    assert await after(0, 0, 0) == [0, 0, 0]
+    assert await after(3, 300, 250) == [3, 300, 250]
+    assert await after(1, 20, 10) == [4, 320, 260], "a new scheduler"
+    for phases in ({"detect": 0.5, "first token": 1.0}, {"exit": 0.1}):
+        server.engine.recovery = Recovery(0, 2, 1, phases, 1.5)
+        for phase, seconds in phases.items():
+            assert await server.metric("hiserve:recovery_seconds", phase=phase) == seconds
+    metrics = await server.get("/metrics")
+    assert 'phase="detect"' not in (await metrics.end()).text
 
 
 def values(metrics: Metrics) -> dict[str, float]:

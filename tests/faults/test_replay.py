@@ -1,0 +1,88 @@
+"""Workers die in every way there is; their users see a pause, and then the tokens they would have had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiserve.worker.farewell import EXIT_DEVICE
+from tests.e2e.live import Live
+from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
+
+pytestmark = pytest.mark.alone
+
+SEED = 53
+MAX_RECOVERY_S = 8.0
+
+
+async def until_deaths(live: Live, count: int) -> dict[str, Any]:
+    """Waits until so many workers died, and news of requests came after the last; returns ``/server_info``."""
+    async with asyncio.timeout(60):
+        while True:
+            info = await asyncio.to_thread(live.info)
+            recovery = info["recovery"]
+            if recovery is not None and recovery["incarnation"] > count:
+                return info
+            await asyncio.sleep(0.05)
+
+
+def check_recovery(info: dict[str, Any]) -> None:
+    recovery = info["recovery"]
+    print("recovery:", json.dumps(recovery), "replays:", json.dumps(info["replays"]))
+    assert recovery["total_s"] < MAX_RECOVERY_S
+    assert recovery["phases"]["detect"] + recovery["phases"]["exit"] < 5
+    assert list(recovery["phases"])[:4] == ["detect", "exit", "wait", "start process"]
+    assert list(recovery["phases"])[-1] == "first token"
+    assert abs(sum(recovery["phases"].values()) - recovery["total_s"]) < 0.1
+
+
+async def test_workers_that_die_of_a_fault_or_a_signal_cost_nobody_a_token(tmp_path: Path) -> None:
+    with serving(tmp_path, worker="tests.faults.worker fatal=30:90,lives=1") as live:
+        files = open_files(live)
+        async with Crowd(live.url, SEED, num_users=6, leaving=0.2).talking() as crowd:
+            info = await until_deaths(live, 1)
+            check_recovery(info)
+            check_last_words(info["crash"], live)
+            await crowd.until("answered", 4)
+            os.kill(worker_pid(live), signal.SIGKILL)
+            info = await until_deaths(live, 2)
+            check_recovery(info)
+            assert info["crash"]["end"] == "killed by SIGKILL"
+            assert info["crash"]["uids"]
+        info = await asyncio.to_thread(check_idle, live, files)
+        assert info["replays"]["requests"] >= 2
+        assert sum(info["replays"]["cached"].values()) > 0, "nothing was found on the host"
+
+
+def check_last_words(crash: dict[str, Any], live: Live) -> None:
+    """What a worker says whose device has died."""
+    assert crash["end"] == f"exit code {EXIT_DEVICE}"
+    assert "illegal memory access" in crash["error"]
+    assert crash["scene"]["verdict"]
+    assert crash["num_steps"] > 0
+    lines = live.log.read_text().splitlines()
+    (report,) = [line.split("crash report: ")[1] for line in lines if "crash report: " in line]
+    assert json.loads(report) == crash
+
+
+async def test_a_worker_that_hangs_is_found_and_replaced_and_says_where(tmp_path: Path) -> None:
+    with serving(tmp_path, "--step-timeout-s", "1.5", worker="tests.faults.worker hang=30:90,lives=1") as live:
+        begin = time.monotonic()
+        async with Crowd(live.url, SEED + 2, num_users=4, leaving=0).talking() as crowd:
+            while (age := live.counter("hiserve:last_step_age_seconds")) < 1:
+                await asyncio.sleep(0.1)
+                assert time.monotonic() - begin < 60, age
+            info = await until_deaths(live, 1)
+            await crowd.until("answered", 4)
+        print("recovery:", json.dumps(info["recovery"]))
+        assert 1.5 <= info["recovery"]["phases"]["detect"] < 4
+        assert "ended no step for" in info["crash"]["error"]
+        assert "in step" in live.log.read_text(), "no stack was written"
+        await asyncio.to_thread(check_idle, live, {})
