@@ -1,8 +1,9 @@
 """Private sockets between a parent and its child process, and public ones for news; the only place that knows zmq.
 
-A link is one PAIR socket over ``ipc://`` in a 0700 directory of its own. The parent binds
-before it starts the child; the child connects, and removes the directory once the first
-message proved the connection, so that nothing is left to leak and nobody can join later.
+A link is one PAIR socket over ``ipc://`` in a 0700 directory of its own. The parent starts the child and
+listens for that process alone, by its id as the kernel tells it; the child connects, and removes the directory once
+the first message proved the connection, so that nothing is left to leak and nobody can join later. Others of the
+same user can reach the socket until then: they are hung up on, whatever they send.
 A link never reconnects: what is queued for a dead peer never reaches a successor.
 """
 
@@ -10,12 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import math
 import os
-import shutil
-import socket
-import tempfile
+import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ import zmq
 from hiserve.config import flag_of
 from hiserve.errors import ResourceError
 from hiserve.messages.codec import Frames
+from hiserve.messages.endpoints import SCHEME, new_endpoint, path_of, remove, require_free
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
@@ -33,7 +32,6 @@ MAX_UNREAD_NEWS = 10_000  # messages that a subscriber may be behind before it l
 MAX_UNREAD_ANSWERS = 16_384
 MAX_QUESTION_BYTES = 1024
 NEWS_LINGER_MS = 200
-_SCHEME = "ipc://"
 
 
 class PeerGoneError(Exception):
@@ -59,22 +57,29 @@ class Link:
         self._is_gone = False
 
     @classmethod
-    def bind(cls) -> Link:
-        """Opens the parent's end at an endpoint nobody else knows.
+    def bind(cls, endpoint: str | None = None, peer_pid: int | None = None) -> Link:
+        """Opens the parent's end.
+
+        Args:
+            endpoint: Made by ``new_endpoint``; None makes one.
+            peer_pid: The only process that may connect (Linux; elsewhere the directory alone keeps others away).
 
         Raises:
             ResourceError: The directory for temporary files cannot be used.
         """
+        link = cls(endpoint or new_endpoint())
+        path = path_of(link.endpoint)
+        unheard = path.with_name("b")
         try:
-            folder = tempfile.mkdtemp(prefix="hiserve-")
-        except OSError as error:
-            raise ResourceError(f"No directory for sockets can be made: {error}. Point TMPDIR elsewhere.") from error
-        link = cls(f"{_SCHEME}{folder}/s")
-        try:
-            link._socket.bind(link.endpoint)
+            if peer_pid is not None and sys.platform == "linux":
+                link._socket.setsockopt(zmq.IPC_FILTER_PID, peer_pid)
+            link._socket.bind(f"{SCHEME}{unheard}")
         except zmq.ZMQError as error:
             link.close()
-            raise ResourceError(f"No socket can be opened in {folder}: {error}. Point TMPDIR elsewhere.") from error
+            raise ResourceError(
+                f"No socket can be opened in {path.parent}: {error}. Point TMPDIR elsewhere."
+            ) from error
+        unheard.rename(path)  # who finds it is heard
         return link
 
     @classmethod
@@ -133,7 +138,7 @@ class Link:
 
     def remove_endpoint(self) -> None:
         """Removes the directory of the endpoint; an existing connection stays."""
-        shutil.rmtree(Path(self.endpoint.removeprefix(_SCHEME)).parent, ignore_errors=True)
+        remove(self.endpoint)
 
     def close(self, linger_ms: int = 0) -> None:
         """Closes; messages that were sent get ``linger_ms`` milliseconds to leave."""
@@ -313,7 +318,8 @@ class Broadcast:
         self._questions = self._context.socket(zmq.ROUTER)
         self._news.set_hwm(MAX_UNREAD_NEWS)
         self._questions.set_hwm(MAX_UNREAD_ANSWERS)
-        self._questions.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
+        for sock in (self._news, self._questions):  # subscriptions are messages, too
+            sock.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         try:
             self._listen(self._news, endpoint, setting)
             if questions_endpoint is not None:
@@ -358,11 +364,11 @@ class Broadcast:
             path.unlink(missing_ok=True)
 
     def _listen(self, sock: zmq.Socket[bytes], endpoint: str, setting: str) -> None:
-        path = Path(endpoint.removeprefix(_SCHEME)) if endpoint.startswith(_SCHEME) else None
+        path = Path(endpoint.removeprefix(SCHEME)) if endpoint.startswith(SCHEME) else None
         sock.setsockopt(zmq.IPV6, "[" in endpoint)
         try:
             if path is not None:
-                _require_free(path)
+                require_free(path)
             sock.bind(endpoint)
         except (OSError, zmq.ZMQError) as error:
             raise ResourceError(
@@ -371,18 +377,3 @@ class Broadcast:
                 param=setting,
             ) from None
         self._paths += [] if path is None else [path]
-
-
-def _require_free(path: Path) -> None:
-    """Refuses a path that zmq would take from a living process, or from a file that is no socket.
-
-    Raises:
-        OSError: It is one of both.
-    """
-    if not path.exists():
-        return
-    if not path.is_socket():
-        raise FileExistsError(errno.EEXIST, "no socket")
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.connect(str(path))
-        raise OSError(errno.EADDRINUSE, "in use")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import sys
 
 from hiserve.config import Config
 from hiserve.messages.channels import Link
 from hiserve.messages.codec import Frames
+from hiserve.messages.endpoints import wait_for_listener
 
+MEET_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,6 +36,8 @@ def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Fram
     """
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
+    parent = os.getppid()
+    wait_for_listener(endpoint, MEET_S, lambda: os.getppid() == parent)
     link = Link.connect(endpoint)
     while (frames := link.try_receive()) is None:
         if link.is_gone:

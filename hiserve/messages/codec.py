@@ -81,7 +81,7 @@ class Decoder(Generic[MessageT]):
         """
         try:
             message = self._decoder.decode(frames[0])
-        except (msgspec.DecodeError, HiserveError, UnicodeDecodeError, IndexError) as error:
+        except (msgspec.DecodeError, HiserveError, UnicodeDecodeError, IndexError, RecursionError) as error:
             raise MalformedError(f"undecodable struct: {error}") from error
         expected = _NUM_ARRAYS.get(type(message), 0)
         if len(frames) - 1 != expected:

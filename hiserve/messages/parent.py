@@ -7,8 +7,10 @@ import contextlib
 import signal
 from collections.abc import Callable, Sequence
 
+from hiserve.errors import ResourceError
 from hiserve.messages.channels import AsyncChannel, Link
 from hiserve.messages.codec import Frames
+from hiserve.messages.endpoints import new_endpoint, remove
 
 LAST_WORDS_S = 0.5
 
@@ -37,18 +39,24 @@ class ChildProcess:
             command: Its command line; the endpoint is appended.
             on_messages: As in ``AsyncChannel``. A child says nothing before it was sent something.
             pass_fds: Descriptors that the child gets, under the same numbers; all others stay here.
+
+        Raises:
+            ResourceError: The directory for temporary files cannot be used.
+            OSError: The command cannot be run.
         """
         gone = asyncio.Event()
-        link = Link.bind()
+        endpoint = new_endpoint()
         with contextlib.ExitStack() as undo:
-            undo.callback(link.close)
+            undo.callback(remove, endpoint)
             process = await asyncio.create_subprocess_exec(
-                *command,
-                link.endpoint,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=pass_fds,
+                *command, endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, pass_fds=pass_fds
             )
+            try:
+                link = Link.bind(endpoint, process.pid)
+            except ResourceError:
+                process.kill()
+                await process.wait()
+                raise
             undo.pop_all()
         return cls(process, AsyncChannel(link, on_messages=on_messages, on_gone=gone.set), gone)
 

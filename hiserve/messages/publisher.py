@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 5.0
 MAX_QUEUED_BATCHES = 10_000
+MAX_ENVELOPE = 2
 _TOPIC = b""
 
 
@@ -114,5 +115,7 @@ class Publisher:
 
     def _replay(self, question: Frames) -> None:
         *envelope, request = question  # who asks, and an empty frame if that is a REQ socket
+        if len(envelope) > MAX_ENVELOPE:  # all of it would be sent again with every batch
+            return
         for sequence, payload in self._history.answer(request):
             self._broadcast.answer([*envelope, sequence, payload])

@@ -228,13 +228,13 @@ MUTANTS = [
     Mutant(
         name="a path is taken from who uses it",
         file=CHANNELS,
-        old="                _require_free(path)\n",
+        old="                require_free(path)\n",
         new="                pass\n",
         test=OF_PUBLISHER + "test_a_path_in_use_is_not_taken_from_who_uses_it",
     ),
     Mutant(
         name="a file that is no socket is taken for one",
-        file=CHANNELS,
+        file="hiserve/messages/endpoints.py",
         old="    if not path.is_socket():",
         new="    if False:",
         test=OF_PUBLISHER + "test_a_file_that_is_no_socket_stays",

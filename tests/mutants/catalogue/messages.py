@@ -21,15 +21,15 @@ MUTANTS = [
     Mutant(
         name="a bad value inside a message escapes the decoder",
         file=CODEC,
-        old="(msgspec.DecodeError, HiserveError, UnicodeDecodeError, IndexError)",
-        new="(msgspec.DecodeError, UnicodeDecodeError, IndexError)",
+        old="(msgspec.DecodeError, HiserveError, UnicodeDecodeError, IndexError, RecursionError)",
+        new="(msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError)",
         test=FRAMES,
     ),
     Mutant(
         name="no frames at all escape the decoder",
         file=CODEC,
-        old="HiserveError, UnicodeDecodeError, IndexError)",
-        new="HiserveError, UnicodeDecodeError)",
+        old="HiserveError, UnicodeDecodeError, IndexError, RecursionError)",
+        new="HiserveError, UnicodeDecodeError, RecursionError)",
         test=FRAMES,
     ),
     Mutant(
@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         name="an endpoint outlives its connection",
         file=CHANNELS,
-        old="shutil.rmtree(Path(self.endpoint.removeprefix(_SCHEME)).parent, ignore_errors=True)",
-        new="pass",
+        old="        remove(self.endpoint)\n",
+        new="        pass\n",
         test=OF_CHANNELS + "test_a_connection_survives_the_removal_of_its_endpoint",
     ),
     Mutant(
