@@ -112,5 +112,6 @@ class Stream:
         scores = bytes(self._scores)
         delta = Delta(self._tokens, FinishReason(self._finish), cached, self._drafts, scores, self._queue_s)
         self._tokens, self._scores, self._queue_s, self._is_first = [], bytearray(), UNREPORTED, False
-        self._drafts, self._num_unread_bytes = None, 0
+        self._num_unread_bytes = 0
+        self._drafts = None
         return delta

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 SUPERVISOR = "hiserve/scheduler/supervisor.py"
 PROCESS = "hiserve/scheduler/process.py"
 CLIENT = "hiserve/scheduler/client.py"
+STREAM = "hiserve/scheduler/stream.py"
 OUTBOX = "hiserve/worker/outbox.py"
 SERVICE = "hiserve/worker/service.py"
 OF_SUPERVISOR = "tests/unit/scheduler/test_supervisor.py::"
@@ -70,13 +71,13 @@ MUTANTS = [
     Mutant(
         name="a closed generator keeps its request running",
         file=CLIENT,
-        old="                self._process.send(encode(Abort([uid])))",
-        new="                pass",
+        old="            if uid in self._streams and self._closed is None:\n",
+        new="            if False:\n",
         test=OF_PROCESSES + "test_requests_cancelled_while_queued_running_or_unread_leave_nothing",
     ),
     Mutant(
         name="cached tokens are told in every delta",
-        file=CLIENT,
+        file=STREAM,
         old="bytearray(), UNREPORTED, False\n",
         new="bytearray(), UNREPORTED, self._is_first\n",
         test=OF_PROCESSES
@@ -115,14 +116,14 @@ MUTANTS = [
     # --- scores, secrets ---
     Mutant(
         name="an error overtakes scores",
-        file=CLIENT,
+        file=STREAM,
         old="if not self._tokens and not self._scores:",
         new="if not self._tokens:",
         test=OF_STREAM + "test_an_error_comes_after_what_was_told_before_it",
     ),
     Mutant(
         name="the time in the queue is forgotten with the next news",
-        file=CLIENT,
+        file=STREAM,
         old="max(self._queue_s, queue_s)",
         new="queue_s",
         test=OF_STREAM + "test_news_that_waits_is_one_delta",

@@ -117,13 +117,6 @@ MUTANTS = [
         test=OF_DISPATCHER + "test_a_negative_token_id_never_reaches_a_worker",
     ),
     Mutant(
-        name="nobody counts who was overtaken",
-        file=DISPATCHER,
-        old="overtaken.num_overtaken += 1",
-        new="pass",
-        test=OF_DISPATCHER + "test_longest_prefix_starves_nobody",
-    ),
-    Mutant(
         name="published pages are not remembered",
         file=DISPATCHER,
         old="        self.index.update(replica, published, removed)\n",
@@ -160,8 +153,8 @@ MUTANTS = [
     ),
     Mutant(
         name="longest-prefix lets a cold request starve",
-        file=POLICY,
-        old="if waiting[0].num_overtaken >= MAX_OVERTAKEN:",
+        file=QUEUE,
+        old="if self._num_gone - oldest.number >= MAX_OVERTAKEN:",
         new="if False:",
         test=OF_DISPATCHER + "test_longest_prefix_starves_nobody",
     ),
@@ -204,7 +197,7 @@ MUTANTS = [
     Mutant(
         name="a queue has room without end",
         file=QUEUE,
-        old="        return not self._ranks or (\n",
+        old="        return not self._waiting or (\n",
         new="        return True or (\n",
         test=OF_DISPATCHER + "test_a_full_queue_refuses_and_loses_nothing_it_accepted",
     ),
@@ -218,7 +211,7 @@ MUTANTS = [
     Mutant(
         name="an empty queue refuses a long prompt",
         file=QUEUE,
-        old="return not self._ranks or (",
+        old="return not self._waiting or (",
         new="return (",
         test=OF_DISPATCHER + "test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request",
     ),

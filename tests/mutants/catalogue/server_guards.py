@@ -42,8 +42,8 @@ MUTANTS = [
     Mutant(
         name="tenants share although they were not told to",
         file=AUTH,
-        old='tenant=b"" if self._shares_prefixes else digest',
-        new='tenant=b""',
+        old='tenant = b"" if self._shares_prefixes else digest',
+        new='tenant = b""',
         test=T + "test_auth.py::test_each_key_has_a_namespace_and_a_salt_only_narrows_it",
     ),
     Mutant(
