@@ -12,7 +12,7 @@ from hiserve.bench.options import Soak
 from hiserve.bench.request import Sample
 from hiserve.bench.soak.asked import Asked
 from hiserve.bench.soak.judge import Judge, judge_bad
-from hiserve.bench.soak.memory import Growth
+from hiserve.bench.soak.memory import Growth, Life, growth
 from hiserve.bench.soak.recovery import Struck
 
 MAX_VIOLATIONS = 50
@@ -61,6 +61,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
         faults: In their order.
         calm: Latencies away from faults.
         beside_faults: Latencies of what was open between a fault and the first token after it.
+        num_processes: Processes of each role that lived, one after the other or at once.
         growth: Of each process that lived long enough.
         counters: By how much the server's counters grew, since the last start of each process.
         violations: What must not be, the first of them.
@@ -74,6 +75,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     faults: list[Recovered]
     calm: Latencies
     beside_faults: Latencies
+    num_processes: dict[str, int]
     growth: list[Growth]
     counters: dict[str, float]
     violations: list[str]
@@ -85,7 +87,7 @@ def figures(
     asked: Sequence[Asked],
     nonsense: Sequence[Sample],
     struck: Sequence[Struck],
-    growth: Sequence[Growth],
+    lives: Sequence[Life],
     left: Sequence[str],
     counters: dict[str, float],
     judge: Judge,
@@ -99,7 +101,7 @@ def figures(
         asked: All requests; each has ended.
         nonsense: Malformed requests and their answers.
         struck: All faults.
-        growth: Of the processes' memory.
+        lives: Of the server's processes.
         left: What was left behind, in words.
         counters: Of the server.
         judge: Knows what is right.
@@ -115,10 +117,11 @@ def figures(
         for sample, verdict in zip(samples, verdicts, strict=True)
         if verdict.violation
     ]
+    grown = [found for life in lives if (found := growth(life)) is not None]
     violations += [f"{each.what}: no token within {soak.recovery_limit:g} s" for each in struck if each.is_lost]
     violations += [
         f"{each.role} {each.pid} grew by {each.mib_per_min:.2f} MiB a minute over {each.seconds:.0f} s"
-        for each in growth
+        for each in grown
         if each.is_judged and each.mib_per_min > soak.memory_limit
     ]
     violations += left
@@ -137,7 +140,8 @@ def figures(
         faults=[_told(each, begin_s) for each in struck],
         calm=_latencies(sample for sample in answered if id(sample) not in known),
         beside_faults=_latencies(beside),
-        growth=list(growth),
+        num_processes=dict(Counter(life.role for life in lives)),
+        growth=grown,
         counters=counters,
         violations=violations[:MAX_VIOLATIONS],
         num_violations=len(violations),

@@ -18,6 +18,9 @@ def show_soak(console: Console, title: str, found: Figures) -> None:
     for outcome, count in found.outcomes.items():
         table.add_row(f"requests: {escape(outcome)}", f"{count:,}")
     table.add_row("duration", f"{found.duration_s:.1f} s")
+    if found.num_processes:
+        lived = ", ".join(f"{count} {role}" for role, count in found.num_processes.items())
+        table.add_row("processes that lived", lived)
     judged = "token by token" if found.is_exact else "by their ends alone: not a server in float64"
     table.add_row("replies compared", judged)
     console.print(table)

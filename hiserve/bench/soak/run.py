@@ -20,7 +20,7 @@ from hiserve.bench.soak.asked import Questions, build
 from hiserve.bench.soak.faults import possible
 from hiserve.bench.soak.figures import Figures, figures
 from hiserve.bench.soak.judge import Judge, Reference
-from hiserve.bench.soak.memory import SAMPLE_S, Watch, growth
+from hiserve.bench.soak.memory import SAMPLE_S, Watch
 from hiserve.bench.soak.recovery import Striker
 from hiserve.bench.soak.sending import Sender
 from hiserve.bench.soak.started import PROGRAM, Started, start
@@ -153,21 +153,16 @@ class _Run:
     async def judged(self) -> Figures:
         """Ends a server that was started, and returns the figures."""
         self._sender.close()
-        left = self._left + await self._not_idle()
-        if self._server is not None:
-            for role, num_files in self._watch.open_files().items():
-                if num_files > self._files.get(role, 0) + SPARE_FILES:
-                    left.append(f"{role} has {num_files} open files, {self._files.get(role, 0)} before the load")
+        left = self._left + await self._not_idle() + await self._not_closed()
         counters = increases(self._counters, await scrape(self._pool))
         self._pool.close()
         if self._server is not None:
             left += await self._server.stop()
-        grown = [found for life in self._watch.lives.values() if (found := growth(life)) is not None]
         return figures(
             asked=self._users.asked,
             nonsense=self._users.nonsense,
             struck=self._striker.struck if self._striker is not None else [],
-            growth=grown,
+            lives=list(self._watch.lives.values()),
             left=left,
             counters=counters,
             judge=Judge(self._references, is_exact=self._is_exact),
@@ -188,6 +183,19 @@ class _Run:
         while (busy := _busy(await self._info())) and time.perf_counter() < deadline_s:
             await asyncio.sleep(POLL_S)
         return [f"{word}, {IDLE_S:g} s after the last request" for word in busy]
+
+    async def _not_closed(self) -> list[str]:
+        """Waits until no role has many more files open than before the load; says which has."""
+        deadline_s = time.perf_counter() + IDLE_S
+        while True:
+            more = [
+                f"{role} has {num_files} open files, {self._files.get(role, 0)} before the load"
+                for role, num_files in self._watch.open_files().items()
+                if num_files > self._files.get(role, 0) + SPARE_FILES
+            ]
+            if not more or time.perf_counter() >= deadline_s:
+                return more
+            await asyncio.sleep(POLL_S)
 
     async def _info(self) -> dict[str, Any]:
         """Returns ``/server_info``; empty if this server does not tell, or not us."""

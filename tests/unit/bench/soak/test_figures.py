@@ -12,10 +12,8 @@ from hiserve.bench.request import Sample
 from hiserve.bench.soak.asked import Asked
 from hiserve.bench.soak.figures import Figures, figures
 from hiserve.bench.soak.judge import Judge, Reference
-from hiserve.bench.soak.memory import MIB, Growth, Life, Watch, growth
+from hiserve.bench.soak.memory import MIB, Life, Watch, growth
 from hiserve.bench.soak.recovery import Struck
-
-GROWTH = Growth(role="worker", pid=5, seconds=700, last_mib=100, mib_per_min=0.5, is_judged=True)
 
 
 def answered(begin_s: float, ttft_s: float, end_s: float) -> Asked:
@@ -33,7 +31,7 @@ def told(**given: Any) -> Figures:
         "asked": [answered(100, 0.5, 101)],
         "nonsense": [],
         "struck": [],
-        "growth": [],
+        "lives": [],
         "left": [],
         "counters": {},
         "judge": Judge([Reference([1, 2], "length")], is_exact=True),
@@ -62,12 +60,22 @@ def test_a_server_that_does_not_come_back_is_a_violation() -> None:
     assert told(struck=[struck("flip-store", 105)]).num_violations == 0
 
 
+def life(role: str, minutes: float, mib_per_min: float) -> Life:
+    made = Life(role=role, pid=5)
+    for second in range(round(60 * minutes)):
+        made.times_s.append(float(second))
+        made.memory_bytes.append(round((100 + mib_per_min * second / 60) * MIB))
+        made.num_files.append(3)
+    return made
+
+
 def test_memory_that_grows_is_a_violation_where_it_was_seen_for_long() -> None:
-    assert told(growth=[GROWTH]).num_violations == 0
-    grown = Growth(**{name: getattr(GROWTH, name) for name in GROWTH.__struct_fields__} | {"mib_per_min": 1.5})
-    assert told(growth=[grown]).num_violations == 1
-    short = Growth(**{name: getattr(grown, name) for name in GROWTH.__struct_fields__} | {"is_judged": False})
-    assert told(growth=[short]).num_violations == 0
+    assert told(lives=[life("worker", 20, 0.5)]).num_violations == 0
+    assert told(lives=[life("worker", 20, 1.5)]).num_violations == 1
+    found = told(lives=[life("worker", 5, 1.5), life("api", 5, 0)])
+    assert found.num_violations == 0
+    assert found.num_processes == {"worker": 1, "api": 1}
+    assert [round(each.mib_per_min, 2) for each in found.growth] == [1.5, 0]
 
 
 def test_what_is_left_behind_is_a_violation() -> None:
@@ -82,13 +90,13 @@ def test_a_server_that_answers_nothing_has_not_survived() -> None:
 
 
 def test_a_slope_is_of_what_follows_the_warm_up() -> None:
-    life = Life(role="api", pid=1)
+    grown = Life(role="api", pid=1)
     for second in range(1001):
-        life.times_s.append(50.0 + second)
+        grown.times_s.append(50.0 + second)
         mib = 10 + second if second < 300 else 310 + (second - 300) * 2 / 60
-        life.memory_bytes.append(round(mib * MIB))
-        life.num_files.append(3)
-    found = growth(life)
+        grown.memory_bytes.append(round(mib * MIB))
+        grown.num_files.append(3)
+    found = growth(grown)
     assert found is not None and found.is_judged
     assert found.mib_per_min == pytest.approx(2, abs=0.01)
     assert found.seconds == 700

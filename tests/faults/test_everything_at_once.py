@@ -1,0 +1,106 @@
+"""Everything at once: a loaded server, struck from outside by a soak and broken from inside by its own workers.
+
+``make test-long`` does it for longer than half an hour and leaves what it found in ``--soak-result``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hiserve.bench.options import Soak
+from hiserve.bench.record import about
+from hiserve.bench.soak.run import SoakOutcome, soak
+from hiserve.config import Config, make_config
+
+pytestmark = pytest.mark.alone
+
+LONG_S = 2000.0
+SEED = 90
+# A step that is a worker's last one; a disk that fails and lies.
+BROKEN = "tests.faults.worker fatal={low}:{high},failing=0.02,lying=0.02"
+SHORT = Soak(
+    duration=11,
+    users=5,
+    num_dialogues=3,
+    num_agents=2,
+    num_turns=3,
+    prefix_length=96,
+    output_length=12,
+    cancelled=0.3,
+    bad=0.2,
+    burst_size=100,
+    burst_every=4,
+    faults=("kill-worker", "flip-host", "flip-store"),
+    fault_every=0.3,
+    seed=SEED,
+)
+LONG = msgspec.structs.replace(
+    SHORT,
+    faults=(),
+    duration=LONG_S,
+    num_dialogues=12,
+    num_agents=6,
+    output_length=24,
+    burst_every=30,
+    fault_every=12.0,
+)
+
+
+def config(folder: Path) -> Config:
+    """Tiers that are far too small, a queue that is soon full, and a check of everything that is read."""
+    return make_config(
+        dtype="float64",
+        cpu_threads=1,
+        page_size=16,
+        max_model_len=512,
+        max_running_requests=4,
+        max_queued_requests=6,
+        kv_pages=50,
+        host_cache_gib=0.03,
+        cache_verify="all",
+        kv_canary=True,
+        store=f"file:{folder}/store",
+        store_gib=0.05,
+        log_level="warning",
+    )
+
+
+def survive(folder: Path, options: Soak, worker: str) -> SoakOutcome:
+    """Soaks a server of such workers."""
+    print(f"seed {options.seed}")
+    program = (sys.executable, "-m", "tests.faults.serve", worker)
+    outcome = asyncio.run(soak(config(folder), options, lambda _: lambda: None, program))
+    print(msgspec.json.format(msgspec.json.encode(outcome.figures)).decode(), "\n".join(outcome.log_tail))
+    return outcome
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    found = survive(tmp_path, SHORT, BROKEN.format(low=40, high=90)).figures
+    assert not found.violations
+    kills = sum(fault.fault == "kill-worker" for fault in found.faults)
+    assert found.num_processes["worker"] > 1 + kills, "no worker broke by itself"
+    assert found.outcomes["answered"] > 10 and found.outcomes["left by the user"] and found.outcomes["refused"] > 50
+    assert {fault.fault for fault in found.faults} >= {"kill-worker", "flip-host", "flip-store"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * LONG_S)
+def test_everything_at_once_for_long(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    seconds = request.config.getoption("--soak-seconds")
+    outcome = survive(tmp_path, msgspec.structs.replace(LONG, duration=seconds), BROKEN.format(low=2000, high=6000))
+    found = outcome.figures
+    path = request.config.getoption("--soak-result")
+    if path is not None:
+        content = about("pytest -m long tests/faults/test_everything_at_once.py", "hiserve bench soak")
+        content |= {"config": config(Path("DIR")), "server": outcome.target, "soak": found}
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    assert not found.violations
+    counts = Counter(fault.fault for fault in found.faults)
+    assert set(counts) == {"kill-worker", "hang-worker", "kill-scheduler", "flip-host", "flip-store"}
+    assert {grown.role for grown in found.growth if grown.is_judged} >= ({"api"} if seconds >= LONG_S else set())
