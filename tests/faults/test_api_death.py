@@ -1,0 +1,55 @@
+"""The API process is killed under load: nothing of it stays, and whoever starts the next finds what was cached."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from hiserve.cache.pools.segment import SHARED_MEMORY
+from tests.faults.harness import Crowd, body_of, family, read, scripts, serving
+from tests.helpers.processes import wait_dead
+
+pytestmark = pytest.mark.alone
+
+SEED = 71
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name that nobody else has; nothing of it stays."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    for path in [*SHARED_MEMORY.glob(f"hiserve-{name}*"), *SHARED_MEMORY.glob(f".hiserve-{name}*")]:
+        path.unlink()
+
+
+async def test_a_killed_api_takes_everything_along_but_the_named_cache(name: str, tmp_path: Path) -> None:
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    turns = [script[0] for script in scripts()]
+    for life in ("first", "second"):
+        (tmp_path / life).mkdir()
+    with serving(tmp_path / "first", "--host-cache-name", name) as live:
+        async with Crowd(live.url, SEED, num_users=3).talking() as crowd:
+            await crowd.until("answered", 6)
+        pids = family(live.process.pid)
+        async with httpx.AsyncClient(base_url=live.url, timeout=30, trust_env=False) as http:
+            streams = [asyncio.create_task(read(http, body_of(turn))) for turn in turns]
+            await asyncio.sleep(rng.uniform(0.05, 0.4))
+            os.kill(live.process.pid, signal.SIGKILL)
+            ends = await asyncio.gather(*streams, return_exceptions=True)
+        assert any(isinstance(end, httpx.HTTPError) for end in ends), "it died when all was said"
+        await asyncio.to_thread(wait_dead, pids)
+        assert {path.name for path in SHARED_MEMORY.glob(f"hiserve-{name}*")} == {f"hiserve-{name}"}
+    with serving(tmp_path / "second", "--host-cache-name", name) as live:
+        async with Crowd(live.url, SEED, num_users=3, leaving=0).talking() as crowd:
+            await crowd.until("answered", 6)
+        assert live.counter("hiserve:cached_tokens_total", cache_source="host") > 0
