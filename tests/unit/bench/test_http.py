@@ -217,8 +217,8 @@ def test_a_malformed_url_is_refused(url: str) -> None:
 
 async def test_a_slow_reader_takes_its_time_and_gets_everything(server: FakeServer) -> None:
     begin = time.perf_counter()
-    pool, body = Pool(server.url, bytes_per_s=150_000), Body()
+    pool, body = Pool(server.url, bytes_per_s=30_000), Body()
     assert await pool.request("POST", "/long", b"", body) == 200
     assert body.text == "x" * 60_000
-    assert 0.2 < time.perf_counter() - begin < 20
+    assert 1.5 < time.perf_counter() - begin < 20
     pool.close()

@@ -78,7 +78,10 @@ def test_an_error_event_is_excused_by_a_fault_that_the_request_met(
 
 @pytest.mark.parametrize("error", ["connection", "incomplete", "timeout", "http 500", "malformed event"])
 def test_nothing_else_is_excused(error: str) -> None:
-    assert judged(asked(ids=[1], error=error, begin_s=12), Window(10, math.inf, may_fail=True)) == (error, True)
+    assert judged(asked(ids=[1], error=error, begin_s=12, end_s=15), Window(10, math.inf, may_fail=True)) == (
+        error,
+        True,
+    )
 
 
 def test_a_slow_reader_may_be_cut_off_but_not_told_lies() -> None:
