@@ -78,6 +78,8 @@ class Watch:
                 num_files = len(os.listdir(f"/proc/{pid}/fd"))
             except OSError:
                 continue  # it has just died
+            if not int(resident):
+                continue  # likewise: a zombie
             life = self.lives.setdefault(pid, Life(role=role, pid=pid))
             life.times_s.append(time.perf_counter())
             life.memory_bytes.append((int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE"))
