@@ -1,7 +1,7 @@
 """What processes say to each other: typed structs, and raw int32 frames for token ids.
 
 Directions: client -> scheduler ``Generate Abort Flush Inspect Query Stop``; scheduler -> client
-``Started StartFailed Tokens Failed Flushed Inspected Status``; scheduler -> worker ``Configure Admit
+``Started StartFailed Tokens Failed Halted Flushed Inspected Status``; scheduler -> worker ``Configure Admit
 Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected``.
 Token ids travel in frames beside the struct: see each struct's ``Frames``.
 """
@@ -169,6 +169,12 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     code: str
     message: str
     retry_after_s: int | None = None
+
+
+class Halted(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """No worker is left, and none will come; whatever is asked for is refused from now on."""
+
+    reason: str
 
 
 class Flushed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -357,6 +363,6 @@ class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToScheduler = Generate | Abort | Flush | Inspect | Query | Stop
-ToClient = Started | StartFailed | Tokens | Failed | Flushed | Inspected | Status
+ToClient = Started | StartFailed | Tokens | Failed | Halted | Flushed | Inspected | Status
 ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | Stop
 FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected

@@ -23,6 +23,7 @@ from hiserve.messages.types import (
     Flush,
     Flushed,
     Generate,
+    Halted,
     Inspect,
     Inspected,
     Query,
@@ -63,6 +64,7 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed: str | None = None
+        self._halted = ""
         self._decoder = Decoder[ToClient](ToClient)
 
     @classmethod
@@ -93,8 +95,13 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Requests can be sent: the engine was not stopped and its scheduler lives."""
-        return self._closed is None
+        """Requests can be sent: the engine was not stopped, its scheduler lives, and so may its workers."""
+        return self._closed is None and not self._halted
+
+    @property
+    def trouble(self) -> str:
+        """Why no request can be sent; empty when one can."""
+        return self._closed or self._halted
 
     @property
     def max_model_len(self) -> int:
@@ -212,6 +219,11 @@ class EngineClient:
             self._process.kill()
             await self._watch
 
+    async def ended(self) -> str:
+        """Returns when scheduler and workers have ended, asked to or not: why."""
+        await asyncio.shield(self._watch)
+        return self.trouble
+
     async def _ask(self, question: Callable[[int], Flush | Inspect | Query]) -> Any:
         """Sends a question made of its ticket, and waits for the answer."""
         self._require_open()
@@ -265,6 +277,8 @@ class EngineClient:
             case Flushed() | Inspected() | Status() as answer:
                 if answer.ticket in self._answers and not self._answers[answer.ticket].done():
                     self._answers[answer.ticket].set_result(answer)
+            case Halted(reason):
+                self._halted = reason
             case Started() as started:
                 if not self._starting.done():
                     self._starting.set_result(started)

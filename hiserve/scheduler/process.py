@@ -32,6 +32,7 @@ from hiserve.messages.types import (
     FlushCache,
     FromWorker,
     Generate,
+    Halted,
     Inspect,
     InspectCache,
     Query,
@@ -211,7 +212,9 @@ class Service:
         self._abandoned.add(replica)
         self._dispatcher.worker_abandoned(replica)
         if len(self._abandoned) == self._replicas:
-            self._dispatcher.close(UnavailableError(f"no worker is left: {error.message}"))
+            refusal = UnavailableError(f"no worker is left: {error.message}")
+            self._dispatcher.close(refusal)
+            self._client.send(encode(Halted(refusal.message)))
         self._dispatcher.dispatch()
 
     # --- the process itself ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
@@ -11,9 +12,15 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.errors import UnavailableError
+from hiserve.errors import HiserveError, UnavailableError
 from hiserve.messages.cache import TierName, TreeFacts
 from hiserve.messages.types import Started, Status
+
+RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
+MAX_FAILURES = 8
+SETTLED_S = 60.0  # an engine that lived for so long does not die of how it was started
+
+logger = logging.getLogger(__name__)
 
 
 class Delta(Protocol):
@@ -53,6 +60,7 @@ class Engine(Protocol):
     Attributes:
         started: What the workers reported when they became ready.
         is_ready: Requests can be served now.
+        trouble: Why not; empty when they can.
         max_model_len: Longest prompt plus output, in tokens.
         num_inflight: Requests that have not ended.
         num_slow_readers: Streams that were ended because too much of them was not read.
@@ -63,6 +71,9 @@ class Engine(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
+
+    @property
+    def trouble(self) -> str: ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -98,12 +109,15 @@ class Engine(Protocol):
     async def stop(self, drain_s: float = 0.0) -> None:
         """Ends the engine's processes; running requests have ``drain_s`` seconds to finish."""
 
+    async def ended(self) -> str:
+        """Returns when the engine's processes have ended: why."""
+
 
 class Gate:
-    """Starts, hands out and stops the one engine. Lives in one event loop.
+    """Starts, hands out and stops the one engine, and starts it again when it dies. Lives in one event loop.
 
     Args:
-        start: Starts the engine; called once.
+        start: Starts the engine.
 
     Attributes:
         startup_s: Seconds the start took; 0 before it is over.
@@ -114,7 +128,9 @@ class Gate:
         self._is_begun = asyncio.Event()
         self._opening: asyncio.Task[Engine] | None = None
         self._engine: Engine | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
+        self._loss = ""  # why the engine that served last does not
         self.startup_s = 0.0
 
     @property
@@ -131,7 +147,9 @@ class Gate:
             return "the model is loading"
         if self._engine is None:
             return "the engine failed to start"
-        return None if self._engine.is_ready else "the engine is not running"
+        if self._loss:
+            return self._loss
+        return None if self._engine.is_ready else self._engine.trouble or "the engine is not running"
 
     def require(self) -> Engine:
         """Returns the engine for one request.
@@ -180,9 +198,10 @@ class Gate:
     async def close(self) -> None:
         """Stops the engine; whatever still runs ends now. May be called again."""
         self.drain()
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+        tasks = [task for task in (self._keeping, self._opening) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         engine, self._engine = self._engine, None
         if engine is not None:
             await engine.stop()
@@ -191,4 +210,37 @@ class Gate:
         begin = time.monotonic()
         self._engine = await self._start()
         self.startup_s = time.monotonic() - begin
+        self._keeping = asyncio.create_task(self._keep(self._engine))
         return self._engine
+
+    async def _keep(self, first: Engine) -> None:
+        """Starts the engine again whenever it has died, but not for ever."""
+        engine: Engine | None = first
+        why, num_failures = "", 0
+        while True:
+            if engine is not None:
+                begin = time.monotonic()
+                why = await engine.ended()
+                if self._is_draining:
+                    return
+                if time.monotonic() - begin > SETTLED_S:
+                    num_failures = 0
+                logger.error("the engine is gone: %s", why)
+                self._loss = f"the engine is started again: {why}"
+            if num_failures == MAX_FAILURES:
+                break
+            await asyncio.sleep(RESTART_DELAYS_S[min(num_failures, len(RESTART_DELAYS_S) - 1)])
+            num_failures += 1
+            engine = await self._try_start()
+            if engine is not None:
+                self._engine, self._loss = engine, ""
+        self._loss = f"the engine died, or did not start, {num_failures} times in a row: {why}"
+        logger.error("%s", self._loss)
+
+    async def _try_start(self) -> Engine | None:
+        """Starts an engine; None if that fails."""
+        try:
+            return await self._start()
+        except HiserveError as error:
+            logger.warning("the engine cannot start: %s", error)
+            return None

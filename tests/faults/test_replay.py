@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from hiserve.cache.pools.segment import SHARED_MEMORY
 from hiserve.worker.farewell import EXIT_DEVICE
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
+from tests.helpers.processes import wait_dead
 
 pytestmark = pytest.mark.alone
 
@@ -72,6 +77,7 @@ def check_last_words(crash: dict[str, Any], live: Live) -> None:
     assert json.loads(report) == crash
 
 
+@pytest.mark.long
 async def test_a_worker_that_hangs_is_found_and_replaced_and_says_where(tmp_path: Path) -> None:
     with serving(tmp_path, "--step-timeout-s", "1.5", worker="tests.faults.worker hang=30:90,lives=1") as live:
         begin = time.monotonic()
@@ -86,3 +92,45 @@ async def test_a_worker_that_hangs_is_found_and_replaced_and_says_where(tmp_path
         assert "ended no step for" in info["crash"]["error"]
         assert "in step" in live.log.read_text(), "no stack was written"
         await asyncio.to_thread(check_idle, live, {})
+
+
+async def cut(live: Live, scheduler: int) -> None:
+    """Kills the scheduler while a stream is open, which ends with an error and nothing else."""
+    body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    async with (
+        httpx.AsyncClient(timeout=30, trust_env=False) as http,
+        http.stream("POST", f"{live.url}/v1/completions", json=body) as response,
+    ):
+        lines = response.aiter_lines()
+        assert "choices" in json.loads((await anext(lines)).removeprefix("data: "))
+        os.kill(scheduler, signal.SIGKILL)
+        events = [json.loads(line.removeprefix("data: ")) async for line in lines if line.startswith("data: {")]
+    assert "the scheduler process died" in events[-1]["error"]["message"]
+    assert sum("error" in event for event in events) == 1
+
+
+async def test_a_scheduler_that_is_killed_is_replaced_and_finds_the_cache_again(tmp_path: Path) -> None:
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    try:
+        with serving(tmp_path, "--host-cache-name", name, "--log-level", "info") as live:
+            before = live.info()["processes"]
+            crowd = Crowd(live.url, SEED + 3, num_users=4, leaving=0, may_refuse=True)
+            async with crowd.talking():
+                await crowd.until("answered", 4)
+                crowd.may_fail = True
+                begin = time.monotonic()
+                await cut(live, before["scheduler"])
+                await crowd.until("refused", 1)
+                await crowd.until("answered", 4)
+                print(f"recovery: {time.monotonic() - begin:.2f} s until four were answered", dict(crowd.counts))
+            info = await asyncio.to_thread(check_idle, live, {})
+            assert info["processes"]["scheduler"] != before["scheduler"]
+            assert info["processes"]["api"] == before["api"]
+            await asyncio.to_thread(wait_dead, [worker["pid"] for worker in before["workers"]])
+            adopted = [int(number) for number in re.findall(r"adopted (\d+) of", live.log.read_text())]
+            print(f"pages adopted: {adopted}")
+            assert adopted[0] == 0
+            assert adopted[-1] > 0
+    finally:
+        for path in SHARED_MEMORY.glob(f"*{name}*"):
+            path.unlink()

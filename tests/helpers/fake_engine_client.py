@@ -71,6 +71,7 @@ class FakeEngineClient:
     drafts: list[DraftUse | None] = field(default_factory=list)
     max_model_len: int = 256
     is_ready: bool = True
+    trouble: str = ""
     fail_at: int | None = None
     failure: HiserveError | Exception | None = None
     stats: WorkerStats = field(default_factory=WorkerStats)
@@ -85,6 +86,7 @@ class FakeEngineClient:
     inspected: list[int] = field(default_factory=list)
     nodes: list[NodeFacts] = field(default_factory=list)
     stopped: int = 0
+    death: asyncio.Event = field(default_factory=asyncio.Event)
     num_slow_readers: int = 0
     seen: list[Seen] = field(default_factory=list)
     step: Callable[[int], object] | None = None
@@ -185,6 +187,15 @@ class FakeEngineClient:
             replays=self.replays,
             recovery=self.recovery,
         )
+
+    async def ended(self) -> str:
+        await self.death.wait()
+        return self.trouble
+
+    def die(self, why: str) -> None:
+        """As an engine whose scheduler was killed."""
+        self.is_ready, self.trouble = False, why
+        self.death.set()
 
     async def stop(self, drain_s: float = 0.0) -> None:
         self.stopped += 1

@@ -14,7 +14,7 @@ from hiserve.config import make_config
 from hiserve.errors import EngineError
 from hiserve.messages.channels import Link
 from hiserve.messages.codec import Decoder
-from hiserve.messages.types import Failed, ToClient, Tokens
+from hiserve.messages.types import Failed, Halted, ToClient, Tokens
 from hiserve.scheduler.process import Service
 
 pytestmark = pytest.mark.alone
@@ -64,6 +64,8 @@ class SlowClient:
                     self.news += [str(number) for number in received.tokens[::2000]]
                 case Failed(uid):
                     self.news.append(f"failed {uid}")
+                case Halted(reason):
+                    self.news.append(f"halted: {reason}")
 
     async def read_all(self, num_news: int) -> None:
         async with asyncio.timeout(10):
@@ -100,4 +102,12 @@ async def test_a_failure_comes_after_the_news_that_waits() -> None:
     await client.read_all(client.num_sent + 1)
     numbers = [str(number) for number in range(client.num_sent)]
     assert client.news == [*numbers[:-1], "failed 1", numbers[-1]]
+    client.close()
+
+
+async def test_a_client_is_told_when_no_worker_is_left() -> None:
+    client = SlowClient()
+    client.service.worker_abandoned(0, EngineError("worker 0 died (exit code 71)."))
+    await client.read_all(1)
+    assert client.news == ["halted: no worker is left: worker 0 died (exit code 71)."]
     client.close()

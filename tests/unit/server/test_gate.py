@@ -1,0 +1,132 @@
+"""The engine behind the gate: started again when it dies, and whoever asks meanwhile is told why he has to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from hiserve.errors import ResourceError, UnavailableError
+from hiserve.server import gate as gate_module
+from hiserve.server.gate import Gate
+from tests.helpers.fake_engine_client import FakeEngineClient
+
+
+class Starter:
+    """Makes engines; some starts fail."""
+
+    def __init__(self, failing: Callable[[int], bool] = lambda number: False) -> None:
+        self.engines: list[FakeEngineClient] = []
+        self.num_starts = 0
+        self._failing = failing
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def __call__(self) -> FakeEngineClient:
+        self.num_starts += 1
+        await self.hold.wait()
+        if self._failing(self.num_starts):
+            raise ResourceError("another server uses the cache.")
+        self.engines.append(FakeEngineClient(lambda prompt: [[1]]))
+        return self.engines[-1]
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "RESTART_DELAYS_S", (0.0, 0.001))
+
+
+@pytest.fixture
+async def starter() -> Starter:
+    return Starter()
+
+
+async def opened(starter: Starter) -> Gate:
+    gate = Gate(starter)
+    gate.open()
+    await gate.wait_open()
+    return gate
+
+
+async def until_served(gate: Gate) -> None:
+    async with asyncio.timeout(5):
+        while gate.reason is not None:
+            await asyncio.sleep(0.001)
+
+
+async def test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why(starter: Starter) -> None:
+    gate = await opened(starter)
+    starter.hold.clear()
+    starter.engines[0].die("the scheduler process died (killed by SIGKILL).")
+    async with asyncio.timeout(5):
+        while starter.num_starts < 2:
+            await asyncio.sleep(0.001)
+    assert gate.reason == "the engine is started again: the scheduler process died (killed by SIGKILL)."
+    with pytest.raises(UnavailableError, match="started again"):
+        gate.require()
+    starter.hold.set()
+    await until_served(gate)
+    assert gate.require() is starter.engines[1]
+    await gate.close()
+    assert [engine.stopped for engine in starter.engines] == [0, 1]
+
+
+async def test_a_start_that_fails_is_tried_again() -> None:
+    starter = Starter(lambda number: number in (2, 3))
+    gate = await opened(starter)
+    starter.engines[0].die("gone")
+    await until_served(gate)
+    assert starter.num_starts == 4
+    await gate.close()
+
+
+async def test_an_engine_that_cannot_be_started_is_given_up_and_the_gate_says_so() -> None:
+    starter = Starter(lambda number: number > 1)
+    gate = await opened(starter)
+    starter.engines[0].die("gone")
+    async with asyncio.timeout(5):
+        while gate.reason is None or "in a row" not in gate.reason:
+            await asyncio.sleep(0.001)
+    assert starter.num_starts == 1 + gate_module.MAX_FAILURES
+    assert gate.reason.endswith("8 times in a row: gone")
+    await gate.close()
+
+
+async def test_an_engine_that_dies_again_and_again_is_given_up(starter: Starter) -> None:
+    gate = await opened(starter)
+    async with asyncio.timeout(5):
+        while gate.reason is None or "in a row" not in gate.reason:
+            if not starter.engines[-1].trouble:
+                starter.engines[-1].die("gone")
+            await asyncio.sleep(0.001)
+    assert starter.num_starts == 1 + gate_module.MAX_FAILURES
+    await gate.close()
+
+
+async def test_an_engine_that_lived_for_long_is_forgiven(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "SETTLED_S", 0.0)
+    gate = await opened(starter)
+    for _ in range(2 * gate_module.MAX_FAILURES):
+        starter.engines[-1].die("gone")
+        await asyncio.sleep(0.002)
+        await until_served(gate)
+    await gate.close()
+
+
+async def test_an_engine_that_is_stopped_is_not_started_again(starter: Starter) -> None:
+    gate = await opened(starter)
+    gate.drain()
+    starter.engines[0].die("the engine was stopped.")
+    await asyncio.sleep(0.01)
+    assert starter.num_starts == 1
+    assert gate.reason == "the server is shutting down"
+    await gate.close()
+
+
+async def test_an_engine_without_workers_says_so(starter: Starter) -> None:
+    gate = await opened(starter)
+    starter.engines[0].is_ready = False
+    starter.engines[0].trouble = "no worker is left: worker 0 died (exit code 71)."
+    assert gate.reason == "no worker is left: worker 0 died (exit code 71)."
+    await gate.close()
