@@ -25,6 +25,9 @@ MAX_PROGRAMS, PROGRAM_QUERIES, SCHEDULE_BYTES = 320, 128, 64 << 20
 # costs the driver some memory, too.
 ROW_BUCKETS, TOKEN_BUCKETS, MAX_PIECE_TOKENS = 7, 7, 2048
 NUM_BUCKETS, GRAPH_BYTES = 21, 512 << 10
+# Of mixed steps that are one graph: tokens of the largest, of all sizes together how many times those, sizes, and parts of
+# its attention.
+MAX_MIXED_TOKENS, MIXED_BUCKETS, NUM_MIXED, MIXED_PARTS = 512, 5, 8, 16
 # Graphs of a number of rows: the forward, and each way of drawing behind it. Of drafts: what takes a step in, and
 # what does where no draft is wanted; and each way of drawing, and what computes a draft, which follow steps of any width.
 ROW_GRAPHS, FOLLOW_GRAPHS, FURTHER_GRAPHS = 3, 2, 3
@@ -157,6 +160,10 @@ def _graph_bytes(
         num_graphs += NUM_BUCKETS * (shape.num_layers + 1)
         attention = shape.qkv_elements + shape.num_heads * shape.head_dim
         handed_over = piece_tokens * (attention + TOKEN_BUCKETS * shape.hidden_size) * dtype_bytes
+        mixed_tokens, num_graphs = min(max_tokens, MAX_MIXED_TOKENS), num_graphs + NUM_MIXED
+        attended = shape.num_heads * (shape.head_dim + 1)
+        handed_over += mixed_tokens * (attended + MIXED_BUCKETS * shape.hidden_size) * dtype_bytes
+        handed_over += mixed_tokens * attended * MIXED_PARTS * 4
     return logits + handed_over + num_tokens * _token_bytes(shape, dtype_bytes) + num_graphs * GRAPH_BYTES
 
 
@@ -166,7 +173,9 @@ def _draft_graph_bytes(
     """What graphs of all sizes show of their tokens, the logits of each number of rows, and the largest draft forward."""
     num_shown = ROW_BUCKETS * max_rows * sum(widths)
     if graphs == "all":
-        num_shown += TOKEN_BUCKETS * min(max_tokens, MAX_PIECE_TOKENS)
+        num_shown += TOKEN_BUCKETS * min(max_tokens, MAX_PIECE_TOKENS) + MIXED_BUCKETS * min(
+            max_tokens, MAX_MIXED_TOKENS
+        )
     kept = ROW_BUCKETS * max_rows * (draft.step.vocab_size + draft.feature_size)
     forward = max_rows * (1 + max(widths)) * _draft_bytes(draft, dtype_bytes)
     forward += DRAFT_LOGITS * max_rows * draft.step.vocab_size * dtype_bytes
