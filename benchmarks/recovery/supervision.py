@@ -1,0 +1,77 @@
+"""What supervision and ledger take of the CPU time while nothing dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.recovery.sizes import Sizes
+from hiserve.cache.pools.host_segment import survey
+from hiserve.config import Config, make_config
+from hiserve.core.machine import probe
+from hiserve.core.request import SamplingParams
+from hiserve.core.resolve import resolve
+from hiserve.models.shapes import read_model
+from hiserve.models.speculation import model_facts
+from hiserve.scheduler.client import EngineClient
+
+MODULES = tuple(f"scheduler/{name}.py" for name in ("supervisor", "incarnation", "recovery", "quarantine", "ledger"))
+
+
+async def watch(sizes: Sizes) -> dict[str, Any]:
+    """Runs a load of streams that come and go for a while; returns CPU seconds and the share."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "scheduler.json"
+        command = (sys.executable, "-m", "benchmarks.recovery.sampled_scheduler", str(out))
+        client = await EngineClient.start(config_of(sizes), command=command)
+        pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
+        before, own = [cpu_s(pid) for pid in pids], time.process_time()
+        await asyncio.gather(*(talk(client, sizes, index) for index in range(sizes.streams)))
+        used = [cpu_s(pid) - first for pid, first in zip(pids, before, strict=True)]
+        own = time.process_time() - own
+        await client.stop()
+        told = json.loads(out.read_text())
+    ticks = sum(told["modules"].get(name, 0) for name in MODULES)
+    watched_s = ticks / told["ticks"] * used[0] if told["ticks"] else 0.0
+    total_s = sum(used) + own
+    return {
+        "client_cpu_s": round(own, 3),
+        "scheduler_cpu_s": round(used[0], 3),
+        "worker_cpu_s": round(sum(used[1:]), 3),
+        "ticks": told["ticks"],
+        "ticks_by_module": told["modules"],
+        "supervision_and_ledger_cpu_s": round(watched_s, 4),
+        "share": round(watched_s / total_s, 5),
+    }
+
+
+def config_of(sizes: Sizes) -> Config:
+    """Returns the engine's configuration, resolved as a server would."""
+    given = make_config(**sizes.settings, log_level="warning")
+    folder, model = read_model(given.model)
+    return resolve(given, model_facts(given, folder, model), survey(given, probe())).config
+
+
+async def talk(client: EngineClient, sizes: Sizes, index: int) -> None:
+    """Sends one request after the other until the time is over."""
+    rng = np.random.default_rng(index)
+    until = time.monotonic() + sizes.load_s
+    while time.monotonic() < until:
+        prompt = rng.integers(7, sizes.vocab_size, sizes.prompt // 4, dtype=np.int32)
+        sampling = SamplingParams(max_tokens=sizes.before, seed=index, ignore_eos=True)
+        async for _ in client.generate(prompt, sampling):
+            pass
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process until now."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
