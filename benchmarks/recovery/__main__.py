@@ -28,7 +28,7 @@ MEDIANS = ("first_new_token_s", "without_weights_s", "last_stream_s", "longest_p
 
 
 def main() -> int:
-    """Writes the result file; returns 1 if a bar is missed."""
+    """Writes the result file; returns 1 if a bar is missed, which says nothing of a tiny load."""
     given = arguments()
     sizes, flag = (TINY, " --tiny") if given.tiny else (SMALL, " --cpu") if given.cpu else (LARGE, "")
     rounds = [one_round(sizes, SEED + index) for index in range(sizes.rounds)]
@@ -56,7 +56,7 @@ def main() -> int:
     print(f"(bar {sizes.bar_s:g}); the first round: {told}; graphs back {rounds[0]['graphs_back_s']}")
     print(f"host hits of replayed tokens: {median['host_share']:.3f} (bar {HIT_BAR})")
     print(f"supervision and ledger: {supervision['share']:.2%} of the CPU time (bar {SHARE_BAR:.0%})")
-    return int(bool(missed))
+    return int(bool(missed) and not given.tiny)
 
 
 def arguments() -> argparse.Namespace:

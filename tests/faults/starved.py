@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hiserve.config import Config
 from hiserve.worker.process import build
 from hiserve.worker.service import serve
 
@@ -50,7 +49,7 @@ class Starved:
 
 if __name__ == "__main__":
 
-    def starve(config: Config, host_fd: int, replica: int) -> Any:
-        return Starved(build(config, host_fd, replica), int(sys.argv[1]), int(sys.argv[2]) * MIB)
+    def starve(*settings: Any) -> Any:
+        return Starved(build(*settings), int(sys.argv[1]), int(sys.argv[2]) * MIB)
 
     sys.exit(serve(sys.argv[3], starve))

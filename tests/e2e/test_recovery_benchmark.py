@@ -1,0 +1,42 @@
+"""The benchmark of recoveries runs from end to end at the size of a test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.recovery.death import Stream
+from benchmarks.recovery.sizes import TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_silence_after_a_kill_is_the_longest_that_ends_behind_it() -> None:
+    stream = Stream(at=[0.0, 1.0, 5.0, 5.5, 6.0, 9.0, 9.1])
+    assert stream.pause_s(6.1) == (3.0, pytest.approx(2.9))
+    assert stream.pause_s(5.2) == (3.0, pytest.approx(3.8))
+    assert stream.pause_s(0.5) == (4.0, 4.5)
+
+
+@pytest.mark.alone
+def test_a_worker_that_is_killed_under_load_is_replaced_in_time_and_finds_its_prefixes_on_the_host(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "recovery.json"
+    command = [sys.executable, "-m", "benchmarks.recovery", str(out), "test", "--tiny"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    (found,) = result["rounds"]
+    phases = found["phases"]
+    assert {"detect", "exit", "start process", "load weights", "first token"} <= phases.keys()
+    assert found["total_s"] == pytest.approx(sum(phases.values()), abs=0.1)
+    assert found["first_new_token_s"] <= TINY.bar_s
+    assert found["replayed_requests"] == TINY.streams
+    assert found["host_share"] >= result["bars"]["host_share"]
+    assert result["supervision"]["ticks"] > 0
+    assert 0 <= result["supervision"]["share"] < 0.1
