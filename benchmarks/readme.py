@@ -91,6 +91,7 @@ def rows() -> list[tuple[str, str, str]]:
         ("the same, every page written through to the host", ", ".join(plans[2:]), source(planner)),
         ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
         *heads(),
+        *recovery(),
         *tiers(),
         *gpu(),
         (
@@ -124,6 +125,27 @@ def heads() -> list[tuple[str, str, str]]:
             source(speed),
         ),
     ]
+
+
+def recovery() -> list[tuple[str, str, str]]:
+    """Returns the rows about workers that die."""
+    rows = []
+    for path in sorted(RESULTS.glob("recovery*.json")):
+        run = result(path.stem)
+        median, bars, load = run["median"], run["bars"], run["load"]
+        seconds, hits, share = median["without_weights_s"], median["host_share"], run["supervision"]["share"]
+        settings = run["settings"]
+        rows.append(
+            (
+                f"{settings.get('shape', settings.get('model'))}, worker killed under {load['streams']} streams: first new token, "
+                "weights not counted; replayed tokens from the host; supervision and ledger of the CPU time meanwhile",
+                f"{seconds:.1f} s (≤ {bars['without_weights_s']:g}{missed(seconds <= bars['without_weights_s'])}); "
+                f"{hits:.2f} (≥ {bars['host_share']}{missed(hits >= bars['host_share'])}); "
+                f"{share:.2%} (≤ {bars['supervision_share']:.0%}{missed(share <= bars['supervision_share'])})",
+                source(run),
+            )
+        )
+    return rows
 
 
 def tiers() -> list[tuple[str, str, str]]:

@@ -97,10 +97,10 @@ async def info_of(http: httpx.AsyncClient) -> dict[str, Any]:
 async def until_graphs(http: httpx.AsyncClient, dead: int, killed: float) -> float | None:
     """Waits for a successor that ran steps; returns the seconds until one was a graph, None where there are none."""
     while True:
-        (worker,) = (await info_of(http))["workers"]
-        gate = worker["stats"]["graph_gate"]
-        if worker["incarnation"] > dead and gate:
-            return time.monotonic() - killed if "replay" in gate else None
+        for worker in (await info_of(http))["workers"]:  # none is shown before it is ready
+            gate = worker["stats"]["graph_gate"]
+            if worker["incarnation"] > dead and gate:
+                return time.monotonic() - killed if "replay" in gate else None
         await asyncio.sleep(LOOK_S)
 
 

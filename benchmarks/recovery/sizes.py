@@ -73,7 +73,7 @@ SMALL = Sizes(
     before=64,
     rounds=3,
     bar_s=8.0,
-    load_s=10.0,
+    load_s=20.0,
 )
 TINY = Sizes(
     settings=NANO_SETTINGS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ async def watch(sizes: Sizes) -> dict[str, Any]:
         command = (sys.executable, "-m", "benchmarks.recovery.sampled_scheduler", str(out))
         client = await EngineClient.start(config_of(sizes), command=command)
         pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
+        os.kill(client.started.scheduler_pid, signal.SIGUSR2)
         before, own = [cpu_s(pid) for pid in pids], time.process_time()
         await asyncio.gather(*(talk(client, sizes, index) for index in range(sizes.streams)))
         used = [cpu_s(pid) - first for pid, first in zip(pids, before, strict=True)]
