@@ -1,4 +1,4 @@
-"""Runs at start, once each, what steps without a graph may need compiled or loaded: else a request would wait for it."""
+"""Runs at start, once each, what steps without a graph may need compiled: else a request would wait for the compiler."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of rows that attention takes as short ones, in any group of query heads: each next power of two once."""
 LONG = 2 * WIDTHS[-1]
 """Tokens of a row that is never short, in which drafts are not either."""
-NUM_BATCHES = 10
-"""Numbers of rows that are tried: libraries choose kernels of products by their size, and load each at its first use. On an
-H200 20 products of new sizes took 27 ms."""
 
 _DRAWINGS = {
     Drawing.GREEDY: SamplingParams(seed=0, temperature=0.0),
@@ -64,15 +61,14 @@ def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: i
     """
     num_steps, max_rows = 0, rows.page_table.shape[0] - 1
     with torch.inference_mode():
-        for step, num_propose, drawings in _steps(rows.max_len, num_draft, max_rows):
+        for step, num_propose in _steps(rows.max_len, num_draft):
             step = step[:max_rows]
             num_new = [row.num_new for row in step]
             if sum(num_new) > max_batched_tokens or max(num_new) >= rows.max_len:
                 continue
             cells = [(row.known, row.num_draft, row.max_len or row.num_new) for row in step]
             known, drafts, bounds = np.array(cells, dtype=np.int32).T
-            for drawing in drawings:
-                sampling = _DRAWINGS[drawing]
+            for drawing, sampling in _DRAWINGS.items():
                 plan = plan_without_pages(known, drafts, bounds, num_propose, sampling)
                 rows.apply(plan)
                 ran = runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF, sampling=drawing.value))
@@ -81,18 +77,8 @@ def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: i
     return num_steps
 
 
-def _steps(max_len: int, num_draft: int, max_rows: int) -> Iterator[tuple[list[_Row], int, tuple[Drawing, ...]]]:
-    """The rows of each step, the drafts to propose behind it, and how its tokens are drawn."""
-    for step, num_propose in _kinds(max_len, num_draft):
-        yield step, num_propose, tuple(_DRAWINGS)
-    every = max(1, max_rows // NUM_BATCHES)
-    for drafts in range(num_draft + 1):
-        for num_rows in range(every, max_rows + 1, every):
-            yield [_Row(1, drafts, max_len)] * (num_rows - 1) + [_Row(2)], drafts, (Drawing.GREEDY,)
-
-
-def _kinds(max_len: int, num_draft: int) -> Iterator[tuple[list[_Row], int]]:
-    """Steps of few rows, of every kind."""
+def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_Row], int]]:
+    """The rows of each step, and the drafts to propose behind it."""
     for width in WIDTHS:
         yield [_Row(width)], num_draft
         yield [_Row(width), _Row(1)], 0

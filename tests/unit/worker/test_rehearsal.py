@@ -92,16 +92,5 @@ def test_rows_with_drafts_and_without_stand_side_by_side(spec: str) -> None:
     with subject.llm:
         rehearse_steps(watched, subject.executor._rows, max_batched_tokens=64, num_draft=3)  # type: ignore[arg-type]
     verified = [plan.num_draft.tolist() for plan in watched.plans if plan.num_draft.any()]
-    assert verified[:6] == [[drafts, 0] for drafts in (1, 2, 3) for _ in range(2)]
+    assert verified == [[drafts, 0] for drafts in (1, 2, 3) for _ in range(2)]
     assert set(watched.proposed) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("num_draft", [0, 2])
-def test_batches_of_many_sizes_are_run_with_every_number_of_drafts(folder: Path, num_draft: int) -> None:
-    """What draws and drafts behind a step is no graph where its rows differ, and has any number of rows then."""
-    engine = make(folder, 150, 30)
-    watched = Watched(engine.runners)
-    rehearse_steps(watched, engine.rows, max_batched_tokens=999, num_draft=num_draft)  # type: ignore[arg-type]
-    for drafts in range(num_draft + 1):
-        sizes = [plan.rows.size for plan in watched.plans if plan.num_draft[0] == plan.num_draft.max() == drafts]
-        assert set(sizes) >= set(range(3, 31, 3))
