@@ -12,6 +12,7 @@ from hiserve.errors import RequestError
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 64
 MAX_STOPS = 16
+MAX_STOP_CHARS = 4096
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -94,7 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         n: Choices to generate for one prompt, 1 to 64. Each has random numbers of its own.
         max_tokens: Tokens to generate at most; None means up to the context limit.
         min_tokens: End and stop tokens cannot be chosen before this many; stop texts do not count before.
-        stop: Texts that end the reply; the reply ends before them. At most 16.
+        stop: Texts that end the reply; the reply ends before them. At most 16, of 4,096 characters each.
         stop_token_ids: Tokens that end the reply, like its end tokens. At most 64.
         include_stop_str_in_output: Leave the stop text or token in the reply's text.
         skip_special_tokens: Leave special tokens out of the text.
@@ -144,6 +145,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise RequestError(f"{name} has {number} entries; the most is {most}.", param=name)
         if not all(self.stop):
             raise RequestError("stop has an empty text; leave it out.", param="stop")
+        if (number := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:
+            raise RequestError(f"stop has a text of {number} characters; the most is {MAX_STOP_CHARS}.", param="stop")
         if not all(-100 <= bias <= 100 for bias in (self.logit_bias or {}).values()):
             raise RequestError("logit_bias must be between -100 and 100 for every token.", param="logit_bias")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

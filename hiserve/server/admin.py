@@ -15,7 +15,7 @@ from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError
 from hiserve.messages.types import Status, WorkerFacts
 from hiserve.server.auth import Auth, tag_of
-from hiserve.server.fields import Fields, parse_body
+from hiserve.server.fields import MAX_NAME_CHARS, Fields, parse_body
 from hiserve.server.gate import Gate
 from hiserve.server.shapes import ServedModel, json_response
 
@@ -119,7 +119,7 @@ class AdminRoutes:
         anyone's, and ``abort_all`` ends all requests.
         """
         fields = Fields(parse_body(await request.body()))
-        rid = fields.text("rid") or ""
+        rid = fields.text("rid", most=MAX_NAME_CHARS) or ""
         is_for_all = fields.flag("abort_all")
         if is_for_all:
             self._auth.require_admin(request)

@@ -10,6 +10,7 @@ from hiserve.config import MAX_INT32
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.text.chat import check_text
 
+MAX_NAME_CHARS = 1024
 _MAX_INT64 = 2**63 - 1
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 
@@ -94,13 +95,20 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def text(self, name: str) -> str | None:
-        """Reads a string of valid Unicode."""
+    def text(self, name: str, *, most: int | None = None) -> str | None:
+        """Reads a string of valid Unicode.
+
+        Args:
+            name: The field.
+            most: Characters at most; None leaves the length to the caller.
+        """
         value = self.values.get(name)
         if value is None:
             return None
         if not isinstance(value, str):
             raise self.wrong(name, "a string")
+        if most is not None and len(value) > most:
+            raise self.wrong(name, f"at most {most} characters long")
         check_text(value, self._prefix + name)
         return value
 

@@ -10,7 +10,7 @@ from hiserve.config import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.server.fields import Fields
+from hiserve.server.fields import MAX_NAME_CHARS, Fields
 from hiserve.server.known_fields import SAMPLING, check_fields
 from hiserve.server.prompt_fields import MAX_CHOICES, MAX_PROMPTS, parse_prompt
 from hiserve.server.sampling_fields import parse_sampling
@@ -113,7 +113,7 @@ def parse_native(
         is_list=is_batch or num_choices > 1,
         is_stream=fields.flag("stream"),
         has_texts=fields.flag("return_text_in_logprobs"),
-        salt=fields.text("cache_salt") or "",
+        salt=fields.text("cache_salt", most=MAX_NAME_CHARS) or "",
         priority=fields.integer("priority", least=-MAX_INT32) or 0,
     )
 
@@ -201,5 +201,5 @@ def _parse_one(
         keeps_tokens=max_tokens != 0,
         is_default_length=is_default,
         first_scored=first_scored,
-        rid=fields.text("rid") or None,
+        rid=fields.text("rid", most=MAX_NAME_CHARS) or None,
     )

@@ -10,7 +10,7 @@ from hiserve.config import MAX_INT32
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server import known_fields
-from hiserve.server.fields import Fields
+from hiserve.server.fields import MAX_NAME_CHARS, Fields
 from hiserve.server.sampling_fields import parse_sampling
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -103,9 +103,9 @@ def parse_options(
         num_prompt_top=num_prompt_top,
         truncate_prompt_tokens=_truncate_prompt_tokens(fields),
         add_special_tokens=fields.flag("add_special_tokens", True),
-        salt=fields.text("cache_salt") or "",
+        salt=fields.text("cache_salt", most=MAX_NAME_CHARS) or "",
         priority=fields.integer("priority", least=-MAX_INT32) or 0,
-        rid=fields.text("rid"),
+        rid=fields.text("rid", most=MAX_NAME_CHARS),
         is_stream=fields.flag("stream"),
         has_usage=stream_options.flag("include_usage"),
         has_running_usage=stream_options.flag("continuous_usage_stats"),

@@ -6,16 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from hiserve.config import MAX_INT32
-from hiserve.core.request import LENGTHS, MAX_LOGPROBS, NOT_ZERO, RANGES, SamplingParams
+from hiserve.core.request import LENGTHS, MAX_LOGPROBS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams
 from hiserve.server import known_fields
+from hiserve.server.fields import MAX_NAME_CHARS
 from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING, PER_PROMPT
 from hiserve.server.prompt_fields import MAX_PROMPTS
 from hiserve.server.tokens import DETOKENIZE, TOKENIZE
-from hiserve.text.chat import MAX_MESSAGES, MAX_TOOLS, ROLES
+from hiserve.text.chat import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ROLES
 
 Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
+NAME: Schema = {"type": "string", "maxLength": MAX_NAME_CHARS}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 NULL: Schema = {"type": "null"}
@@ -75,7 +77,7 @@ def request_bodies(vocab_size: int, *, spec_steps: int, is_strict: bool) -> dict
 
     chat = fields | {"logprobs": FLAG, "max_tokens": whole(1)}
     completion = fields | {"logprobs": either(whole(0, MAX_LOGPROBS), {"const": False})}
-    one_request = {"required": ["rid"], "properties": {"rid": {"type": "string", "minLength": 1}}}
+    one_request = {"required": ["rid"], "properties": {"rid": NAME | {"minLength": 1}}}
     all_requests = {"required": ["abort_all"], "properties": {"abort_all": {"const": True}}}
     native = fields | _native_fields(vocab_size, body(NATIVE_SAMPLING, fields))
     return {
@@ -84,7 +86,7 @@ def request_bodies(vocab_size: int, *, spec_steps: int, is_strict: bool) -> dict
         "GenerateRequest": body(GENERATE, native) | _one_of("text", "input_ids"),
         "TokenizeRequest": body(TOKENIZE, fields | {"prompt": TEXT}) | _one_of("prompt", "messages"),
         "DetokenizeRequest": body(DETOKENIZE, fields | {"tokens": list_of(_token(vocab_size))}, ["tokens"]),
-        "AbortRequest": filled({"rid": TEXT, "abort_all": FLAG}) | either(one_request, all_requests),
+        "AbortRequest": filled({"rid": NAME, "abort_all": FLAG}) | either(one_request, all_requests),
     }
 
 
@@ -110,7 +112,7 @@ def _sampling(vocab_size: int, spec_steps: int) -> dict[str, Schema]:
         if name in NOT_ZERO:
             schema = {"type": "number", "exclusiveMinimum": 0, "maximum": most}
         schemas[name] = schema
-    text = {"type": "string", "minLength": 1}
+    text = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
     by_token = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
     schemas |= {
         "stop": either(text, list_of(text, most=LENGTHS["stop"])),
@@ -135,7 +137,7 @@ def _fields(vocab_size: int, spec_steps: int) -> dict[str, Schema]:
     return _sampling(vocab_size, spec_steps) | {
         "add_generation_prompt": FLAG,
         "add_special_tokens": FLAG,
-        "cache_salt": TEXT,
+        "cache_salt": NAME,
         "chat_template_kwargs": OBJECT,
         "continue_final_message": FLAG,
         "documents": list_of(OBJECT),
@@ -148,7 +150,7 @@ def _fields(vocab_size: int, spec_steps: int) -> dict[str, Schema]:
         "prompt": either(text, tokens, list_of(text, least=1, most=MAX_PROMPTS), list_of(tokens, least=1)),
         "return_token_ids": FLAG,
         "return_token_strs": FLAG,
-        "rid": TEXT,
+        "rid": NAME,
         "stream": FLAG,
         "stream_options": filled({"include_usage": FLAG, "continuous_usage_stats": FLAG}),
         "tools": list_of(_tool(), most=MAX_TOOLS),
@@ -161,7 +163,7 @@ def _native_fields(vocab_size: int, sampling_params: Schema) -> dict[str, Schema
     text = {"type": "string", "minLength": 1}
     singles: dict[str, Schema] = {
         "sampling_params": sampling_params,
-        "rid": TEXT,
+        "rid": NAME,
         "return_logprob": FLAG,
         "logprob_start_len": whole(-1),
         "top_logprobs_num": whole(0, MAX_LOGPROBS),
@@ -176,8 +178,9 @@ def _native_fields(vocab_size: int, sampling_params: Schema) -> dict[str, Schema
 
 def _message() -> Schema:
     part = filled({"type": {"const": "text"}, "text": TEXT}, required=["type", "text"])
-    content = either(TEXT, list_of(part, least=1))
-    return filled({"role": {"enum": list(ROLES)}, "content": content, "name": TEXT}, required=["role", "content"])
+    content = either(TEXT, list_of(part, least=1, most=MAX_PARTS))
+    fields = {"role": {"enum": list(ROLES)}, "content": content, "name": TEXT}
+    return filled(fields, required=["role", "content"]) | {"maxProperties": MAX_FIELDS}
 
 
 def _tool() -> Schema:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from hiserve.config import MAX_INT32
 from hiserve.errors import RequestError
 from hiserve.server.auth import namespace_of
-from hiserve.server.fields import Fields, check_model, parse_body
+from hiserve.server.fields import MAX_NAME_CHARS, Fields, check_model, parse_body
 from hiserve.server.known_fields import CONVERSATION, check_fields
 from hiserve.server.logprobs import token_text
 from hiserve.server.prompt_fields import parse_prompt
@@ -19,6 +19,9 @@ from hiserve.text.chat import parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 
+# What is worked on at once: others wait meanwhile. Encoding so much takes a second or two of a thread, decoding 0.05 s.
+MAX_CHARS = 4 * 2**20
+MAX_TOKENS = 2**18
 TOKENIZE = CONVERSATION | {"add_special_tokens", "cache_salt", "model", "prompt", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens"})
 
@@ -62,16 +65,22 @@ class TokenRoutes:
         return router
 
     async def tokenize(self, request: Request) -> Response:
-        """Returns the token ids of ``prompt``, or those that a chat completion of ``messages`` would be given."""
+        """Returns the token ids of ``prompt``, or those that a chat completion of ``messages`` would be given.
+
+        They may be more than fit the context.
+        """
         body = await self._read(request, TOKENIZE)
         fields = Fields(body)
         adds_special, has_strings = fields.flag("add_special_tokens", True), fields.flag("return_token_strs")
-        text = fields.text("prompt")
+        text = fields.text("prompt", most=MAX_CHARS)
         if fields.has("messages") == (text is not None):
             raise RequestError("give either prompt or messages.", param="prompt")
         if text is None:
-            namespace = namespace_of(request, fields.text("cache_salt"))
-            encoding = self._prompts.encode_chat(parse_chat(body), namespace=namespace, max_tokens=MAX_INT32)
+            namespace = namespace_of(request, fields.text("cache_salt", most=MAX_NAME_CHARS))
+            chat = parse_chat(body)
+            if chat.num_chars > MAX_CHARS:
+                raise fields.wrong("messages", f"at most {MAX_CHARS} characters long")
+            encoding = self._prompts.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32)
         else:
             encoding = self._prompts.encode_text(text, max_tokens=MAX_INT32, add_special_tokens=adds_special)
         ids = (await unless_gone(request.receive, encoding)).tolist()
@@ -82,12 +91,14 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of ``tokens``, special tokens as they are spelled."""
         body = await self._read(request, DETOKENIZE)
-        tokens = body.get("tokens")
+        fields, tokens = Fields(body), body.get("tokens")
         if tokens == []:
             return json_response({"prompt": ""})
         ids = parse_prompt(tokens, vocab_size=self._model.vocab_size, param="tokens")
         if isinstance(ids, str):
             raise RequestError("tokens must be a list of token ids.", param="tokens")
+        if len(ids) > MAX_TOKENS:
+            raise fields.wrong("tokens", f"a list of at most {MAX_TOKENS} token ids")
         return json_response({"prompt": self._prompts.detokenize(ids.tolist())})
 
     async def tokenizer_info(self) -> Response:

@@ -19,6 +19,8 @@ NOT_SERVED = {
 }
 PLAIN_FIELDS = ("name", "tool_call_id", "reasoning_content")
 MAX_MESSAGES = 16_384
+MAX_PARTS = 16_384  # of the content of one message
+MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
 # Of an object that a client passes through to the template.
 MAX_DEPTH = 32
@@ -112,6 +114,8 @@ def parse_messages(value: Any) -> list[Message]:
 def _parse_message(value: Any, where: str) -> Message:
     if not isinstance(value, dict):
         raise RequestError(f"{where} must be an object with role and content.", param=where)
+    if len(value) > MAX_FIELDS:
+        raise RequestError(f"{where} has {len(value)} fields; the most is {MAX_FIELDS}.", param=where)
     role = value.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
@@ -140,6 +144,8 @@ def _parse_content(value: Any, where: str) -> str:
         return value
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} must be a string or a list of text parts.", param=where)
+    if len(value) > MAX_PARTS:
+        raise RequestError(f"{where} has {len(value)} parts; the most is {MAX_PARTS}.", param=where)
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None

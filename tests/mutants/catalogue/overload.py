@@ -186,4 +186,33 @@ MUTANTS = [
         new="        if False:  # all",
         test="tests/unit/messages/test_strangers.py::test_a_question_of_many_frames_is_not_sent_back_with_every_batch",
     ),
+    # --- what a request may hold ---
+    Mutant(
+        name="a stop text is as long as you like",
+        file="hiserve/core/request.py",
+        old="if (number := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS:",
+        new="if False:",
+        test="tests/unit/server/test_input_limits.py::test_too_much_is_refused_by_the_name_of_its_field",
+    ),
+    Mutant(
+        name="a name is as long as you like",
+        file="hiserve/server/fields.py",
+        old="if most is not None and len(value) > most:",
+        new="if False:",
+        test="tests/unit/server/test_input_limits.py::test_too_much_is_refused_by_the_name_of_its_field",
+    ),
+    Mutant(
+        name="a message has as many fields as you like",
+        file="hiserve/text/chat.py",
+        old="if len(value) > MAX_FIELDS:",
+        new="if False:",
+        test="tests/unit/server/test_input_limits.py::test_so_is_too_much_in_a_message",
+    ),
+    Mutant(
+        name="a long text holds the interpreter",
+        file="hiserve/text/tokenizer.py",
+        old="(encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)",
+        new="encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)",
+        test="tests/unit/text/test_tokenizer.py::test_a_long_text_does_not_hold_other_threads_up",
+    ),
 ]

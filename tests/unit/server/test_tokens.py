@@ -56,7 +56,7 @@ async def test_tokens_are_shown_as_they_are_spelled(server: Server) -> None:
     ] == "<|end|><|end|>the 🙃"
 
 
-async def test_counting_needs_no_engine_and_no_limit_but_the_size_of_the_body() -> None:
+async def test_counting_needs_no_engine_and_goes_beyond_the_context() -> None:
     made = make_server(FakeEngineClient(script=lambda prompt: reply_script()))
     reply = (await made.post("/tokenize", {"prompt": "the token " * 1000})).json
     assert reply["count"] > reply["max_model_len"] == 256

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +101,18 @@ def test_stored_truncation_and_padding_do_not_apply() -> None:
 def test_only_tokenizers_that_add_nothing_in_front_are_concatenative() -> None:
     assert tiny_text.byte_level().is_concatenative
     assert not tiny_text.byte_fallback().is_concatenative
+
+
+def test_a_long_text_does_not_hold_other_threads_up() -> None:
+    tokenizer = tiny_text.byte_level()
+    text = "hello there, my friend. " * 40_000
+    with ThreadPoolExecutor(1) as threads:
+        begin = last = time.monotonic()
+        encoding = threads.submit(tokenizer.encode, text, add_special_tokens=False)
+        longest_s = 0.0
+        while not encoding.done():
+            time.sleep(0.001)
+            now = time.monotonic()
+            longest_s, last = max(longest_s, now - last), now
+    assert longest_s < 0.6 * (last - begin), f"{longest_s:.2f} s of {last - begin:.2f} s nobody else ran"
+    assert tokenizer.decode(encoding.result(), skip_hidden=False) == text
