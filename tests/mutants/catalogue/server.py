@@ -296,7 +296,7 @@ MUTANTS = [
     Mutant(
         name="an engine that is not running counts as ready",
         file=GATE,
-        old='return None if self._engine.is_ready else "the engine is not running"',
+        old='return None if self._engine.is_ready else self._engine.trouble or "the engine is not running"',
         new="return None",
         test=OF_ERRORS + "test_readiness_follows_the_engine",
     ),

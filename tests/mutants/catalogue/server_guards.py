@@ -117,13 +117,6 @@ MUTANTS = [
         test=T + "test_health.py",
     ),
     Mutant(
-        name="an idle worker seems to hang",
-        file=METRICS,
-        old=" or not stats.running + stats.waiting",
-        new="",
-        test=T + "test_metrics.py::test_the_age_of_the_last_step_grows_only_while_a_worker_with_requests_stands_still",
-    ),
-    Mutant(
         name="what a client sent becomes a label",
         file=APP,
         old='getattr(scope.get("route"), "path", NO_ROUTE)',
