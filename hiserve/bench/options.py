@@ -276,9 +276,9 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     faults: Annotated[
         tuple[Fault, ...],
         about(
-            "What strikes a server that was started here: kill-worker and kill-scheduler (SIGKILL), hang-worker (SIGSTOP), "
-            "flip-host and flip-store (a bit of cached pages; --cache-verify all, --store); the default is all that the "
-            "settings allow."
+            "What strikes a server that was started here: kill-worker and kill-scheduler (SIGKILL), hang-worker (SIGSTOP; "
+            "--step-timeout-s), flip-host and flip-store (a bit of cached pages; --cache-verify all, --store); the "
+            "default is all that the settings allow."
         ),
     ] = ()
     fault_every: Annotated[

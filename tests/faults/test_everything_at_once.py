@@ -22,8 +22,9 @@ pytestmark = pytest.mark.alone
 
 LONG_S = 2000.0
 SEED = 90
-# A step that is a worker's last one; a disk that fails and lies.
-BROKEN = "tests.faults.worker fatal={low}:{high},failing=0.02,lying=0.02"
+# A step that is a worker's last one; a disk that fails and lies; for long also a worker that hangs, or gets no memory.
+BROKEN = "tests.faults.worker fatal=15:45,failing=0.02,lying=0.02"
+BROKEN_LATER = "tests.faults.worker fatal=1000:6000,hang=2000:8000,starved=500:3000,failing=0.02,lying=0.02"
 SHORT = Soak(
     duration=11,
     users=5,
@@ -37,7 +38,7 @@ SHORT = Soak(
     burst_size=100,
     burst_every=4,
     faults=("kill-worker", "flip-host", "flip-store"),
-    fault_every=0.3,
+    fault_every=0.8,
     seed=SEED,
 )
 LONG = msgspec.structs.replace(
@@ -67,6 +68,7 @@ def config(folder: Path) -> Config:
         kv_canary=True,
         store=f"file:{folder}/store",
         store_gib=0.05,
+        step_timeout_s=5,
         log_level="warning",
     )
 
@@ -81,7 +83,7 @@ def survive(folder: Path, options: Soak, worker: str) -> SoakOutcome:
 
 
 def test_everything_at_once(tmp_path: Path) -> None:
-    found = survive(tmp_path, SHORT, BROKEN.format(low=40, high=90)).figures
+    found = survive(tmp_path, SHORT, BROKEN).figures
     assert not found.violations
     kills = sum(fault.fault == "kill-worker" for fault in found.faults)
     assert found.num_processes["worker"] > 1 + kills, "no worker broke by itself"
@@ -93,7 +95,7 @@ def test_everything_at_once(tmp_path: Path) -> None:
 @pytest.mark.timeout(2 * LONG_S)
 def test_everything_at_once_for_long(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     seconds = request.config.getoption("--soak-seconds")
-    outcome = survive(tmp_path, msgspec.structs.replace(LONG, duration=seconds), BROKEN.format(low=2000, high=6000))
+    outcome = survive(tmp_path, msgspec.structs.replace(LONG, duration=seconds), BROKEN_LATER)
     found = outcome.figures
     path = request.config.getoption("--soak-result")
     if path is not None:

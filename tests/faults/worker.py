@@ -1,6 +1,7 @@
 """A real worker in which something breaks: ``python -m tests.faults.worker NAME=VALUE,... ENDPOINT``.
 
-``fatal=LOW:HIGH``: a step between these raises what a dead device raises; ``hang=LOW:HIGH``: it never ends.
+``fatal=LOW:HIGH``: a step between these raises what a dead device raises; ``hang=LOW:HIGH``: it never ends;
+``starved=LOW:HIGH``: from it on the kernel refuses more memory.
 ``lying=SHARE``, ``failing=SHARE``, ``stall_s=SECONDS``: of what the disk of a store does. ``lives=N``: only the first N
 workers break; those after them are sound.
 """
@@ -23,6 +24,9 @@ from hiserve.core.choices import Choices
 from hiserve.worker.loop import Engine
 from hiserve.worker.process import build as build_worker
 from hiserve.worker.service import serve
+from tests.faults.starved import MIB, Starved
+
+SPARE = 8 * MIB
 
 
 class Disk:
@@ -83,10 +87,13 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
 
     def build_broken(config: Config, host_fd: int, replica: int, choices: Choices) -> Any:
         engine = build_worker(config, host_fd, replica, choices)
-        for how in wanted.keys() & {"fatal", "hang"}:
+        broken_engine: Any = engine
+        for how in sorted(wanted.keys() & {"fatal", "hang", "starved"}):
             low, high = map(int, wanted[how].split(":"))
-            return Breaking(engine, int(rng.integers(low, high + 1)), how)
-        return engine
+            step = int(rng.integers(low, high + 1))
+            starved = how == "starved"
+            broken_engine = Starved(broken_engine, step, SPARE) if starved else Breaking(broken_engine, step, how)
+        return broken_engine
 
     return serve(endpoint, build_broken)
 

@@ -42,12 +42,13 @@ class Blow(NamedTuple):
     victim: int = 0
 
 
-def possible(config: Config, wanted: tuple[Fault, ...]) -> list[Fault]:
+def possible(config: Config, wanted: tuple[Fault, ...], recovery_limit_s: float) -> list[Fault]:
     """Returns the faults to strike with.
 
     Args:
         config: The server's settings.
         wanted: Empty for all that its settings allow.
+        recovery_limit_s: Longest time that a recovery may take.
 
     Raises:
         ConfigError: The settings do not allow one of them: it would not be noticed, or has nothing to strike.
@@ -57,6 +58,8 @@ def possible(config: Config, wanted: tuple[Fault, ...]) -> list[Fault]:
         reasons["flip-host"] = "needs a host cache that is checked whenever it is read: --cache-verify all"
     if config.cache.store is None:
         reasons["flip-store"] = "needs --store"
+    if not 0 < config.scheduler.step_timeout_s < recovery_limit_s:
+        reasons["hang-worker"] = "needs a server that notices in time: --step-timeout-s, less than --recovery-limit"
     for fault in wanted:
         if fault in reasons:
             raise ConfigError(f"--faults {fault} {reasons[fault]}.", param="faults")

@@ -62,7 +62,7 @@ async def soak(config: Config, options: Soak, progress: Progress, program: Seque
     Raises:
         HiserveError: The options, or the server, do not do.
     """
-    faults = possible(config, options.faults) if options.url is None else []
+    faults = possible(config, options.faults, options.recovery_limit) if options.url is None else []
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(start(config, program)) if options.url is None else None
         url = options.url or (server.url if server is not None else "")

@@ -20,6 +20,7 @@ from hiserve.cache.pools.segment import Segment, SegmentLayout
 from hiserve.config import Config, make_config
 from hiserve.errors import ConfigError
 
+LIMIT_S = 60.0
 RNG = np.random.default_rng(3)
 
 
@@ -36,16 +37,20 @@ def config(**settings: object) -> Config:
 
 
 def test_the_settings_say_what_can_strike(tmp_path: Path) -> None:
-    signals = ["kill-worker", "hang-worker", "kill-scheduler"]
-    assert possible(make_config(), ()) == signals
-    assert possible(config(), ()) == [*signals, "flip-host"]
-    assert possible(config(store=f"file:{tmp_path}"), ()) == [*signals, "flip-host", "flip-store"]
-    assert possible(config(), ("flip-host",)) == ["flip-host"]
+    kills, store = ["kill-worker", "kill-scheduler"], f"file:{tmp_path}"
+    assert possible(make_config(), (), LIMIT_S) == kills
+    assert possible(config(), (), LIMIT_S) == [*kills, "flip-host"]
+    assert possible(config(store=store), (), LIMIT_S) == [*kills, "flip-host", "flip-store"]
+    assert possible(make_config(step_timeout_s=5), (), LIMIT_S) == ["kill-worker", "hang-worker", "kill-scheduler"]
+    assert possible(config(), ("flip-host",), LIMIT_S) == ["flip-host"]
+    for late in (0, LIMIT_S, 300):
+        with pytest.raises(ConfigError, match="--step-timeout-s"):
+            possible(make_config(step_timeout_s=late), ("hang-worker",), LIMIT_S)
     for unnoticed in (make_config(host_cache_gib=0.05), make_config(host_cache_gib=0, cache_verify="all")):
         with pytest.raises(ConfigError, match="--cache-verify all"):
-            possible(unnoticed, ("kill-worker", "flip-host"))
+            possible(unnoticed, ("kill-worker", "flip-host"), LIMIT_S)
     with pytest.raises(ConfigError, match="needs --store"):
-        possible(config(), ("flip-store",))
+        possible(config(), ("flip-store",), LIMIT_S)
 
 
 @pytest.mark.parametrize(("fault", "role"), [("kill-worker", "worker"), ("kill-scheduler", "scheduler")])
