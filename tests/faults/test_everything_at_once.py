@@ -1,6 +1,7 @@
 """Everything at once: a loaded server, struck from outside by a soak and broken from inside by its own workers.
 
-``make test-long`` does it for longer than half an hour and leaves what it found in ``--soak-result``.
+``make test-long`` does it for longer than half an hour. ``pytest -m long tests/faults/test_everything_at_once.py`` takes
+``--soak-seconds`` and ``--soak-result``, a file for what was found (benchmarks/results/soak.json).
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ def test_everything_at_once(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(2 * LONG_S)
 def test_everything_at_once_for_long(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    seconds = request.config.getoption("--soak-seconds")
+    seconds = request.config.getoption("--soak-seconds", LONG_S)
     outcome = survive(tmp_path, msgspec.structs.replace(LONG, duration=seconds), BROKEN_LATER)
     found = outcome.figures
-    path = request.config.getoption("--soak-result")
+    path = request.config.getoption("--soak-result", None)
     if path is not None:
         content = about("pytest -m long tests/faults/test_everything_at_once.py", "hiserve bench soak")
         content |= {"config": config(Path("DIR")), "server": outcome.target, "soak": found}
