@@ -125,6 +125,14 @@ MUTANTS = [
         test="tests/unit/worker/test_costs.py::test_a_step_that_did_not_run_tells_nothing_of_prefill",
     ),
     Mutant(
+        name="requests whose load failed are not counted",
+        file=PLANNER,
+        old="            self._containment.lost_loads(len(lost))\n",
+        new="            pass\n",
+        test="tests/unit/worker/test_planner_tiers.py::"
+        "test_what_a_failed_load_gave_to_a_step_that_waited_for_it_is_not_told",
+    ),
+    Mutant(
         name="a copy without memory ends all copies",
         file="hiserve/cache/pools/transfer.py",
         old="attempt(partial(self._carry_out, copy))",

@@ -82,6 +82,18 @@ async def test_verdicts_of_the_gate_are_counted_by_reason_and_never_fall(server:
     assert await after(2, {"replay": {"decode": 1}, "eager": {"rows": 0}}) == [10, 2, 1]
 
 
+async def test_steps_that_found_no_memory_are_counted_by_kind_and_never_fall(server: Server) -> None:
+    async def after(incarnation: int, counts: dict[str, int]) -> float:
+        server.engine.incarnation = incarnation
+        server.engine.stats = WorkerStats(step_faults=counts)
+        return await server.metric("hiserve:step_faults_total", kind="out_of_memory")
+
+    assert await after(1, {"out_of_memory": 2, "load_failed": 1}) == 2
+    assert await after(1, {"out_of_memory": 3, "load_failed": 1}) == 3
+    assert await after(2, {"out_of_memory": 1}) == 4
+    assert await server.metric("hiserve:step_faults_total", kind="load_failed") == 1
+
+
 async def test_metrics_of_an_engine_that_does_not_answer_keep_their_values(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

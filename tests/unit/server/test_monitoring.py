@@ -32,7 +32,9 @@ def board() -> dict[str, Any]:
 async def shown(server: Server) -> set[str]:
     """All series names that ``/metrics`` shows after one good and one bad request, and copies that failed."""
     failed = CopyStats(num_wanted=1, unfulfilled={"broken": 1})
-    server.engine.stats = WorkerStats(cache=CacheStats(loads=failed, misses={"cold": 1}))
+    server.engine.stats = WorkerStats(
+        cache=CacheStats(loads=failed, misses={"cold": 1}), step_faults={"out_of_memory": 1}
+    )
     await server.chat("Hi")
     await server.chat("Hi", temperature=-1)
     lines = (await server.get("/metrics")).text.splitlines()

@@ -12,6 +12,7 @@ from hiserve.core.reuse import CacheUse
 from hiserve.messages.types import Admit
 from hiserve.scheduler.prefix_index import PrefixIndex
 from hiserve.worker import loading
+from hiserve.worker.containment import LOAD_FAILED
 from hiserve.worker.costs import Costs
 from hiserve.worker.loop import Engine
 from tests.helpers.echo import oracle
@@ -143,6 +144,7 @@ def test_what_a_failed_load_gave_to_a_step_that_waited_for_it_is_not_told() -> N
     executor.host.fail_rate = 0.0
     said, _ = run(engine)
     assert (executor.host.num_waits, executor.host.num_failed[CopyKind.LOAD]) == (1, 1)
+    assert engine.stats().step_faults == {LOAD_FAILED: 1}
     assert said == {9: oracle(prompt(21, seed=1), 1)}
 
 
