@@ -18,6 +18,7 @@ from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.gate import MixedGraphs
 from hiserve.runners.rows import DeviceRows
+from hiserve.runners.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +160,7 @@ class MixedRunner:
         capture: Where graphs are captured.
         buckets: Tokens of each graph, ascending.
         max_width: Most tokens of a row that decodes.
+        tail: Computes what follows the last attention.
 
     Attributes:
         failed: Buckets whose capture failed.
@@ -175,9 +177,11 @@ class MixedRunner:
         *,
         buckets: tuple[int, ...],
         max_width: int,
+        tail: Tail,
     ) -> None:
         max_rows, table_width = rows.page_table.shape
         self._model = model
+        self._tail = tail
         self._layers = layers
         self._capture = capture
         self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS)
@@ -251,7 +255,8 @@ class MixedRunner:
         captured.graph.replay()
         mixed = self._out[:num_tokens].flatten(1)
         features = None if captured.features is None else captured.features[:num_tokens]
-        return ForwardOutputs(self._model.logits(mixed, captured.residual, inputs.logits_rows, features), features)
+        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, features)
+        return ForwardOutputs(logits, features)
 
 
 def _spread(q_lens: Int32Array, num_decode: int, first: int, size: int) -> Int32Array:

@@ -16,6 +16,7 @@ from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.gate import PiecewiseGraphs
+from hiserve.runners.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class PiecewiseRunner:
         shape: What it knows of the model.
         capture: Where graphs are captured.
         buckets: Tokens of each set of pieces, ascending.
+        tail: Computes what follows the last attention.
 
     Attributes:
         failed: Buckets whose capture failed.
@@ -115,8 +117,10 @@ class PiecewiseRunner:
         capture: Capture,
         *,
         buckets: tuple[int, ...],
+        tail: Tail,
     ) -> None:
         self._model = model
+        self._tail = tail
         self._layers = layers
         self._attention = attention
         self._capture = capture
@@ -200,7 +204,8 @@ class PiecewiseRunner:
             self._attention.forward(q, k, v, kv, layer, out)
         mixed = out.flatten(1)
         features = None if captured.features is None else captured.features[:num_tokens]
-        return ForwardOutputs(self._model.logits(mixed, captured.residual, inputs.logits_rows, features), features)
+        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, features)
+        return ForwardOutputs(logits, features)
 
 
 def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:

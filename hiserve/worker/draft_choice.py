@@ -43,6 +43,17 @@ class DraftChoice:
         self._counts.chose(num_propose)
         return num_propose
 
+    def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
+        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: those that stand behind them.
+
+        Of rows that all have some, and of which none may have more than the others, the least that one has: it differs
+        where the choice changed while some rows were left out of a step, and rows of one width are one graph.
+        """
+        drafted, most = self._rows.drafted[rows], self._rows.max_draft[rows]
+        if drafted.size and (most == most[0]).all() and (least := drafted.min()):
+            return np.full_like(drafted, least)
+        return drafted
+
     def record(
         self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
     ) -> None:

@@ -277,7 +277,7 @@ class Planner:
             computed=columns.computed[rows],
             limit=columns.limit[rows],
             to_score=columns.to_score(rows),
-            drafted=columns.drafted[rows] if self._num_draft and not self._limits.is_reduced else None,
+            drafted=self._choice.to_verify(rows) if self._num_draft and not self._limits.is_reduced else None,
             max_len=self._max_len,
             budget=self._limits.num_tokens,
         )

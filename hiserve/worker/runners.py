@@ -24,6 +24,7 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
+from hiserve.runners.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +71,12 @@ def make_runners(
     }
     mixed = piecewise = None
     if settings.graphs == "all":
+        tail = Tail(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
             sizes, most = mixed_buckets(max_batched_tokens), max(widths)
-            mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, max_width=most)
-        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=token_buckets(max_batched_tokens))
+            mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, max_width=most, tail=tail)
+        pieces = token_buckets(max_batched_tokens)
+        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, tail=tail)
     is_strict = settings.graph_gate == "strict"
     runners = Dispatch(
         rows, eager, dtype=dtype, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer

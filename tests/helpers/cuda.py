@@ -18,6 +18,7 @@ from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from hiserve.runners.rows import DeviceRows
+from hiserve.runners.tail import Tail
 from hiserve.worker.executor import Executor
 from tests.helpers.attention import NO_PAGE
 from tests.helpers.models import Engine
@@ -26,6 +27,7 @@ from tests.helpers.plans import GREEDY, HandPlanner
 DEVICE = "cuda"
 PAGE, NUM_PAGES, MAX_LEN, MAX_ROWS = 16, 600, 512, 40
 BUCKETS = (1, 2, 4, 8, 16, 32, 40)
+LOGITS = (1, 2, 4)  # steps have more, too
 TOKEN_BUCKETS = (8, 16, 32, 64, 96, 128, 192, 256)
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
 FREE = SamplingParams(temperature=0.8, seed=9)
@@ -104,6 +106,7 @@ def with_pieces(
         subject.shape,
         capture or Capture(subject.rows.device),
         buckets=buckets,
+        tail=Tail(model or subject.model, LOGITS),
     )
     _capture(subject, piecewise=runner)
     return runner
@@ -124,6 +127,7 @@ def with_mixed(
         capture or Capture(subject.rows.device),
         buckets=buckets,
         max_width=max_width,
+        tail=Tail(model or subject.model, LOGITS),
     )
     _capture(subject, mixed=runner)
     return runner

@@ -163,4 +163,25 @@ MUTANTS = [
         new="    mixed = _mixed(",
         test="tests/unit/runners/test_gate.py::test_mixed_steps_whose_capture_failed_or_that_wait_for_layers_go_to_pieces",
     ),
+    Mutant(
+        name="logits are computed of any number of tokens",
+        file="hiserve/runners/tail.py",
+        old="        if more:\n",
+        new="        if False:\n",
+        test="tests/unit/runners/test_tail.py",
+    ),
+    Mutant(
+        name="rows verify all drafts that a changed choice left them",
+        file="hiserve/worker/draft_choice.py",
+        old="            return np.full_like(drafted, least)\n",
+        new="            return drafted\n",
+        test="tests/unit/worker/test_draft_choice.py::test_rows_that_a_choice_left_with_different_drafts_verify_the_least_of_them",
+    ),
+    Mutant(
+        name="requests that want different numbers of drafts verify the least of them",
+        file="hiserve/worker/draft_choice.py",
+        old="drafted.size and (most == most[0]).all() and (least",
+        new="drafted.size and (least",
+        test="tests/unit/worker/test_draft_choice.py::test_rows_that_a_choice_left_with_different_drafts_verify_the_least_of_them",
+    ),
 ]

@@ -84,3 +84,24 @@ def test_nothing_is_chosen_for_a_step_that_draws_nothing() -> None:
     steps.add(1, prompt(7), max_tokens=4)
     first = steps.planner.plan()
     assert first is not None and (first.num_propose, controller.allowed) == (0, [])
+
+
+def with_drafts(drafted: list[int], most: list[int]) -> list[int]:
+    """What rows verify behind which so many drafts stand, of at most so many."""
+    steps = Steps(num_pages=60, num_draft=5)
+    for uid in range(len(drafted)):
+        steps.add(uid + 1, prompt(5, uid), max_tokens=20)
+    steps.planner.plan()
+    columns, choice = steps.planner._rows, steps.planner._choice
+    rows = columns.active
+    columns.drafted[rows], columns.max_draft[rows] = drafted, most
+    return choice.to_verify(rows).tolist()
+
+
+def test_rows_that_a_choice_left_with_different_drafts_verify_the_least_of_them() -> None:
+    """Rows of one width are one graph."""
+    assert with_drafts([3, 1, 5], [5, 5, 5]) == [1, 1, 1]
+    assert with_drafts([3, 3, 3], [5, 5, 5]) == [3, 3, 3]
+    assert with_drafts([3, 0, 5], [5, 5, 5]) == [3, 0, 5]  # a graph is not to be had
+    assert with_drafts([3, 1, 5], [5, 1, 5]) == [3, 1, 5]  # nor for requests that want different numbers
+    assert with_drafts([], []) == []
