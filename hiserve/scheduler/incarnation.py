@@ -104,8 +104,7 @@ class Incarnation:
         if self.ready is None:
             age_s = now_s - self.born_s
             return f"was not ready after {age_s:.0f} s" if age_s > MAX_START_S else ""
-        still_s = self.still_s(now_s)
-        if not max_still_s or still_s <= max_still_s:
+        still_s, num_requests = self.still_s(now_s), self.stats.running + self.stats.waiting
+        if not max_still_s or still_s <= (max_still_s if num_requests else max(max_still_s, RECENT_S)):
             return ""
-        num_requests = self.stats.running + self.stats.waiting
         return f"ended no step for {still_s:.1f} s; by its last word it had {num_requests} requests"

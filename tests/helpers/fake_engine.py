@@ -14,7 +14,7 @@ import numpy as np
 
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.config import Config, known
-from hiserve.core.choices import Choices
+from hiserve.core.choices import NO_CHOICES, Choices
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
@@ -66,9 +66,12 @@ class _Request:
 
 
 class FakeEngine:
-    """One token per running request and step; the scores of a prompt take a step before."""
+    """One token per running request and step; the scores of a prompt take a step before.
 
-    def __init__(self, config: Config, step_s: float = STEP_S) -> None:
+    It chooses one more than its forerunner.
+    """
+
+    def __init__(self, config: Config, step_s: float = STEP_S, choices: Choices = NO_CHOICES) -> None:
         self._page_size = config.cache.page_size
         self._max_running = known(config.scheduler.max_running_requests)
         self._step_s = step_s
@@ -85,6 +88,7 @@ class FakeEngine:
             page_size=self._page_size,
             namespace=self._namespace,
             startup_s={"build": 0.0},
+            choices=Choices(free_bytes=choices.free_bytes + 1),
         )
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
@@ -193,7 +197,7 @@ class FakeEngine:
             self._events.publish(new)
 
 
-def build(config: Config, host_fd: int = -1, replica: int = 0, choices: Choices | None = None) -> FakeEngine:
+def build(config: Config, host_fd: int = -1, replica: int = 0, choices: Choices = NO_CHOICES) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:
         case "tell_keys":
@@ -206,4 +210,4 @@ def build(config: Config, host_fd: int = -1, replica: int = 0, choices: Choices 
             os._exit(7)
         case "slow":
             time.sleep(60)
-    return FakeEngine(config)
+    return FakeEngine(config, choices=choices)

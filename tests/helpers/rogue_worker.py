@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import sys
 import time
@@ -11,6 +13,7 @@ import numpy as np
 from hiserve.messages.channels import Link
 from hiserve.messages.child import meet_parent
 from hiserve.messages.codec import Decoder, Frames, encode
+from hiserve.messages.lives import Scene, StepScene
 from hiserve.messages.types import Configure, Ready, StepReport, WorkerFailed, WorkerStats
 
 
@@ -19,8 +22,9 @@ def say(link: Link, frames: Frames) -> None:
         link.wait(until_writable=True)
 
 
-def report(incarnation: int, uid: int) -> Frames:
-    message = StepReport(incarnation, [uid], [1], [0], [None], [None], [0], [], WorkerStats(steps=incarnation))
+def report(incarnation: int, uid: int, *, running: int = 0) -> Frames:
+    stats = WorkerStats(steps=incarnation, running=running)
+    message = StepReport(incarnation, [uid], [1], [0], [None], [None], [0], [], stats)
     return encode(message, np.array([1], dtype=np.int32), b"", b"", b"")
 
 
@@ -29,7 +33,19 @@ def main() -> None:
     configure = Decoder[Configure](Configure).decode(frames).message
     own, model = configure.incarnation, configure.config.model.model
     ready = encode(Ready(own, 0, 4, 64, 10, 16, b"n" * 16, {}))
-    if model == "stale":
+    if model == "mute":  # with work that does not get on
+        say(link, ready)
+        say(link, report(own, 1, running=int(own == 1)))
+        faulthandler.register(signal.SIGUSR1)
+    elif model == "last words" and own == 1:
+        say(link, ready)
+        scene = Scene([StepScene(7, [1, 2], 5, 0, [], [])], "replay of 4: decode", 7, [3])
+        say(link, report(own, 1))
+        words = WorkerFailed(own, "CUDA error: gone", "engine_error", "the trace", time.monotonic(), scene)
+        say(link, encode(words))
+        link.close(linger_ms=1000)
+        os._exit(71)
+    elif model == "stale":
         say(link, encode(Ready(own - 1, 0, 4, 64, 10, 16, b"n" * 16, {})))
         say(link, ready)
         say(link, report(own - 1, 55))

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,9 +40,11 @@ class Witness:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.reports: list[StepReport] = []
+        self.readies: list[Ready] = []
 
     def worker_ready(self, replica: int, ready: Ready) -> None:
         self.events.append(f"ready {ready.incarnation}")
+        self.readies.append(ready)
 
     def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
         assert isinstance(received.message, StepReport)
@@ -135,6 +138,86 @@ async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(
         await witness.until("abandoned")
     assert [event.split(":")[0] for event in witness.events] == ["ready 1", "lost", "lost", "lost", "abandoned"]
     assert "exit code 3" in witness.events[-1]
+
+
+# --- what is known of a death ----------------------------------------------------------------------
+
+
+async def test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended() -> None:
+    async with supervised("last words") as (supervisor, witness):
+        await witness.until("ready 2")
+        crash = supervisor.crash
+        assert crash is not None
+        assert (crash.replica, crash.incarnation, crash.end) == (0, 1, "exit code 71"), (
+            "it was not given the time to end"
+        )
+        assert (crash.error, crash.uids, crash.num_steps) == ("CUDA error: gone", [4, 5], 1)
+        assert crash.scene is not None
+        assert (crash.scene.steps[0].uids, crash.scene.verdict, crash.scene.pending_ops) == (
+            [1, 2],
+            "replay of 4: decode",
+            [3],
+        )
+
+
+async def test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
+        await supervisor.started
+        begin = time.monotonic()
+        await asyncio.sleep(0.3)
+        assert supervisor.facts()[0].step_age_s > 0.1
+        await witness.until("ready 2")
+        assert time.monotonic() - begin > 0.6
+        crash = supervisor.crash
+        assert crash is not None
+        assert "ended no step for" in crash.error
+        await asyncio.sleep(1.0)
+        assert witness.events == ["ready 1", "lost", "ready 2"], "the second one rests"
+        assert supervisor.facts()[0].step_age_s < 3
+    assert "time.sleep" in (err := capfd.readouterr().err) or "in main" in err, "it was not asked where it hangs"
+
+
+async def test_without_a_limit_no_worker_hangs() -> None:
+    async with supervised("mute", step_timeout_s=0) as (supervisor, witness):
+        await supervisor.started
+        await asyncio.sleep(1.0)
+        assert witness.events == ["ready 1"]
+
+
+async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers() -> None:
+    async with supervised("mute", step_timeout_s=2) as (supervisor, witness):
+        await supervisor.started
+        time.sleep(2.5)
+        await asyncio.sleep(0.5)
+        assert witness.events == ["ready 1"]
+
+
+async def test_the_way_back_is_measured_by_phase() -> None:
+    async with supervised("last words") as (supervisor, witness):
+        await witness.until("ready 2")
+        assert supervisor.recoveries.last is None, "nothing was told yet"
+    async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
+        await witness.until("ready 2")
+        async with asyncio.timeout(5):
+            while supervisor.recoveries.last is None:
+                await asyncio.sleep(0.005)
+        recovery = supervisor.recoveries.last
+        assert (recovery.replica, recovery.incarnation, recovery.num_requests) == (0, 2, 2)
+        assert list(recovery.phases) == ["detect", "exit", "wait", "start process", "first token"]
+        assert recovery.phases["detect"] >= 0.6
+        assert recovery.total_s == pytest.approx(sum(recovery.phases.values()), abs=0.02)
+
+
+async def test_what_the_first_worker_chose_is_handed_to_each_successor() -> None:
+    async with supervised(NANO, FAKE_WORKER, **HOST) as (supervisor, witness):
+        await supervisor.started
+        os.kill(supervisor.facts()[0].pid, signal.SIGKILL)
+        await witness.until("ready 2")
+        os.kill(supervisor.facts()[0].pid, signal.SIGKILL)
+        await witness.until("ready 3")
+        assert [ready.choices.free_bytes for ready in witness.readies] == [1, 2, 2]
 
 
 # --- the host segment of each replica --------------------------------------------------------------
