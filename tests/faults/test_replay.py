@@ -56,14 +56,33 @@ async def test_workers_that_die_of_a_fault_or_a_signal_cost_nobody_a_token(tmp_p
             check_recovery(info)
             check_last_words(info["crash"], live)
             await crowd.until("answered", 4)
+            expected = await whole_replies(live)
+            asking = asyncio.create_task(whole_replies(live))
+            await asyncio.sleep(0.15)
             os.kill(worker_pid(live), signal.SIGKILL)
             info = await until_deaths(live, 2)
+            assert await asking == expected
             check_recovery(info)
             assert info["crash"]["end"] == "killed by SIGKILL"
             assert info["crash"]["uids"]
         info = await asyncio.to_thread(check_idle, live, files)
         assert info["replays"]["requests"] >= 2
         assert sum(info["replays"]["cached"].values()) > 0, "nothing was found on the host"
+
+
+async def whole_replies(live: Live) -> list[Any]:
+    """Replies that are not streamed: choices and usage of each."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "Once upon a time", "n": 3, "temperature": 0.8, "seed": 3, "logprobs": 2},
+        {"prompt": "The river", "stop": ["a", "q"], "min_tokens": 20, "temperature": 0.8, "seed": 4},
+        {"prompt": "It was", "presence_penalty": 1.5, "temperature": 0},
+    ]
+    async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
+        replies = await asyncio.gather(
+            *(http.post("/v1/completions", json={"max_tokens": 60} | body) for body in bodies)
+        )
+    answers = [reply.raise_for_status().json() for reply in replies]
+    return [(answer["choices"], answer["usage"]["completion_tokens"]) for answer in answers]
 
 
 def check_last_words(crash: dict[str, Any], live: Live) -> None:

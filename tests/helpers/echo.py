@@ -159,6 +159,9 @@ class EchoExecutor:
     def num_ready_host_pages(self) -> int:
         return 0 if self.host is None else self.host.num_pages
 
+    def last_verdict(self) -> tuple[int, str]:
+        return 0, ""
+
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()

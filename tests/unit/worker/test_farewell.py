@@ -49,7 +49,8 @@ def test_the_error_that_another_came_from_counts_too() -> None:
 def test_the_scene_names_the_steps_in_flight_and_their_requests(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _, executor, _ = echo_engine(num_pages=40, depth=depth)
     for uid in (4, 9):
-        engine.add(Admit(uid, 5, SamplingParams(seed=1, max_tokens=9), b"", 0), np.arange(10, 15, dtype=np.int32))
+        prompt = np.arange(10 * uid, 10 * uid + 5, dtype=np.int32)
+        engine.add(Admit(uid, 5, SamplingParams(seed=1, max_tokens=9), b"", 0), prompt)
     for _ in range(1 + depth):
         engine.step()
 
