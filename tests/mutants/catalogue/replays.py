@@ -8,7 +8,22 @@ LEDGER = "hiserve/scheduler/ledger.py"
 DISPATCHER = "hiserve/scheduler/dispatcher.py"
 QUARANTINE = "hiserve/scheduler/quarantine.py"
 QUEUE = "hiserve/scheduler/queue.py"
+SUPERVISOR = "hiserve/scheduler/supervisor.py"
+INCARNATION = "hiserve/scheduler/incarnation.py"
+RECOVERY = "hiserve/scheduler/recovery.py"
+PROCESS = "hiserve/scheduler/process.py"
+FAREWELL = "hiserve/worker/farewell.py"
+SCENE = "hiserve/worker/scene.py"
+MEMORY = "hiserve/worker/device_memory.py"
+SERVICE = "hiserve/worker/service.py"
+WAITING = "hiserve/worker/waiting.py"
+GATE = "hiserve/server/gate.py"
+METRICS = "hiserve/server/metrics.py"
 OF_REPLAYS = "tests/unit/scheduler/test_replays.py::"
+OF_SUPERVISOR = "tests/unit/scheduler/test_supervisor.py::"
+OF_FAREWELL = "tests/unit/worker/test_farewell.py::"
+OF_MEMORY = "tests/unit/worker/test_device_memory.py::"
+OF_GATE = "tests/unit/server/test_gate.py::"
 
 MUTANTS = [
     Mutant(
@@ -122,5 +137,155 @@ MUTANTS = [
         old="        self.queue.put_back([self._waiting(entry) for entry in self.quarantine.dissolve(replica)])\n",
         new="",
         test=OF_REPLAYS + "test_suspects_of_a_worker_that_never_comes_again_run_elsewhere_or_are_refused",
+    ),
+    # --- the life and death of workers ---
+    Mutant(
+        name="a worker that hangs is waited for",
+        file=SUPERVISOR,
+        old="if how := worker.stuck(now_s, self._config.scheduler.step_timeout_s):",
+        new="if how := worker.stuck(now_s, 0):",
+        test=OF_SUPERVISOR + "test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time",
+    ),
+    Mutant(
+        name="a worker that hangs is not asked where",
+        file=SUPERVISOR,
+        old="                worker.process.send_signal(signal.SIGUSR1)\n",
+        new="",
+        test=OF_SUPERVISOR + "test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time",
+    ),
+    Mutant(
+        name="a supervisor that stood still blames its workers",
+        file=SUPERVISOR,
+        old="            worker.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))\n",
+        new="",
+        test=OF_SUPERVISOR + "test_time_in_which_the_supervisor_stood_still_is_not_the_workers",
+    ),
+    Mutant(
+        name="no limit is the shortest limit",
+        file=INCARNATION,
+        old="if not max_still_s or still_s <=",
+        new="if still_s <=",
+        test=OF_SUPERVISOR + "test_without_a_limit_no_worker_hangs",
+    ),
+    Mutant(
+        name="a worker that rests hangs",
+        file=INCARNATION,
+        old="(max_still_s if num_requests else max(max_still_s, RECENT_S))",
+        new="max_still_s",
+        test=OF_SUPERVISOR + "test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time",
+    ),
+    Mutant(
+        name="a worker is killed over its last words",
+        file=SUPERVISOR,
+        old="asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)",
+        new="worker.process.kill()",
+        test=OF_SUPERVISOR + "test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended",
+    ),
+    Mutant(
+        name="the last choices stand instead of the first",
+        file=SUPERVISOR,
+        old="self._choices.setdefault(worker.replica, ready.choices)",
+        new="self._choices[worker.replica] = ready.choices",
+        test=OF_SUPERVISOR + "test_what_the_first_worker_chose_is_handed_to_each_successor",
+    ),
+    Mutant(
+        name="a recovery ends when the worker is ready",
+        file=RECOVERY,
+        old='            "first token": now_s - worker.ready_s,\n',
+        new="",
+        test=OF_SUPERVISOR + "test_the_way_back_is_measured_by_phase",
+    ),
+    Mutant(
+        name="nobody learns that no worker is left",
+        file=PROCESS,
+        old="            self._client.send(encode(Halted(refusal.message)))\n",
+        new="",
+        test="tests/unit/scheduler/test_process.py::test_a_client_is_told_when_no_worker_is_left",
+        timeout_s=30,
+    ),
+    Mutant(
+        name="memory that ran out costs the device",
+        file=FAREWELL,
+        old="    if any(saying in message for saying in _MEMORY):\n        return False\n",
+        new="",
+        test=OF_FAREWELL + "test_an_exit_code_tells_whether_the_device_is_lost",
+    ),
+    Mutant(
+        name="where an error came from is not looked at",
+        file=FAREWELL,
+        old="error = error.__cause__ or error.__context__",
+        new="error = None",
+        test=OF_FAREWELL + "test_the_error_that_another_came_from_counts_too",
+    ),
+    Mutant(
+        name="a scene names who has the row now",
+        file=SCENE,
+        old="held = rows[columns.admission[rows] == admissions]",
+        new="held = rows[:1]",
+        test=OF_FAREWELL + "test_the_scene_names_the_steps_in_flight_and_their_requests",
+    ),
+    Mutant(
+        name="memory of the dead is not waited for",
+        file=MEMORY,
+        old="        sleep(PERIOD_S)\n",
+        new="        break\n",
+        test=OF_MEMORY + "test_a_worker_waits_until_memory_has_come_back",
+    ),
+    Mutant(
+        name="memory that others have is waited for as long as may be",
+        file=MEMORY,
+        old=" and settled_s < SETTLED_S:",
+        new=":",
+        test=OF_MEMORY + "test_what_others_have_taken_is_not_waited_for_long",
+    ),
+    Mutant(
+        name="scores of a prompt that were told are told again",
+        file=WAITING,
+        old="self.num_scored = self.num_told if wants_scores",
+        new="self.num_scored = 0 if wants_scores",
+        test="tests/e2e/test_replays.py",
+        timeout_s=120,
+    ),
+    Mutant(
+        name="an engine that died stays dead",
+        file=GATE,
+        old="        self._keeping = asyncio.create_task(self._keep(self._engine))\n",
+        new="",
+        test=OF_GATE + "test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why",
+    ),
+    Mutant(
+        name="an engine that cannot start is started for ever",
+        file=GATE,
+        old="if num_failures == MAX_FAILURES:",
+        new="if False:",
+        test=OF_GATE + "test_an_engine_that_cannot_be_started_is_given_up_and_the_gate_says_so",
+    ),
+    Mutant(
+        name="no engine is ever forgiven",
+        file=GATE,
+        old="if time.monotonic() - begin > SETTLED_S:",
+        new="if False:",
+        test=OF_GATE + "test_an_engine_that_lived_for_long_is_forgiven",
+    ),
+    Mutant(
+        name="a server that ends starts its engine again",
+        file=GATE,
+        old="                if self._is_draining:\n                    return\n",
+        new="",
+        test=OF_GATE + "test_an_engine_that_is_stopped_is_not_started_again",
+    ),
+    Mutant(
+        name="counters stand still after a new scheduler",
+        file=METRICS,
+        old="is_new = (worker.pid, worker.incarnation) != last[:2]",
+        new="is_new = worker.incarnation > last.incarnation",
+        test="tests/unit/server/test_metrics.py::test_counters_go_on_when_a_new_scheduler_counts_from_the_beginning",
+    ),
+    Mutant(
+        name="a worker in a long line of quiet steps says nothing",
+        file=SERVICE,
+        old="is_due = time.monotonic() - self._told_s >= HEARTBEAT_S",
+        new="is_due = False",
+        test="tests/unit/worker/test_service.py::test_a_worker_says_every_second_that_it_lives",
     ),
 ]

@@ -89,6 +89,7 @@ async def supervised(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(supervisor_module, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(supervisor_module, "STACK_S", 0.1)
 
 
 async def test_messages_of_another_incarnation_are_counted_and_ignored() -> None:

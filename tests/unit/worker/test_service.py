@@ -43,6 +43,7 @@ PROMPT = np.arange(40, dtype=np.int32)
 
 class CountingEngine(FakeEngine):
     num_step_calls = 0
+    is_quiet = False
     extra_stats: Mapping[str, int] = MappingProxyType({})
 
     def stats(self) -> WorkerStats:
@@ -50,7 +51,8 @@ class CountingEngine(FakeEngine):
 
     def step(self) -> Report | None:
         self.num_step_calls += 1
-        return super().step()
+        report = super().step()
+        return None if self.is_quiet else report
 
 
 class Harness:
@@ -209,6 +211,27 @@ def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
     time.sleep(0.2)
     assert harness.engine.num_step_calls > before
     assert harness.link.try_receive() is None, "what had not changed was told again"
+
+
+def test_a_worker_says_every_second_that_it_lives(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At rest, and in steps without news."""
+    monkeypatch.setattr(service, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(service, "IDLE_S", 0.02)
+    harness.admit(5)
+    harness.until(is_over)
+    harness.engine.is_quiet = True
+    harness.admit(6, max_tokens=90_000)
+    deadline = time.monotonic() + 10
+    steps: set[int] = set()
+    while len(steps) < 3:
+        assert time.monotonic() < deadline, "nothing was told"
+        if (frames := harness.link.try_receive()) is None:
+            time.sleep(0.005)
+            continue
+        report = Decoder[FromWorker](FromWorker).decode(frames).message
+        assert isinstance(report, StepReport)
+        assert not report.uids
+        steps.add(report.stats.steps)
 
 
 def test_a_scheduler_that_does_not_read_never_holds_up_the_steps(harness: Harness) -> None:
