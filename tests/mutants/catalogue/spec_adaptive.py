@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         name="what drafts take to make is as it was measured at start",
         file=ADAPTIVE,
-        old="if tier == self._kept:\n                self._times",
+        old="if tier == self._kept[self._costs.bucket(counts.size)]:\n                self._times",
         new="if tier < 0:\n                self._times",
         test=OF_TESTS + "test_drafts_that_take_less_or_more_than_measured_are_found_out",
     ),
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         name="one change follows the other",
         file=ADAPTIVE,
-        old="if self._age >= DWELL_STEPS and rates",
+        old="if age >= DWELL_STEPS and rates",
         new="if rates",
         test=OF_TESTS + "test_changes_keep_their_distance",
     ),
@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         name="a small gain is never worth a change",
         file=ADAPTIVE,
-        old="needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / self._age))",
+        old="needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / age))",
         new="needed = MIN_GAIN",
         test=OF_TESTS + "test_a_small_gain_changes_nothing_soon_and_something_late",
     ),
@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         name="a request that allows fewer gets none",
         file=ADAPTIVE,
-        old="if self._kept < num_tiers else best",
-        new="if self._kept < num_tiers else 0",
+        old="if kept < num_tiers else best",
+        new="if kept < num_tiers else 0",
         test=OF_TESTS + "test_only_tiers_are_chosen",
     ),
     # --- probes ---
