@@ -52,7 +52,7 @@ LARGE = Sizes(
     prompt=1024,
     output=1024,
     before=256,
-    rounds=3,
+    rounds=2,
     bar_s=20.0,
     load_s=10.0,
 )
