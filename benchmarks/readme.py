@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,7 @@ def rows() -> list[tuple[str, str, str]]:
         ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
         *heads(),
         *recovery(),
+        *soak(),
         *tiers(),
         *gpu(),
         (
@@ -146,6 +149,27 @@ def recovery() -> list[tuple[str, str, str]]:
             )
         )
     return rows
+
+
+def soak() -> list[tuple[str, str, str]]:
+    """Returns the row about a server that everything strikes."""
+    if not (RESULTS / "soak.json").exists():
+        return []
+    run = result("soak")
+    found = run["soak"]
+    felt_s = [fault["recovery_s"] for fault in found["faults"] if fault["recovery_s"] is not None]
+    slopes = [grown["mib_per_min"] for grown in found["growth"] if grown["is_judged"]]
+    counted = Counter(fault["fault"] for fault in found["faults"])
+    struck = ", ".join(f"{count} {fault}" for fault, count in sorted(counted.items()))
+    return [
+        (
+            f"hiserve-nano in float64 under everything at once for {found['duration_s'] / 60:.0f} minutes ({struck}): violations "
+            "of its oracle; first new token behind a process that died or hung; memory of processes older than ten minutes",
+            f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); median {statistics.median(felt_s):.1f} s, "
+            f"longest {max(felt_s):.1f} s; {max(slopes):.2f} MiB a minute (≤ 1{missed(max(slopes) <= 1)})",
+            source(run),
+        )
+    ]
 
 
 def tiers() -> list[tuple[str, str, str]]:
