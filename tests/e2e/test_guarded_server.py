@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,9 @@ from tests.e2e.live import Live, serve
 pytestmark = pytest.mark.alone
 
 SMALL = ("--cpu-threads", "1")
-KEYS = ("--api-key", "alpha", "--api-key", "beta", "--admin-api-key", "root")
+SECRET = "sesame-9f3c41d2"
+KEYS = ("--api-key", "alpha", "--api-key", "beta", "--api-key", SECRET, "--admin-api-key", "root")
+SMALL_REGION_BYTES = 16 * 2**20
 TEXT = "I would like to book a table for two people at seven tonight, near the river, with a view, please. "
 START_LIMIT_S, MEMORY_LIMIT = 30, 250 * 2**20
 
@@ -107,14 +110,43 @@ def test_nothing_but_health_and_metrics_is_open(live: Live) -> None:
         assert alpha.get("/health_generate").json() == {"status": "ok"}
 
 
-def test_no_process_shows_a_key(live: Live) -> None:
-    with client(live, "root") as root:
+def test_no_key_leaves_the_process_that_checks_it(live: Live) -> None:
+    """Not in what it shows or logs, and nowhere in the memory of the others."""
+    shown = []
+    with client(live, "root") as root, client(live, SECRET) as known, client(live, SECRET[:-1]) as unknown:
+        for path in ("/server_info", "/cache/stats", "/metrics", "/openapi.json", "/v1/models", "/model_info"):
+            shown.append(root.get(path).raise_for_status().text)
+        assert known.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+        shown += [known.get("/nowhere").text, known.post("/v1/completions", json={"n": SECRET}).text]
+        shown.append(unknown.get("/v1/models").text)
         processes = root.get("/server_info").json()["processes"]
-    engine = [processes["scheduler"], *(worker["pid"] for worker in processes["workers"])]
-    for pid in engine:
+    shown.append(live.log.read_text())
+    assert not [text for text in shown if SECRET[:-1] in text]
+    for pid in (processes["scheduler"], *(worker["pid"] for worker in processes["workers"])):
         folder = Path(f"/proc/{pid}")
-        assert b"alpha" not in (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
-    assert "alpha" not in live.log.read_text()
+        assert SECRET.encode() not in (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+        assert not holds(pid, SECRET.encode())
+    assert holds(processes["api"], SECRET.encode()), "the search finds nothing at all"
+
+
+def holds(pid: int, word: bytes) -> bool:
+    """Says whether the bytes are in the heap of a process, or in what it mapped for small things."""
+    regions = re.findall(
+        r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ 00:00 0\s*(\[heap\])?$", maps := maps_of(pid), re.MULTILINE
+    )
+    assert regions, maps
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for first, last, name in regions:
+            size = int(last, 16) - int(first, 16)
+            if name or size <= SMALL_REGION_BYTES:
+                memory.seek(int(first, 16))
+                if word in (memory.read(size) or b""):
+                    return True
+    return False
+
+
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
 
 
 def test_a_running_request_is_ended_by_its_caller_alone(live: Live) -> None:
