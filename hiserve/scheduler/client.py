@@ -211,7 +211,7 @@ class EngineClient:
         """
         if self._closed is None:
             await wait_for_event(self._idle, drain_s)
-        self._close("the engine was stopped.")
+        self._close("the engine was stopped; send the request again, later or to another server.")
         self._process.send(encode(Stop()))
         try:
             await asyncio.wait_for(asyncio.shield(self._watch), STOP_TIMEOUT_S)

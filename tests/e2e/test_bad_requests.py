@@ -65,7 +65,7 @@ class GoodStreams:
         """Repeats one stream until ``end``."""
         while not self._is_over:
             tokens = await self.once(index)
-            assert tokens == self._quiet[index], f"stream {index} changed"
+            assert tokens == self._quiet[index], f"stream {index} changed: {difference(tokens, self._quiet[index])}"
             self.num_compared += 1
 
     async def once(self, index: int) -> dict[int, list[int]]:
@@ -90,6 +90,16 @@ class GoodStreams:
     def end(self) -> None:
         """Lets each stream come to its end."""
         self._is_over = True
+
+
+def difference(tokens: dict[int, list[int]], quiet: dict[int, list[int]]) -> str:
+    """Says where the choices of a stream are not what they were."""
+    told = []
+    for choice in sorted({*tokens, *quiet}):
+        got, wanted = tokens.get(choice, []), quiet.get(choice, [])
+        same = next((at for at, (one, other) in enumerate(zip(got, wanted, strict=False)) if one != other), len(got))
+        told.append(f"choice {choice}: {len(got)} tokens of {len(wanted)}, the same to {same}")
+    return "; ".join(told)
 
 
 async def exchange(url: str, wire: Wire) -> bytes:

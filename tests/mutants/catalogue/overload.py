@@ -215,4 +215,26 @@ MUTANTS = [
         new="encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)",
         test="tests/unit/text/test_tokenizer.py::test_a_long_text_does_not_hold_other_threads_up",
     ),
+    # --- drain ---
+    Mutant(
+        name="a server that ends takes new requests",
+        file="hiserve/commands/serve.py",
+        old="            gate.drain()\n            logger",
+        new="            logger",
+        test="tests/unit/commands/test_serve.py::test_sigterm_lets_open_streams_finish_and_refuses_new_ones",
+    ),
+    Mutant(
+        name="a drain has no end",
+        file="hiserve/commands/serve.py",
+        old="await asyncio.wait_for(_unless(stop_now, _idle(gate)), drain_timeout_s)",
+        new="await _unless(stop_now, _idle(gate))",
+        test="tests/unit/commands/test_serve.py::test_a_drain_does_not_wait_for_ever",
+    ),
+    Mutant(
+        name="a drain gives no time",
+        file="hiserve/commands/serve.py",
+        old="await asyncio.wait_for(_unless(stop_now, _idle(gate)), drain_timeout_s)",
+        new="pass",
+        test="tests/unit/commands/test_serve.py::test_sigterm_lets_open_streams_finish_and_refuses_new_ones",
+    ),
 ]

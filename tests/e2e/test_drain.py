@@ -1,0 +1,95 @@
+"""What a server does between SIGTERM and its end: says so, finishes what it can, ends the rest with a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live import Live, serve, wait_gone
+
+pytestmark = pytest.mark.alone
+
+GRACE_S = 2.0
+CLOSE_S = 5.0
+FLAGS = ("--cpu-threads", "1", "--max-running-requests", "4", "--drain-timeout-s", str(GRACE_S))
+PATH = "/v1/completions"
+
+
+def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {"prompt": [50, 51], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **fields}
+
+
+class Stream:
+    """A stream that is read to its end, whatever that is."""
+
+    def __init__(self, http: httpx.AsyncClient, max_tokens: int) -> None:
+        self.begun = asyncio.Event()
+        self.events: list[str] = []
+        self.task = asyncio.create_task(self._read(http, max_tokens))
+
+    async def _read(self, http: httpx.AsyncClient, max_tokens: int) -> None:
+        async with http.stream("POST", PATH, json=body(max_tokens, stream=True)) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                if line:
+                    self.events.append(line.removeprefix("data: "))
+                    self.begun.set()
+
+
+async def test_a_drain_says_so_finishes_what_it_can_and_ends_the_rest_with_a_clear_error(tmp_path: Path) -> None:
+    with serve(tmp_path, *FLAGS) as live:
+        pids = live.pids()
+        async with httpx.AsyncClient(base_url=live.url, timeout=30, trust_env=False) as http:
+            alone = (await http.post(PATH, json=body(40))).json()["choices"][0]["text"]
+            long, short = Stream(http, 8000), Stream(http, 40)
+            whole = [asyncio.create_task(http.post(PATH, json=body(8000))) for _ in range(4)]  # two of them wait
+            await asyncio.gather(long.begun.wait(), short.begun.wait())
+            begin = time.monotonic()
+            live.process.send_signal(signal.SIGTERM)
+            while (ready := await http.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert (ready.status_code, "shutting down" in ready.text) == (503, True)
+            assert (await http.get("/health")).status_code == 200
+            refused = await http.post(PATH, json=body(1))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            await short.task
+            assert time.monotonic() - begin < GRACE_S, "the short stream ends in time"
+            assert "".join(texts_of(short.events)) == alone
+            await long.task
+            seconds = time.monotonic() - begin
+            assert GRACE_S - 0.1 < seconds < GRACE_S + CLOSE_S
+            check_end(json.loads(long.events[-1]))
+            for response in await asyncio.gather(*whole):
+                assert response.status_code == 503
+                assert response.headers["retry-after"]
+                check_end(response.json())
+            assert await asyncio.to_thread(live.process.wait, 10) == 0  # whatever connections are kept
+        wait_gone(pids)
+        check_log(live)
+
+
+def texts_of(events: list[str]) -> list[str]:
+    assert events[-1] == "[DONE]"
+    return [choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+
+
+def check_end(answer: dict[str, Any]) -> None:
+    """The error of a request that did not end in time."""
+    assert answer["error"]["code"] == "unavailable"
+    assert "stopped" in answer["error"]["message"]
+    assert "send" in answer["error"]["message"]
+
+
+def check_log(live: Live) -> None:
+    log = live.log.read_text()
+    assert "draining" in log
+    assert "Traceback" not in log
+    assert "ERROR" not in log

@@ -1,0 +1,112 @@
+"""Malformed requests and whatever the schema allows or forbids, for as long as you like, beside good streams.
+
+No answer of 500 or 502, the same processes to the end, nothing left behind, and no good stream changes by a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.clients.test_schemathesis import CHECKS, COMMAND, CONFIG
+from tests.e2e.live import Live, serve
+from tests.e2e.test_bad_requests import FLAGS, LIMITS, NUM_STREAMS, Belongings, GoodStreams, Quiet, exchange, fault
+from tests.helpers import bad_requests, bad_wire
+from tests.helpers.bad_wire import Wire
+
+pytestmark = pytest.mark.alone
+
+SEED = 41
+SHORT_S, LONG_S = 8.0, 300.0
+NUM_SENDERS = 2
+SECONDS = [SHORT_S, pytest.param(LONG_S, marks=[pytest.mark.long, pytest.mark.timeout(int(LONG_S) + 300)])]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serve(tmp_path_factory.mktemp("hostile"), *FLAGS, *LIMITS, "--max-queued-requests", "64") as server:
+        httpx.get(f"{server.url}/health")
+        server.wait_idle()
+        yield server
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+async def test_no_hostile_request_harms_the_server_or_another(live: Live, seconds: float, tmp_path: Path) -> None:
+    print(f"seed {SEED}")
+    before = Belongings(live)
+    async with httpx.AsyncClient(base_url=live.url, timeout=60, trust_env=False) as http:
+        quiet: Quiet = [await GoodStreams(http, []).once(index) for index in range(NUM_STREAMS)]
+        streams = GoodStreams(http, quiet)
+        end_s = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as group:
+            good = [group.create_task(streams.run(index)) for index in range(NUM_STREAMS)]
+            senders = [group.create_task(send(live.url, end_s, SEED + number)) for number in range(NUM_SENDERS)]
+            fuzzing = group.create_task(fuzz(live.url, seconds, tmp_path))
+            faults = [told for sender in senders for told in await sender]
+            num_fuzzed = await fuzzing
+            streams.end()
+            await asyncio.gather(*good)
+        assert await asyncio.gather(*map(streams.once, range(NUM_STREAMS))) == quiet
+    print(f"{live.counter('hiserve:http_responses_total'):.0f} answers, {num_fuzzed} cases from the schema, "
+          f"{streams.num_compared} streams compared")  # fmt: skip
+    assert not faults, "\n".join(faults)
+    assert statuses(live) & {str(status) for status in range(500, 600)} <= {"503"}
+    await asyncio.to_thread(before.check)
+
+
+async def send(url: str, end_s: float, seed: int) -> list[str]:
+    """Sends the malformed requests in any order until the time is over; returns what went wrong."""
+    cases: list[Wire] = [*map(bad_wire.sent, bad_requests.corpus()), *bad_wire.corpus()]
+    random.Random(seed).shuffle(cases)
+    faults = []
+    for wire in itertools.cycle(cases):
+        if time.monotonic() >= end_s:
+            return faults
+        try:
+            told = fault(wire, await exchange(url, wire))
+        except (TimeoutError, OSError, ValueError, LookupError) as error:
+            told = f"{error!r}"
+        if told:
+            faults.append(f"{wire.name}: {told}")
+    raise AssertionError("a cycle of cases has no end")
+
+
+async def fuzz(url: str, seconds: float, folder: Path) -> int:
+    """Lets schemathesis make up requests for a while; returns how many.
+
+    None to end the requests of others, which without keys anybody may.
+    """
+    options = ["--phases", "fuzzing", "--checks", CHECKS, "--no-color", "--exclude-path", "/abort_request"]
+    options += [
+        "--seed",
+        str(SEED),
+        "--generation-database",
+        "none",
+        "--continue-on-failure",
+        "--max-time",
+        f"{seconds:.0f}",
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *(*COMMAND, "--config-file", str(CONFIG), "run", f"{url}/openapi.json", *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=folder,
+    )
+    printed = (await process.communicate())[0].decode()
+    assert process.returncode == 0, printed
+    found = re.search(r"(\d+) generated", printed)
+    assert found, printed
+    return int(found[1])
+
+
+def statuses(live: Live) -> set[str]:
+    """The statuses of all answers so far."""
+    return set(re.findall(r'http_responses_total\{[^}]*status_code="(\d+)"', httpx.get(f"{live.url}/metrics").text))
