@@ -17,7 +17,6 @@ import numpy as np
 from benchmarks.recovery.sizes import WEIGHTS, Sizes
 
 LOOK_S = 0.05
-SETTLE_S = 1.0  # for what was generated last to be stored, and to get its checksums
 
 
 @dataclass

@@ -7,11 +7,13 @@ from collections.abc import Callable
 OUT_OF_MEMORY = "out_of_memory"
 OUT_OF_RESOURCES = "out_of_resources"  # of a multiprocessor, for a kernel of this shape
 
-# What allocators say, of torch on CUDA and CPU, of CUDA, cuBLAS, oneDNN and C++; and CUDA and Triton of a kernel.
+# What allocators say, of torch on CUDA and CPU, of CUDA and its libraries, FlashInfer's workspace, oneDNN and C++; and CUDA
+# and Triton of a kernel.
 _SAYINGS = {
     "out of memory": OUT_OF_MEMORY,
     "can't allocate memory": OUT_OF_MEMORY,
-    "CUBLAS_STATUS_ALLOC_FAILED": OUT_OF_MEMORY,
+    "_STATUS_ALLOC_FAILED": OUT_OF_MEMORY,
+    "in AlignedAllocator": OUT_OF_MEMORY,
     "could not create a memory object": OUT_OF_MEMORY,
     "bad_alloc": OUT_OF_MEMORY,
     "too many resources requested for launch": OUT_OF_RESOURCES,

@@ -35,6 +35,14 @@ def test_an_allocation_of_numpy_that_fails_is_memory_that_ran_out() -> None:
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), OUT_OF_MEMORY),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ..."), OUT_OF_MEMORY),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), OUT_OF_MEMORY),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), OUT_OF_MEMORY),
+        (
+            RuntimeError(
+                "Error in function 'aligned_alloc' at allocator.h:49: Buffer overflow when allocating memory for "
+                "batch_prefill_tmp_v with size 9 and alignment 16 in AlignedAllocator"
+            ),
+            OUT_OF_MEMORY,
+        ),
         (RuntimeError("Triton Error [CUDA]: out of memory"), OUT_OF_MEMORY),
         (RuntimeError("std::bad_alloc"), OUT_OF_MEMORY),
         (RuntimeError("CUDA error: too many resources requested for launch"), OUT_OF_RESOURCES),
