@@ -14,7 +14,8 @@ _SAYINGS = {
     "can't allocate memory": OUT_OF_MEMORY,
     "_STATUS_ALLOC_FAILED": OUT_OF_MEMORY,
     "in AlignedAllocator": OUT_OF_MEMORY,
-    "could not create a memory object": OUT_OF_MEMORY,
+    "could not create a": OUT_OF_MEMORY,  # memory object, or primitive
+    "could not execute a primitive": OUT_OF_MEMORY,
     "bad_alloc": OUT_OF_MEMORY,
     "too many resources requested for launch": OUT_OF_RESOURCES,
     "out of resource": OUT_OF_RESOURCES,

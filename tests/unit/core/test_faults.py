@@ -44,6 +44,8 @@ def test_an_allocation_of_numpy_that_fails_is_memory_that_ran_out() -> None:
             OUT_OF_MEMORY,
         ),
         (RuntimeError("Triton Error [CUDA]: out of memory"), OUT_OF_MEMORY),
+        (RuntimeError("could not create a primitive"), OUT_OF_MEMORY),
+        (RuntimeError("could not execute a primitive"), OUT_OF_MEMORY),
         (RuntimeError("std::bad_alloc"), OUT_OF_MEMORY),
         (RuntimeError("CUDA error: too many resources requested for launch"), OUT_OF_RESOURCES),
         (OutOfResources("out of resource: shared memory, Required: 300000, Hardware limit: 232448."), OUT_OF_RESOURCES),
