@@ -227,19 +227,15 @@ def say_raw(address: str, noise: bytes) -> None:
 
 def test_a_child_whose_parent_never_listens_ends(folder: Path) -> None:
     """As when the parent was killed between the start of its child and the opening of its socket."""
-    code = "import os, subprocess, sys; p = subprocess.Popen(sys.argv[1:]); print(p.pid, flush=True); input()"
-    child = (
-        sys.executable,
-        "-c",
-        "import sys\nfrom hiserve.messages.child import meet_parent\nmeet_parent(sys.argv[1], 9)",
-    )
+    code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"
+    child = "import sys; from hiserve.messages.child import meet_parent; print('waits', flush=True); meet_parent(sys.argv[1], 9)"
     endpoint = f"ipc://{tempfile.mkdtemp()}/s"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *child, endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as parent:
+    command = [sys.executable, "-c", code, sys.executable, "-c", child, endpoint]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        time.sleep(0.5)
+        assert parent.stdout.readline() == b"waits\n"
+        time.sleep(0.2)
         parent.send_signal(signal.SIGKILL)
-    wait_dead([pid], 3.0)
+    wait_dead([pid], 5.0)
     remove(endpoint)
