@@ -19,6 +19,8 @@ import uvloop
 from hiserve.config import make_config
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, HiserveError, ModelError, UnavailableError
+from hiserve.messages.codec import Received
+from hiserve.messages.types import Halted
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import CRASH, KILL, LIE, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
@@ -103,6 +105,14 @@ async def test_a_killed_scheduler_fails_every_request_and_takes_its_workers_alon
         with pytest.raises(UnavailableError, match="SIGKILL"):
             await client.status()
         await asyncio.to_thread(wait_dead, [worker.pid for worker in client.started.workers], 2.0)
+
+
+async def test_a_client_that_was_told_that_no_worker_is_left_says_so() -> None:
+    async with engine() as client:
+        assert client.is_ready and not client.trouble
+        client._hear(Received(Halted("no worker is left: it died.")))
+        assert not client.is_ready
+        assert client.trouble == "no worker is left: it died."
 
 
 async def test_interrupts_and_terminations_are_left_to_the_parent() -> None:

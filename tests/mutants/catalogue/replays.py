@@ -288,4 +288,11 @@ MUTANTS = [
         new="is_due = False",
         test="tests/unit/worker/test_service.py::test_a_worker_says_every_second_that_it_lives",
     ),
+    Mutant(
+        name="an engine without workers is ready",
+        file="hiserve/scheduler/client.py",
+        old="return self._closed is None and not self._halted",
+        new="return self._closed is None",
+        test="tests/e2e/test_process_lives.py::test_a_client_that_was_told_that_no_worker_is_left_says_so",
+    ),
 ]
