@@ -113,6 +113,27 @@ async def test_a_worker_that_hangs_is_found_and_replaced_and_says_where(tmp_path
         await asyncio.to_thread(check_idle, live, {})
 
 
+@pytest.mark.long
+async def test_a_request_that_kills_every_worker_is_told_not_to_come_again_and_the_others_go_on(tmp_path: Path) -> None:
+    poison = 4095  # begins no prompt of the crowd
+    body = {"prompt": [poison, 7, 8], "max_tokens": 5}
+    with serving(tmp_path, worker=f"tests.faults.worker poison={poison}") as live:
+        async with Crowd(live.url, SEED + 4, num_users=4, leaving=0).talking() as crowd:
+            await crowd.until("answered", 4)
+            async with httpx.AsyncClient(base_url=live.url, timeout=120, trust_env=False) as http:
+                begin = time.monotonic()
+                replies = await asyncio.gather(
+                    http.post("/v1/completions", json=body), http.post("/v1/completions", json=body | {"stream": True})
+                )
+                print(f"given up after {time.monotonic() - begin:.1f} s")
+            await crowd.until("answered", 4)
+        for reply in replies:
+            assert reply.status_code == 500, reply.text
+            assert reply.headers["x-should-retry"] == "false"
+            assert "at last with no other" in reply.json()["error"]["message"]
+        await asyncio.to_thread(check_idle, live, {})
+
+
 async def cut(live: Live, scheduler: int) -> None:
     """Kills the scheduler while a stream is open, which ends with an error and nothing else."""
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}

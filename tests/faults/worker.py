@@ -1,7 +1,7 @@
 """A real worker in which something breaks: ``python -m tests.faults.worker NAME=VALUE,... ENDPOINT``.
 
 ``fatal=LOW:HIGH``: a step between these raises what a dead device raises; ``hang=LOW:HIGH``: it never ends;
-``starved=LOW:HIGH``: from it on the kernel refuses more memory.
+``starved=LOW:HIGH``: from it on the kernel refuses more memory. ``poison=TOKEN``: a request that begins with it is too much.
 ``lying=SHARE``, ``failing=SHARE``, ``stall_s=SECONDS``: of what the disk of a store does. ``lives=N``: only the first N
 workers break; those after them are sound.
 """
@@ -76,6 +76,27 @@ class Breaking:
         return self._engine.step()
 
 
+class Poisoned:
+    """An engine that dies in the step after it got a request of a kind."""
+
+    def __init__(self, engine: Any, poison: int) -> None:
+        self._engine = engine
+        self._poison = poison
+        self._has_it = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def add(self, admit: Any, tokens: Any) -> None:
+        self._has_it = self._has_it or tokens[0] == self._poison
+        self._engine.add(admit, tokens)
+
+    def step(self) -> Any:
+        if self._has_it:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self._engine.step()
+
+
 def main(wanted: dict[str, str], endpoint: str) -> int:
     seed = int.from_bytes(os.urandom(4))
     print(f"worker {os.getpid()}: seed {seed}, {wanted}", file=sys.stderr, flush=True)
@@ -93,7 +114,7 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
             step = int(rng.integers(low, high + 1))
             starved = how == "starved"
             broken_engine = Starved(broken_engine, step, SPARE) if starved else Breaking(broken_engine, step, how)
-        return broken_engine
+        return Poisoned(broken_engine, int(wanted["poison"])) if "poison" in wanted else broken_engine
 
     return serve(endpoint, build_broken)
 
