@@ -110,6 +110,7 @@ def test_steps_for_which_another_took_the_memory_are_done_in_parts(depth: int) -
         assert stats.step_faults["out_of_memory"] >= 1
         assert sum(stats.graph_gate["replay"].values()) > num_new // 4
         hog.taken = None
+        torch.cuda.empty_cache()  # for other streams, and other processes
         check_whole(llm)
     assert [len(said) for said in tokens] == [num_new] * len(prompts)
     check_margin(prompts, sampling, tokens)
