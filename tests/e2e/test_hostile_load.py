@@ -25,7 +25,7 @@ from tests.helpers.bad_wire import Wire
 pytestmark = pytest.mark.alone
 
 SEED = 41
-SHORT_S, LONG_S = 8.0, 300.0
+SHORT_S, LONG_S = 5.0, 300.0
 NUM_SENDERS = 2
 SECONDS = [SHORT_S, pytest.param(LONG_S, marks=[pytest.mark.long, pytest.mark.timeout(int(LONG_S) + 300)])]
 
