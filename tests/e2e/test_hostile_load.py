@@ -84,18 +84,10 @@ async def fuzz(url: str, seconds: float, folder: Path) -> int:
 
     None to end the requests of others, which without keys anybody may.
     """
-    options = ["--phases", "fuzzing", "--checks", CHECKS, "--no-color", "--exclude-path", "/abort_request"]
-    options += [
-        "--seed",
-        str(SEED),
-        "--generation-database",
-        "none",
-        "--continue-on-failure",
-        "--max-time",
-        f"{seconds:.0f}",
-    ]
+    options = f"--phases fuzzing --checks {CHECKS} --no-color --exclude-path /abort_request --request-timeout 60"
+    options += f" --seed {SEED} --generation-database none --continue-on-failure --max-time {seconds:.0f}"
     process = await asyncio.create_subprocess_exec(
-        *(*COMMAND, "--config-file", str(CONFIG), "run", f"{url}/openapi.json", *options),
+        *(*COMMAND, "--config-file", str(CONFIG), "run", f"{url}/openapi.json", *options.split()),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         cwd=folder,
