@@ -94,11 +94,11 @@ class TokenRoutes:
         fields, tokens = Fields(body), body.get("tokens")
         if tokens == []:
             return json_response({"prompt": ""})
+        if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:
+            raise fields.wrong("tokens", f"a list of at most {MAX_TOKENS} token ids")
         ids = parse_prompt(tokens, vocab_size=self._model.vocab_size, param="tokens")
         if isinstance(ids, str):
             raise RequestError("tokens must be a list of token ids.", param="tokens")
-        if len(ids) > MAX_TOKENS:
-            raise fields.wrong("tokens", f"a list of at most {MAX_TOKENS} token ids")
         return json_response({"prompt": self._prompts.detokenize(ids.tolist())})
 
     async def tokenizer_info(self) -> Response:
