@@ -167,7 +167,7 @@ def soak() -> list[tuple[str, str, str]]:
             "of its oracle; first new token behind a process that died or hung; memory of processes older than ten minutes",
             f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); median {statistics.median(felt_s):.1f} s, "
             f"longest {max(felt_s):.1f} s; {max(slopes):.2f} MiB a minute (≤ 1{missed(max(slopes) <= 1)})",
-            source(run),
+            source(run | {"date": run["date"][:10]}),
         )
     ]
 
