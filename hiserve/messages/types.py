@@ -11,8 +11,8 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config import Config
-from hiserve.core.choices import Choices
 from hiserve.core.draft_use import DraftStats, DraftUse
+from hiserve.core.findings import Findings
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
@@ -227,14 +227,14 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
         replica: Index from 0.
         incarnation: Starts at 1; stamped on everything the worker says.
         host_fd: Number that the descriptor of the host segment has in the worker; -1 without a host cache.
-        choices: Of the first incarnation; empty for that one.
+        findings: Of the first incarnation; empty for that one.
     """
 
     config: Config
     replica: int
     incarnation: int
     host_fd: int = -1
-    choices: Choices = Choices()
+    findings: Findings = Findings()
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -293,7 +293,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase.
-        choices: For its successors.
+        findings: For its successors.
     """
 
     incarnation: int
@@ -304,7 +304,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
-    choices: Choices = Choices()
+    findings: Findings = Findings()
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -19,7 +19,7 @@ import msgspec
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
-from hiserve.core.choices import Choices
+from hiserve.core.findings import Findings
 from hiserve.errors import EngineError, HiserveError
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
@@ -102,7 +102,7 @@ class Supervisor:
         self._audience = audience
         self._decoder = Decoder[FromWorker](FromWorker)
         self._workers: dict[int, Incarnation] = {}
-        self._choices: dict[int, Choices] = {}
+        self._findings: dict[int, Findings] = {}
         self._segments: list[Segment | None] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -189,8 +189,8 @@ class Supervisor:
         worker = self._workers[replica] = Incarnation(replica, number, process)
         patrol = asyncio.create_task(self._patrol(worker))
         try:
-            choices = self._choices.get(replica, Choices())
-            process.send(encode(Configure(self._config, replica, number, host_fd, choices)))
+            findings = self._findings.get(replica, Findings())
+            process.send(encode(Configure(self._config, replica, number, host_fd, findings)))
             if self._stopping.is_set():
                 process.kill()
             end = await process.wait()
@@ -284,7 +284,7 @@ class Supervisor:
         total_s = time.monotonic() - worker.born_s
         phases = {"start process": round(total_s - sum(ready.startup_s.values()), 3), **ready.startup_s}
         worker.welcome(msgspec.structs.replace(ready, startup_s=phases), time.monotonic())
-        self._choices.setdefault(worker.replica, ready.choices)
+        self._findings.setdefault(worker.replica, ready.findings)
         logger.info(
             "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",
             worker.replica,

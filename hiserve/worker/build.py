@@ -19,9 +19,9 @@ from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.stores import open_store
 from hiserve.config import DTYPE_BYTES, Config, known
-from hiserve.core.choices import NO_CHOICES, Choices
 from hiserve.core.digest import chain_of
 from hiserve.core.drafts import Proposer
+from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.groups import CANARY, CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.step_memory import step_memory
@@ -38,12 +38,12 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.rows import DeviceRows
 from hiserve.spec.adaptive import DraftController
 from hiserve.worker.adopt import adopt
-from hiserve.worker.choices import pack, unpack
 from hiserve.worker.copier import Copier
 from hiserve.worker.device_memory import await_memory
 from hiserve.worker.draft_costs import DraftMeter
 from hiserve.worker.drafting import open_proposer
 from hiserve.worker.executor import Executor
+from hiserve.worker.findings import pack, unpack
 from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
@@ -59,7 +59,7 @@ UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
 def build_engine(
-    config: Config, segment: Segment | None = None, replica: int = 0, choices: Choices = NO_CHOICES
+    config: Config, segment: Segment | None = None, replica: int = 0, findings: Findings = NO_FINDINGS
 ) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
 
@@ -67,7 +67,7 @@ def build_engine(
         config: Resolved.
         segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
         replica: Which worker this is.
-        choices: Of the worker before it, whose memory is waited for.
+        findings: Of the worker before it, whose memory is waited for.
 
     Raises:
         ConfigError: The segment is of another model: its files have changed.
@@ -78,18 +78,18 @@ def build_engine(
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(config, segment, kv_events, choices)
+        engine = _compose(config, segment, kv_events, findings)
         undo.pop_all()
     return engine
 
 
-def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None, choices: Choices) -> Engine:
+def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None, findings: Findings) -> Engine:
     startup_s: dict[str, float] = {}
     device, dtype = config.model.device, config.model.dtype
     if device == "cuda":
         with _phase(startup_s, "await memory"):
-            await_memory(choices.free_bytes, free_cuda_bytes)
-            choices = replace(choices, free_bytes=max(choices.free_bytes, free_cuda_bytes()))
+            await_memory(findings.free_bytes, free_cuda_bytes)
+            findings = replace(findings, free_bytes=max(findings.free_bytes, free_cuda_bytes()))
     torch.set_num_threads(known(config.runner.cpu_threads))
     torch.backends.cuda.matmul.allow_tf32 = False
     folder, model_config = read_model(config.model)
@@ -115,7 +115,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         runners = _runners(config, model, model_config, draft, pool, rows, proposer)
-        controller = _controller(config, runners, rows, choices)
+        controller = _controller(config, runners, rows, findings)
     depth = known(config.runner.overlap)
     facts = EngineFacts(
         max_running=max_rows,
@@ -125,7 +125,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         namespace=namespace,
         startup_s=startup_s,
         draft_costs=None if controller is None else controller.costs,
-        choices=choices if controller is None else replace(choices, draft_times=pack(controller.costs)),
+        findings=findings if controller is None else replace(findings, draft_times=pack(controller.costs)),
     )
     return Engine(
         _planner(config, cache, model_config, controller),
@@ -137,13 +137,13 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     )
 
 
-def _controller(config: Config, runners: Dispatch, rows: DeviceRows, choices: Choices) -> DraftController | None:
+def _controller(config: Config, runners: Dispatch, rows: DeviceRows, findings: Findings) -> DraftController | None:
     """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
     tiers = config.spec.tiers
     if len(tiers) == 1:
         return None
-    if choices.draft_times is not None:
-        return DraftController(unpack(choices.draft_times))
+    if findings.draft_times is not None:
+        return DraftController(unpack(findings.draft_times))
     with torch.inference_mode():
         costs = DraftMeter(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
     return DraftController(costs)

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from hiserve.core.choices import NO_CHOICES, Choices
 from hiserve.core.copies import CopyAck
+from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.messages.lives import Scene
@@ -67,7 +67,7 @@ class EngineFacts:
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase, in order.
         draft_costs: What drafts cost; None where their number is not chosen step by step.
-        choices: For the worker after this one.
+        findings: For the worker after this one.
     """
 
     max_running: int
@@ -77,7 +77,7 @@ class EngineFacts:
     namespace: bytes
     startup_s: dict[str, float]
     draft_costs: StepCosts | None = None
-    choices: Choices = NO_CHOICES
+    findings: Findings = NO_FINDINGS
 
 
 class Engine:

@@ -6,15 +6,15 @@ import sys
 
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
-from hiserve.core.choices import Choices
+from hiserve.core.findings import Findings
 from hiserve.worker.build import build_engine
 from hiserve.worker.loop import Engine
 from hiserve.worker.service import serve
 
 
-def build(config: Config, host_fd: int, replica: int, choices: Choices) -> Engine:
+def build(config: Config, host_fd: int, replica: int, findings: Findings) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
-    return build_engine(config, Segment.attach(host_fd) if host_fd >= 0 else None, replica, choices)
+    return build_engine(config, Segment.attach(host_fd) if host_fd >= 0 else None, replica, findings)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hiserve.config import Config
-from hiserve.core.choices import Choices
+from hiserve.core.findings import Findings
 from hiserve.core.plan import Int32Array
 from hiserve.messages.cache import NodeFacts, TierName
 from hiserve.messages.channels import PeerGoneError, PollingChannel
@@ -114,7 +114,7 @@ class Service:
             page_size=facts.page_size,
             namespace=facts.namespace,
             startup_s=facts.startup_s,
-            choices=facts.choices,
+            findings=facts.findings,
         )
         self._outbox.answer(ready)
         self._tell(None)
@@ -159,7 +159,7 @@ class Service:
                 self._is_stopped = True
 
 
-def serve(endpoint: str, build: Callable[[Config, int, int, Choices], Engine]) -> int:
+def serve(endpoint: str, build: Callable[[Config, int, int, Findings], Engine]) -> int:
     """Meets the scheduler, builds the engine and serves; returns the exit code.
 
     After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
@@ -174,7 +174,7 @@ def serve(endpoint: str, build: Callable[[Config, int, int, Choices], Engine]) -
     configure = Decoder[Configure](Configure).decode(frames).message
     log_to_stderr(configure.config)
     try:
-        engine = build(configure.config, configure.host_fd, configure.replica, configure.choices)
+        engine = build(configure.config, configure.host_fd, configure.replica, configure.findings)
     except Exception as error:  # noqa: BLE001 - the scheduler is told, and the process ends
         say_farewell(link, configure.incarnation, error)
     try:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hiserve.cache.pools import file_store
 from hiserve.config import Config
-from hiserve.core.choices import Choices
+from hiserve.core.findings import Findings
 from hiserve.worker.loop import Engine
 from hiserve.worker.process import build as build_worker
 from hiserve.worker.service import serve
@@ -106,8 +106,8 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
     if broken:
         file_store.os = Disk(broken, rng)  # type: ignore[assignment]
 
-    def build_broken(config: Config, host_fd: int, replica: int, choices: Choices) -> Any:
-        engine = build_worker(config, host_fd, replica, choices)
+    def build_broken(config: Config, host_fd: int, replica: int, findings: Findings) -> Any:
+        engine = build_worker(config, host_fd, replica, findings)
         broken_engine: Any = engine
         for how in sorted(wanted.keys() & {"fatal", "hang", "starved"}):
             low, high = map(int, wanted[how].split(":"))

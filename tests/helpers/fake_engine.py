@@ -14,8 +14,8 @@ import numpy as np
 
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.config import Config, known
-from hiserve.core.choices import NO_CHOICES, Choices
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
+from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
@@ -71,7 +71,7 @@ class FakeEngine:
     It chooses one more than its forerunner.
     """
 
-    def __init__(self, config: Config, step_s: float = STEP_S, choices: Choices = NO_CHOICES) -> None:
+    def __init__(self, config: Config, step_s: float = STEP_S, findings: Findings = NO_FINDINGS) -> None:
         self._page_size = config.cache.page_size
         self._max_running = known(config.scheduler.max_running_requests)
         self._step_s = step_s
@@ -88,7 +88,7 @@ class FakeEngine:
             page_size=self._page_size,
             namespace=self._namespace,
             startup_s={"build": 0.0},
-            choices=Choices(free_bytes=choices.free_bytes + 1),
+            findings=Findings(free_bytes=findings.free_bytes + 1),
         )
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
@@ -197,7 +197,7 @@ class FakeEngine:
             self._events.publish(new)
 
 
-def build(config: Config, host_fd: int = -1, replica: int = 0, choices: Choices = NO_CHOICES) -> FakeEngine:
+def build(config: Config, host_fd: int = -1, replica: int = 0, findings: Findings = NO_FINDINGS) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:
         case "tell_keys":
@@ -210,4 +210,4 @@ def build(config: Config, host_fd: int = -1, replica: int = 0, choices: Choices 
             os._exit(7)
         case "slow":
             time.sleep(60)
-    return FakeEngine(config, choices=choices)
+    return FakeEngine(config, findings=findings)

@@ -182,10 +182,10 @@ MUTANTS = [
         test=OF_SUPERVISOR + "test_the_last_words_of_a_worker_are_kept_with_how_its_process_ended",
     ),
     Mutant(
-        name="the last choices stand instead of the first",
+        name="the last findings stand instead of the first",
         file=SUPERVISOR,
-        old="self._choices.setdefault(worker.replica, ready.choices)",
-        new="self._choices[worker.replica] = ready.choices",
+        old="self._findings.setdefault(worker.replica, ready.findings)",
+        new="self._findings[worker.replica] = ready.findings",
         test=OF_SUPERVISOR + "test_what_the_first_worker_chose_is_handed_to_each_successor",
     ),
     Mutant(

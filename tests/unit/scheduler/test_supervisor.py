@@ -218,7 +218,7 @@ async def test_what_the_first_worker_chose_is_handed_to_each_successor() -> None
         await witness.until("ready 2")
         os.kill(supervisor.facts()[0].pid, signal.SIGKILL)
         await witness.until("ready 3")
-        assert [ready.choices.free_bytes for ready in witness.readies] == [1, 2, 2]
+        assert [ready.findings.free_bytes for ready in witness.readies] == [1, 2, 2]
 
 
 # --- the host segment of each replica --------------------------------------------------------------

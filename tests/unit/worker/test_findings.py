@@ -7,9 +7,9 @@ import dataclasses
 import msgspec
 import numpy as np
 
-from hiserve.core.choices import Choices
+from hiserve.core.findings import Findings
 from hiserve.spec.adaptive import StepCosts
-from hiserve.worker.choices import pack, unpack
+from hiserve.worker.findings import pack, unpack
 
 COSTS = StepCosts(
     rows=np.array([1, 8]),
@@ -24,9 +24,9 @@ COSTS = StepCosts(
 
 
 def test_costs_are_the_same_on_the_other_side() -> None:
-    choices = Choices(free_bytes=7, draft_times=pack(COSTS))
-    got = msgspec.msgpack.decode(msgspec.msgpack.encode(choices), type=Choices)
-    assert got == choices
+    findings = Findings(free_bytes=7, draft_times=pack(COSTS))
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(findings), type=Findings)
+    assert got == findings
     assert got.draft_times is not None
     back = dataclasses.asdict(unpack(got.draft_times))
     for name, value in dataclasses.asdict(COSTS).items():
