@@ -169,10 +169,7 @@ class Executor:
     def _step(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
         self._apply(plan)
         self._runners.note(plan)
-        if self._copier is not None:
-            self._copier.start(plan)
-        else:
-            assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
+        self._order_copies(plan)
         return self._pass_gate(plan) if plan.rows.size else self._nothing()
 
     def _apply(self, plan: BatchPlan) -> None:
@@ -191,6 +188,22 @@ class Executor:
                 if is_last:
                     raise EngineError(f"no memory for page tables, of kilobytes: {first_line(error)}") from error
             self._free_memory()
+
+    def _order_copies(self, plan: BatchPlan) -> None:
+        """Starts what the plan copies between tiers.
+
+        Raises:
+            EngineError: Memory ran out for that. Orders would be lost, and whoever waits for them would wait for ever.
+        """
+        if self._copier is None:
+            assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
+            return
+        try:
+            self._copier.start(plan)
+        except Exception as error:
+            if not fault_of(error):
+                raise
+            raise EngineError(f"no memory for orders of copies, of kilobytes: {first_line(error)}") from error
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:

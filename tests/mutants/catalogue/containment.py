@@ -147,4 +147,11 @@ MUTANTS = [
         test="tests/unit/pools/test_store_transfers.py::"
         "test_where_memory_runs_out_for_the_store_its_pages_do_not_arrive_and_those_after_it_are_asked_for",
     ),
+    Mutant(
+        name="orders of copies may be lost to a lack of memory",
+        file=EXECUTOR,
+        old="        try:\n            self._copier.start(plan)\n        except Exception as error:\n            if not fault_of(error):",
+        new="        try:\n            self._copier.start(plan)\n        except Exception as error:\n            if True:",
+        test=OF_EXECUTOR + "test_orders_of_copies_are_not_lost_to_a_lack_of_memory",
+    ),
 ]

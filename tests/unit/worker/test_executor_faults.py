@@ -119,6 +119,15 @@ def test_copies_behind_a_step_that_was_given_up_begin(folder: Path) -> None:
     assert ends.started == ends.done == [1]
 
 
+def test_orders_of_copies_are_not_lost_to_a_lack_of_memory(folder: Path) -> None:
+    """Whoever waits for a copy that nobody carries out would wait for ever: better the engine ends."""
+    running, ends = engine(folder), Ends()
+    ends.start = Hog(ends.start, {0})  # type: ignore[method-assign]
+    executor = Executor(running.runners, running.rows, copier=ends)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="no memory for orders of copies"):
+        executor.submit(first_plan()).result()
+
+
 def test_what_is_planned_on_top_of_a_step_given_up_runs_and_harms_nobody(folder: Path) -> None:
     """Pages of others stay as they are: the rows' own are written, or the sink."""
     running = engine(folder)
