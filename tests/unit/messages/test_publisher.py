@@ -215,12 +215,31 @@ def test_a_question_that_is_nonsense_harms_nobody(setup: Setup) -> None:
     assert [values(payload) for _, payload in other.replay(0)] == [[1]]
 
 
+class Held:
+    """A broadcast that keeps its thread waiting as long as the gate is shut."""
+
+    def __init__(self, broadcast: Broadcast) -> None:
+        self._broadcast = broadcast
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._broadcast, name)
+
+    def wait(self, timeout_s: float) -> None:
+        self._broadcast.wait(timeout_s)
+        self.gate.wait()
+
+
 def test_what_was_put_is_published_before_the_sockets_close(setup: Setup) -> None:
-    publisher = Publisher(setup.broadcast(), page_size=2, replica=1)
+    held = Held(setup.broadcast())
+    publisher = Publisher(held, page_size=2, replica=1)  # type: ignore[arg-type]
     reader = setup.reader()
     last = meet(publisher, reader)
+    held.gate.clear()
     for i in range(500):
         publisher.put(change(i))
+    threading.Timer(0.05, held.gate.set).start()
     publisher.close()
     assert [reader.receive()[0] for _ in range(500)] == list(range(last + 1, last + 501))
 
