@@ -18,7 +18,6 @@ from hiserve.config import make_config
 from hiserve.errors import ConfigError, HiserveError
 from hiserve.messages.codec import Received
 from hiserve.messages.types import FromWorker, Ready, StepReport
-from hiserve.scheduler import incarnation
 from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.supervisor import Loss, Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
@@ -188,10 +187,12 @@ async def test_without_a_limit_no_worker_hangs() -> None:
         assert witness.events == ["ready 1"]
 
 
-async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incarnation, "RECENT_S", 0.1)
+async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers() -> None:
     async with supervised("mute", step_timeout_s=2) as (supervisor, witness):
         await supervisor.started
+        async with asyncio.timeout(5):
+            while not supervisor.facts()[0].stats.running:
+                await asyncio.sleep(0.01)
         time.sleep(2.5)
         await asyncio.sleep(supervisor_module.STACK_S + 0.7)
         assert witness.events == ["ready 1"]
