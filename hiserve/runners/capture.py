@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
 _DRIVER = "libcuda.so.1"
+
+logger = logging.getLogger(__name__)
 
 
 class Graph:
@@ -122,6 +127,28 @@ class Capture:
             self._pool = torch.cuda.graph_pool_handle()
             self._broken.append(graph)
             raise
+
+
+def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], T], told: str) -> dict[int, T]:
+    """Captures something for each size, the largest first: smaller ones then find room in its memory.
+
+    Args:
+        capture: Where.
+        sizes: Ascending.
+        work: Captures one; raises ``RuntimeError`` where that cannot be done.
+        told: What is told then, once for each such size: of the size, and of the reason.
+
+    Returns:
+        What was captured, by size; those that failed are left out.
+    """
+    captured: dict[int, T] = {}
+    with capture.on_stream(), torch.inference_mode():
+        for size in reversed(sizes):
+            try:
+                captured[size] = work(size)
+            except RuntimeError as error:
+                logger.warning(told, size, str(error).splitlines()[0])
+    return captured
 
 
 @contextmanager

@@ -194,6 +194,21 @@ def gather_inputs(columns: Columns, rows: DeviceRows, out: StepInputs | None = N
     )
 
 
+def put_tokens(inputs: ForwardInputs, static: ForwardInputs, size: int) -> None:
+    """Copies a step's tokens, where they are and where they go to the first places of a graph's; what pads it goes to the sink.
+
+    Args:
+        inputs: T tokens.
+        static: Those that the graph reads.
+        size: Tokens of the graph, T or more.
+    """
+    num_tokens = inputs.input_ids.shape[0]
+    static.input_ids[:num_tokens].copy_(inputs.input_ids)
+    static.positions[:num_tokens].copy_(inputs.positions)
+    static.slots[:num_tokens].copy_(inputs.slots)
+    static.slots[num_tokens:size].zero_()
+
+
 def _metadata(inputs: StepInputs) -> StepMetadata:
     forward = inputs.forward
     return StepMetadata(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,12 +14,11 @@ from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
 from hiserve.models.decoder import Decoder
-from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.capture import Capture, Graph, capture_sizes
 from hiserve.runners.gate import MixedGraphs
+from hiserve.runners.inputs import put_tokens
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.tail import Tail
-
-logger = logging.getLogger(__name__)
 
 MAX_DECODE = 64  # rows; a program is launched for each that a step does not have
 MAX_PROMPTS = 2  # likewise, for each block of tokens of the bucket
@@ -87,11 +85,8 @@ class Places:
 
     def fill(self, inputs: ForwardInputs, bucket: int) -> None:
         """Puts a step into the places of a bucket; what it leaves empty has no tokens, and padding goes to the sink."""
-        static, num_tokens, num_decode = self.inputs, inputs.input_ids.shape[0], inputs.num_decode
-        static.input_ids[:num_tokens].copy_(inputs.input_ids)
-        static.positions[:num_tokens].copy_(inputs.positions)
-        static.slots[:num_tokens].copy_(inputs.slots)
-        static.slots[num_tokens:bucket].zero_()
+        static, num_decode = self.inputs, inputs.num_decode
+        put_tokens(inputs, static, bucket)
         indptr = _spread(inputs.q_lens, num_decode, static.num_decode, static.qo_indptr.shape[0])
         (uploaded,) = upload((indptr,), static.qo_indptr.device)
         static.qo_indptr.copy_(uploaded)
@@ -211,14 +206,9 @@ class MixedRunner:
 
     def capture(self) -> None:
         """Captures every bucket, the largest first. One that fails is told once and remembered."""
-        with self._capture.on_stream(), torch.inference_mode():
-            for num_tokens in reversed(self._coverage.buckets):
-                try:
-                    self._captured[num_tokens] = self._capture_bucket(num_tokens)
-                except RuntimeError as error:
-                    self.failed.add(num_tokens)
-                    reason = str(error).splitlines()[0]
-                    logger.warning("mixed steps of up to %d tokens are not one graph: %s", num_tokens, reason)
+        told, buckets = "mixed steps of up to %d tokens are not one graph: %s", self._coverage.buckets
+        self._captured = capture_sizes(self._capture, buckets, self._capture_bucket, told)
+        self.failed = set(buckets) - self._captured.keys()
 
     def _capture_bucket(self, num_tokens: int) -> _Captured:
         """Captures a step in which all tokens are padding."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from torch import Tensor
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.models.decoder import Decoder
-from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.capture import Capture, Graph, capture_sizes
 from hiserve.runners.gate import PiecewiseGraphs
+from hiserve.runners.inputs import put_tokens
 from hiserve.runners.tail import Tail
-
-logger = logging.getLogger(__name__)
 
 
 class _Bridge:
@@ -148,14 +146,9 @@ class PiecewiseRunner:
 
     def capture(self) -> None:
         """Captures every bucket, the largest first. One that fails is told once and remembered; its steps run eagerly."""
-        with self._capture.on_stream(), torch.inference_mode():
-            for num_tokens in reversed(self._buckets):
-                try:
-                    self._captured[num_tokens] = self._capture_bucket(num_tokens)
-                except RuntimeError as error:
-                    self.failed.add(num_tokens)
-                    reason = str(error).splitlines()[0]
-                    logger.warning("steps of up to %d tokens run without graphs: %s", num_tokens, reason)
+        told = "steps of up to %d tokens run without graphs: %s"
+        self._captured = capture_sizes(self._capture, self._buckets, self._capture_bucket, told)
+        self.failed = set(self._buckets) - self._captured.keys()
 
     def _capture_bucket(self, num_tokens: int) -> _Captured:
         inputs = _padding(num_tokens, self._bridge.q.device)
@@ -191,10 +184,7 @@ class PiecewiseRunner:
         """
         captured, bridge = self._captured[bucket], self._bridge
         num_tokens, static = inputs.input_ids.shape[0], captured.inputs
-        static.input_ids[:num_tokens].copy_(inputs.input_ids)
-        static.positions[:num_tokens].copy_(inputs.positions)
-        static.slots[:num_tokens].copy_(inputs.slots)
-        static.slots[num_tokens:].zero_()
+        put_tokens(inputs, static, bucket)
         self._attention.plan(inputs)
         q, k, v, out = (each[:num_tokens] for each in (bridge.q, bridge.k, bridge.v, bridge.out))
         for layer, (kv, piece) in enumerate(zip(self._layers, captured.pieces, strict=True)):

@@ -8,6 +8,7 @@ GRAPH = "hiserve/runners/graph.py"
 PIECES = "hiserve/runners/piecewise.py"
 MIXED = "hiserve/runners/mixed.py"
 GATE = "hiserve/runners/gate.py"
+INPUTS = "hiserve/runners/inputs.py"
 OF_GRAPHS = "tests/unit/runners/test_graph.py::"
 OF_PADDING = OF_GRAPHS + "test_padding_rows_write_only_the_sink"
 OF_GARBAGE = OF_GRAPHS + "test_replays_over_garbage_give_the_tokens_of_eager_steps"
@@ -74,23 +75,23 @@ MUTANTS = [
     ),
     Mutant(
         name="tokens that pad pieces are written where others were",
-        file=PIECES,
-        old="        static.slots[num_tokens:].zero_()\n",
+        file=INPUTS,
+        old="    static.slots[num_tokens:size].zero_()\n",
         new="",
         test=OF_PIECES,
     ),
     Mutant(
         name="pieces keep the positions of the step before",
-        file=PIECES,
-        old="        static.positions[:num_tokens].copy_(inputs.positions)\n",
+        file=INPUTS,
+        old="    static.positions[:num_tokens].copy_(inputs.positions)\n",
         new="",
         test=OF_PIECES,
     ),
     Mutant(
         name="pieces whose capture failed are forgotten",
         file=PIECES,
-        old="self.failed.add(num_tokens)",
-        new="self._captured.pop(num_tokens, None)",
+        old="self.failed = set(self._buckets) - self._captured.keys()",
+        new="self.failed = set()",
         test=OF_GRAPHS + "test_pieces_that_cannot_be_captured_run_eagerly",
     ),
     Mutant(
@@ -123,8 +124,8 @@ MUTANTS = [
     ),
     Mutant(
         name="padding of a mixed step is written where the step before wrote",
-        file=MIXED,
-        old="        static.slots[num_tokens:bucket].zero_()\n",
+        file=INPUTS,
+        old="    static.slots[num_tokens:size].zero_()\n",
         new="",
         test=OF_MIXED,
     ),
