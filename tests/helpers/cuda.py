@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hiserve.core.forward import ForwardInputs
 from hiserve.core.request import SamplingParams
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
@@ -210,83 +211,62 @@ def news(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
 
 
 class Poisoned:
-    """A runner of whole steps that finds garbage, before each replay, in all that its graphs should write first.
+    """A runner that finds garbage, before each replay, in all that its graphs or it should write first.
 
     Args:
         runner: Replays.
+        spoil: Writes the garbage, for a bucket of the runner.
     """
 
-    def __init__(self, runner: GraphRunner) -> None:
-        self._runner: Any = runner
-        self.num_replays = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def run(self, plan: Any, bucket: int, *how: Any) -> Any:
-        captured = self._runner._captured[bucket]
-        forward = captured.inputs.forward
-        written = (forward.input_ids, forward.positions, forward.slots, forward.kv_lens, forward.page_table)
-        for ints in (captured.varying, *written, *(words for _, words in captured.draws.values())):
-            ints.fill_(NO_PAGE)
-        captured.inputs.legal.fill_(True)
-        captured.logits.fill_(torch.nan)
-        for kv in self._runner._layers:
-            for plane in (kv.k, kv.v):
-                plane[:PAGE].fill_(torch.nan)  # the sink
-        self.num_replays += 1
-        return self._runner.run(plan, bucket, *how)
-
-
-class PoisonedPieces:
-    """Likewise of pieces; padding tokens are any tokens.
-
-    Args:
-        runner: Replays.
-    """
-
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, spoil: Callable[[Any, int], None]) -> None:
         self._runner = runner
+        self._spoil = spoil
         self.num_replays = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, inputs: Any, bucket: int) -> Any:
-        captured, bridge = self._runner._captured[bucket], self._runner._bridge
-        for floats in (bridge.q, bridge.k, bridge.v, bridge.out, captured.residual):
-            floats.fill_(torch.nan)
-        captured.inputs.input_ids.fill_(11)
-        captured.inputs.positions.fill_(MAX_LEN - 1)
-        captured.inputs.slots.fill_(NO_PAGE)
+    def run(self, step: Any, bucket: int, *how: Any) -> Any:
+        self._spoil(self._runner, bucket)
         self.num_replays += 1
-        return self._runner.run(inputs, bucket)
+        return self._runner.run(step, bucket, *how)
 
 
-class PoisonedMixed:
-    """Likewise of rows that decode beside prompts; places that a step leaves empty keep their first page.
+def _spoil_whole(runner: Any, bucket: int) -> None:
+    captured = runner._captured[bucket]
+    forward = captured.inputs.forward
+    written = (forward.input_ids, forward.positions, forward.slots, forward.kv_lens, forward.page_table)
+    for ints in (captured.varying, *written, *(words for _, words in captured.draws.values())):
+        ints.fill_(NO_PAGE)
+    captured.inputs.legal.fill_(True)
+    captured.logits.fill_(torch.nan)
+    for kv in runner._layers:
+        for plane in (kv.k, kv.v):
+            plane[:PAGE].fill_(torch.nan)  # the sink
 
-    Args:
-        runner: Replays.
-    """
 
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self.num_replays = 0
+def _spoil_pieces(runner: Any, bucket: int) -> None:
+    """Padding tokens are any tokens."""
+    captured, bridge = runner._captured[bucket], runner._bridge
+    for floats in (bridge.q, bridge.k, bridge.v, bridge.out, captured.residual):
+        floats.fill_(torch.nan)
+    _spoil_tokens(captured.inputs)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
 
-    def run(self, inputs: Any, bucket: int) -> Any:
-        static = self._runner._places.inputs
-        for floats in (self._runner._out, self._runner._captured[bucket].residual):
-            floats.fill_(torch.nan)
-        static.input_ids.fill_(11)
-        static.positions.fill_(MAX_LEN - 1)
-        for ints in (static.slots, static.qo_indptr, static.kv_lens, static.page_table[:, 1:]):
-            ints.fill_(NO_PAGE)
-        self.num_replays += 1
-        return self._runner.run(inputs, bucket)
+def _spoil_mixed(runner: Any, bucket: int) -> None:
+    """Likewise; places that a step leaves empty keep their first page."""
+    static = runner._places.inputs
+    for floats in (runner._out, runner._captured[bucket].residual):
+        floats.fill_(torch.nan)
+    _spoil_tokens(static)
+    for ints in (static.qo_indptr, static.kv_lens, static.page_table[:, 1:]):
+        ints.fill_(NO_PAGE)
+
+
+def _spoil_tokens(static: ForwardInputs) -> None:
+    static.input_ids.fill_(11)
+    static.positions.fill_(MAX_LEN - 1)
+    static.slots.fill_(NO_PAGE)
 
 
 def poison(subject: Engine) -> list[Any]:
@@ -294,13 +274,13 @@ def poison(subject: Engine) -> list[Any]:
     subject.pool.storage("kv").fill_(torch.nan)
     wait_for_stream()
     runners: Any = subject.runners
-    runners._full = {width: Poisoned(runner) for width, runner in runners._full.items()}
+    runners._full = {width: Poisoned(runner, _spoil_whole) for width, runner in runners._full.items()}
     poisoned = list(runners._full.values())
     if runners._piecewise is not None:
-        runners._piecewise = PoisonedPieces(runners._piecewise)
+        runners._piecewise = Poisoned(runners._piecewise, _spoil_pieces)
         poisoned.append(runners._piecewise)
     if runners._mixed is not None:
-        runners._mixed = PoisonedMixed(runners._mixed)
+        runners._mixed = Poisoned(runners._mixed, _spoil_mixed)
         poisoned.append(runners._mixed)
     return poisoned
 
