@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 HIT_BAR = 0.9  # of the replayed tokens, those that the host tier has
@@ -56,16 +56,15 @@ LARGE = Sizes(
     bar_s=20.0,
     load_s=10.0,
 )
-NANO_SETTINGS = {
-    "model": "hiserve-nano",
-    "device": "cpu",
-    "max_model_len": 2048,
-    "max_running_requests": 8,
-    "host_cache_gib": 0.3,
-    "cpu_threads": 1,
-}
 SMALL = Sizes(
-    settings=NANO_SETTINGS,
+    settings={
+        "model": "hiserve-nano",
+        "device": "cpu",
+        "max_model_len": 2048,
+        "max_running_requests": 8,
+        "host_cache_gib": 0.3,
+        "cpu_threads": 1,
+    },
     vocab_size=4096,
     streams=8,
     prompt=512,
@@ -75,14 +74,4 @@ SMALL = Sizes(
     bar_s=8.0,
     load_s=20.0,
 )
-TINY = Sizes(
-    settings=NANO_SETTINGS,
-    vocab_size=4096,
-    streams=3,
-    prompt=256,
-    output=80,
-    before=16,
-    rounds=1,
-    bar_s=8.0,
-    load_s=1.5,
-)
+TINY = replace(SMALL, streams=3, prompt=256, output=80, before=16, rounds=1, load_s=1.5)
