@@ -18,6 +18,7 @@ import pytest
 from hiserve import LLM
 from hiserve.messages.types import Admit
 from tests.e2e.live import Live, serve
+from tests.faults.harness import body_of
 from tests.helpers.tiered import check_whole, counts_of, engine_of
 from tests.helpers.traffic import SETTINGS, TENANTS, TINY, Memory, Script, Turn, census, make_scripts
 
@@ -193,7 +194,7 @@ class Clients:
         while time.monotonic() < end:
             tenant = TENANTS[self._rng.integers(len(TENANTS))]
             for turn in self._scripts[self._rng.integers(len(self._scripts))]:
-                body = body_of(turn, tenant)
+                body = body_of(turn, tenant) | {"stream": False}
                 if self._rng.random() < ABORT_RATE:
                     await self._give_up(body)
                     break
@@ -209,18 +210,6 @@ class Clients:
             async for _ in response.aiter_lines():
                 break
         self.num_aborts += 1
-
-
-def body_of(turn: Turn, tenant: str) -> dict[str, object]:
-    return {
-        "model": "hiserve-nano",
-        "prompt": turn.prompt,
-        "max_tokens": turn.sampling.max_tokens,
-        "temperature": turn.sampling.temperature,
-        "seed": turn.sampling.seed,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    } | ({"cache_salt": tenant} if tenant else {})
 
 
 def check_idle(live: Live) -> None:
