@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
+from hiserve.core.faults import fault_of
 from hiserve.errors import EngineError, HiserveError
 from hiserve.messages.channels import Link
 from hiserve.messages.codec import encode
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 # What torch, its libraries and Triton say of a device or a kernel that failed.
 _SAYINGS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_", "device-side")
-_MEMORY = ("out of memory", "_ALLOC_FAILED")
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -75,6 +75,6 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_of_device(error: BaseException) -> bool:
     message = str(error)
-    if any(saying in message for saying in _MEMORY):
+    if isinstance(error, Exception) and fault_of(error):
         return False
     return type(error).__name__ == "AcceleratorError" or any(saying in message for saying in _SAYINGS)
