@@ -241,6 +241,6 @@ class Gate:
         """Starts an engine; None if that fails."""
         try:
             return await self._start()
-        except HiserveError as error:
+        except (HiserveError, OSError) as error:
             logger.warning("the engine cannot start: %s", error)
             return None

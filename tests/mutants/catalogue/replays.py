@@ -206,7 +206,7 @@ MUTANTS = [
     Mutant(
         name="memory that ran out costs the device",
         file=FAREWELL,
-        old="    if any(saying in message for saying in _MEMORY):\n        return False\n",
+        old="    if isinstance(error, Exception) and fault_of(error):\n        return False\n",
         new="",
         test=OF_FAREWELL + "test_an_exit_code_tells_whether_the_device_is_lost",
     ),
@@ -294,5 +294,13 @@ MUTANTS = [
         old="return self._closed is None and not self._halted",
         new="return self._closed is None",
         test="tests/e2e/test_process_lives.py::test_a_client_that_was_told_that_no_worker_is_left_says_so",
+    ),
+    Mutant(
+        name="a process that cannot be started is never tried again",
+        file="hiserve/server/gate.py",
+        old="except (HiserveError, OSError) as error:",
+        new="except HiserveError as error:",
+        test="tests/unit/server/test_gate.py::test_a_start_that_fails_is_tried_again",
+        timeout_s=60,
     ),
 ]

@@ -16,10 +16,13 @@ from tests.helpers.fake_engine_client import FakeEngineClient
 class Starter:
     """Makes engines; some starts fail."""
 
-    def __init__(self, failing: Callable[[int], bool] = lambda number: False) -> None:
+    def __init__(
+        self, failing: Callable[[int], bool] = lambda number: False, error: type[Exception] = ResourceError
+    ) -> None:
         self.engines: list[FakeEngineClient] = []
         self.num_starts = 0
         self._failing = failing
+        self._error = error
         self.hold = asyncio.Event()
         self.hold.set()
 
@@ -27,7 +30,7 @@ class Starter:
         self.num_starts += 1
         await self.hold.wait()
         if self._failing(self.num_starts):
-            raise ResourceError("another server uses the cache.")
+            raise self._error("another server uses the cache.")
         self.engines.append(FakeEngineClient(lambda prompt: [[1]]))
         return self.engines[-1]
 
@@ -72,8 +75,9 @@ async def test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why(s
     assert [engine.stopped for engine in starter.engines] == [0, 1]
 
 
-async def test_a_start_that_fails_is_tried_again() -> None:
-    starter = Starter(lambda number: number in (2, 3))
+@pytest.mark.parametrize("error", [ResourceError, OSError])  # the second of a process that cannot be started
+async def test_a_start_that_fails_is_tried_again(error: type[Exception]) -> None:
+    starter = Starter(lambda number: number in (2, 3), error)
     gate = await opened(starter)
     starter.engines[0].die("gone")
     await until_served(gate)
