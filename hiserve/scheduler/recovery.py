@@ -41,7 +41,7 @@ class Recoveries:
             self._open[dead.replica] = _Open(dead, time.monotonic(), num_requests)
 
     def rest(self, replica: int) -> None:
-        """A successor has nothing to do: what its forerunner held runs elsewhere, or has ended."""
+        """A successor has nothing to do: what the worker before it held runs elsewhere, or has ended."""
         self._open.pop(replica, None)
 
     def news(self, worker: Incarnation) -> None:

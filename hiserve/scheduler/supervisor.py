@@ -33,14 +33,13 @@ logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "hiserve.worker.process")
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
-MAX_USELESS = (
-    16  # workers in a row that told no news of the requests they had; finding the guilty one of 1,000 takes 12
-)
+# Workers in a row that told no news of the requests they had; finding the guilty one of 1,000 takes 12.
+MAX_USELESS = 16
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 5.0  # for a worker that said it has failed
 PATROL_S = 0.25
 STACK_S = 0.5  # for a worker that hangs, to write where
-REST_S = 0.5  # a worker without requests so long after it was ready will get none of its forerunner's
+REST_S = 0.5  # a worker without requests so long after it was ready will get none of the one before it
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ def serve(endpoint: str, build: Callable[[Config, int, int, Findings], Engine]) 
     Args:
         endpoint: Where the scheduler listens.
         build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one), the replica and
-            what its forerunner chose.
+            what the worker before it found out.
     """
     link, frames = meet_parent(endpoint, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
