@@ -30,8 +30,8 @@ def check(rows, depth, columns, dtype):
         assert got.dtype == dtype and got.shape == (rows, columns)
         assert_close(got.double(), expected, atol=1e-2, rtol=8e-3)
 
-def check_plain(rows, columns, dtype):
-    x, weight, bias = randn(rows, 40, dtype=dtype), randn(columns, 40, dtype=dtype), randn(columns, dtype=dtype)
+def check_plain(rows, depth, columns, dtype):
+    x, weight, bias = randn(rows, depth, dtype=dtype), randn(columns, depth, dtype=dtype), randn(columns, dtype=dtype)
     assert torch.equal(linear.linear(x, weight, bias), reference.linear(x, weight, bias))
 """
 ONE_ROW = """
@@ -40,15 +40,36 @@ for depth, columns in ((40, 6), (1024, 9), (2048, 3), (2100, 4), (4096 + 16, 3))
     for dtype in (torch.float16, torch.bfloat16):
         check(1, depth, columns, dtype)
 for rows, dtype in ((0, torch.float16), (2, torch.float16), (1, torch.float32), (1, torch.float64)):
-    check_plain(rows, 6, dtype)
+    check_plain(rows, 40, 6, dtype)
+linear._MAX_ROW_ELEMENTS, linear._row_linear = 239, refuse
+check_plain(1, 40, 6, torch.float16)
 """
 FEW_ROWS = """
-linear._TILED = ((30, 80),)
-for rows in (2, 7, 16):
-    for depth, columns in ((40, 31), (300, 80)):
+class Told:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        grids.append(grid)
+        return self.kernel[grid]
+
+grids = []
+linear._tile_kernel, linear._sum_kernel = Told(linear._tile_kernel), Told(linear._sum_kernel)
+# (processors, depth, columns): whole tiles; parts with and without a rest; parts of no less than four blocks
+for processors, depth, columns, of_tiles in (
+    (4, 256, 320, (5, 1)), (7, 1664, 128, (2, 3)), (4, 1024, 128, (2, 2)), (9, 1024, 64, (1, 2))
+):
+    linear._NUM_PROCESSORS = processors
+    for rows in (2, 7, 16, 17, 32):
+        grids.clear()
         check(rows, depth, columns, torch.float16)
-for rows, columns, dtype in ((2, 30, torch.float16), (2, 81, torch.float16), (17, 64, torch.float16), (2, 64, torch.float32)):
-    check_plain(rows, columns, dtype)
+        of_sums = [(-(-rows * columns // 512),)] * (of_tiles[1] > 1)
+        assert grids == [of_tiles, *of_sums] * 2, grids
+linear._MAX_ROW_ELEMENTS = 0
+check(1, 1024, 64, torch.float16)
+for rows, depth, columns in ((33, 128, 64), (2, 128, 96), (2, 192, 64), (0, 128, 64)):
+    check_plain(rows, depth, columns, torch.float16)
+check_plain(2, 128, 64, torch.float32)
 """
 
 
