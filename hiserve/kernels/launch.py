@@ -41,9 +41,9 @@ class EarlyLaunch(TypedDict):
 
 
 @cache
-def early_launch(device: torch.device) -> EarlyLaunch:
-    """Returns keywords of a launch that begins early where the device can do it."""
-    is_early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
+def early_launch(device: torch.device, is_wanted: bool = True) -> EarlyLaunch:
+    """Returns keywords of a launch that begins early where that is wanted and the device can do it."""
+    is_early = is_wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY
     return EarlyLaunch(IS_EARLY=is_early, launch_pdl=is_early)
 
 

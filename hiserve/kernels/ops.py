@@ -44,8 +44,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norms and rotates queries and keys, and writes keys and values into their slots."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Projects ``[T, n]``."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool) -> Tensor:
+        """Projects ``[T, n]``; told whether that comes from an attention, beside which a device may not want to begin."""
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Returns ``silu(gate) * up``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -16,14 +17,17 @@ class Linear:
     Args:
         weight: ``[out_features, in_features]``. Copied where packing makes products faster.
         bias: ``[out_features]``, or None without one.
+        is_behind_attention: Whether it is an attention's output that is projected.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, is_behind_attention: bool = False) -> None:
         is_packed = can_pack(weight)
         self._weight = pack(weight) if is_packed else weight
         self._bias = bias
         self._project: Callable[[Tensor, Tensor, Tensor | None], Tensor] = (
-            packed_linear if is_packed else ops_for(weight.device).linear
+            packed_linear
+            if is_packed
+            else partial(ops_for(weight.device).linear, is_behind_attention=is_behind_attention)
         )
 
     def __call__(self, x: Tensor) -> Tensor:

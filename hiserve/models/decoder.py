@@ -176,7 +176,7 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
         attention=SelfAttention(
             layer=index,
             qkv=_linear(parameters, ours + "qkv"),
-            out=_linear(parameters, ours + "out"),
+            out=_linear(parameters, ours + "out", is_behind_attention=True),
             qk_weight=qk_weight,
             eps=config.norm_eps,
             head_dim=config.head_dim,
@@ -191,8 +191,9 @@ def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, o
     )
 
 
-def _linear(parameters: dict[str, Tensor], name: str) -> Linear:
-    return Linear(parameters.pop(name), parameters.pop(name + "_bias", None))
+def _linear(parameters: dict[str, Tensor], name: str, *, is_behind_attention: bool = False) -> Linear:
+    weight, bias = parameters.pop(name), parameters.pop(name + "_bias", None)
+    return Linear(weight, bias, is_behind_attention=is_behind_attention)
 
 
 def _moe(config: ExpertsConfig, parameters: dict[str, Tensor], ours: str, ops: Ops) -> MoE:

@@ -134,6 +134,27 @@ MUTANTS = [
         test=OF_TILES,
     ),
     Mutant(
+        name="tiles behind an attention begin early",
+        file=LINEAR,
+        old="is_early=not is_behind_attention",
+        new="is_early=True",
+        test=OF_TILES,
+    ),
+    Mutant(
+        name="no projection is told that it is behind an attention",
+        file=DECODER,
+        old='ours + "out", is_behind_attention=True',
+        new='ours + "out"',
+        test="tests/unit/models/test_decoder.py::test_the_projection_behind_an_attention_is_told_of_it",
+    ),
+    Mutant(
+        name="launches that are not wanted early are",
+        file=LAUNCH,
+        old="is_early = is_wanted and ",
+        new="is_early = ",
+        test=OF_DEVICES,
+    ),
+    Mutant(
         name="a norm does not await what it adds",
         file=FUSED,
         old="    weights = tl.load(weight + column, mask=mask, other=0.0).to(wide)\n    await_previous(IS_EARLY)\n",

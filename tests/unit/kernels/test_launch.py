@@ -26,6 +26,7 @@ def test_kernels_begin_early_where_the_device_can_do_it(
     early_launch.cache_clear()
     try:
         assert early_launch(torch.device(device)) == {"IS_EARLY": is_early, "launch_pdl": is_early}
+        assert early_launch(torch.device(device), False) == {"IS_EARLY": False, "launch_pdl": False}
     finally:
         early_launch.cache_clear()
 

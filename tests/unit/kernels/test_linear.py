@@ -67,6 +67,13 @@ for processors, depth, columns, of_tiles in (
         assert grids == [of_tiles, *of_sums] * 2, grids
 linear._MAX_ROW_ELEMENTS = 0
 check(1, 1024, 64, torch.float16)
+wanted = []
+plain = linear.early_launch
+linear.early_launch = lambda device, is_wanted=True: wanted.append(is_wanted) or plain(device)
+x, weight = randn(2, 128, dtype=torch.float16), randn(64, 128, dtype=torch.float16)
+for is_behind_attention in (False, True):
+    linear.linear(x, weight, None, is_behind_attention=is_behind_attention)
+assert wanted == [True, False]
 for rows, depth, columns in ((33, 128, 64), (2, 128, 96), (2, 192, 64), (0, 128, 64)):
     check_plain(rows, depth, columns, torch.float16)
 check_plain(2, 128, 64, torch.float32)
