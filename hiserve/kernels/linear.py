@@ -15,7 +15,7 @@ _MAX_COLUMNS = 4
 _ELEMENTS = 4096  # of the weight, that a program holds at once
 _ELEMENTS_PER_WARP = 256
 
-_MAX_ROW_ELEMENTS = 1 << 24  # of a weight that one row's own kernel reads
+_MAX_ROW_ELEMENTS = 1 << 24  # of a weight of whole tiles, that one row's own kernel reads
 
 _TILE_ROWS = (16, 32)
 _TILE_COLUMNS = 64
@@ -28,21 +28,18 @@ _SUM_BLOCK = 512
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_behind_attention: bool = False) -> Tensor:
     """As ``reference.linear``, for weights that were in place before the step.
 
-    One row of a 16-bit type has a kernel of its own for weights that are not large; up to 32 rows have one for weights of
-    whole tiles. On an H200, in graphs and behind a norm, the four products of a layer took, for 1, 8 and 32 rows, 0.95, 0.95
+    Up to 32 rows of a 16-bit type have a kernel of their own for weights of whole tiles; one row has another for all weights
+    but large ones of whole tiles. On an H200, in graphs and behind a norm, the four products of a layer took, for 1, 8 and 32 rows, 0.95, 0.95
     and 0.94 of cuBLAS' time in Llama-8B; 0.49, 0.75 and 0.76 in Qwen3-0.6B.
     """
-    num_rows = x.shape[0]
-    if x.dtype.itemsize == 2 and num_rows == 1 and weight.numel() <= _MAX_ROW_ELEMENTS:
-        return _row_linear(x, weight, bias)
-    if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1] and _has_whole_tiles(weight):
-        return _tiled_linear(x, weight, bias, is_early=not is_behind_attention)
+    num_rows, (num_columns, depth) = x.shape[0], weight.shape
+    if x.dtype.itemsize == 2 and 1 <= num_rows <= _TILE_ROWS[-1]:
+        has_whole_tiles = num_columns % _TILE_COLUMNS == 0 and depth % _TILE_DEPTH == 0
+        if num_rows == 1 and not (has_whole_tiles and weight.numel() > _MAX_ROW_ELEMENTS):
+            return _row_linear(x, weight, bias)
+        if has_whole_tiles:
+            return _tiled_linear(x, weight, bias, is_early=not is_behind_attention)
     return F.linear(x, weight, bias)
-
-
-def _has_whole_tiles(weight: Tensor) -> bool:
-    num_columns, depth = weight.shape
-    return num_columns % _TILE_COLUMNS == 0 and depth % _TILE_DEPTH == 0
 
 
 def _row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

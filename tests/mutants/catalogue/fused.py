@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         name="rows beyond the first are projected as if there were one",
         file=LINEAR,
-        old="num_rows == 1 and",
-        new="num_rows >= 1 and",
+        old="num_rows == 1 and not",
+        new="not",
         test=OF_LINEAR,
     ),
     Mutant(
@@ -87,15 +87,15 @@ MUTANTS = [
     Mutant(
         name="a large weight has one row's own kernel",
         file=LINEAR,
-        old=" and weight.numel() <= _MAX_ROW_ELEMENTS:",
-        new=":",
-        test=OF_LINEAR,
+        old=" and weight.numel() > _MAX_ROW_ELEMENTS)",
+        new=" and False)",
+        test=OF_TILES,
     ),
     Mutant(
         name="tiles are for any number of rows",
         file=LINEAR,
-        old="1 <= num_rows <= _TILE_ROWS[-1] and",
-        new="1 <= num_rows and",
+        old="1 <= num_rows <= _TILE_ROWS[-1]:",
+        new="1 <= num_rows:",
         test=OF_TILES,
     ),
     Mutant(
