@@ -12,8 +12,6 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 120

@@ -19,8 +19,6 @@ import pytest
 from tests.e2e.live import Live, serve
 from tools import settings as settings_page
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands that are not executed here, and why.

@@ -19,8 +19,6 @@ from tests.helpers.models import save_llama
 from tests.helpers.processes import wait_dead
 from tests.helpers.tiny_text import TEMPLATE, byte_level_backend
 
-pytestmark = pytest.mark.alone
-
 LIMIT_S = 60.0
 WEIGHTS = "model.safetensors"
 MISSING = "model.layers.1.mlp.up_proj.weight"

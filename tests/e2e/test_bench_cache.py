@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from hiserve import cli
 from tests.e2e.live import serve
-
-pytestmark = pytest.mark.alone
-
 
 # Six conversations of some 15 pages each visit a device of 63 pages by twos, in turn: each has left it when it comes back.
 SERVER = ("--kv-pages", "64", "--max-model-len", "512", "--max-batched-tokens", "128", "--host-cache-gib", "0.2")

@@ -15,8 +15,6 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
-pytestmark = pytest.mark.alone
-
 PAGE = 16
 FLAGS = ("--host-cache-gib", "0.2", "--kv-pages", "60", "--max-model-len", "512", "--cpu-threads", "1")
 SEED = 5

@@ -26,8 +26,6 @@ from hiserve.worker.costs import Costs
 from tests.e2e.live import Live, serve
 from tests.helpers.kv_mirror import Mirror, Reader
 
-pytestmark = pytest.mark.alone
-
 PAGE = 16
 SEED = 3
 GUIDE = Path(__file__).parents[2] / "docs" / "kv-events.md"

@@ -19,8 +19,6 @@ from hiserve import LLM, SamplingParams
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, ModelError, RequestError, UnavailableError
 from tests.helpers.processes import children, wait_dead
 
-pytestmark = pytest.mark.alone
-
 PAGE = 16
 SMALL: dict[str, Any] = {
     "page_size": PAGE,
@@ -335,6 +333,7 @@ def test_as_many_settings_as_prompts(llm: LLM) -> None:
         llm.generate(TEXTS, SEEDED[:2])
 
 
+@pytest.mark.alone
 def test_ctrl_c_ends_the_call_and_its_requests_and_nothing_else(llm: LLM) -> None:
     expected = tokens_of(llm.generate(TEXTS[0], GREEDY))
     long = SamplingParams(temperature=0.0, max_tokens=480, ignore_eos=True)

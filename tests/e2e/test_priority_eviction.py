@@ -10,8 +10,6 @@ import pytest
 
 from tests.e2e.live import Live, serve
 
-pytestmark = pytest.mark.alone
-
 PAGE = 16
 NUM_PAGES = 40
 SEED = 21

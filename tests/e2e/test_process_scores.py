@@ -16,8 +16,6 @@ from hiserve.scheduler.client import Delta, EngineClient
 from tests.helpers.fake_engine import score_words
 from tests.helpers.process_engine import collect, engine, private_folder, settled, tokens
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from hiserve.config import Config, make_config
 from hiserve.core.draft_use import DraftUse
@@ -21,8 +20,6 @@ from hiserve.core.reuse import CacheUse
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
-
-pytestmark = pytest.mark.alone
 
 SEED = 41
 NUM_NEW = 72

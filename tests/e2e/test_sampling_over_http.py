@@ -16,8 +16,6 @@ from hiserve.models.config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 from tests.e2e.live import Live, serve
 
-pytestmark = pytest.mark.alone
-
 TOKENIZER = Tokenizer.load(find_model(NANO))
 PROMPT = "Would you like"
 OTHER = "I need a"

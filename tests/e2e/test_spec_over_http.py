@@ -13,8 +13,6 @@ from hiserve import LLM, SamplingParams, SpecParams
 from hiserve.errors import RequestError
 from tests.e2e.live import Live, serve
 
-pytestmark = pytest.mark.alone
-
 FLAGS = ("--dtype", "float64", "--cpu-threads", "1", "--kv-pages", "200", "--max-model-len", "512")
 PROMPT = "The cat sat on the mat. The cat sat on the mat. The cat sat on"
 ASKED: list[dict[str, Any] | None] = [None, {"enabled": False}, {"num_steps": 1}, {"enabled": True, "num_steps": 3}]
