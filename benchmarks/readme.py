@@ -152,24 +152,27 @@ def recovery() -> list[tuple[str, str, str]]:
 
 
 def soak() -> list[tuple[str, str, str]]:
-    """Returns the row about a server that everything strikes."""
-    if not (RESULTS / "soak.json").exists():
-        return []
-    run = result("soak")
-    found = run["soak"]
-    felt_s = [fault["recovery_s"] for fault in found["faults"] if fault["recovery_s"] is not None]
-    slopes = [grown["mib_per_min"] for grown in found["growth"] if grown["is_judged"]]
-    counted = Counter(fault["fault"] for fault in found["faults"])
-    struck = ", ".join(f"{count} {fault}" for fault, count in sorted(counted.items()))
-    return [
-        (
-            f"hiserve-nano in float64 under everything at once for {found['duration_s'] / 60:.0f} minutes ({struck}): violations "
-            "of its oracle; first new token behind a process that died or hung; memory of processes older than ten minutes",
-            f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); median {statistics.median(felt_s):.1f} s, "
-            f"longest {max(felt_s):.1f} s; {max(slopes):.2f} MiB a minute (≤ 1{missed(max(slopes) <= 1)})",
-            source(run | {"date": run["date"][:10]}),
+    """Returns the rows about servers under load for long: one that everything strikes, one left in peace."""
+    rows = []
+    for path in sorted(RESULTS.glob("soak*.json")):
+        run = result(path.stem)
+        found = run["soak"]
+        counted = Counter(fault["fault"] for fault in found["faults"])
+        struck = ", ".join(f"{count} {fault}" for fault, count in sorted(counted.items())) or "no faults"
+        felt_s = [fault["recovery_s"] for fault in found["faults"] if fault["recovery_s"] is not None]
+        felt = f"median {statistics.median(felt_s):.1f} s, longest {max(felt_s):.1f} s" if felt_s else "-"
+        grown = {each["role"]: each["mib_per_min"] for each in found["growth"] if each["is_judged"]}
+        slopes = ", ".join(f"{role} {slope:.2f}" for role, slope in grown.items())
+        rows.append(
+            (
+                f"hiserve-nano in float64 under load for {found['duration_s'] / 60:.0f} minutes ({struck}): violations of its "
+                "oracle; first new token behind a process that died or hung; growth of processes older than ten minutes",
+                f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); {felt}; "
+                f"{slopes} MiB a minute (≤ 1{missed(max(grown.values()) <= 1)})",
+                source(run | {"date": run["date"][:10]}),
+            )
         )
-    ]
+    return rows
 
 
 def tiers() -> list[tuple[str, str, str]]:
