@@ -12,7 +12,7 @@ import msgspec
 
 from hiserve.config import Config
 from hiserve.core.draft_use import DraftStats, DraftUse
-from hiserve.core.findings import Findings
+from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
@@ -234,7 +234,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     replica: int
     incarnation: int
     host_fd: int = -1
-    findings: Findings = Findings()
+    findings: Findings = NO_FINDINGS
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -304,7 +304,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
-    findings: Findings = Findings()
+    findings: Findings = NO_FINDINGS
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -19,7 +19,7 @@ import msgspec
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
-from hiserve.core.findings import Findings
+from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.errors import EngineError, HiserveError
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
@@ -188,7 +188,7 @@ class Supervisor:
         worker = self._workers[replica] = Incarnation(replica, number, process)
         patrol = asyncio.create_task(self._patrol(worker))
         try:
-            findings = self._findings.get(replica, Findings())
+            findings = self._findings.get(replica, NO_FINDINGS)
             process.send(encode(Configure(self._config, replica, number, host_fd, findings)))
             if self._stopping.is_set():
                 process.kill()
