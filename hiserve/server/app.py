@@ -27,6 +27,7 @@ from hiserve.server.limits import BodyLimit
 from hiserve.server.metrics import Metrics
 from hiserve.server.native import NativeRoutes
 from hiserve.server.openai import OpenAIRoutes
+from hiserve.server.pages import PageRoutes
 from hiserve.server.schema import Document
 from hiserve.server.shapes import ServedModel
 from hiserve.server.tokens import TokenRoutes
@@ -80,6 +81,8 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
     )
@@ -102,7 +105,8 @@ def create_app(
         is_strict=is_strict,
         has_keys=bool(server.api_key),
     )
-    routers.append(document.router())
+    pages = PageRoutes(model, document.build, has_keys=bool(server.api_key))
+    routers += [document.router(), pages.router()]
     for router in routers:
         app.include_router(router)
     # From the inside out: what is added last sees a request first.

@@ -13,8 +13,9 @@ from hiserve.config import Server
 from hiserve.core.digest import namespace_digest
 from hiserve.errors import AuthenticationError, ForbiddenError
 
-# For watchdogs, load balancers and Prometheus, which carry no keys. Everything else needs one, unknown paths too.
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/metrics", "/ping"})
+# For watchdogs, load balancers, Prometheus and a browser's first look, which carry no keys; the start page then names
+# no model. Everything else needs a key, unknown paths too.
+PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/ping"})
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):

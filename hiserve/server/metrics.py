@@ -70,6 +70,9 @@ class Metrics:
         )
         for reason in REASONS:
             self.finished(reason)
+        self.hidden_tools = self._counter(
+            "chat_requests_with_hidden_tools", "Chats with tools that the model's chat template does not show."
+        )
         self._responses = Counter(
             "hiserve:http_responses",
             "HTTP responses that began, by route and status: 429 and 503 are refusals.",

@@ -30,6 +30,9 @@ from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
 from hiserve.text.prompts import Prompts, truncated
 
+WARNING_HEADER = "x-hiserve-warning"
+HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
+
 
 class OpenAIRoutes:
     """Handlers of ``/v1``.
@@ -90,7 +93,11 @@ class OpenAIRoutes:
             remember=partial(self._prompts.remember, terms.namespace, chat),
         )
         shape = ChatShape(head, options, self._spelling.piece)
-        return await answer(request, engine, choices, shape, options, terms)
+        response = await answer(request, engine, choices, shape, options, terms)
+        if self._prompts.hides_tools(chat):
+            self._metrics.hidden_tools.inc()
+            response.headers[WARNING_HEADER] = HIDDEN_TOOLS
+        return response
 
     async def completions(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""

@@ -68,7 +68,7 @@ REPLIES: dict[str, Any] = {
     "/openapi.json": dict[str, Any],
 }
 STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
-TEXT_REPLIES = {"/metrics": "text/plain"}
+TEXT_REPLIES = {"/metrics": "text/plain", "/": "text/html", "/docs": "text/html"}
 # Status -> when a request is answered with it.
 ANYWHERE = {413: "The body is too large.", 500: "The server failed."}
 WITH_KEY = {401: "No API key, or one that is not known.", 403: "The key may not do this."}

@@ -37,6 +37,10 @@ class Prompts:
         self._replies = replies
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hiserve-encode")
 
+    def hides_tools(self, chat: ChatRequest) -> bool:
+        """Whether a conversation has tools that the chat template does not show to the model."""
+        return bool(chat.tools) and self._template is not None and not self._template.shows_tools
+
     def close(self) -> None:
         """Ends the threads; encodings that have not begun are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ TEMPLATE_FAILURES = (
 TOO_SLOW = "template_too_slow"
 # Marks the end of a message that is to be continued: a private-use character, taken out again.
 _END = "\ue002"
+_PROBE = "hiserve_probe"
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -133,6 +135,16 @@ class ChatTemplate:
                 )
         check_text(text, "messages")
         return text
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether tools of a request reach the prompt; True where the template refuses a plain conversation."""
+        tool = {"type": "function", "function": {"name": _PROBE, "description": _PROBE, "parameters": {}}}
+        chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], tools=[tool])
+        try:
+            return _PROBE in self.render(chat)
+        except RequestError:
+            return True
 
     def _compiled(self, source: str) -> jinja2.Template:
         try:

@@ -56,7 +56,7 @@ def request(caller: Caller, request_id: str = "id") -> Request:
         ("/flush_cache", "POST"),
         ("/abort_request", "POST"),
         ("/nowhere", "GET"),
-        ("/", "GET"),
+        ("/docs", "GET"),
         ("/health/", "GET"),
         ("//health", "GET"),
         ("/metrics/../v1/models", "GET"),

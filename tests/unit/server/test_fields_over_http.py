@@ -240,3 +240,23 @@ async def test_what_changes_nothing_is_accepted_even_if_strict(path: str, name: 
 def test_a_field_is_in_one_table_only() -> None:
     assert not known_fields.IGNORED & (known_fields.CHAT | known_fields.COMPLETIONS | known_fields.REFUSED.keys())
     assert not known_fields.REFUSED.keys() & known_fields.CHAT & known_fields.COMPLETIONS
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("template", "is_warned"),
+    [("{{ messages[-1].content }}", True), ("{{ tools }}{{ messages[-1].content }}", False)],
+)
+async def test_tools_that_the_template_hides_bring_a_warning_and_are_counted(
+    template: str, is_warned: bool, is_stream: bool
+) -> None:
+    made = make_server(FakeEngineClient(script=lambda prompt: reply_script()), template=template)
+    tool = {"type": "function", "function": {"name": "look"}}
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        call = await made.chat("Hi", tools=[tool], stream=is_stream)
+        assert call.status == 200
+        assert ("does not show tools" in call.headers.get("x-hiserve-warning", "")) == is_warned
+        for plain in ({}, {"tools": []}, {"tools": [tool], "tool_choice": "none"}):
+            assert "x-hiserve-warning" not in (await made.chat("Hi", **plain)).headers
+        assert await made.metric("hiserve:chat_requests_with_hidden_tools_total") == is_warned
