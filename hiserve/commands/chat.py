@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from hiserve.commands.chat_stats import Turn, stats_lines
 from hiserve.config import Config, settings, without_secrets
 from hiserve.errors import HiserveError, ResourceError, UnavailableError
 
@@ -55,34 +55,6 @@ def run(config: Config, url: str | None) -> int:
                 url = stack.enter_context(own_server(config))
         client = stack.enter_context(httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None)))
         return Conversation(console, client).talk()
-
-
-class Turn(msgspec.Struct, kw_only=True):
-    """One reply, as it was measured from here.
-
-    Attributes:
-        text: The reply.
-        finish: Why it ended.
-        ttft_s: Seconds to the first event that carried text; 0 when none did.
-        total_s: Seconds to the end.
-        num_prompt: Tokens in the prompt.
-        num_cached: Of these, served from the cache.
-        num_generated: Tokens generated.
-    """
-
-    text: str = ""
-    finish: str = "abort"
-    ttft_s: float = 0.0
-    total_s: float = 0.0
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_generated: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Decoding speed, the first token left out."""
-        span = self.total_s - self.ttft_s
-        return (self.num_generated - 1) / span if span > 0 and self.num_generated > 1 else 0.0
 
 
 class Conversation:
@@ -191,18 +163,8 @@ class Conversation:
             turn.num_generated = event["usage"]["completion_tokens"]
 
     def _show_stats(self) -> None:
-        info = self._ask("GET", "/server_info")
-        num_prompt = sum(turn.num_prompt for turn in self._turns)
-        num_cached = sum(turn.num_cached for turn in self._turns)
-        share = 100 * num_cached / num_prompt if num_prompt else 0.0
-        lines = [
-            f"{len(self._turns)} turns, {num_prompt} prompt tokens, {num_cached} cached ({share:.0f} %), "
-            f"{sum(turn.num_generated for turn in self._turns)} generated"
-        ]
-        for worker in info["workers"]:
-            stats = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in worker["stats"].items())
-            lines.append(f"worker {worker['replica']} (pid {worker['pid']}): {worker['num_pages']} pages; {stats}")
-        self._console.print("\n".join(f"[dim]{escape(line)}[/dim]" for line in lines))
+        for line in stats_lines(self._turns, self._ask("GET", "/server_info")["workers"]):
+            self._console.print(f"[dim]{escape(line)}[/dim]")
 
     def _ask(self, method: str, path: str) -> Any:
         with reaching_server():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hiserve.cache.pools.host_segment import survey
@@ -19,12 +20,19 @@ def run(config: Config) -> int:
     machine = survey(config, probe())
     resolved = resolve(config, model_facts(config, folder, model), machine)
     table = Table(title="settings")
-    for name in ("section", "flag", "given", "resolved", "unit"):
-        table.add_column(name)
+    table.add_column("flag", no_wrap=True)
+    for name in ("given", "resolved", "unit"):
+        table.add_column(name, overflow="fold")
+    section = None
     for setting in settings().values():
+        if setting.section != section:
+            section = setting.section
+            table.add_section()
+            table.add_row(f"[bold]{section}[/bold]")
         given, value = (getattr(getattr(each, setting.section), setting.name) for each in (config, resolved.config))
-        shown = [_shown(setting, each) for each in (given, value)]
-        table.add_row(setting.section, flag_of(setting.name), *shown, setting.unit or "")
+        shown = [escape(_shown(setting, each)) for each in (given, value)]
+        # The model is the one setting without a flag.
+        table.add_row("MODEL" if setting.name == "model" else flag_of(setting.name), *shown, setting.unit or "")
     on_cpu = resolved.config.model.device == "cpu"
     console = Console()
     console.print(table)

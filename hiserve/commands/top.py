@@ -55,11 +55,11 @@ def run(_: Config, url: str, api_key_file: Path | None, interval_s: float, once:
         reader = Reader(client)
         history = History(reader.read())
         if once:
-            console.print(draw(history, url))
+            console.print(draw(history, url, console.width))
             return 0
         with suppress(KeyboardInterrupt), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
-                live.update(draw(history, url), refresh=True)
+                live.update(draw(history, url, console.width), refresh=True)
                 time.sleep(interval_s)
                 history.add(_next(reader))
     return 0

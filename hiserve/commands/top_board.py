@@ -11,7 +11,9 @@ from rich.text import Text
 
 from hiserve.commands.top_frames import TIERS, Frame, History, Worker, number
 
-BAR_WIDTH = 36
+# Columns of a terminal that a whole board needs; on a narrower one bars are shorter and some columns go.
+FULL_WIDTH = 120
+BAR_WIDTH, SHORT_BAR_WIDTH = 36, 12
 # What a part of a bar looks like, and its colour.
 USED, EVICTABLE, FREE = ("█", "blue"), ("▒", "cyan"), ("·", "bright_black")
 COPIES = {"loads": "host → device", "stores": "device → host", "prefetches": "store → host", "uploads": "host → store"}
@@ -30,17 +32,20 @@ MAX_MISSES = 8
 VERDICTS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
 
 
-def draw(history: History, url: str) -> RenderableType:
+def draw(history: History, url: str, width: int = FULL_WIDTH) -> RenderableType:
     """Returns the board.
 
     Args:
         history: The last frames; rates need two.
         url: Of the server.
+        width: Of the terminal, in columns. At 80 nothing that matters is cut.
     """
     frame = history.newest
-    parts = [_head(frame, url), Text(), _requests(history), Text(), _tiers(history), Text(), _copies(history)]
+    is_narrow = width < FULL_WIDTH
+    tiers, workers = _tiers(history, is_narrow=is_narrow), _workers(history, is_narrow=is_narrow)
+    parts = [_head(frame, url), Text(), _requests(history), Text(), tiers, Text(), _copies(history)]
     if frame.workers:
-        parts += [Text(), _workers(history)]
+        parts += [Text(), workers]
     return Group(*parts)
 
 
@@ -105,10 +110,13 @@ def _drafts(frame: Frame) -> list[Text]:
     return [Text(f"drafts: {num_accepted:,.0f} of {num_proposed:,.0f} accepted, {length:.2f} tokens a verifying step")]
 
 
-def _tiers(history: History) -> RenderableType:
+def _tiers(history: History, *, is_narrow: bool) -> RenderableType:
+    """Shows every tier; a narrow board says below the table how many pages were evicted."""
     frame = history.newest
     legend = " ".join(f"[{colour}]{sign}[/{colour}] {name}" for (sign, colour), name in _PARTS)
-    table = _table(f"cache: {legend}", "", "", "used", "evictable", "free", "evicted", "hits 10 s", "hits in all")
+    hit_names = ("hits 10 s", "in all") if is_narrow else ("evicted", "hits 10 s", "hits in all")
+    table = _table(f"cache: {legend}", "", "", "used", "evictable", "free", *hit_names)
+    evicted = {}
     for tier in TIERS:
         pages = frame.tier(tier)
         if not pages:
@@ -117,11 +125,15 @@ def _tiers(history: History) -> RenderableType:
         known = "num_free" in pages  # a store tells only what it holds
         used = pages.get("num_ready", pages.get("num_pages", 0)) - free - evictable
         cells = [f"{used:,.0f}", f"{evictable:,.0f}", f"{free:,.0f}"] if known else [f"{used:,.0f}", "", ""]
-        bar = _bar(used, evictable, free) if known else Text(_size(frame))
+        bar = _bar(used, evictable, free, SHORT_BAR_WIDTH if is_narrow else BAR_WIDTH) if known else Text(_size(frame))
         hits = [_share(_hits(history.growth, tier)), _share(_hits(lambda value: value(frame), tier))]
-        table.add_row(tier, bar, *cells, f"{pages.get('num_evicted', 0):,.0f}", *hits)
-    table.add_row("", "", "", "", "", "[bold]together[/bold]", *_together(history))
-    lines = [_store_line(frame)] if frame.tier("store") else []
+        evicted[tier] = f"{pages.get('num_evicted', 0):,.0f}"
+        table.add_row(tier, bar, *cells, *([] if is_narrow else [evicted[tier]]), *hits)
+    table.add_row(*[""] * (4 if is_narrow else 5), "[bold]together[/bold]", *_together(history))
+    lines = (
+        ["evicted: " + ", ".join(f"{tier} {count}" for tier, count in evicted.items())] if is_narrow and evicted else []
+    )
+    lines += [_store_line(frame)] if frame.tier("store") else []
     if missed := frame.misses().most_common(MAX_MISSES):
         lines.append("requests that missed: " + ", ".join(f"{reason} {count:,}" for reason, count in missed))
     return Group(table, *map(Text, lines))
@@ -162,36 +174,41 @@ def _hits(measure: Callable[[Callable[[Frame], float]], float | None], tier: str
 
 
 def _copies(history: History) -> RenderableType:
+    """Shows copies by kind, and in lines of their own why some were not done."""
     frame = history.newest
-    table = _table("copies", "", "MB/s", "pages/s", "pages", "on the way", "GB/s while copying", "not done")
+    table = _table("copies", "", "MB/s", "pages/s", "pages", "on the way", "GB/s while copying")
+    lines = []
     for kind, name in COPIES.items():
         copies = frame.copies(kind)
         if not copies.num_wanted:
             continue
         num_bytes = history.rate(lambda each, kind=kind: each.copies(kind).num_bytes / 1e6)  # type: ignore[misc]
         num_pages = history.rate(lambda each, kind=kind: each.copies(kind).num_fulfilled)  # type: ignore[misc]
-        reasons = ", ".join(f"{escape(reason)} {count:,}" for reason, count in copies.unfulfilled.items() if count)
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in copies.unfulfilled.items() if count)
+        lines += [f"{name}, pages not copied: {reasons}"] if reasons else []
         speed = f"{copies.num_bytes / copies.seconds / 1e9:,.2f}" if copies.seconds else "–"
         counts = (f"{copies.num_fulfilled:,}", f"{copies.num_in_flight:,}")
-        table.add_row(name, _plain(num_bytes), _plain(num_pages), *counts, speed, reasons or "–")
-    return table if table.row_count else Text("no copies between tiers yet", style="bright_black")
+        table.add_row(name, _plain(num_bytes), _plain(num_pages), *counts, speed)
+    if not table.row_count:
+        return Text("no copies between tiers yet", style="bright_black")
+    return Group(table, *map(Text, lines))
 
 
-def _workers(history: History) -> RenderableType:
-    names = ("worker", "process", "life", "running", "waiting", "steps/s", "tokens/s", "pages free", "evictable")
-    table = _table("workers", *names)
+def _workers(history: History, *, is_narrow: bool) -> RenderableType:
+    """Shows every worker; a narrow board leaves out its process id and what the tiers show of all workers."""
+    names = ("life", "running", "waiting", "steps/s", "tokens/s", "pages free")
+    table = _table("workers", "worker", *names, *([] if is_narrow else ["evictable", "process"]))
     for worker in history.newest.workers:
         stats = worker.stats
         table.add_row(
             str(worker.replica),
-            str(worker.pid),
             str(worker.incarnation) if worker.incarnation < 2 else f"[yellow]{worker.incarnation}[/yellow]",
             f"{number(stats, 'running'):,.0f}",
             f"{number(stats, 'waiting'):,.0f}",
             _plain(_worker_rate(history, worker, "steps")),
             _plain(_worker_rate(history, worker, "generated_tokens")),
             f"{number(stats, 'free_pages'):,.0f} of {worker.num_pages:,}",
-            f"{number(stats, 'evictable_pages'):,.0f}",
+            *([] if is_narrow else [f"{number(stats, 'evictable_pages'):,.0f}", str(worker.pid)]),
         )
     return table
 
@@ -208,15 +225,15 @@ def _worker_rate(history: History, worker: Worker, name: str) -> float | None:
 _PARTS = ((USED, "used"), (EVICTABLE, "evictable"), (FREE, "free"))
 
 
-def _bar(used: float, evictable: float, free: float) -> Text:
+def _bar(used: float, evictable: float, free: float, width: int) -> Text:
     """Returns the parts of a tier in proportion; what is there at all is at least one cell wide."""
     whole = max(1.0, used + evictable + free)
     bar = Text()
     edge = 0.0
     for (sign, colour), count in ((USED, used), (EVICTABLE, evictable)):
-        edge += max(count / whole * BAR_WIDTH, 1.0 if count else 0.0)
-        bar.append(sign * (min(round(edge), BAR_WIDTH) - len(bar)), style=colour)
-    return bar.append(FREE[0] * (BAR_WIDTH - len(bar)), style=FREE[1])
+        edge += max(count / whole * width, 1.0 if count else 0.0)
+        bar.append(sign * (min(round(edge), width) - len(bar)), style=colour)
+    return bar.append(FREE[0] * (width - len(bar)), style=FREE[1])
 
 
 def _table(title: str, *columns: str) -> Table:

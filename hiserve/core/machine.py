@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from pathlib import Path
 
 from hiserve.core.resolve import Machine
+from hiserve.errors import ResourceError
 
 # Files of a control group, versions 2 and 1: limit, usage, and what of the usage is cache that gives way.
 _MEMORY_FILES = (
@@ -15,12 +17,21 @@ _MEMORY_FILES = (
 )
 
 
-def probe(root: Path = Path("/")) -> Machine:
+def probe(root: Path = Path("/"), platform: str = sys.platform) -> Machine:
     """Returns cores and available memory, control-group limits included, CUDA memory and room for shared memory.
 
     Args:
         root: Where ``proc``, ``sys`` and ``dev`` are.
+        platform: As ``sys.platform``.
+
+    Raises:
+        ResourceError: The system is not Linux, whose ``/proc``, memfd and parent-death signals the engine needs.
     """
+    if platform != "linux":
+        raise ResourceError(
+            f"hiserve serves models on Linux; this system is {platform}. Run it on Linux: in a virtual machine, a "
+            "container or WSL 2."
+        )
     groups = root / "sys/fs/cgroup"
     return Machine(
         cores=_cores(groups),

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +61,7 @@ class Link:
 
         Args:
             endpoint: Made by ``new_endpoint``; None makes one.
-            peer_pid: The only process that may connect (Linux; elsewhere the directory alone keeps others away).
+            peer_pid: The only process that may connect; the system checks it.
 
         Raises:
             ResourceError: The directory for temporary files cannot be used.
@@ -71,7 +70,7 @@ class Link:
         path = path_of(link.endpoint)
         unheard = path.with_name("b")
         try:
-            if peer_pid is not None and sys.platform == "linux":
+            if peer_pid is not None:
                 link._socket.setsockopt(zmq.IPC_FILTER_PID, peer_pid)
             link._socket.bind(f"{SCHEME}{unheard}")
         except zmq.ZMQError as error:

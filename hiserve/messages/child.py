@@ -6,7 +6,6 @@ import ctypes
 import logging
 import os
 import signal
-import sys
 
 from hiserve.config import Config
 from hiserve.messages.channels import Link
@@ -45,8 +44,7 @@ def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Fram
             raise SystemExit(f"No parent listens at {endpoint}; this process is started by hiserve, not by hand.")
         link.wait()
     link.remove_endpoint()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
     return link, frames
 
 

@@ -225,8 +225,8 @@ MUTANTS = [
     Mutant(
         name="few pages are no part of a bar",
         file=BOARD,
-        old="max(count / whole * BAR_WIDTH, 1.0 if count else 0.0)",
-        new="count / whole * BAR_WIDTH",
+        old="max(count / whole * width, 1.0 if count else 0.0)",
+        new="count / whole * width",
         test=OF_TOP + "test_a_bar_shows_what_is_there_however_little",
     ),
     Mutant(

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.commands import chat, serve
+from hiserve.commands.chat_stats import Turn, stats_lines
 from hiserve.config import Config, make_config
 from hiserve.errors import EngineError, UnavailableError
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -74,8 +75,31 @@ async def test_stats_show_the_conversation_and_the_workers(running: Any, monkeyp
     server.engine.cached = 2
     assert await talk(url, "hi\n/stats\n", monkeypatch) == 0
     out = capsys.readouterr().out
-    assert f"1 turns, {len(server.engine.seen[0].prompt)} prompt tokens, 2 cached" in out
-    assert "worker 0 (pid 4243): 100 pages" in out
+    assert f"conversation: 1 turns, {len(server.engine.seen[0].prompt)} prompt tokens, 2 (" in out
+    assert "server: 1 worker, " in out
+
+
+def test_stats_are_five_short_lines_of_all_workers_together() -> None:
+    use = {"proposed": 30, "accepted": 12, "verify_steps": 10}
+    cache = {
+        "device": {"num_pages": 14363, "num_free": 14000},
+        "host": {"num_pages": 1794, "num_free": 1700},
+        "store": None,
+        "cached_tokens": {"device": 1600, "host": 320, "store": 0},
+    }
+    stats = {"running": 2, "waiting": 1, "steps": 500, "prompt_tokens": 4000, "cache": cache}
+    workers = [{"stats": {**stats, "drafts": {"by_source": {"cold": use, "device": use}}}}, {"stats": stats}]
+    turn = Turn(num_prompt=100, num_cached=80, num_generated=40)
+    lines = stats_lines([turn, turn], workers)
+    assert lines == [
+        "conversation: 2 turns, 200 prompt tokens, 160 (80 %) cached, 80 generated",
+        "server: 2 workers, 4 running, 2 waiting, 1,000 steps",
+        "cache: device 726 of 28,726 pages, host 188 of 3,588 pages, no store",
+        "prompt tokens from the cache: device 3,200, host 640, store 0, of 8,000",
+        "drafts: 24 (40 %) of 60 accepted, 2.20 tokens a verifying step",
+    ]
+    assert max(map(len, lines)) <= 80
+    assert len(stats_lines([], [{"stats": {}}])) == 5, "an engine that tells less"
 
 
 @pytest.mark.parametrize("fail_at", [0, 1])

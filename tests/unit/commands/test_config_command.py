@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hiserve import cli
 from hiserve.commands import config as command
-from hiserve.config import make_config
+from hiserve.config import make_config, settings
 from hiserve.core.resolve import GIB, Machine
 
 HOST = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
@@ -50,7 +51,21 @@ def test_what_is_not_given_is_empty_and_keys_are_hidden(
     assert command.run(make_config(api_key=("k3y",), admin_api_key=None)) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
-    cells = {row[2]: row[3:5] for row in rows if len(row) == 7}
+    cells = {row[1]: row[2:4] for row in rows if len(row) == 6}
     assert cells["--api-key"] == ["(hidden)", "(hidden)"] and "k3y" not in out
     assert cells["--admin-api-key"] == cells["--store"] == ["", ""]
     assert cells["--page-size"] == ["16", "16"]
+
+
+def test_every_flag_that_is_shown_exists(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "probe", lambda: HOST)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.run(make_config()) == 0
+    out = capsys.readouterr().out
+    shown = {word for line in out.splitlines() for word in line.split() if word.startswith("--")}
+    (serve,) = [
+        action.choices["serve"] for action in cli.make_parser("serve")._actions if isinstance(action.choices, dict)
+    ]
+    accepted = {flag for action in serve._actions for flag in action.option_strings}
+    assert shown <= accepted, sorted(shown - accepted)
+    assert len(shown) == len(settings()) - 1, "every setting but the model has a flag, none is cut"

@@ -101,11 +101,32 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
         "pages of the store: delivered 18 requests that missed",
         "together – 60.0%",
         "evicted 18, cold 10",
-        "host → device – – 40 8 4.00 broken 12",
-        "0 77 3 2 1 – – 10 of 100 50",
+        "host → device – – 40 8 4.00",
+        "host → device, pages not copied: broken 12",
+        "0 3 2 1 – – 10 of 100 50 77",
     ):
         assert text in out, text
     assert "device → host" not in out
+
+
+async def test_a_terminal_of_80_columns_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    large = dict.fromkeys(TIER, 1234567) | {"num_pages": 4_000_000, "num_ready": 4_000_000}
+    copies = LOADS | {"num_fulfilled": 12_345_678, "num_in_flight": 1234, "seconds": 0.5}
+    cache = CACHE | {"tiers": {"device": large, "host": large, "store": STORE}}
+    cache |= dict.fromkeys(("loads", "stores", "prefetches", "uploads"), copies)
+    stats = STATS | {"free_pages": 1_000_000, "evictable_pages": 1_000_000, "running": 512, "waiting": 1024}
+    info = INFO | {"workers": [WORKER | {"num_pages": 4_000_000, "stats": stats}]}
+    changed = {"cache/stats": (200, {"replicas": [cache]}), "server_info": (200, info)}
+    async with serving(**changed) as server:
+        assert await top("--url", server.url, "--once") == 0
+    out = capsys.readouterr().out
+    assert "…" not in out, out
+    assert max(map(len, out.splitlines())) <= 80
+    said = " ".join(out.split())
+    for text in ("evicted: device 1,234,567, host 1,234,567, store 4", "1,234,567 1,234,567", "12,345,678 1,234 4.00"):
+        assert text in said, (text, out)
+    assert "512 1,024 – – 1,000,000 of 4,000,000" in said, out
 
 
 async def test_what_a_server_does_not_show_is_said_and_the_rest_is_shown(capsys: Any) -> None:

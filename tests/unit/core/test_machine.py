@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hiserve.core.machine import probe
+from hiserve.errors import ResourceError
 
 MIB = 2**20
 GROUPS = "sys/fs/cgroup"
@@ -81,3 +82,9 @@ def test_room_for_shared_memory_is_that_of_its_file_system(tmp_path: Path) -> No
     (root / "dev/shm").mkdir(parents=True)
     status = os.statvfs(tmp_path)
     assert probe(root).shm_bytes == pytest.approx(status.f_bavail * status.f_frsize, rel=0.1)
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_another_system_than_linux_is_one_clear_line(platform: str) -> None:
+    with pytest.raises(ResourceError, match=f"this system is {platform}. Run it on Linux"):
+        probe(platform=platform)
