@@ -7,10 +7,13 @@ import errno
 import logging
 import os
 import re
+import shutil
+import stat
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from pathlib import Path
 
 from hiserve.cache.pools.keys import read_secret
@@ -37,6 +40,10 @@ class FileStore:
     synced: after a loss of power a page may be short or garbled, which its header shows when it is read. When
     a page was last used is kept in memory and as the file's mtime, so that it survives a restart.
 
+    Only a regular file that is longer than a header is a page. Whatever else has a page's name is a miss and is
+    replaced by the next ``put``; nothing of it is followed or waited for. Where ``get`` finds a file that is damaged
+    or cannot be read, it distrusts the pages after it too: they count as missing until they are written again or read.
+
     Several processes may share the directory: each finds what the others wrote. Each keeps to the cap by
     what it knows, and looks again after writing an eighth of it; so N processes may exceed it by N eighths.
 
@@ -58,6 +65,7 @@ class FileStore:
         self._is_closed = False
         self._lock = threading.Lock()  # around the fields below, never around a read or a write
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # by key, least recently used first
+        self._doubted: set[bytes] = set()  # of them, those to be written again
         self._num_bytes = 0
         self._tag = os.urandom(4).hex()  # tells this object's drafts from those of other processes
         self._num_drafts = 0
@@ -74,7 +82,12 @@ class FileStore:
         """See ``PageStore``."""
         count = 0
         for key, buffer in zip(keys, buffers, strict=True):
-            if self._is_closed or not self._read(key, buffer):
+            if self._is_closed:
+                break
+            outcome = self._read(key, buffer)
+            if outcome is _Read.BAD:
+                self._doubt(keys[count:])
+            if outcome is not _Read.WHOLE:
                 break
             count += 1
         self._use(keys[:count])
@@ -114,37 +127,46 @@ class FileStore:
 
     def _has(self, key: bytes) -> bool:
         """Returns whether a page is there; asks the directory about keys that this process does not know."""
-        if self._is_closed:
+        if self._is_closed or key in self._doubted:
             return False
         if key in self._sizes:
             return True
         try:
-            size = os.stat(self._path(key)).st_size
+            status = os.lstat(self._path(key))
         except OSError as error:
             self._note(error)
             return False
-        self._remember(key, size)
+        if not _may_be_page(status):
+            return False
+        self._remember(key, status.st_size)
         return True
 
-    def _read(self, key: bytes, buffer: memoryview) -> bool:
+    def _read(self, key: bytes, buffer: memoryview) -> _Read:
         header = bytearray(HEADER_BYTES)
         try:
-            fd = os.open(self._path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # Without O_NONBLOCK, opening a FIFO would wait for somebody to write to it.
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                num_bytes = os.readv(fd, [header, buffer])
-                is_whole = num_bytes == os.fstat(fd).st_size == HEADER_BYTES + buffer.nbytes
+                status = os.fstat(fd)
+                is_whole = stat.S_ISREG(status.st_mode) and status.st_size == HEADER_BYTES + buffer.nbytes
+                is_whole = is_whole and os.readv(fd, [header, buffer]) == status.st_size
             finally:
                 os.close(fd)
         except OSError as error:
             self._note(error)
             self._forget(key)
-            return False
+            return _Read.MISSING if isinstance(error, FileNotFoundError) else _Read.BAD
         if is_whole and is_intact(key, header, buffer):
-            self._remember(key, num_bytes)
-            return True
+            self._remember(key, status.st_size)
+            return _Read.WHOLE
         self._remove(key)
         self._count(num_corrupt=1)
-        return False
+        return _Read.BAD
+
+    def _doubt(self, keys: Sequence[bytes]) -> None:
+        """Distrusts pages that follow one that is damaged: what damaged it may not have stopped there."""
+        with self._lock:
+            self._doubted.update(keys)
 
     def _write(self, key: bytes, buffer: memoryview) -> bool:
         size = HEADER_BYTES + buffer.nbytes
@@ -162,7 +184,7 @@ class FileStore:
                 with contextlib.suppress(FileExistsError):  # another thread was faster
                     os.mkdir(os.path.dirname(path), mode=0o700)
                 _write_file(draft, seal(key, buffer), buffer)
-            os.rename(draft, path)
+            _replace(draft, path)
         except OSError as error:
             self._note(error, may_be_missing=False)
             with contextlib.suppress(OSError):  # the error that counts is the one before
@@ -187,7 +209,7 @@ class FileStore:
     def _remove(self, key: bytes) -> bool:
         self._forget(key)
         try:
-            os.unlink(self._path(key))
+            _unlink(self._path(key))
         except OSError as error:
             self._note(error)
             return False
@@ -202,7 +224,7 @@ class FileStore:
                     self._sizes.move_to_end(key)
         for index, key in enumerate(keys):
             try:
-                os.utime(self._path(key), ns=(now - index, now - index))
+                os.utime(self._path(key), ns=(now - index, now - index), follow_symlinks=False)
             except OSError as error:
                 self._note(error)
 
@@ -210,6 +232,7 @@ class FileStore:
         with self._lock:
             self._num_bytes += size - self._sizes.get(key, 0)
             self._sizes[key] = size
+            self._doubted.discard(key)
 
     def _forget(self, key: bytes) -> None:
         with self._lock:
@@ -237,7 +260,7 @@ class FileStore:
         for entry in self._entries():
             try:
                 status = entry.stat(follow_symlinks=False)
-                if _PAGE.fullmatch(entry.name):
+                if _PAGE.fullmatch(entry.name) and _may_be_page(status):
                     found.append((status.st_mtime_ns, bytes.fromhex(entry.name), status.st_size))
                 elif _DRAFT.fullmatch(entry.name) and time.time() - status.st_mtime > _DRAFT_AGE_S:
                     os.unlink(entry.path)
@@ -251,6 +274,7 @@ class FileStore:
                     sizes[key] = size
             self._sizes = sizes
             self._num_bytes = sum(sizes.values())
+            self._doubted &= sizes.keys()
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         """Yields the files in the folders of this store."""
@@ -260,6 +284,34 @@ class FileStore:
                     yield from files
             except OSError as error:
                 self._note(error)
+
+
+class _Read(Enum):
+    """How reading a page ended."""
+
+    WHOLE = "whole"
+    MISSING = "missing"  # there is no file
+    BAD = "bad"  # there is one, and it is damaged, not readable or no file
+
+
+def _may_be_page(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_size > HEADER_BYTES
+
+
+def _replace(draft: str, path: str) -> None:
+    """Puts a file where a page belongs, whatever is there."""
+    try:
+        os.rename(draft, path)
+    except (IsADirectoryError, FileExistsError):
+        _unlink(path)
+        os.rename(draft, path)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 def _write_file(path: str, header: bytes, page: memoryview) -> None:

@@ -13,6 +13,7 @@ DIGEST = "hiserve/core/digest.py"
 OF_PREFETCH = "tests/unit/worker/test_prefetch.py::"
 OF_TRANSFERS = "tests/unit/pools/test_store_transfers.py::"
 OF_STORES = "tests/unit/pools/test_stores.py::"
+OF_DAMAGE = "tests/unit/pools/test_file_store_damage.py::"
 
 MUTANTS = [
     Mutant(
@@ -140,6 +141,27 @@ MUTANTS = [
         old='    _claim(directory)\n    return read_secret(directory / f"{MARKER}.secret")\n',
         new='    return read_secret(directory / f"{MARKER}.secret")\n',
         test=OF_STORES + "test_the_secret_of_a_directory_that_is_no_store_is_not_made",
+    ),
+    Mutant(
+        name="a page is written in place",
+        file=STORES,
+        old='            draft = f"{path}.{self._tag}-{self._num_drafts}.new"\n',
+        new="            draft = path\n",
+        test=OF_DAMAGE + "test_a_page_appears_whole_or_not_at_all",
+    ),
+    Mutant(
+        name="a FIFO in the place of a page hangs whoever reads it",
+        file=STORES,
+        old="os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW",
+        new="os.O_RDONLY | os.O_NOFOLLOW",
+        test=OF_DAMAGE + "test_a_chain_of_what_is_no_page_is_replaced_in_one_round",
+    ),
+    Mutant(
+        name="damaged pages are replaced one a round",
+        file=STORES,
+        old="                self._doubt(keys[count:])\n",
+        new="                pass\n",
+        test=OF_DAMAGE + "test_a_chain_of_what_is_no_page_is_replaced_in_one_round",
     ),
     Mutant(
         name="a named segment hides the store's secret",
