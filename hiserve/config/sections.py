@@ -249,7 +249,8 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     overlap: Annotated[
         int | Auto,
         about(
-            "Steps planned ahead of the running one, 0 or 1; auto is 1 on cuda and 0 on cpu.",
+            "Steps planned ahead of the running one, 0 or 1; auto is 1 on cuda and 0 on cpu. With drafts and the attention "
+            "backend flashinfer, which needs exact lengths, it is always 0.",
             unit="steps",
             least=0,
             most=1,

@@ -95,6 +95,11 @@ class Dispatch:
         partial = tuple(runner for runner in (self._piecewise, self._mixed) if runner is not None)
         return (*partial, *self._full.values())
 
+    @property
+    def needs_host_lengths(self) -> bool:
+        """Whether the model's attention plans with lengths that the host must know exactly."""
+        return self._eager.needs_host_lengths
+
     def facts(self, plan: BatchPlan) -> StepFacts:
         """Returns what the gate compares with the coverage; scores are more than graphs compute."""
         sampling, rows = self._rows.sampling, plan.rows[plan.samples]

@@ -23,6 +23,11 @@ class EagerRunner:
         self._layers = layers
         self._attention = attention
 
+    @property
+    def needs_host_lengths(self) -> bool:
+        """Whether attention plans with lengths that the host must know exactly."""
+        return self._attention.needs_host_lengths
+
     def run(self, inputs: ForwardInputs) -> ForwardOutputs:
         """Plans attention and computes the step."""
         self._attention.plan(inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -51,6 +52,8 @@ from hiserve.worker.profile import CudaMeter, profile_steps
 from hiserve.worker.rehearsal import rehearse_steps
 from hiserve.worker.runners import make_runners
 from hiserve.worker.transfers import make_registrar, make_transfers
+
+logger = logging.getLogger(__name__)
 
 EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
 
@@ -116,7 +119,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         proposer = open_proposer(config, draft, head, pool, rows)
         runners = _runners(config, model, model_config, draft, pool, rows, proposer)
         controller = _controller(config, runners, rows, findings)
-    depth = known(config.runner.overlap)
+    depth = _depth(config, runners)
     facts = EngineFacts(
         max_running=max_rows,
         max_len=max_len,
@@ -135,6 +138,22 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         shares_prefixes=not config.cache.disable_prefix_cache,
         kv_events=kv_events,
     )
+
+
+def _depth(config: Config, runners: Dispatch) -> int:
+    """Returns how many steps are planned ahead: none where attention plans with the lengths of rows that verify drafts.
+
+    While such a step runs the host knows no more of these lengths than bounds: how many drafts it accepts is not known.
+    """
+    depth = known(config.runner.overlap)
+    if depth and config.spec.tiers[-1] and runners.needs_host_lengths:
+        logger.warning(
+            "no step is planned ahead: the attention backend %s needs lengths from the host, which knows only after each "
+            "step how many drafts were accepted. Use --attention-backend auto, or --spec off",
+            config.runner.attention_backend,
+        )
+        return 0
+    return depth
 
 
 def _controller(config: Config, runners: Dispatch, rows: DeviceRows, findings: Findings) -> DraftController | None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,6 +126,43 @@ class RecordableAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int, out: Tensor | None = None) -> Tensor:
         if layer == 0:
             self._reference.plan(_with_rows(self._inputs) if self._is_ragged else self._inputs)
+        return self._reference.forward(q, k, v, kv, layer, out)
+
+
+class HostLengthAttention(RecordableAttention):
+    """Attends by the lengths that the host told before each step, as FlashInfer does, whatever the device knows.
+
+    Attributes:
+        log: Of each plan whether its lengths were those of the device; of graphs there is nothing to compare them with.
+    """
+
+    needs_host_lengths = True
+
+    def __init__(self, reference: ReferenceAttention, *, is_graph: bool = False, log: list[bool] | None = None) -> None:
+        super().__init__(reference)
+        self.log: list[bool] = [] if log is None else log
+        self._is_graph = is_graph
+        self._lens = torch.empty(0, dtype=torch.int64)
+
+    def captured(self, num_rows: int, width: int) -> HostLengthAttention:
+        return HostLengthAttention(self._reference, is_graph=True, log=self.log)
+
+    def ragged(self) -> None:  # type: ignore[override]
+        return None
+
+    def plan(self, inputs: Any) -> None:
+        self._inputs = inputs
+        told = torch.from_numpy(np.maximum(inputs.kv_bounds, inputs.q_lens)).long()
+        if self._is_graph and self._lens.numel():
+            self._lens.copy_(told)  # where a graph reads it
+        else:
+            self._lens = told
+        if not self._is_graph:
+            self.log.append(torch.equal(told, inputs.kv_lens))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv: Any, layer: int, out: Tensor | None = None) -> Tensor:
+        if layer == 0:
+            self._reference.plan(replace(self._inputs, kv_lens=self._lens))
         return self._reference.forward(q, k, v, kv, layer, out)
 
 

@@ -14,6 +14,13 @@ OF_COVERAGE = "tests/unit/runners/test_graph_coverage.py::"
 
 MUTANTS = [
     Mutant(
+        name="steps are planned ahead although attention needs lengths that drafts make uncertain",
+        file="hiserve/worker/build.py",
+        old="if depth and config.spec.tiers[-1] and runners.needs_host_lengths:",
+        new="if False:",
+        test="tests/contract/test_host_lengths.py::test_lengths_that_a_backend_plans_with_are_exact",
+    ),
+    Mutant(
         name="the reference is captured though its plans make tensors",
         file="hiserve/attention/reference.py",
         old='        """Returns none."""\n',
