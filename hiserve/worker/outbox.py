@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from hiserve.core.plan import Int32Array
 from hiserve.messages.channels import PollingChannel
@@ -58,9 +59,18 @@ class Outbox:
         )
         self._late.add(news, report.tokens, report.scores)
         self._late_failed += report.failed
-        self._late_pages.update(split_digests(report.published))
-        self._late_pages.subtract(split_digests(report.removed))
+        self._count_pages(split_digests(report.published), 1)
+        self._count_pages(split_digests(report.removed), -1)
         self._late_stats = stats
+
+    def _count_pages(self, digests: Iterable[bytes], change: int) -> None:
+        """Counts what tiers gained or lost; a page of which nothing is left to tell leaves no entry."""
+        for digest in digests:
+            count = self._late_pages[digest] + change
+            if count:
+                self._late_pages[digest] = count
+            else:
+                del self._late_pages[digest]
 
     def flush(self) -> None:
         """Sends what waits, as far as the scheduler takes it."""

@@ -16,7 +16,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.messages.cache import NodeFacts, TierName
 from hiserve.messages.channels import PeerGoneError, PollingChannel
 from hiserve.messages.child import log_to_stderr, meet_parent
-from hiserve.messages.codec import Decoder, Received
+from hiserve.messages.codec import Decoder, MalformedError, Received
 from hiserve.messages.lives import Scene
 from hiserve.messages.types import (
     Admit,
@@ -155,8 +155,10 @@ class Service:
             case InspectCache(ticket, depth):
                 nodes = self._engine.inspect(depth)
                 self._outbox.answer(CacheInspected(incarnation=self._incarnation, ticket=ticket, nodes=nodes))
-            case Stop() | Configure():
+            case Stop():
                 self._is_stopped = True
+            case Configure() as configure:
+                raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")
 
 
 def serve(endpoint: str, build: Callable[[Config, int, int, Findings], Engine]) -> int:

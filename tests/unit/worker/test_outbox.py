@@ -122,3 +122,15 @@ def test_a_page_that_two_tiers_gained_while_it_waited_is_told_twice_and_one_that
     channel.is_writable = True
     outbox.flush()
     assert (channel.received()[0].published, channel.received()[0].removed) == (a + a, b"")
+
+
+def test_pages_that_come_and_go_while_the_scheduler_is_slow_take_no_memory() -> None:
+    channel = FakeChannel()
+    outbox = Outbox(channel, 1)
+    channel.is_writable = False
+    outbox.report(Report(published=b"a" * 16), WorkerStats())
+    for number in range(1_000):
+        digest = number.to_bytes(16, "little")
+        outbox.report(Report(published=digest), WorkerStats())
+        outbox.report(Report(removed=digest), WorkerStats())
+    assert list(outbox._late_pages) == [b"a" * 16]

@@ -22,6 +22,7 @@ from hiserve.messages.types import (
     Admit,
     CacheFlushed,
     CacheInspected,
+    Configure,
     Drop,
     FlushCache,
     FromWorker,
@@ -256,3 +257,10 @@ def test_a_malformed_message_ends_the_loop_with_its_own_error(harness: Harness) 
     harness.send(b"\xc1 nonsense")
     harness.join()
     assert isinstance(harness.error, MalformedError)
+
+
+def test_a_second_configuration_ends_the_loop_as_a_breach_of_the_protocol(harness: Harness) -> None:
+    harness.send(*encode(Configure(make_config(), 0, 3)))
+    harness.join()
+    assert isinstance(harness.error, MalformedError)
+    assert "a second Configure, for incarnation 3" in str(harness.error)
