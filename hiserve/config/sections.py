@@ -235,7 +235,8 @@ class Scheduler(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float,
         about(
-            "Longest a worker may have requests and end no step, then it hangs and is started again; 0 is no limit.",
+            "Longest a worker may have requests and end no step, then it hangs and is started again; time in which it got no "
+            "CPU does not count, and the next one gets twice as long if it was computing; 0 is no limit.",
             unit="s",
             least=0,
             most=86_400,

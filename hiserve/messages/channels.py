@@ -64,11 +64,15 @@ class Link:
             peer_pid: The only process that may connect; the system checks it.
 
         Raises:
-            ResourceError: The directory for temporary files cannot be used.
+            ResourceError: The directory for temporary files cannot be used, or no socket is left.
         """
-        link = cls(endpoint or new_endpoint())
-        path = path_of(link.endpoint)
+        endpoint = endpoint or new_endpoint()
+        path = path_of(endpoint)
         unheard = path.with_name("b")
+        try:
+            link = cls(endpoint)
+        except zmq.ZMQError as error:
+            raise ResourceError(f"No socket can be opened: {error}. Raise the limit of open files.") from error
         try:
             if peer_pid is not None:
                 link._socket.setsockopt(zmq.IPC_FILTER_PID, peer_pid)

@@ -41,16 +41,21 @@ class ChildProcess:
             pass_fds: Descriptors that the child gets, under the same numbers; all others stay here.
 
         Raises:
-            ResourceError: The directory for temporary files cannot be used.
-            OSError: The command cannot be run.
+            ResourceError: The command cannot be run, or the directory for temporary files cannot be used.
         """
         gone = asyncio.Event()
         endpoint = new_endpoint()
         with contextlib.ExitStack() as undo:
             undo.callback(remove, endpoint)
-            process = await asyncio.create_subprocess_exec(
-                *command, endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, pass_fds=pass_fds
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command, endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, pass_fds=pass_fds
+                )
+            except OSError as error:
+                raise ResourceError(
+                    f"the process {' '.join(command)} cannot be started: {error}. Free memory, or raise the limits of "
+                    "processes and of open files."
+                ) from error
             try:
                 link = Link.bind(endpoint, process.pid)
             except ResourceError:

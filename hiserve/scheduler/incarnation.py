@@ -9,6 +9,7 @@ from hiserve.errors import HiserveError
 from hiserve.messages.lives import Scene
 from hiserve.messages.parent import ChildProcess
 from hiserve.messages.types import Ready, WorkerFacts, WorkerStats
+from hiserve.scheduler.stillness import Stillness
 
 # Weights may come from a slow disk; what a worker takes longer for does not end any more.
 MAX_START_S = 3600.0
@@ -26,7 +27,7 @@ class Incarnation:
         born_s: When it was started.
         ready_s: When it was ready; 0 before that.
         heard_s: When it said anything last.
-        moved_s: When it was last known to have no work, or to have ended a step.
+        still: Since when it has had work and ended no step, and how much of that time was its own.
         fault_s: When it failed, by its own word, or by what was seen last of it; 0 while it lives.
         noticed_s: When that was known here.
         ready: What it said when it was.
@@ -41,7 +42,7 @@ class Incarnation:
     born_s: float = field(default_factory=time.monotonic)
     ready_s: float = 0.0
     heard_s: float = field(default_factory=time.monotonic)
-    moved_s: float = field(default_factory=time.monotonic)
+    still: Stillness = field(default_factory=lambda: Stillness(time.monotonic()))
     fault_s: float = 0.0
     noticed_s: float = 0.0
     ready: Ready | None = None
@@ -68,25 +69,22 @@ class Incarnation:
     def note(self, stats: WorkerStats, now_s: float) -> None:
         """It told its stats."""
         if stats.steps != self.stats.steps or not stats.running + stats.waiting:
-            self.moved_s = now_s
+            self.still.end(now_s)
         self.stats = stats
 
     def welcome(self, ready: Ready, now_s: float) -> None:
         """It is ready."""
-        self.ready, self.ready_s, self.moved_s = ready, now_s, now_s
+        self.ready, self.ready_s = ready, now_s
+        self.still.end(now_s)
         self.stats = WorkerStats(free_pages=ready.num_pages)
 
     def still_s(self, now_s: float) -> float:
         """Returns for how long it has had work, and ended no step; a worker that rests is heard of all the time."""
-        return max(0.0, now_s - self.moved_s) if self.ready else 0.0
+        return max(0.0, now_s - self.still.since_s) if self.ready else 0.0
 
     def _rests(self) -> bool:
         """Whether it had nothing to do a moment ago, by its own word; what it was given since is news yet to come."""
         return not self.stats.running + self.stats.waiting and self.still_s(time.monotonic()) < RECENT_S
-
-    def forgive(self, seconds: float) -> None:
-        """Nobody looked for so long: what it said meanwhile was not heard."""
-        self.moved_s += seconds
 
     def blame(self, failure: HiserveError, *, fault_s: float, scene: Scene | None = None) -> None:
         """Says why it is being replaced; the first word stands."""
@@ -99,12 +97,13 @@ class Incarnation:
 
         Args:
             now_s: Now.
-            max_still_s: Longest it may have work and end no step; 0 is no limit.
+            max_still_s: Most of its own time that it may have work and end no step; 0 is no limit.
         """
         if self.ready is None:
             age_s = now_s - self.born_s
             return f"was not ready after {age_s:.0f} s" if age_s > MAX_START_S else ""
-        still_s, num_requests = self.still_s(now_s), self.stats.running + self.stats.waiting
-        if not max_still_s or still_s <= (max_still_s if num_requests else max(max_still_s, RECENT_S)):
+        own_s, num_requests = self.still.own_s, self.stats.running + self.stats.waiting
+        if not max_still_s or own_s <= (max_still_s if num_requests else max(max_still_s, RECENT_S)):
             return ""
-        return f"ended no step for {still_s:.1f} s; by its last word it had {num_requests} requests"
+        times = f"{self.still_s(now_s):.1f} s ({own_s:.1f} s its own, {self.still.computed_s:.1f} s of them computing)"
+        return f"ended no step for {times}; by its last word it had {num_requests} requests"

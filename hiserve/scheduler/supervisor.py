@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
 from hiserve.core.findings import NO_FINDINGS, Findings
-from hiserve.errors import EngineError, HiserveError
+from hiserve.errors import EngineError, HiserveError, ResourceError
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
 from hiserve.messages.lives import Crash
@@ -28,6 +28,7 @@ from hiserve.messages.parent import ChildProcess, wait_for_event
 from hiserve.messages.types import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
 from hiserve.scheduler.incarnation import Incarnation
 from hiserve.scheduler.recovery import Recoveries
+from hiserve.scheduler.stillness import Usage, usage_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,29 @@ MAX_USELESS = 16
 STOP_GRACE_S = 2.0
 EXIT_GRACE_S = 5.0  # for a worker that said it has failed
 PATROL_S = 0.25
+MAX_PATIENCE = 16  # times the configured limit, for workers that were found computing
 STACK_S = 0.5  # for a worker that hangs, to write where
 REST_S = 0.5  # a worker without requests so long after it was ready will get none of the one before it
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """A life of a worker that is over.
+
+    Attributes:
+        error: Why.
+        end: How its process ended.
+        worker: Who it was; None if no process could be started.
+    """
+
+    error: HiserveError
+    end: str = "not started"
+    worker: Incarnation | None = None
+
+    @property
+    def was_ready(self) -> bool:
+        """Whether it ever took requests."""
+        return self.worker is not None and self.worker.ready is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +107,7 @@ class Supervisor:
         config: Resolved configuration; part of the first message to every worker.
         command: Command line of a worker, without its endpoint.
         audience: Is told everything.
+        usage: Asks the kernel what a process makes of the machine.
 
     Attributes:
         started: Done when every replica was ready once; fails with the ``HiserveError`` of the
@@ -95,10 +118,18 @@ class Supervisor:
         recoveries: What came after such.
     """
 
-    def __init__(self, config: Config, command: Sequence[str], audience: Audience) -> None:
+    def __init__(
+        self,
+        config: Config,
+        command: Sequence[str],
+        audience: Audience,
+        usage: Callable[[int], Usage | None] = usage_of,
+    ) -> None:
         self._config = config
         self._command = command
         self._audience = audience
+        self._usage = usage
+        self._patience: dict[int, int] = {}  # by replica: its limit is so many times the configured one
         self._decoder = Decoder[FromWorker](FromWorker)
         self._workers: dict[int, Incarnation] = {}
         self._findings: dict[int, Findings] = {}
@@ -121,6 +152,8 @@ class Supervisor:
                     group.create_task(self._keep(replica))
         except HiserveError as error:
             self.started.set_exception(error)
+        except OSError as error:
+            self.started.set_exception(ResourceError(f"the host cache cannot be made: {error}."))
         finally:
             for segment in self._segments:
                 if segment is not None:
@@ -156,35 +189,36 @@ class Supervisor:
     async def _keep(self, replica: int) -> None:
         num_failed = num_useless = 0
         for number in itertools.count(1):
-            worker, end = await self._live(replica, number)
-            error = worker.failure
-            assert error is not None, f"worker {replica} ended ({end}), and nobody knows why"
+            life = await self._live(replica, number)
             if self._stopping.is_set():
                 return
             if not self.started.done():
-                self.started.set_exception(error)
+                self.started.set_exception(life.error)
                 return
-            logger.error("worker %d (incarnation %d) is gone: %s", replica, number, error, exc_info=error)
+            logger.error("worker %d (incarnation %d) is gone: %s", replica, number, life.error, exc_info=life.error)
             loss = self._audience.worker_lost(replica)
-            self._record(worker, end, loss)
-            num_failed = 0 if worker.ready is not None else num_failed + 1
-            num_useless = 0 if worker.ready is not None and loss.was_of_use else num_useless + 1
+            self._record(replica, number, life, loss)
+            num_failed = 0 if life.was_ready else num_failed + 1
+            num_useless = 0 if life.was_ready and loss.was_of_use else num_useless + 1
             if num_failed == len(RESTART_DELAYS_S) or num_useless == MAX_USELESS:
-                self._audience.worker_abandoned(replica, error)
+                self._audience.worker_abandoned(replica, life.error)
                 return
             await wait_for_event(self._stopping, RESTART_DELAYS_S[min(num_useless, len(RESTART_DELAYS_S) - 1)])
 
-    async def _live(self, replica: int, number: int) -> tuple[Incarnation, str]:
-        """Runs one incarnation from birth to death; returns it, with its failure, and how the process ended.
+    async def _live(self, replica: int, number: int) -> _Life:
+        """Runs one incarnation from birth to death.
 
         The host segment is the replica's: one incarnation after the other has it. Here each is reaped before the next
         is born, so that no two ever write to it.
         """
         segment = self._segments[replica]
         host_fd = -1 if segment is None else segment.fd
-        process = await ChildProcess.start(
-            self._command, partial(self._receive, replica), pass_fds=() if segment is None else (host_fd,)
-        )
+        try:
+            process = await ChildProcess.start(
+                self._command, partial(self._receive, replica), pass_fds=() if segment is None else (host_fd,)
+            )
+        except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
+            return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))
         worker = self._workers[replica] = Incarnation(replica, number, process)
         patrol = asyncio.create_task(self._patrol(worker))
         try:
@@ -201,7 +235,8 @@ class Supervisor:
                 await patrol
         when = "" if worker.ready else "while it started "
         worker.blame(EngineError(f"worker {replica} died {when}({end})."), fault_s=worker.heard_s)
-        return worker, end
+        assert worker.failure is not None, f"worker {replica} ended ({end}), and nobody knows why"
+        return _Life(worker.failure, end, worker)
 
     async def _patrol(self, worker: Incarnation) -> None:
         """Ends a worker that hangs. Time in which this process itself stood still does not count."""
@@ -209,33 +244,51 @@ class Supervisor:
         while True:
             await asyncio.sleep(PATROL_S)
             now_s = time.monotonic()
-            worker.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))
+            worker.still.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))
             before_s = now_s
-            if how := worker.stuck(now_s, self._config.scheduler.step_timeout_s):
+            worker.still.look(now_s, self._usage(worker.process.pid) if worker.still_s(now_s) > PATROL_S else None)
+            limit_s = self._config.scheduler.step_timeout_s * self._patience.get(worker.replica, 1)
+            if how := worker.stuck(now_s, limit_s):
+                is_alive = worker.still.is_alive
                 failure = EngineError(f"worker {worker.replica} {how}: it hangs, and is replaced.")
-                worker.blame(failure, fault_s=worker.moved_s)
+                worker.blame(failure, fault_s=worker.still.since_s)
+                self._learn(worker.replica, is_alive=is_alive)
                 worker.process.send_signal(signal.SIGUSR1)
                 await asyncio.sleep(STACK_S)
                 worker.process.kill()
                 return
 
-    def _record(self, worker: Incarnation, end: str, loss: Loss) -> None:
-        """Keeps what is known of a death, and tells the log."""
-        assert worker.failure is not None, f"worker {worker.replica} died of nothing"
+    def _learn(self, replica: int, *, is_alive: bool) -> None:
+        """Gives the next worker more time where this one was slow, and not hung."""
+        patience = min(MAX_PATIENCE, 2 * self._patience.get(replica, 1)) if is_alive else 1
+        self._patience[replica] = patience
+        if is_alive:
+            limit_s = self._config.scheduler.step_timeout_s
+            logger.warning(
+                "worker %d was computing: --step-timeout-s %g is short for its steps on this machine; the next one gets %g s",
+                replica,
+                limit_s,
+                patience * limit_s,
+            )
+
+    def _record(self, replica: int, number: int, life: _Life, loss: Loss) -> None:
+        """Keeps what is known of a death, and tells the log and the audience."""
+        worker = life.worker
         self.crash = Crash(
-            replica=worker.replica,
-            incarnation=worker.number,
-            pid=worker.process.pid,
-            end=end,
-            error=worker.failure.message,
-            code=worker.failure.code,
+            replica=replica,
+            incarnation=number,
+            pid=0 if worker is None else worker.process.pid,
+            end=life.end,
+            error=life.error.message,
+            code=life.error.code,
             unix_s=round(time.time(), 3),
-            num_steps=worker.stats.steps,
+            num_steps=0 if worker is None else worker.stats.steps,
             uids=loss.uids,
-            scene=worker.scene,
+            scene=None if worker is None else worker.scene,
         )
         logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
-        self.recoveries.begin(worker, len(loss.uids))
+        if worker is not None:
+            self.recoveries.begin(worker, len(loss.uids))
 
     def _receive(self, replica: int, batch: list[Frames]) -> None:
         worker = self._workers[replica]

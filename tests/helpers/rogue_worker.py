@@ -37,6 +37,11 @@ def main() -> None:
         say(link, ready)
         say(link, report(own, 1, running=int(own == 1)))
         faulthandler.register(signal.SIGUSR1)
+    elif model == "spin":
+        say(link, ready)
+        say(link, report(own, 1, running=int(own == 1)))
+        while own == 1:
+            pass
     elif model == "last words" and own == 1:
         say(link, ready)
         scene = Scene([StepScene(7, [1, 2], 5, 0, [], [])], "replay of 4: decode", 7, [3])

@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant(
         name="a worker that hangs is waited for",
         file=SUPERVISOR,
-        old="if how := worker.stuck(now_s, self._config.scheduler.step_timeout_s):",
+        old="if how := worker.stuck(now_s, limit_s):",
         new="if how := worker.stuck(now_s, 0):",
         test=OF_SUPERVISOR + "test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time",
     ),
@@ -156,15 +156,15 @@ MUTANTS = [
     Mutant(
         name="a supervisor that stood still blames its workers",
         file=SUPERVISOR,
-        old="            worker.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))\n",
+        old="            worker.still.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))\n",
         new="",
         test=OF_SUPERVISOR + "test_time_in_which_the_supervisor_stood_still_is_not_the_workers",
     ),
     Mutant(
         name="no limit is the shortest limit",
         file=INCARNATION,
-        old="if not max_still_s or still_s <=",
-        new="if still_s <=",
+        old="if not max_still_s or own_s <=",
+        new="if own_s <=",
         test=OF_SUPERVISOR + "test_without_a_limit_no_worker_hangs",
     ),
     Mutant(

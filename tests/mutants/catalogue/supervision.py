@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
+SUPERVISOR, STILLNESS = "hiserve/scheduler/supervisor.py", "hiserve/scheduler/stillness.py"
 SERVICE, OUTBOX = "hiserve/worker/service.py", "hiserve/worker/outbox.py"
 
 MUTANTS = [
+    Mutant(
+        name="a successor that cannot be started ends everything",
+        file=SUPERVISOR,
+        old="        except ResourceError as error:  # it may",
+        new="        except KeyError as error:  # it may",
+        test="tests/unit/scheduler/test_supervisor.py::"
+        "test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again",
+    ),
+    Mutant(
+        name="a worker is charged the time in which it got no CPU",
+        file=STILLNESS,
+        old="computed_s if is_kept_waiting else passed_s",
+        new="passed_s",
+        test="tests/unit/scheduler/test_stillness.py "
+        "tests/unit/scheduler/test_supervisor.py::test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs",
+    ),
     Mutant(
         name="a second configuration is obeyed like a stop",
         file=SERVICE,
         old='                raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")\n',
         new="                self._is_stopped = configure.incarnation > 0\n",
-        test="tests/unit/worker/test_service.py::"
-        "test_a_second_configuration_ends_the_loop_as_a_breach_of_the_protocol",
+        test="tests/unit/worker/test_service.py::test_a_second_configuration_ends_the_loop_as_a_breach_of_the_protocol",
     ),
     Mutant(
         name="pages that came and went are kept for a slow scheduler",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hiserve.errors import ResourceError
 from hiserve.messages import channels
 from hiserve.messages.codec import Frames
 from hiserve.messages.parent import ChildProcess
@@ -66,5 +67,5 @@ async def test_a_killed_child_is_told_from_one_that_ended_itself() -> None:
 
 
 async def test_a_command_that_does_not_exist_leaves_nothing() -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ResourceError, match=r"/does/not/exist cannot be started.*No such file"):
         await ChildProcess.start(["/does/not/exist"], lambda _: None)

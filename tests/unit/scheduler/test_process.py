@@ -14,7 +14,7 @@ from hiserve.config import make_config
 from hiserve.errors import EngineError
 from hiserve.messages.channels import Link
 from hiserve.messages.codec import Decoder
-from hiserve.messages.types import Failed, Halted, ToClient, Tokens
+from hiserve.messages.types import Failed, Halted, StartFailed, ToClient, Tokens
 from hiserve.scheduler.process import Service
 
 pytestmark = pytest.mark.alone
@@ -111,3 +111,15 @@ async def test_a_client_is_told_when_no_worker_is_left() -> None:
     await client.read_all(1)
     assert client.news == ["halted: no worker is left: worker 0 died (exit code 71)."]
     client.close()
+
+
+async def test_a_client_is_told_why_no_worker_could_be_started() -> None:
+    client = SlowClient()
+    assert await asyncio.wait_for(client.service.run(), 20) == 1
+    frames = client._link.try_receive()
+    assert frames is not None
+    message = client._decoder.decode(frames).message
+    assert isinstance(message, StartFailed)
+    assert message.code == "insufficient_resources"
+    assert "worker 0 could not be started: the process /does/not/exist cannot be started" in message.message
+    client._link.close()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import itertools
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hiserve.config import make_config
-from hiserve.errors import ConfigError, HiserveError
+from hiserve.errors import ConfigError, HiserveError, ResourceError
 from hiserve.messages.codec import Received
+from hiserve.messages.parent import wait_for_event
 from hiserve.messages.types import FromWorker, Ready, StepReport
 from hiserve.scheduler import supervisor as supervisor_module
+from hiserve.scheduler.stillness import Usage, usage_of
 from hiserve.scheduler.supervisor import Loss, Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
 from tests.helpers.processes import wait_dead
@@ -60,19 +65,22 @@ class Witness:
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         self.events.append(f"abandoned: {error.message}")
 
-    async def until(self, event: str) -> None:
-        async with asyncio.timeout(10):
+    async def until(self, event: str, timeout_s: float = 30) -> None:
+        async with asyncio.timeout(timeout_s):
             while not any(event in seen for seen in self.events):
                 await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def supervised(
-    model: str, command: tuple[str, ...] = ROGUE, **settings: object
+    model: str,
+    command: tuple[str, ...] = ROGUE,
+    usage: Callable[[int], Usage | None] = usage_of,
+    **settings: object,
 ) -> AsyncIterator[tuple[Supervisor, Witness]]:
     witness = Witness()
     config = make_config(**({"model": model, "host_cache_gib": 0} | settings))
-    supervisor = Supervisor(config, command, witness)
+    supervisor = Supervisor(config, command, witness, usage)
     run = asyncio.create_task(supervisor.run())
     try:
         yield supervisor, witness
@@ -139,6 +147,125 @@ async def test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries(
         await witness.until("abandoned")
     assert [event.split(":")[0] for event in witness.events] == ["ready 1", "lost", "lost", "lost", "abandoned"]
     assert "exit code 3" in witness.events[-1]
+
+
+# --- processes that cannot be started ----------------------------------------------------------------
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Lets the kernel refuse these processes, counted from 1, as it does when it has no more."""
+    start, count = asyncio.create_subprocess_exec, itertools.count(1)
+
+    async def start_or_refuse(*command: str, **settings: Any) -> Any:
+        if next(count) in numbers:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(*command, **settings)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
+
+
+async def test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delays = (0.0, 0.01, 0.02, 0.03)
+    monkeypatch.setattr(supervisor_module, "RESTART_DELAYS_S", delays)
+    refuse(monkeypatch, 2, 3)
+    waited: list[float] = []
+
+    async def wait(event: asyncio.Event, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return await wait_for_event(event, timeout_s)
+
+    monkeypatch.setattr(supervisor_module, "wait_for_event", wait)
+    async with supervised("farewell") as (supervisor, witness):
+        await witness.until("ready 4")
+        assert witness.events == ["ready 1", "lost", "lost", "lost", "ready 4"]
+        assert waited == [delays[0], *delays[1:3]], "no back-off"
+        crash = supervisor.crash
+        assert crash is not None
+        assert (crash.incarnation, crash.pid, crash.end) == (3, 0, "not started")
+        assert "Resource temporarily unavailable" in crash.error
+
+
+async def test_a_worker_that_can_never_be_started_again_is_abandoned_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor_module, "RESTART_DELAYS_S", (0.0, 0.0))
+    refuse(monkeypatch, *range(2, 9))
+    async with supervised("farewell") as (_, witness):
+        await witness.until("abandoned")
+    assert [event.split(":")[0] for event in witness.events] == ["ready 1", "lost", "lost", "lost", "abandoned"]
+    assert "worker 0 could not be started" in witness.events[-1]
+
+
+async def test_a_first_worker_that_cannot_be_started_fails_the_start_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse(monkeypatch, 2)
+    async with supervised("stale", replicas=2) as (supervisor, _):
+        with pytest.raises(ResourceError, match=r"Resource temporarily unavailable.*limits of processes"):
+            await asyncio.wait_for(supervisor.started, 10)
+
+
+# --- workers that hang, and workers that are kept from their work ----------------------------------------
+
+
+class Kernel:
+    """Says of every process what a test wants it to say, and counts how often it was asked."""
+
+    def __init__(self, cpu_s_per_look: float) -> None:
+        self.cpu_s_per_look = cpu_s_per_look
+        self.num_looks = 0
+        self._cpu_s = 0.0
+
+    def usage(self, pid: int) -> Usage:
+        self.num_looks += 1
+        self._cpu_s += self.cpu_s_per_look
+        return Usage(self._cpu_s, wants_cpu=True)
+
+    async def until(self, num_looks: int) -> None:
+        async with asyncio.timeout(60):
+            while self.num_looks < num_looks:
+                await asyncio.sleep(0.005)
+
+
+async def test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last word was that it has a request; by the clock, its time is over ten times."""
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    kernel = Kernel(cpu_s_per_look=0.0001)
+    async with supervised("mute", step_timeout_s=0.2, usage=kernel.usage) as (supervisor, witness):
+        await supervisor.started
+        begin = time.monotonic()
+        await kernel.until(100)
+        assert time.monotonic() - begin > 10 * 0.2
+        assert witness.events == ["ready 1"]
+
+
+async def test_a_worker_killed_while_it_computed_leaves_more_time_to_the_next_and_one_that_slept_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    kernel = Kernel(cpu_s_per_look=10.0)  # all the time there is
+    async with supervised("mute", step_timeout_s=0.3, usage=kernel.usage) as (supervisor, witness):
+        await witness.until("ready 2")
+        crash = supervisor.crash
+        assert crash is not None
+        assert "ended no step for" in crash.error
+        assert supervisor._patience == {0: 2}
+        assert "the next one gets 0.6 s" in caplog.text
+        for _ in range(5):
+            supervisor._learn(0, is_alive=True)
+        assert supervisor._patience == {0: supervisor_module.MAX_PATIENCE}
+        supervisor._learn(0, is_alive=False)
+        assert supervisor._patience == {0: 1}
+
+
+async def test_a_worker_that_spins_for_ever_is_found_too() -> None:
+    async with supervised("spin", step_timeout_s=0.5) as (supervisor, witness):
+        await witness.until("ready 2", timeout_s=120)  # of which it needs half a second of CPU
+        crash = supervisor.crash
+        assert crash is not None
+        assert "ended no step for" in crash.error
 
 
 # --- what is known of a death ----------------------------------------------------------------------
