@@ -150,10 +150,10 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 for replica in replicas:
                     group.create_task(self._keep(replica))
-        except HiserveError as error:
-            self.started.set_exception(error)
         except OSError as error:
             self.started.set_exception(ResourceError(f"the host cache cannot be made: {error}."))
+        except HiserveError as error:
+            self.started.set_exception(error)
         finally:
             for segment in self._segments:
                 if segment is not None:

@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         name="a worker is started again for ever",
         file=SUPERVISOR,
-        old="num_failed = 0 if worker.ready is not None else num_failed + 1",
+        old="num_failed = 0 if life.was_ready else num_failed + 1",
         new="num_failed = num_useless = 0",
         test=OF_SUPERVISOR + "test_a_successor_that_never_comes_up_is_abandoned_after_a_few_tries",
     ),
