@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hiserve.cache.pools.host_segment import open_segment
+from hiserve.cache.pools.identity import identify
 from hiserve.config import known, make_config
 from hiserve.core.copies import CopyKind
 from hiserve.core.machine import probe
@@ -83,11 +84,12 @@ class Drive:
         given = make_config(log_level="warning", **settings)
         folder, model = read_model(given.model)
         resolved = resolve(given, model_facts(given, folder, model), probe())
-        self.settings, self.memory = resolved.config, resolved.memory | resolved.host_memory
+        self.settings = identify(resolved.config, folder, model)
+        self.memory = resolved.memory | resolved.host_memory
         self.model, self.vocab_size = model, model.vocab_size
         self.max_len = known(resolved.config.model.max_model_len)
-        self._segment = open_segment(resolved.config, 0)
-        self.engine = build_engine(resolved.config, self._segment)
+        self._segment = open_segment(self.settings, 0)
+        self.engine = build_engine(self.settings, self._segment)
         self._seen: dict[int, Seen] = {}
         self._open: dict[int, LoadSeen] = {}
         self.loads: list[LoadSeen] = []

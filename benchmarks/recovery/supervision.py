@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.recovery.sizes import Sizes
 from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.pools.identity import identify
 from hiserve.config import Config, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
@@ -59,7 +60,8 @@ def config_of(sizes: Sizes) -> Config:
     """Returns the engine's configuration, resolved as a server would."""
     given = make_config(**sizes.settings, log_level="warning")
     folder, model = read_model(given.model)
-    return resolve(given, model_facts(given, folder, model), survey(given, probe())).config
+    resolved = resolve(given, model_facts(given, folder, model), survey(given, probe()))
+    return identify(resolved.config, folder, model)
 
 
 async def talk(client: EngineClient, sizes: Sizes, index: int) -> None:

@@ -15,12 +15,14 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
 from hiserve import __version__
 from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.pools.identity import identify
 from hiserve.config import Config, Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
@@ -78,6 +80,7 @@ def run(config: Config) -> int:
         begin = time.monotonic()
         folder, model = read_model(config.model)
         resolved = resolve(config, model_facts(config, folder, model), survey(config, probe()))
+        resolved = msgspec.structs.replace(resolved, config=identify(resolved.config, folder, model))
         for line in resolved.decisions:
             logger.info("%s", line)
         gate = Gate(lambda: EngineClient.start(resolved.config, max_unread_bytes=MAX_UNREAD_BYTES))

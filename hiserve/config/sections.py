@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from hiserve.config.identity import CacheIdentity
+
 AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
 Auto = Literal["auto"]
 CacheVerify = Literal["off", "store", "all"]
@@ -376,7 +378,11 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings. Travels to every process as the first message."""
+    """All settings. Travels to every process as the first message.
+
+    Attributes:
+        identity: What the cache is of, once that is known; no setting.
+    """
 
     model: Model = Model()
     cache: Cache = Cache()
@@ -385,3 +391,4 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec = Spec()
     parallel: Parallel = Parallel()
     server: Server = Server()
+    identity: CacheIdentity | None = None

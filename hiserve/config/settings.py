@@ -50,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 def settings() -> dict[str, Setting]:
     """Returns every setting by name, in the order of the sections."""
     found = {}
-    for section in msgspec.structs.fields(Config):
+    for section in _sections():
         section_type = type(section.default)
         hints = get_type_hints(section_type, include_extras=True)
         for field in msgspec.structs.fields(section_type):
@@ -70,6 +70,11 @@ def settings() -> dict[str, Setting]:
                 is_secret=bool(extra.get("is_secret")),
             )
     return found
+
+
+def _sections() -> list[msgspec.structs.FieldInfo]:
+    """Returns the fields of a configuration that hold settings."""
+    return [field for field in msgspec.structs.fields(Config) if field.default is not None]
 
 
 def _kind_and_choices(annotation: Any) -> tuple[Kind, tuple[str, ...]]:
@@ -96,12 +101,7 @@ def make_config(**values: Any) -> Config:
         if name not in known:
             raise ConfigError(f"unknown setting {given!r}.{nearest(name, known)}", param=given)
         sections.setdefault(known[name].section, {})[name] = _checked(known[name], value)
-    return Config(
-        **{
-            section.name: type(section.default)(**sections.get(section.name, {}))
-            for section in msgspec.structs.fields(Config)
-        }
-    )
+    return Config(**{section.name: type(section.default)(**sections.get(section.name, {})) for section in _sections()})
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.pools.identity import identify
 from hiserve.config import Config, known, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import MAX_SEED, SamplingParams
@@ -74,7 +75,7 @@ class LLM:
         resolved = resolve(given, model_facts(given, folder, model_config), survey(given, probe()))
         for decision in resolved.decisions:
             logger.info(decision)
-        self.config = resolved.config
+        self.config = identify(resolved.config, folder, model_config)
         self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
         self._spelling = Spelling(self.tokenizer)
         override = self.config.model.chat_template

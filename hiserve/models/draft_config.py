@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,15 +10,14 @@ import msgspec
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.step_memory import DraftShape
 from hiserve.errors import ModelError
+from hiserve.models.checkpoint import tensor_names
 from hiserve.models.config import ModelConfig, find_model, parse_config, read_model_config
 from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat, Head, HeadKind, mtp_format
 from hiserve.models.family import FAMILIES
 from hiserve.models.fields import Count, Size, convert, read_json
 from hiserve.models.generation import Generation
-from hiserve.models.hub import INDEX, SINGLE
 
 DraftKind = Literal["eagle3", "mtp", "draft_model"]
-_MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its own library limits it
 
 
 class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +188,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
         target_hidden_size=fields.target_hidden_size or model.hidden_size,
         num_states=len(taps),
         vocab_size=fields.draft_vocab_size or model.vocab_size,
-        has_embedding=form.embedding is not None and form.embedding in _tensor_names(path.parent),
+        has_embedding=form.embedding is not None and form.embedding in tensor_names(path.parent),
         norm_before_residual=bool(fields.norm_before_residual),
         norm_before_fuse=bool(fields.norm_before_fc),
     )
@@ -290,15 +288,3 @@ def _vocabulary(folder: Path) -> Any:
     model, added = raw.get("model"), raw.get("added_tokens")
     numbers = {str(each.get("content")): each.get("id") for each in added or [] if isinstance(each, dict)}
     return model.get("vocab") if isinstance(model, dict) else None, numbers
-
-
-def _tensor_names(folder: Path) -> frozenset[str]:
-    """Returns the names in a checkpoint, none where it cannot be read: who loads it will say why."""
-    try:
-        if not (folder / SINGLE).is_file():
-            return frozenset(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-        with (folder / SINGLE).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return frozenset(json.loads(file.read(min(size, _MAX_HEADER_BYTES))))
-    except (OSError, ValueError, KeyError, TypeError):
-        return frozenset()

@@ -34,8 +34,8 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int, max_len: int) -> Tensor:
     if rope.kind == "yarn":
         return _yarn(rope, wavelengths, head_dim)
     if rope.kind == "longrope":
-        divisors = rope.long_factor if max_len > rope.original_context else rope.short_factor
-        return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * wavelengths)
+        divisors = torch.tensor(rope.fixed(max_len).short_factor, dtype=torch.float32)
+        return 1.0 / (divisors * wavelengths)
     return 1.0 / wavelengths
 
 

@@ -57,6 +57,13 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
+    def fixed(self, max_len: int) -> RopeConfig:
+        """Returns the rule for requests of up to ``max_len`` tokens, with one list of divisors, ``short_factor``."""
+        is_long = self.kind == "longrope" and max_len > self.original_context
+        return msgspec.structs.replace(
+            self, short_factor=self.long_factor if is_long else self.short_factor, long_factor=()
+        )
+
 
 def read_rope(fields: ConfigFields, head_dim: int) -> RopeConfig:
     """Returns the scaling that ``rope_parameters`` or the older ``rope_scaling`` asks for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiserve.errors import ModelError
+from hiserve.models.checkpoint import weight_files
 from hiserve.models.config import ModelConfig
-from hiserve.models.hub import INDEX, SINGLE
 from hiserve.models.names import Piece, Spelling, bundled_prefixes, parameter_table
 
 _DUMMY_SEED = 0
@@ -108,7 +107,7 @@ def held_tensors(folder: Path, *, param: str) -> dict[Path, set[str]]:
     Raises:
         ModelError: A file is missing or damaged.
     """
-    return {path: _names(path, param) for path in _files(folder, param)}
+    return {path: _names(path, param) for path in weight_files(folder, param=param)}
 
 
 def _allocate(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -201,20 +200,3 @@ def _opened(path: Path, param: str) -> Iterator[Any]:
         raise ModelError(
             f"{path.name} in {str(path.parent)!r} is damaged: {error}. Fetch it again.", param=param
         ) from None
-
-
-def _files(folder: Path, param: str) -> list[Path]:
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    index = folder / INDEX
-    if not index.is_file():
-        raise ModelError(
-            f"{str(folder)!r} has neither {SINGLE} nor {INDEX}; only safetensors are read. Save the model again with "
-            "transformers' save_pretrained, or take a copy that has them.",
-            param=param,
-        )
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ModelError(f"{INDEX} in {str(folder)!r} is damaged: it has no weight_map.", param=param) from None

@@ -15,7 +15,7 @@ from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, Priori
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.host_segment import namespace_of
+from hiserve.cache.pools.identity import check_unchanged, identity_of
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.stores import open_store
@@ -26,7 +26,7 @@ from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.groups import CANARY, CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.step_memory import step_memory
-from hiserve.errors import ConfigError, ResourceError
+from hiserve.errors import ResourceError
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, load_decoder
@@ -67,13 +67,13 @@ def build_engine(
     """Loads the model, allocates pool and rows, and joins both halves.
 
     Args:
-        config: Resolved.
+        config: Resolved, with its identity.
         segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
         replica: Which worker this is.
         findings: Of the worker before it, whose memory is waited for.
 
     Raises:
-        ConfigError: The segment is of another model: its files have changed.
+        ConfigError: The model's files have changed since the identity was computed.
         ModelError: The model cannot be used.
         ResourceError: The device's memory does not suffice, or an address for KV events is in use.
     """
@@ -110,7 +110,8 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         pool = DevicePool(groups, num_pages, page_size, device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
-    namespace = namespace_of(config, folder, draft)
+    check_unchanged(config, folder, model_config, draft)
+    namespace = identity_of(config).namespace
     cache = _cache(config, namespace, segment, kv_events)
     copier = None
     if segment is not None:
@@ -262,10 +263,7 @@ def _copier(
 
 
 def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
-    if segment.layout.namespace != namespace:
-        raise ConfigError(
-            f"the files of {config.model.model!r} have changed since the server started. Start it again.", param="model"
-        )
+    assert segment.layout.namespace == namespace, "the segment of another identity was handed to a worker"
     registrar = make_registrar(config.model.device)
     link = chain_of(is_strong=config.cache.store is not None)
     return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify, link=link)

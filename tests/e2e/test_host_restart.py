@@ -29,6 +29,7 @@ from hiserve.messages.cache import CopyStats
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.identity import identified
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
@@ -94,7 +95,7 @@ class Life:
 
 def resolved(**settings: Any) -> Config:
     given = make_config(**(SETTINGS | settings))
-    return resolve(given, model_facts(given, *read_model(given.model)), survey(given, probe())).config
+    return identified(resolve(given, model_facts(given, *read_model(given.model)), survey(given, probe())).config)
 
 
 def make_segment(name: str) -> None:

@@ -20,6 +20,7 @@ from hiserve.core.reuse import CacheUse
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.identity import identified
 
 SEED = 41
 NUM_NEW = 72
@@ -67,7 +68,7 @@ class Got:
 
 def resolved() -> Config:
     given = make_config(**SETTINGS)
-    return resolve(given, model_facts(given, *read_model(given.model)), probe()).config
+    return identified(resolve(given, model_facts(given, *read_model(given.model)), probe()).config)
 
 
 def prompt_of(name: str) -> np.ndarray[Any, np.dtype[np.int32]]:

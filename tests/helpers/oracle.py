@@ -20,6 +20,7 @@ from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
 from hiserve.worker.build import build_engine
 from hiserve.worker.loop import Engine
+from tests.helpers.identity import identified
 from tests.helpers.models import load_transformers, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY
 
@@ -97,19 +98,21 @@ def engine_of(
 ) -> Engine:
     """The engine as ``hiserve serve`` builds it, in float64."""
     return build_engine(
-        make_config(
-            model=str(subject.folder),
-            dtype="float64",
-            device=device,
-            max_model_len=160,
-            kv_pages=kv_pages,
-            page_size=page_size,
-            max_running_requests=8,
-            max_batched_tokens=chunk,
-            overlap=depth,
-            graphs="off" if device == "cpu" else "all",
-            cpu_threads=1,
-            spec="off",
+        identified(
+            make_config(
+                model=str(subject.folder),
+                dtype="float64",
+                device=device,
+                max_model_len=160,
+                kv_pages=kv_pages,
+                page_size=page_size,
+                max_running_requests=8,
+                max_batched_tokens=chunk,
+                overlap=depth,
+                graphs="off" if device == "cpu" else "all",
+                cpu_threads=1,
+                spec="off",
+            )
         )
     )
 

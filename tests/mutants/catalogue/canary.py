@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     Mutant(
         name="pages with and without a canary share digests",
-        file="hiserve/cache/pools/host_segment.py",
+        file="hiserve/cache/pools/identity.py",
         old="debug_groups=[group.name for group in debug_groups(config)],",
         new="debug_groups=[],",
         test=OF_ENGINE + "test_the_debug_group_is_part_of_what_keeps_caches_apart",

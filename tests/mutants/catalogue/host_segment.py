@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 RESOLVE = "hiserve/core/resolve.py"
 HOME = "hiserve/cache/pools/host_segment.py"
+POOLS_IDENTITY = "hiserve/cache/pools/identity.py"
 HOST = "hiserve/cache/pools/host.py"
 QUEUE = "hiserve/cache/pools/transfer_queue.py"
 SUPERVISOR = "hiserve/scheduler/supervisor.py"
@@ -76,8 +77,8 @@ MUTANTS = [
     # --- whose ---
     Mutant(
         name="digests know no secret",
-        file=HOME,
-        old="        secret=server_secret(config, directory),\n",
+        file=POOLS_IDENTITY,
+        old="            secret=server_secret(config, directory),\n",
         new="",
         test=OF_HOME + "test_digests_know_the_secret_of_a_name_and_nothing_else_has_one",
     ),
@@ -94,6 +95,20 @@ MUTANTS = [
         old="layout, str(page_size), shard",
         new="layout, shard",
         test=OF_HOME + "test_what_changes_the_bytes_of_a_page_changes_its_namespace",
+    ),
+    Mutant(
+        name="the cache does not know which divisors of longrope its keys were rotated with",
+        file="hiserve/models/identity.py",
+        old="rope=model.rope.fixed(max_len)",
+        new="rope=model.rope",
+        test="tests/unit/models/test_identity.py::test_longrope_has_a_cache_for_each_list_of_divisors",
+    ),
+    Mutant(
+        name="the parsed configuration is no part of a cache's identity",
+        file="hiserve/models/identity.py",
+        old="namespace_digest(secret, shape, ",
+        new="namespace_digest(secret, ",
+        test="tests/e2e/test_cache_identity.py::test_a_store_gives_an_edited_model_nothing",
     ),
     Mutant(
         name="each incarnation has a segment of its own",
@@ -118,11 +133,11 @@ MUTANTS = [
         timeout_s=60,
     ),
     Mutant(
-        name="a worker takes the segment of another model",
-        file=BUILD,
-        old="if segment.layout.namespace != namespace:",
-        new="if False:",
-        test=OF_BUILD + "test_a_segment_of_other_weights_is_refused",
+        name="a worker serves files that have changed since the server started",
+        file=POOLS_IDENTITY,
+        old="identity.shape != shape or identity.files != _files(config, folder, draft)",
+        new="False",
+        test=OF_BUILD + "test_files_that_changed_since_the_server_started_are_refused",
     ),
     # --- what of it ---
     Mutant(

@@ -123,9 +123,9 @@ MUTANTS = [
     ),
     Mutant(
         name="longrope always takes its long list",
-        file=FREQUENCIES,
-        old="if max_len > rope.original_context else",
-        new="if True else",
+        file=ROPE,
+        old="and max_len > self.original_context",
+        new="",
         test=OF_ROPE + "test_longrope_chooses_its_list_by_the_longest_request",
     ),
     Mutant(
@@ -201,7 +201,7 @@ MUTANTS = [
     ),
     Mutant(
         name="only the first shard is read",
-        file=WEIGHTS,
+        file="hiserve/models/checkpoint.py",
         old="return [folder / name for name in sorted(names)]",
         new="return [folder / name for name in sorted(names)][:1]",
         test=OF_WEIGHTS + "test_shards_load_as_one_file_does",

@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         name="caches of two shapes meet",
         file="hiserve/models/identity.py",
-        old='shape or "", *_stamps(folder)',
-        new="*_stamps(folder)",
+        old="namespace_digest(secret, shape, ",
+        new="namespace_digest(secret, ",
         test=OF_SHAPES + "test_caches_of_two_shapes_never_meet",
     ),
     Mutant(

@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 PREFETCH = "hiserve/worker/prefetch.py"
 TRANSFERS = "hiserve/cache/pools/store_transfers.py"
 STORES = "hiserve/cache/pools/file_store.py"
-SEGMENT = "hiserve/cache/pools/host_segment.py"
+SEGMENT = "hiserve/cache/pools/identity.py"
 OPS = "hiserve/cache/index/ops.py"
 DIGEST = "hiserve/core/digest.py"
 OF_PREFETCH = "tests/unit/worker/test_prefetch.py::"

@@ -19,6 +19,7 @@ from hiserve.models.names import parameter_table
 from hiserve.models.shapes import SHAPES, read_model, shape_config
 from hiserve.models.weights import load_parameters
 from hiserve.worker.build import build_engine
+from tests.helpers.identity import identified
 from tests.unit.models.test_config import LLAMA
 
 NUM_PARAMS = {"llama-8b": 8_030_261_248, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
@@ -111,20 +112,22 @@ def test_caches_of_two_shapes_never_meet(monkeypatch: pytest.MonkeyPatch) -> Non
     for shape in ("qwen3-0.6b", "qwen3-8b"):
         monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | tiny)
         engine = build_engine(
-            make_config(
-                load_format="dummy",
-                shape=shape,
-                device="cpu",
-                dtype="bfloat16",
-                max_model_len=64,
-                kv_pages=8,
-                max_running_requests=1,
-                max_batched_tokens=16,
-                cpu_threads=1,
-                overlap=0,
-                graphs="off",
-                spec="off",
-                host_cache_gib=0,
+            identified(
+                make_config(
+                    load_format="dummy",
+                    shape=shape,
+                    device="cpu",
+                    dtype="bfloat16",
+                    max_model_len=64,
+                    kv_pages=8,
+                    max_running_requests=1,
+                    max_batched_tokens=16,
+                    cpu_threads=1,
+                    overlap=0,
+                    graphs="off",
+                    spec="off",
+                    host_cache_gib=0,
+                )
             )
         )
         namespaces.add(engine.facts.namespace)

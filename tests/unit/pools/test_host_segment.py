@@ -8,34 +8,42 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.cache.pools.host_segment import layout_of, namespace_of, open_segment, server_secret, survey
+from hiserve.cache.pools.host_segment import layout_of, survey
+from hiserve.cache.pools.host_segment import open_segment as open_identified
+from hiserve.cache.pools.identity import server_secret
 from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.cache.pools.segment import SHARED_MEMORY, Segment
 from hiserve.config import Config, make_config
 from hiserve.core.resolve import GIB, Machine
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.shapes import read_model
+from tests.helpers.identity import identified, namespace_of
 
 MIB = 2**20
 MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=0, shm_bytes=GIB)
-FOLDER, MODEL = read_model(make_config().model)
+_, MODEL = read_model(make_config().model)
 
 
 def config(**settings: Any) -> Config:
     return make_config(**({"dtype": "float32", "host_cache_gib": 4 / 1024} | settings))
 
 
+def open_segment(given: Config, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:
+    return open_identified(identified(given, directory), replica, directory)
+
+
 def test_the_layout_is_that_of_the_pages_of_the_model() -> None:
-    layout = layout_of(config(page_size=8, spec="off"))
+    layout = layout_of(identified(config(page_size=8, spec="off")))
     assert layout is not None
     assert layout.page_size == 8
     assert layout.page_bytes == PageLayout(MODEL.kv_groups("float32"), 8).page_bytes
     assert layout.num_pages == 4 * MIB // layout.page_bytes
-    assert layout.namespace == namespace_of(config(page_size=8), FOLDER)
+    assert layout.namespace == namespace_of(config(page_size=8, spec="off"))
 
 
 @pytest.mark.parametrize("gib", [0.0, 1e-5])
 def test_no_room_for_two_pages_is_no_segment(gib: float) -> None:
-    assert layout_of(config(host_cache_gib=gib)) is None
+    assert layout_of(identified(config(host_cache_gib=gib))) is None
     assert open_segment(config(host_cache_gib=gib), 0) is None
 
 
@@ -55,17 +63,17 @@ def test_each_replica_has_a_file_of_its_own(tmp_path: Path) -> None:
 def test_digests_know_the_secret_of_a_name_and_nothing_else_has_one(tmp_path: Path) -> None:
     assert server_secret(config(), tmp_path) == b""
     named = config(host_cache_name="n")
-    digest = namespace_of(named, FOLDER, directory=tmp_path)
-    assert namespace_of(named, FOLDER, directory=tmp_path) == digest
+    digest = namespace_of(named, tmp_path)
+    assert namespace_of(named, tmp_path) == digest
     assert (tmp_path / ".hiserve-n.secret").stat().st_mode & 0o777 == 0o600
-    assert len({digest, namespace_of(config(), FOLDER, directory=tmp_path)}) == 2
+    assert len({digest, namespace_of(config(), tmp_path)}) == 2
     (tmp_path / ".hiserve-n.secret").unlink()
-    assert namespace_of(named, FOLDER, directory=tmp_path) != digest
+    assert namespace_of(named, tmp_path) != digest
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float64"}, {"load_format": "dummy"}, {"page_size": 4}])
 def test_what_changes_the_bytes_of_a_page_changes_its_namespace(change: dict[str, Any]) -> None:
-    assert namespace_of(config(**change), FOLDER) != namespace_of(config(), FOLDER)
+    assert namespace_of(config(**change)) != namespace_of(config())
 
 
 def test_a_segment_that_is_there_keeps_its_size_and_counts_as_room(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.pools.file_store import MARKER, FileStore
-from hiserve.cache.pools.host_segment import namespace_of, server_secret
+from hiserve.cache.pools.identity import server_secret
 from hiserve.cache.pools.stores import open_store, secret_of
 from hiserve.config import make_config
 from hiserve.errors import ConfigError
-from hiserve.models.shapes import read_model
 from tests.helpers.host import make_keys
+from tests.helpers.identity import namespace_of
 
 
 def test_no_store_is_opened_without_a_name() -> None:
@@ -51,10 +51,9 @@ def test_the_secret_of_a_directory_that_is_no_store_is_not_made(tmp_path: Path) 
 
 
 def test_the_store_gives_the_secret_of_the_namespace_even_where_the_segment_has_a_name(tmp_path: Path) -> None:
-    folder, _ = read_model(make_config().model)
     stored = make_config(store=f"file:{tmp_path}/a", dtype="float32")
     named = make_config(store=f"file:{tmp_path}/a", dtype="float32", host_cache_name="n")
     assert server_secret(named, tmp_path) == server_secret(stored) == secret_of(stored.cache)
-    assert namespace_of(named, folder, directory=tmp_path) == namespace_of(stored, folder)
+    assert namespace_of(named, tmp_path) == namespace_of(stored)
     others = (make_config(dtype="float32"), make_config(store=f"file:{tmp_path}/b", dtype="float32"))
-    assert namespace_of(stored, folder) not in [namespace_of(other, folder) for other in others]
+    assert namespace_of(stored) not in [namespace_of(other) for other in others]

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hiserve.config import make_config
@@ -26,6 +27,7 @@ from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.stillness import Usage, usage_of
 from hiserve.scheduler.supervisor import Loss, Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
+from tests.helpers.identity import identified
 from tests.helpers.processes import wait_dead
 
 pytestmark = pytest.mark.alone
@@ -38,6 +40,7 @@ HOST = {
     "host_cache_gib": 0.01,
 }
 NANO = "hiserve-nano"  # a model whose pages are known
+IDENTITY = identified(make_config(**HOST)).identity
 ROGUE = (sys.executable, "-m", "tests.helpers.rogue_worker")
 
 
@@ -79,7 +82,9 @@ async def supervised(
     **settings: object,
 ) -> AsyncIterator[tuple[Supervisor, Witness]]:
     witness = Witness()
-    config = make_config(**({"model": model, "host_cache_gib": 0} | settings))
+    config = msgspec.structs.replace(
+        make_config(**({"model": model, "host_cache_gib": 0} | settings)), identity=IDENTITY
+    )
     supervisor = Supervisor(config, command, witness, usage)
     run = asyncio.create_task(supervisor.run())
     try:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
+import os
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +25,12 @@ from hiserve.cache.pools.touch import Populate
 from hiserve.config import make_config
 from hiserve.core.copies import CopyAck, PageCopy
 from hiserve.errors import ConfigError
+from hiserve.models.config import find_model
 from hiserve.worker.adopt import adopt
 from hiserve.worker.build import build_engine
 from hiserve.worker.copier import Copier
 from tests.helpers.host import NAMESPACE, PAGE_SIZE, fill, make_layout, make_run, told
+from tests.helpers.identity import identified
 from tests.helpers.transfers import GROUPS, PAGE_BYTES
 
 NUM_PAGES = 12
@@ -134,12 +140,24 @@ def test_pages_that_outlive_the_server_get_their_checksums_at_the_end(segment: S
     after.close()
 
 
-def test_a_segment_of_other_weights_is_refused() -> None:
-    config = make_config(**SMALL)
-    segment = open_segment(make_config(**SMALL | {"load_format": "dummy"}), 0)
+@pytest.mark.parametrize("change", ["config.json", "weights", "nothing"])
+def test_files_that_changed_since_the_server_started_are_refused(tmp_path: Path, change: str) -> None:
+    """A worker that starts again must not serve other weights from the pages that its predecessor left."""
+    folder = tmp_path / "model"
+    shutil.copytree(find_model("hiserve-nano"), folder)
+    config = identified(make_config(**SMALL, model=str(folder), spec="off", graphs="off"))
+    if change == "config.json":
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+    elif change == "weights":
+        os.utime(folder / "model.safetensors")
+    segment = open_segment(config, 0)
     assert segment is not None
-    with pytest.raises(ConfigError, match="the files of 'hiserve-nano' have changed"):
-        build_engine(config, segment)
+    if change == "nothing":
+        build_engine(config, segment).close()
+    else:
+        with pytest.raises(ConfigError, match=r"the files of .* have changed since the server started"):
+            build_engine(config, segment)
     segment.close()
 
 
