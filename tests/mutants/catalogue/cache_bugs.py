@@ -108,7 +108,7 @@ MUTANTS = [
         file=IDENTITY,
         old="hasher.update(os.pread(file.fileno(), BLOCK_BYTES, start))",
         new="pass",
-        test=NAMESPACES + "test_tc_71_pages_of_old_weights_are_found_on_no_tier",
+        test="tests/unit/models/test_identity.py::test_a_small_file_is_read_whole",
     ),
     Mutant(
         name="TC-72: element types share a cache",
