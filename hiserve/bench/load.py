@@ -15,6 +15,7 @@ from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
 from hiserve.core.plan import Int32Array
 
 Send = Callable[[Prompt, int, Sample], Awaitable[None]]
+OnDone = Callable[[Sample], None]
 
 
 def arrivals(workload: Workload, *, rate: float, burstiness: float, seed: int) -> list[float]:
@@ -43,7 +44,7 @@ async def drive(
     *,
     starts: list[float],
     max_concurrency: int | None = None,
-    on_done: Callable[[], None] = lambda: None,
+    on_done: OnDone = lambda _: None,
 ) -> Run:
     """Sends every request of a workload and waits for the last reply.
 
@@ -55,7 +56,10 @@ async def drive(
         send: Sends one request and fills in its sample.
         starts: When each session begins, in seconds; turns with a time of their own ignore it.
         max_concurrency: Most requests in flight; None sets no limit.
-        on_done: Called after each request.
+        on_done: Called with each request that has ended.
+
+    Returns:
+        The run. If the task is cancelled, as Ctrl-C does, what was sent until then.
     """
     places = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     sessions = _open(workload)
@@ -70,17 +74,16 @@ async def drive(
             async with places:
                 await session.send(turn, sample, send)
             ready_s = time.perf_counter()
-            on_done()
+            on_done(sample)
 
-    async with asyncio.TaskGroup() as group:
-        for session, start_s in zip(sessions, starts, strict=True):
-            group.create_task(follow(session, start_s))
+    with _until_cancelled():
+        async with asyncio.TaskGroup() as group:
+            for session, start_s in zip(sessions, starts, strict=True):
+                group.create_task(follow(session, start_s))
     return _ended(sessions, begin_s, cpu_s)
 
 
-async def drive_in_groups(
-    workload: Workload, send: Send, *, group_size: int, on_done: Callable[[], None] = lambda: None
-) -> Run:
+async def drive_in_groups(workload: Workload, send: Send, *, group_size: int, on_done: OnDone = lambda _: None) -> Run:
     """Visits groups of sessions in turn, round after round: one request of each session of the group, all at once.
 
     The next group is visited when the last reply of the one before is there. So a session comes back when all
@@ -90,7 +93,10 @@ async def drive_in_groups(
         workload: What to send; times of its turns are ignored.
         send: Sends one request and fills in its sample.
         group_size: Sessions in a group; the last one may be smaller.
-        on_done: Called after each request.
+        on_done: Called with each request that has ended.
+
+    Returns:
+        The run. If the task is cancelled, as Ctrl-C does, what was sent until then.
     """
     sessions = _open(workload)
     cpu_s, begin_s = time.process_time(), time.perf_counter()
@@ -99,14 +105,15 @@ async def drive_in_groups(
     async def one(session: _Session, turn: Turn, sample: Sample) -> None:
         sample.due_s = time.perf_counter()
         await session.send(turn, sample, send)
-        on_done()
+        on_done(sample)
 
-    for _ in range(max(map(len, workload.sessions), default=0)):
-        for first in range(0, len(waiting), group_size):
-            async with asyncio.TaskGroup() as group:
-                for session, requests in waiting[first : first + group_size]:
-                    for turn, sample in itertools.islice(requests, 1):
-                        group.create_task(one(session, turn, sample))
+    with _until_cancelled():
+        for _ in range(max(map(len, workload.sessions), default=0)):
+            for first in range(0, len(waiting), group_size):
+                async with asyncio.TaskGroup() as group:
+                    for session, requests in waiting[first : first + group_size]:
+                        for turn, sample in itertools.islice(requests, 1):
+                            group.create_task(one(session, turn, sample))
     return _ended(sessions, begin_s, cpu_s)
 
 
@@ -142,11 +149,26 @@ def _open(workload: Workload) -> list[_Session]:
     return [_Session(turns, index) for index, turns in enumerate(workload.sessions)]
 
 
+def _until_cancelled() -> contextlib.suppress:
+    """Ends a run early when its task is cancelled: what was measured until then is worth keeping."""
+    return contextlib.suppress(asyncio.CancelledError)
+
+
 def _ended(sessions: list[_Session], begin_s: float, cpu_s: float) -> Run:
-    """Returns the run that began at these readings of the clock and of the processor's time."""
+    """Returns the run that began at these readings of the clock and of the processor's time.
+
+    Requests that were never sent are left out; those that were cut off in flight have failed.
+    """
     end_s = time.perf_counter()
-    samples = [sample for session in sessions for sample in session.samples]
-    return Run(begin_s=begin_s, end_s=end_s, samples=samples, client_cpu_s=time.process_time() - cpu_s)
+    every = [sample for session in sessions for sample in session.samples]
+    sent = [sample for sample in every if sample.begin_s]
+    for sample in sent:
+        if not sample.end_s:
+            sample.fail("interrupted", "the run was stopped", end_s)
+    num_unsent = len(every) - len(sent)
+    return Run(
+        begin_s=begin_s, end_s=end_s, samples=sent, client_cpu_s=time.process_time() - cpu_s, num_unsent=num_unsent
+    )
 
 
 def _extended(known: Prompt, more: Prompt) -> Int32Array:

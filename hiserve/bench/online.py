@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from hiserve.bench.http import Pool
 from hiserve.bench.load import arrivals, drive
 from hiserve.bench.multiturn import chat_rounds
 from hiserve.bench.options import SYNTHETIC, Connection, Data, Limits, Load, Rounds
+from hiserve.bench.progress import Begin, SoFar
 from hiserve.bench.request import Run, Workload, mirrored
 from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
 from hiserve.errors import ConfigError
@@ -55,11 +56,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return await make_counter(self.pool, self.client, self.target, self.tokenizer, text)
 
 
-# Told how many requests there are; returns what to call after each.
-Progress = Callable[[int], Callable[[], None]]
-
-
-async def serve(connection: Connection, data: Data, load: Load, limits: Limits, progress: Progress) -> Outcome:
+async def serve(connection: Connection, data: Data, load: Load, limits: Limits, progress: Begin) -> Outcome:
     """Sends a data set.
 
     Raises:
@@ -74,7 +71,7 @@ async def serve(connection: Connection, data: Data, load: Load, limits: Limits, 
         return await _measure(server, workload, starts, limits, progress)
 
 
-async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, progress: Progress) -> Outcome:
+async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, progress: Begin) -> Outcome:
     """Holds chats in a closed loop.
 
     Raises:
@@ -194,9 +191,7 @@ async def warm_up(server: Server, workload: Workload, limits: Limits) -> None:
         await flush(server.pool)
 
 
-async def _measure(
-    server: Server, workload: Workload, starts: list[float], limits: Limits, progress: Progress
-) -> Outcome:
+async def _measure(server: Server, workload: Workload, starts: list[float], limits: Limits, progress: Begin) -> Outcome:
     """Warms up, flushes the cache if wanted, and sends everything."""
     await warm_up(server, workload, limits)
     run = await drive(
@@ -204,7 +199,7 @@ async def _measure(
         server.client.send,
         starts=starts,
         max_concurrency=limits.max_concurrency,
-        on_done=progress(workload.num_turns),
+        on_done=SoFar(progress(workload.num_turns)).add,
     )
     return Outcome(
         target=server.target, asking=server.client.asking, backend=server.backend, workload=workload, run=run

@@ -114,11 +114,18 @@ class Run(msgspec.Struct, kw_only=True):
     Attributes:
         begin_s: Start of the run on the clock of the samples.
         end_s: End of its last request.
-        samples: In the order of the workload.
+        samples: Of requests that were sent, in the order of the workload.
         client_cpu_s: Processor time that this process took meanwhile.
+        num_unsent: Requests that were not sent because the run was stopped early.
     """
 
     begin_s: float
     end_s: float
     samples: list[Sample]
     client_cpu_s: float
+    num_unsent: int = 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the run was stopped early."""
+        return self.num_unsent > 0 or any(sample.error == "interrupted" for sample in self.samples)

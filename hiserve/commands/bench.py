@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
 
 import hiserve
 from hiserve.bench import offline, online, report
@@ -27,7 +24,7 @@ from hiserve.bench.datasets.synthetic import check_fits, random_prompts
 from hiserve.bench.goodput import goodput, parse_objectives
 from hiserve.bench.metrics import Summary, summarize
 from hiserve.bench.multiturn import by_round, num_without_ids
-from hiserve.bench.online import Outcome, Progress
+from hiserve.bench.online import Outcome
 from hiserve.bench.options import (
     Batch,
     CacheLoad,
@@ -46,6 +43,7 @@ from hiserve.bench.options import (
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, prepare, raw, write
+from hiserve.bench.request import Run
 from hiserve.bench.soak.report import show_soak
 from hiserve.bench.soak.run import soak
 from hiserve.bench.spec.equality import are_kept
@@ -53,10 +51,12 @@ from hiserve.bench.spec.figures import figures_of
 from hiserve.bench.spec.plot import draw_spec
 from hiserve.bench.spec.report import show_spec
 from hiserve.bench.spec.run import sweep_engines
+from hiserve.commands.progress import progress
 from hiserve.config import Config, flat, known, without_secrets
 from hiserve.models.shapes import read_model
 
 _T = TypeVar("_T")
+INTERRUPTED = 130  # as a shell tells of a command that Ctrl-C ended
 AddSettings = Callable[[argparse.ArgumentParser], None]
 
 
@@ -116,8 +116,8 @@ def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
     objectives_ms = parse_objectives(pick(Objectives, arguments).goodput)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
-    with _progress(console) as progress:
-        outcome = _wait(online.serve(pick(Connection, arguments), data, load, limits, progress))
+    with progress("requests") as begin:
+        outcome = _wait(online.serve(pick(Connection, arguments), data, load, limits, begin))
     title = f"{data.dataset} on {outcome.target.model}"
     summary = _show(console, title, outcome)
     found = goodput(outcome.run, objectives_ms) if objectives_ms else None
@@ -126,15 +126,15 @@ def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
     _write(arguments, outcome, {"options": [data, load, limits], "summary": summary, "goodput": found})
     if plotter is not None:
         plotter.draw_run(title, outcome.run)
-    return int(not summary.num_ok)
+    return _status(outcome.run, summary)
 
 
 def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
     rounds, limits = pick(Rounds, arguments), pick(Limits, arguments)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
-    with _progress(console) as progress:
-        outcome = _wait(online.multiturn(pick(Connection, arguments), rounds, limits, progress))
+    with progress("requests") as begin:
+        outcome = _wait(online.multiturn(pick(Connection, arguments), rounds, limits, begin))
     title = f"{rounds.num_clients} chats of {rounds.num_rounds} rounds on {outcome.target.model}"
     summary = _show(console, title, outcome)
     found = by_round(outcome.run, rounds)
@@ -144,15 +144,15 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
     _write(arguments, outcome, {"options": [rounds, limits], "summary": summary, **extra})
     if plotter is not None:
         plotter.draw_rounds(title, found)
-    return int(not summary.num_ok)
+    return _status(outcome.run, summary)
 
 
 def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
     load, limits = pick(CacheLoad, arguments), pick(Limits, arguments)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
-    with _progress(console) as progress:
-        found = _wait(measure(pick(Connection, arguments), load, limits, progress))
+    with progress("requests") as begin:
+        found = _wait(measure(pick(Connection, arguments), load, limits, begin))
     run = found.outcome.run
     title = f"{load.load} on {found.outcome.target.model}"
     summary = _show(console, title, found.outcome)
@@ -164,7 +164,7 @@ def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
     _write(arguments, found.outcome, {"options": [load, limits], **figures, **told, **extra})
     if plotter is not None:
         draw_cache(plotter, title, run, found.held)
-    return int(not summary.num_ok)
+    return _status(run, summary)
 
 
 def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
@@ -182,33 +182,39 @@ def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
     with hiserve.LLM(in_process=batch.in_process, **flat(config)) as llm:
         start_s = time.perf_counter() - begin
         check_fits(workload, known(llm.config.model.max_model_len))
-        summary = offline.measure(llm, workload, temperature=batch.temperature)
+        with progress("requests") as begin_bar:
+            summary = offline.measure(
+                llm, workload, temperature=batch.temperature, advance=begin_bar(workload.num_turns)
+            )
         resolved = without_secrets(llm.config)
     report.show_offline(Console(highlight=False), f"offline on {model}", summary)
     _write(arguments, None, {"options": [batch], "config": resolved, "start_s": start_s, "summary": summary})
-    return 0
+    return INTERRUPTED if summary.num_requests < workload.num_turns else 0
 
 
 def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
     sweep = pick(Sweep, arguments)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
-    with _progress(console, "cases") as progress:
-        found = sweep_engines(config, sweep, lambda settings: hiserve.LLM(in_process=True, **settings), progress)
+    with progress("cases") as begin:
+        found = sweep_engines(config, sweep, lambda settings: hiserve.LLM(in_process=True, **settings), begin)
     show_spec(console, found)
     cases = [msgspec.structs.asdict(case) | {"figures": figures_of(case)} for case in found.cases]
     resolved = without_secrets(found.config)
     _write(arguments, None, {"options": [sweep], "config": resolved, "cases": cases, "cycle_costs": found.costs})
     if plotter is not None:
         draw_spec(plotter, f"Speculation on {config.model.shape or config.model.model}", found)
+    if found.is_partial:
+        console.print(f"[yellow]stopped early, after {len(found.cases)} cases[/yellow]")
+        return INTERRUPTED
     return int(not are_kept([case.equality for case in found.cases]))
 
 
 def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
     options = pick(Soak, arguments)
     console = Console(highlight=False)
-    with _progress(console, "seconds") as progress:
-        found = _wait(soak(config, options, progress))
+    with progress("seconds") as begin:
+        found = _wait(soak(config, options, begin))
     show_soak(console, f"soak of {found.target.model}", found.figures)
     settings = without_secrets(config)
     told = {"log_tail": found.log_tail} if found.figures.num_violations else {}
@@ -217,7 +223,9 @@ def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
         None,
         {"options": [options], "config": settings, "server": found.target, "soak": found.figures, **told},
     )
-    return int(bool(found.figures.num_violations))
+    if found.is_partial:
+        console.print(f"[yellow]stopped early, after {found.figures.duration_s:.0f} s[/yellow]")
+    return INTERRUPTED if found.is_partial else int(bool(found.figures.num_violations))
 
 
 # The one table of benchmarks.
@@ -248,6 +256,11 @@ KINDS = {
 }
 
 
+def _status(run: Run, summary: Summary) -> int:
+    """Returns the exit status of a run: as after Ctrl-C, if that stopped it; 1 when no request ended well."""
+    return INTERRUPTED if run.is_partial else int(not summary.num_ok)
+
+
 def _wait(work: Coroutine[Any, Any, _T]) -> _T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(work)
@@ -257,6 +270,9 @@ def _show(console: Console, title: str, outcome: Outcome) -> Summary:
     summary = summarize(outcome.run)
     report.show_notes(console, outcome.workload)
     report.show_run(console, title, summary)
+    if outcome.run.is_partial:
+        total = outcome.run.num_unsent + summary.num_requests
+        console.print(f"[yellow]stopped early: {summary.num_requests:,} of {total:,} requests were sent[/yellow]")
     report.show_errors(console, outcome.run)
     return summary
 
@@ -275,21 +291,5 @@ def _write(arguments: Mapping[str, Any], outcome: Outcome | None, figures: dict[
     if outcome is not None:
         content |= {"server": outcome.target, "backend": outcome.backend, "asking": outcome.asking}
         figures |= {"workload": outcome.workload.name, "notes": outcome.workload.notes, "samples": raw(outcome.run)}
+        figures |= {"unsent_requests": outcome.run.num_unsent}
     write(output, content | figures)
-
-
-@contextlib.contextmanager
-def _progress(console: Console, what: str = "requests") -> Iterator[Progress]:
-    """Shows how many of ``what`` are done, where somebody may be watching."""
-    if not console.is_terminal:
-        yield lambda _: lambda: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with ProgressBar(*columns, console=console, transient=True, refresh_per_second=2) as bar:
-        task = bar.add_task("preparing", total=None)
-
-        def begin(num_requests: int) -> Callable[[], None]:
-            bar.update(task, description=what, total=num_requests)
-            return lambda: bar.advance(task)
-
-        yield begin

@@ -6,16 +6,16 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import hiserve
+from hiserve.commands.progress import progress
 from hiserve.config import Config, flat
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError, RequestError
@@ -78,11 +78,19 @@ def run(config: Config, input: list[str] | None, output: str | None, **sampling:
         out = stack.enter_context(_open_output(output))
         llm = stack.enter_context(hiserve.LLM(**flat(config)))
         batch = Batch(llm, {name: value for name, value in sampling.items() if value is not None})
-        advance = stack.enter_context(_progress(None if has_stdin else len(lines)))
-        for result in batch.run(_with_stdin(lines) if has_stdin else lines):
-            out.write(json.dumps(result, ensure_ascii=False) + "\n")
-            out.flush()
-            advance()
+        begin = stack.enter_context(progress("prompts"))
+        advance = begin(None if has_stdin else len(lines))
+        num_done, num_tokens, begin_s = 0, 0, time.perf_counter()
+        try:
+            for result in batch.run(_with_stdin(lines) if has_stdin else lines):
+                out.write(json.dumps(result, ensure_ascii=False) + "\n")
+                out.flush()
+                num_done += 1
+                num_tokens += sum(len(choice["token_ids"]) for choice in result.get("choices", ()))
+                advance(f"{num_tokens / (time.perf_counter() - begin_s):,.0f} tokens/s")
+        except KeyboardInterrupt:
+            sys.stderr.write(f"stopped early: {num_done:,} results were written\n")
+            raise
     return int(batch.num_refused > 0)
 
 
@@ -110,8 +118,12 @@ class Batch:
             raise ConfigError(error.message, param=error.param) from None
 
     def run(self, lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
-        """Yields one result per line, in order: choices, or the error that refused it."""
+        """Yields one result per line, in order: choices, or the error that refused it.
+
+        Times of a choice count from the moment at which its line was read.
+        """
         heads: deque[dict[str, Any]] = deque()
+        read_s: deque[float] = deque()
 
         def requests() -> Iterator[tuple[list[int], SamplingParams]]:
             for index, line in enumerate(lines):
@@ -124,12 +136,13 @@ class Batch:
                     heads.append(head)
                 else:
                     heads.append(head)
+                    read_s.append(time.perf_counter())
                     yield tokens, sampling
 
         for output in self._llm.generate_each(requests()):
             while "error" in heads[0]:
                 yield heads.popleft()
-            yield heads.popleft() | _result(output)
+            yield heads.popleft() | _result(output, read_s.popleft())
         yield from heads
 
     def _parse(self, line: Line, head: dict[str, Any]) -> tuple[list[int], SamplingParams]:
@@ -161,20 +174,21 @@ def _sampling(fields: dict[str, Any]) -> SamplingParams:
         raise RequestError(f"sampling fields: {error}.") from None
 
 
-def _result(output: Any) -> dict[str, Any]:
+def _result(output: Any, read_s: float) -> dict[str, Any]:
     return {
         "prompt_tokens": len(output.prompt_token_ids),
         "cached_tokens": output.num_cached_tokens,
-        "choices": [_choice(choice) for choice in output.outputs],
+        "choices": [_choice(choice, read_s) for choice in output.outputs],
     }
 
 
-def _choice(choice: Any) -> dict[str, Any]:
+def _choice(choice: Any, read_s: float) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(choice)
     del shown["drafts"]
     if choice.logprobs is None:
         del shown["logprobs"]
-    return shown | ({} if choice.drafts is None else {"spec_tokens_details": choice.drafts.shown()})
+    times = {name: round(shown[name] - read_s, 6) for name in ("first_token_s", "end_s")}
+    return shown | times | ({} if choice.drafts is None else {"spec_tokens_details": choice.drafts.shown()})
 
 
 def _parse_object(text: str) -> dict[str, Any]:
@@ -214,13 +228,3 @@ def _open_output(name: str | None) -> Iterator[TextIO]:
         raise ConfigError(f"cannot write --output {name}: {error.strerror}.", param="output") from None
     with file:
         yield file
-
-
-@contextlib.contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[], None]]:
-    """Shows a bar on a terminal; yields what moves it by one line."""
-    console = Console(stderr=True)
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("prompts", total=total)
-        yield lambda: progress.advance(task)

@@ -78,7 +78,7 @@ def survive(folder: Path, options: Soak, worker: str) -> SoakOutcome:
     """Soaks a server of such workers."""
     print(f"seed {options.seed}")
     program = (sys.executable, "-m", "tests.faults.serve", worker)
-    outcome = asyncio.run(soak(config(folder), options, lambda _: lambda: None, program))
+    outcome = asyncio.run(soak(config(folder), options, lambda _: lambda _: None, program))
     print(msgspec.json.format(msgspec.json.encode(outcome.figures)).decode(), "\n".join(outcome.log_tail))
     return outcome
 

@@ -13,8 +13,9 @@ from hiserve.bench.cache.loads import Requests, build
 from hiserve.bench.cache.oracle import Held, Visit, endless_cache
 from hiserve.bench.cache.scrape import Series, increases, page_size_of, scrape
 from hiserve.bench.load import Send, drive, drive_in_groups
-from hiserve.bench.online import Outcome, Progress, Server, connected, warm_up
+from hiserve.bench.online import Outcome, Server, connected, warm_up
 from hiserve.bench.options import CacheLoad, Connection, Limits
+from hiserve.bench.progress import Begin, SoFar
 from hiserve.bench.request import Prompt, Run, Sample
 from hiserve.bench.target import make_encoder
 from hiserve.core.plan import Int32Array
@@ -43,7 +44,7 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     num_differing: int
 
 
-async def measure(connection: Connection, load: CacheLoad, limits: Limits, progress: Progress) -> CacheOutcome:
+async def measure(connection: Connection, load: CacheLoad, limits: Limits, progress: Begin) -> CacheOutcome:
     """Sends a load and replays it through an endless cache.
 
     Raises:
@@ -132,9 +133,9 @@ class _Sender:
         return sample.session % len(self._clients)
 
 
-async def _drive(requests: Requests, send: Send, load: CacheLoad, limits: Limits, progress: Progress) -> Run:
+async def _drive(requests: Requests, send: Send, load: CacheLoad, limits: Limits, progress: Begin) -> Run:
     workload = requests.workload
-    on_done = progress(workload.num_turns)
+    on_done = SoFar(progress(workload.num_turns)).add
     if load.load == "multi-turn":
         return await drive_in_groups(workload, send, group_size=load.group_size, on_done=on_done)
     starts = [0.0] * len(workload.sessions)

@@ -9,7 +9,11 @@ import msgspec
 from hiserve.bench.request import Sample
 from hiserve.bench.soak.asked import Asked
 
-REFUSALS = ("http 429", "http 503")
+# A refusal is no failure: the server says when to come again.
+REFUSALS = {
+    "http 429": "refused, the queue was full (429)",
+    "http 503": "refused, the engine was not ready (503)",
+}
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -98,8 +102,8 @@ def judge_bad(sample: Sample) -> Verdict:
     """Judges the answer to a malformed request."""
     if sample.error:
         return Verdict("malformed, lost", f"{sample.error}: {sample.detail}")
-    if f"http {sample.status}" in REFUSALS:
-        return Verdict("refused")
+    if refusal := REFUSALS.get(f"http {sample.status}"):
+        return Verdict(refusal)
     if 400 <= sample.status < 500:
         return Verdict("malformed, told so")
     return Verdict("malformed, mistaken", f"a malformed request was answered {sample.status}")
@@ -108,7 +112,7 @@ def judge_bad(sample: Sample) -> Verdict:
 def _failed(asked: Asked, is_excused: bool) -> Verdict:
     sample = asked.sample
     if sample.error in REFUSALS and not sample.output_ids:
-        return Verdict("refused")
+        return Verdict(REFUSALS[sample.error])
     if sample.error == "error event" and is_excused:
         return Verdict("failed by a fault")
     if asked.way == "slow" and sample.error in ("connection", "incomplete"):

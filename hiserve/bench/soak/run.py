@@ -6,7 +6,7 @@ import asyncio
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -14,8 +14,9 @@ import msgspec
 
 from hiserve.bench.cache.scrape import increases, scrape
 from hiserve.bench.http import Pool
-from hiserve.bench.online import Progress, read_key
+from hiserve.bench.online import read_key
 from hiserve.bench.options import Soak
+from hiserve.bench.progress import Advance, Begin
 from hiserve.bench.soak.asked import Questions, build
 from hiserve.bench.soak.faults import possible
 from hiserve.bench.soak.figures import Figures, figures
@@ -43,20 +44,22 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
         target: The server's model.
         figures: All of them.
         log_tail: The last lines that a server started here wrote.
+        is_partial: Ctrl-C ended the load early.
     """
 
     target: Target
     figures: Figures
     log_tail: list[str]
+    is_partial: bool
 
 
-async def soak(config: Config, options: Soak, progress: Progress, program: Sequence[str] = PROGRAM) -> SoakOutcome:
+async def soak(config: Config, options: Soak, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
     """Runs one.
 
     Args:
         config: Settings of the server, if one is started.
         options: What is done to it.
-        progress: Told of every second.
+        progress: Called with the seconds under load.
         program: What stands for ``hiserve`` in the command that starts the server.
 
     Raises:
@@ -77,7 +80,7 @@ async def soak(config: Config, options: Soak, progress: Progress, program: Seque
         await run.load(faults, progress(math.ceil(options.duration)))
         found = await run.judged()
         log = [] if server is None else server.log.read_text(errors="replace").splitlines()
-    return SoakOutcome(target=target, figures=found, log_tail=log[-30:])
+    return SoakOutcome(target=target, figures=found, log_tail=log[-30:], is_partial=run.is_partial)
 
 
 def _key(config: Config) -> str | None:
@@ -108,6 +111,7 @@ class _Run:
         self._references: list[Reference] = []
         self._striker: Striker | None = None
         self._begin_s = 0.0
+        self.is_partial = False
 
     async def record(self) -> None:
         """Asks every question, a few at once, and remembers the answers; then counts what is open."""
@@ -132,23 +136,30 @@ class _Run:
         exact = self._options.exact
         self._is_exact = dtype in EXACT_DTYPES if exact is None else exact
 
-    async def load(self, faults: list[Any], on_second: Callable[[], None]) -> None:
-        """Lets users and faults loose for as long as was asked, and waits for the last reply."""
+    async def load(self, faults: list[Any], advance: Advance) -> None:
+        """Lets users and faults loose for as long as was asked, or until Ctrl-C, and waits for the last reply."""
         self._begin_s = time.perf_counter()
         using = asyncio.create_task(self._users.run())
-        watching = asyncio.create_task(self._look(on_second))
+        watching = asyncio.create_task(self._look(advance))
         try:
-            if self._server is not None and faults:
-                self._striker = Striker(self._server, self._config, self._pool, self._users, self._options, faults)
-                await self._striker.run(self._options.duration)
-            if self._striker is None or not self._striker.has_lost:
-                await asyncio.sleep(self._begin_s + self._options.duration - time.perf_counter())
+            try:
+                await self._strike(faults)
+            except asyncio.CancelledError:  # what was seen until then is judged
+                self.is_partial = True
             self._users.stop()
             await using
         finally:
             for task in (using, watching):
                 task.cancel()
             await asyncio.gather(using, watching, return_exceptions=True)
+
+    async def _strike(self, faults: list[Any]) -> None:
+        """Returns at the end of the time under load."""
+        if self._server is not None and faults:
+            self._striker = Striker(self._server, self._config, self._pool, self._users, self._options, faults)
+            await self._striker.run(self._options.duration)
+        if self._striker is None or not self._striker.has_lost:
+            await asyncio.sleep(self._begin_s + self._options.duration - time.perf_counter())
 
     async def judged(self) -> Figures:
         """Ends a server that was started, and returns the figures."""
@@ -171,10 +182,11 @@ class _Run:
             is_exact=self._is_exact,
         )
 
-    async def _look(self, on_second: Callable[[], None]) -> None:
+    async def _look(self, advance: Advance) -> None:
         while True:
             self._watch.look()
-            on_second()
+            struck = self._striker.struck if self._striker is not None else []
+            advance(f"{len(self._users.asked):,} requests, {self._users.num_open} open, {len(struck)} faults")
             await asyncio.sleep(SAMPLE_S)
 
     async def _not_idle(self) -> list[str]:

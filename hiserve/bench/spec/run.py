@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from hiserve.bench.options import Sweep
+from hiserve.bench.progress import Begin
 from hiserve.bench.spec.engine import Batch, Engine, Tokens, check_source, prepare, run_batch
 from hiserve.bench.spec.equality import Equality, Judge
-from hiserve.bench.spec.figures import Case, CycleCost, check_accepted, cycle_costs
+from hiserve.bench.spec.figures import Case, CycleCost, check_accepted, cycle_costs, figures_of
 from hiserve.bench.spec.prompts import read_prompts
 from hiserve.config import MAX_SPEC_STEPS, Config, flat
 from hiserve.core.request import SamplingParams
@@ -30,14 +31,16 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         config: The plain engine's, resolved.
         cases: In the order in which they were measured.
         costs: Of a cycle, by proposer; of those whose number of drafts was also chosen step by step.
+        is_partial: Ctrl-C came before the last case.
     """
 
     config: Config
     cases: list[Case]
     costs: dict[str, list[CycleCost]]
+    is_partial: bool = False
 
 
-def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Callable[[int], Callable[[], None]]) -> Found:
+def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Begin) -> Found:
     """Measures everything.
 
     Args:
@@ -46,8 +49,12 @@ def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Callab
         open_engine: Makes engines; two are open at a time.
         begin: Told how many cases there are; returns what is called after each.
 
+    Returns:
+        All cases; after Ctrl-C those that were measured.
+
     Raises:
         HiserveError: The options, the data or an engine do not do, or nothing was accepted.
+        KeyboardInterrupt: Ctrl-C came before the first case was measured.
     """
     check_sweep(config, sweep)
     prompts = read_prompts(config, sweep)
@@ -56,18 +63,26 @@ def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Callab
     cases: list[Case] = []
     costs: dict[str, list[CycleCost]] = {}
     advance = begin(len(proposers) * len(sweep.steps) * len(list(conditions(sweep))))
+    is_partial = False
     with open_engine(settings | {"spec": "off"}) as plain:
         judge = Judge(plain)
-        for proposer, steps in product(proposers, sweep.steps):
-            number = "auto" if steps == "auto" else int(steps)
-            with open_engine(settings | {"spec": proposer, "spec_steps": number}) as engine:
-                name = _name(engine, proposer)
-                found = _measure((plain, engine), judge, prompts, sweep, name, steps, advance)
-                if engine.draft_costs is not None:
-                    costs[name] = cycle_costs(engine.draft_costs)
-            check_accepted(found)
-            cases += found
-        return Found(config=plain.config, cases=cases, costs=costs)
+        try:
+            for proposer, steps in product(proposers, sweep.steps):
+                number = "auto" if steps == "auto" else int(steps)
+                with open_engine(settings | {"spec": proposer, "spec_steps": number}) as engine:
+                    name = _name(engine, proposer)
+                    first = len(cases)
+                    for case in _measured((plain, engine), judge, prompts, sweep, name, steps):
+                        cases.append(case)
+                        advance(f"{name} {steps}: {figures_of(case).speedup:.2f} x")
+                    if engine.draft_costs is not None:
+                        costs[name] = cycle_costs(engine.draft_costs)
+                check_accepted(cases[first:])
+        except KeyboardInterrupt:
+            if not cases:
+                raise
+            is_partial = True
+        return Found(config=plain.config, cases=cases, costs=costs, is_partial=is_partial)
 
 
 def check_sweep(config: Config, sweep: Sweep) -> None:
@@ -116,37 +131,31 @@ def _name(engine: Engine, proposer: str) -> str:
     return name
 
 
-def _measure(
+def _measured(
     engines: tuple[Engine, Engine],
     judge: Judge,
     prompts: list[Tokens],
     sweep: Sweep,
     proposer: str,
     steps: str,
-    advance: Callable[[], None],
-) -> list[Case]:
-    """Measures all cases of one engine, each run right behind a plain one; both run once before that counts."""
+) -> Iterator[Case]:
+    """Yields all cases of one engine, each run right after a plain one; both run once before that counts."""
     for each in engines:
         run_batch(each, prompts, sampling(len(prompts), sweep.temperatures[0], sweep.output_length))
-    cases = []
     for batch, temperature, source in conditions(sweep):
         params = sampling(batch, temperature, sweep.output_length)
         runs, equality = interleave(engines, judge, prompts[:batch], params, source, sweep.repeats)
         ours, theirs = ([pair[side] for pair in runs] for side in (0, 1))
-        cases.append(
-            Case(
-                proposer=proposer,
-                steps=steps,
-                batch=batch,
-                temperature=temperature,
-                source=source,
-                plain=ours,
-                spec=theirs,
-                equality=equality,
-            )
+        yield Case(
+            proposer=proposer,
+            steps=steps,
+            batch=batch,
+            temperature=temperature,
+            source=source,
+            plain=ours,
+            spec=theirs,
+            equality=equality,
         )
-        advance()
-    return cases
 
 
 def sampling(batch: int, temperature: float, max_tokens: int) -> list[SamplingParams]:

@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant(
         name="the sweep asks nobody whether anything was accepted",
         file=RUN,
-        old="            check_accepted(found)\n",
+        old="                check_accepted(cases[first:])\n",
         new="",
         test=OF_RUN + "test_a_proposer_of_which_nothing_is_accepted_ends_the_sweep",
     ),

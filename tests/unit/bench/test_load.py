@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hiserve.bench.load import arrivals, drive, drive_in_groups
+from hiserve.bench.progress import SoFar
 from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
 
 pytestmark = pytest.mark.alone
@@ -85,9 +86,9 @@ async def test_requests_are_sent_at_their_times() -> None:
 
 async def test_a_limit_holds_requests_back_and_their_own_time_starts_then() -> None:
     server, done = Server(0.03), []
-    run = await drive(single(6), server.send, starts=[0.0] * 6, max_concurrency=2, on_done=lambda: done.append(1))
+    run = await drive(single(6), server.send, starts=[0.0] * 6, max_concurrency=2, on_done=done.append)
     assert server.most_open == 2
-    assert len(done) == 6
+    assert sorted(sample.session for sample in done) == list(range(6))
     waits = [sample.begin_s - sample.due_s for sample in run.samples]
     assert waits == pytest.approx([0, 0, 0.03, 0.03, 0.06, 0.06], abs=0.025)
     assert all(sample.end_s - sample.begin_s < 0.06 for sample in run.samples)
@@ -136,7 +137,7 @@ async def test_groups_are_visited_in_turn_and_grow_by_their_replies() -> None:
 
     server, done = Server(0.01, ids=[9]), []
     sessions = [[new(1), new(11)], [new(2), new(12)], [new(3)]]
-    run = await drive_in_groups(workload(*sessions), server.send, group_size=2, on_done=lambda: done.append(1))
+    run = await drive_in_groups(workload(*sessions), server.send, group_size=2, on_done=done.append)
     sent = [np.asarray(prompt).tolist() for prompt in server.prompts]
     assert sent == [[1], [2], [3], [1, 9, 11], [2, 9, 12]]
     assert server.most_open == 2
@@ -145,3 +146,36 @@ async def test_groups_are_visited_in_turn_and_grow_by_their_replies() -> None:
     first, again, _, _, alone = run.samples
     assert first.end_s <= alone.begin_s and alone.end_s <= again.begin_s
     assert all(sample.begin_s - sample.due_s < 0.01 for sample in run.samples)
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+async def test_a_run_that_is_stopped_early_keeps_what_was_sent(in_groups: bool) -> None:
+    class Stuck(Server):
+        """Answers one request, and then nobody."""
+
+        async def send(self, prompt: Prompt, max_tokens: int, sample: Sample) -> None:
+            self.reply_s = 0 if not self.prompts else 3600
+            if len(self.prompts) == 2:
+                asyncio.get_running_loop().call_soon(running.cancel)
+            await super().send(prompt, max_tokens, sample)
+
+    server = Stuck()
+    drive_it = (
+        drive_in_groups(single(5), server.send, group_size=3)
+        if in_groups
+        else drive(single(5), server.send, starts=[0.0, 0.0, 0.0, 3600.0, 3600.0])
+    )
+    running = asyncio.create_task(drive_it)
+    run = await running
+    assert [sample.error for sample in run.samples] == ["", "interrupted", "interrupted"]
+    assert run.num_unsent == 2 and run.is_partial
+    assert not (await drive(single(2), Server().send, starts=[0.0, 0.0])).is_partial
+
+
+def test_what_was_measured_so_far_is_told_after_each_request() -> None:
+    words: list[str] = []
+    so_far = SoFar(words.append)
+    fine = {"begin_s": 10.0, "chunk_s": [10.25], "end_s": 12.0, "num_output": 20, "num_prompt": 100, "num_cached": 50}
+    so_far.add(Sample(**fine))
+    so_far.add(Sample(begin_s=10.0, end_s=12.0, error="http 500"))
+    assert words == ["10 tokens/s, TTFT 250 ms, 50% cached", "10 tokens/s, TTFT 250 ms, 50% cached, 1 failed"]

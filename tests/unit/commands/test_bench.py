@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import json
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +286,12 @@ class FakeLLM:
         reply = SimpleNamespace(token_ids=[1] * 4)
         return [SimpleNamespace(prompt_token_ids=prompt, outputs=[reply], num_cached_tokens=0) for prompt in prompts]
 
+    def generate_each(self, requests: Iterable[tuple[list[int], Any]]) -> Iterator[Any]:
+        for index, (prompt, sampling) in enumerate(requests):
+            if index == self._seen.get("interrupted_at"):
+                raise KeyboardInterrupt
+            yield from self.generate([prompt], sampling)
+
 
 def test_offline_runs_a_built_in_shape_with_prompts_of_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
@@ -299,6 +306,53 @@ def test_offline_runs_a_built_in_shape_with_prompts_of_its_vocabulary(monkeypatc
         "off",
     )
     assert 100_000 < seen["tokens"] < 128_256
+
+
+async def test_ctrl_c_ends_a_run_with_what_was_measured(tmp_path: Path) -> None:
+    output, arrived = tmp_path / "run.json", asyncio.Event()
+    answered = scripted(0.0, 0.0, 0.0)
+    num_asked = 0
+
+    async def half_of_them(asked: Asked, out: Out) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked > 1 + 3:  # after the warm-up and three
+            arrived.set()
+            await asyncio.Event().wait()
+        await answered(asked, out)
+
+    async with serving(half_of_them) as server:
+        argv = random_load(server, "--max-concurrency", "1", "--output", str(output))
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "hiserve.cli", "bench", *argv),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        await asyncio.wait_for(arrived.wait(), 60)
+        child.send_signal(signal.SIGINT)
+        out, err = await child.communicate()
+    assert child.returncode == 130, err.decode()
+    assert "stopped early: 4 of 6 requests were sent" in out.decode()
+    found = json.loads(output.read_bytes())
+    assert (found["summary"]["num_ok"], found["summary"]["errors"], found["unsent_requests"]) == (
+        3,
+        {"interrupted": 1},
+        2,
+    )
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_ctrl_c_ends_an_offline_run_with_what_was_measured(
+    at: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(hiserve, "LLM", lambda **settings: FakeLLM({"interrupted_at": at}, settings), raising=False)
+    output = tmp_path / "run.json"
+    sizes = ["--num-prompts", "8", "--input-length", "40", "--output-length", "4"]
+    assert cli.main(["bench", "offline", *sizes, "--output", str(output)]) == 130
+    if at:
+        assert json.loads(output.read_bytes())["summary"]["num_requests"] == 3
+        assert "offline on hiserve-nano" in capsys.readouterr().out
 
 
 def test_offline_requests_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ class FakeLLM:
             if last:
                 yield last
             scores = [TokenLogprob(tokens[-1], -1.5, {})] if sampling.logprobs is not None else None
-            choices = [CompletionOutput(i, "", tokens[::-1], "stop", None, scores) for i in range(sampling.n)]
+            now_s = time.perf_counter()
+            times = {"first_token_s": now_s + 1, "end_s": now_s + 3}
+            choices = [CompletionOutput(i, "", tokens[::-1], "stop", None, scores, **times) for i in range(sampling.n)]
             last = RequestOutput(None, tokens, CacheUse(device=1), choices)
         if last:
             yield last
@@ -87,6 +90,31 @@ def test_a_text_a_line_and_objects_from_files(tmp_path: Path) -> None:
     assert tokens == [[[98, 97]], [[125, 99, 123]], [[121, 0x2028, 120]], [[6, 5], [6, 5]]]
     assert [result.get("id") for result in results] == [None, None, 7, None]
     assert all(result["cached_tokens"] == 1 and "logprobs" not in result["choices"][0] for result in results)
+
+
+def test_times_count_from_the_reading_of_the_line(tmp_path: Path) -> None:
+    texts = tmp_path / "prompts.txt"
+    texts.write_text("a\nb\n")
+    for result in run("--input", str(texts))[1]:
+        (choice,) = result["choices"]
+        assert 1 <= choice["first_token_s"] < 100, "seconds, and no reading of a clock"
+        assert choice["end_s"] - choice["first_token_s"] == pytest.approx(2, abs=1e-5)
+
+
+def test_ctrl_c_says_how_many_results_were_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted(FakeLLM):
+        def generate_each(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[RequestOutput]:
+            yield next(super().generate_each(requests))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(hiserve, "LLM", Interrupted, raising=False)
+    texts = tmp_path / "prompts.txt"
+    texts.write_text("a\nb\nc\n")
+    status, results = run("--input", str(texts))
+    assert (status, len(results)) == (130, 1)
+    assert "stopped early: 1 results were written" in capsys.readouterr().err
 
 
 def test_standard_input_has_texts_and_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

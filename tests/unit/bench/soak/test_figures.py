@@ -85,7 +85,7 @@ def test_what_is_left_behind_is_a_violation() -> None:
 def test_a_server_that_answers_nothing_has_not_survived() -> None:
     refused = Asked(question=0, way="read", sample=Sample(begin_s=100, end_s=101, error="http 503"))
     found = told(asked=[refused])
-    assert found.outcomes == {"refused": 1}
+    assert found.outcomes == {"refused, the engine was not ready (503)": 1}
     assert found.violations == ["no request was answered"]
 
 

@@ -58,9 +58,15 @@ def test_who_leaves_has_seen_a_beginning() -> None:
     assert judged(asked("cancelled", ids=[1, 2, 3, 4], finish="length")) == ("answered", False)
 
 
-@pytest.mark.parametrize("error", ["http 429", "http 503"])
-def test_a_refusal_is_none_once_there_were_tokens(error: str) -> None:
-    assert judged(asked(ids=[], error=error)) == ("refused", False)
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        ("http 429", "refused, the queue was full (429)"),
+        ("http 503", "refused, the engine was not ready (503)"),
+    ],
+)
+def test_a_refusal_says_why_and_is_none_once_there_were_tokens(error: str, outcome: str) -> None:
+    assert judged(asked(ids=[], error=error)) == (outcome, False)
     assert judged(asked(ids=[1], error=error)) == (error, True)
 
 

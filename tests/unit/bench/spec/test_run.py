@@ -29,7 +29,7 @@ def make(settings: dict[str, Any]) -> FakeEngine:
 
 
 def run(opener: Opener, sweep: Sweep, **settings: Any) -> Found:
-    return sweep_engines(make_config(**settings), sweep, opener, lambda _: lambda: None)
+    return sweep_engines(make_config(**settings), sweep, opener, lambda _: lambda _: None)
 
 
 def test_every_case_is_measured_with_one_plain_engine_and_one_that_speculates() -> None:
@@ -152,3 +152,27 @@ def test_prompts_are_rendered_and_lose_their_beginnings_where_they_are_too_long(
     tokenizer = Tokenizer.from_file(str(find_model(NANO) / "tokenizer.json"))
     said = tokenizer.decode(whole[0], skip_special_tokens=False)
     assert said.startswith("<|bos|><|user|>") and said.endswith("<|end|><|assistant|>")
+
+
+def test_ctrl_c_keeps_the_cases_that_were_measured() -> None:
+    told: list[str] = []
+
+    def stop_after_three(words: str) -> None:
+        told.append(words)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    sweep = Sweep(proposers=("ngram",), steps=("0", "3"), **SMALL)
+    found = sweep_engines(make_config(), sweep, Opener(make), lambda _: stop_after_three)
+    assert found.is_partial and len(found.cases) == 3
+    assert told[0].startswith("ngram 0: ") and told[0].endswith(" x")
+    with pytest.raises(KeyboardInterrupt):
+        sweep_engines(make_config(), sweep, Opener(interrupting), lambda _: lambda _: None)
+    assert not run(Opener(make), sweep).is_partial
+
+
+def interrupting(_: dict[str, Any]) -> FakeEngine:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    return FakeEngine(interrupt)

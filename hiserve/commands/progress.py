@@ -1,0 +1,66 @@
+"""Progress of a long command: how many, how fast, how long still, and what has been measured so far."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from hiserve.bench.progress import Advance, Begin
+
+
+class _Rate(ProgressColumn):
+    """Steps a second, over the last ones."""
+
+    def render(self, task: Task) -> Text:
+        """Returns the rate; nothing until there is one."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
+
+
+@contextlib.contextmanager
+def progress(what: str, console: Console | None = None) -> Iterator[Begin]:
+    """Shows a bar on standard error where that is a terminal, so that results may go into a pipe or a file.
+
+    Args:
+        what: Name of the things that are counted.
+        console: Where to show it; the default is standard error.
+
+    Yields:
+        What is called with the number of things, or None if nobody knows it, and returns what is called after each.
+    """
+    console = console or Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda _: lambda _: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        _Rate(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[so_far]}"),
+    )
+    with Progress(*columns, console=console, transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("preparing", total=None, so_far="")
+
+        def begin(total: int | None) -> Advance:
+            bar.update(task, description=what, total=total)
+            return lambda so_far: bar.update(task, advance=1, so_far=escape(so_far))
+
+        yield begin
