@@ -8,6 +8,7 @@ from rich.table import Table
 
 from hiserve.cache.pools.host_segment import survey
 from hiserve.config import Config, Setting, flag_of, settings
+from hiserve.core.devices import least_memory
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
 from hiserve.models.shapes import read_model
@@ -37,7 +38,11 @@ def run(config: Config) -> int:
     console = Console()
     console.print(table)
     if not on_cpu:
-        console.print(_memory("device memory of one worker", resolved.memory, machine.cuda_memory_bytes))
+        console.print(
+            _memory(
+                "device memory of one worker", resolved.memory, least_memory(resolved.config, machine.cuda_memory_bytes)
+            )
+        )
     items = resolved.memory if on_cpu else resolved.host_memory
     console.print(_memory("memory of one worker", items, machine.memory_bytes))
     return 0

@@ -193,7 +193,7 @@ def _torch(torch: Package) -> Finding:
 def _cuda(torch: Package, machine: Machine) -> Finding:
     if torch.devices:
         capability = ".".join(map(str, torch.capability))
-        memory = f"{machine.cuda_memory_bytes / GIB:.0f} GiB on the first"
+        memory = " + ".join(f"{num_bytes / GIB:.0f}" for num_bytes in machine.cuda_memory_bytes) + " GiB"
         return Finding("ok", "cuda", f"{', '.join(torch.devices)} (compute {capability}, {memory})")
     if not machine.cuda_memory_bytes:
         return Finding("ok", "cuda", "no device; models run on the CPU")

@@ -338,6 +338,13 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
             most=1024,
         ),
     ] = 1
+    devices: Annotated[
+        str | None,
+        about(
+            "CUDA devices of the replicas, by number: with 2,3 the first runs on device 2 and the second on 3; the default is "
+            "the first devices, one for each replica."
+        ),
+    ] = None
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from hiserve.core.resolve import Machine
 from hiserve.errors import ResourceError
@@ -77,15 +78,15 @@ def _read_table(path: Path) -> dict[str, int]:
 def free_cuda_bytes() -> int:
     """Returns the free memory of the first CUDA device, of all processes together; 0 where it cannot be asked.
 
-    NVML needs no context on the device, which would take memory itself.
+    NVML needs no context on the device, which would take memory itself. A worker sees its own device alone.
     """
-    driver, device = _cuda_device()
+    driver, devices = _cuda_devices()
     nvml = _library("libnvidia-ml.so.1")
-    if driver is None or nvml is None or nvml.nvmlInit_v2() != 0:
+    if not devices or nvml is None or nvml.nvmlInit_v2() != 0:
         return 0
     bus, handle, memory = ctypes.create_string_buffer(64), ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()
     found = (
-        driver.cuDeviceGetPCIBusId(bus, len(bus), device) == 0  # which of NVML's devices this process sees first
+        driver.cuDeviceGetPCIBusId(bus, len(bus), devices[0]) == 0  # which of NVML's this process sees first
         and nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle)) == 0
         and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
     )
@@ -93,20 +94,27 @@ def free_cuda_bytes() -> int:
     return int(memory[1]) if found else 0  # total, free, used
 
 
-def _cuda_memory() -> int:
-    """Total memory of the first CUDA device in bytes, asked of the driver; 0 without one."""
-    driver, device = _cuda_device()
-    total = ctypes.c_size_t()
-    if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device) != 0:
-        return 0
-    return total.value
+def _cuda_memory() -> tuple[int, ...]:
+    """Total memory of each CUDA device in bytes, asked of the driver."""
+    driver, devices = _cuda_devices()
+    found = []
+    for device in devices:
+        total = ctypes.c_size_t()
+        if driver.cuDeviceTotalMem_v2(ctypes.byref(total), device) != 0:
+            break  # those behind it would get other numbers
+        found.append(total.value)
+    return tuple(found)
 
 
-def _cuda_device() -> tuple[ctypes.CDLL | None, ctypes.c_int]:
-    """Returns the driver and the first CUDA device; no driver without a device."""
-    driver, device = _library("libcuda.so.1"), ctypes.c_int()
-    found = driver is not None and driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
-    return (driver if found else None), device
+def _cuda_devices() -> tuple[Any, list[ctypes.c_int]]:
+    """Returns the driver and the CUDA devices that this process sees, in order; none without a driver."""
+    driver, count = _library("libcuda.so.1"), ctypes.c_int()
+    if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return None, []
+    devices = [ctypes.c_int() for _ in range(count.value)]
+    if any(driver.cuDeviceGet(ctypes.byref(device), number) != 0 for number, device in enumerate(devices)):
+        return None, []
+    return driver, devices
 
 
 def _library(name: str) -> ctypes.CDLL | None:

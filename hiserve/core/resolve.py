@@ -8,6 +8,7 @@ import msgspec
 
 from hiserve.config import DTYPE_BYTES, MAX_INT32, MIN_AUTO_LEN, Auto, Config, Graphs, Spec, flag_of, known, settings
 from hiserve.core.copies import STAGING_BYTES
+from hiserve.core.devices import choose_devices, least_memory
 from hiserve.core.endpoints import check_kv_events
 from hiserve.core.groups import boundary_group, debug_groups
 from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, DraftShape, StepShape, step_memory
@@ -62,7 +63,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cores: CPU cores this process may use.
         memory_bytes: Memory still available to it, control-group limits included.
-        cuda_memory_bytes: Memory of the first CUDA device, all of it; 0 when there is none.
+        cuda_memory_bytes: Memory of each CUDA device, all of it.
         shm_bytes: Free in /dev/shm.
         kept_bytes: Pages of a segment that ``--host-cache-name`` names and a former server left, in bytes; 0 when there
             is none. What such segments take of memory and /dev/shm is counted as available.
@@ -70,7 +71,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     cores: int
     memory_bytes: int
-    cuda_memory_bytes: int
+    cuda_memory_bytes: tuple[int, ...]
     shm_bytes: int = 0
     kept_bytes: int = 0
 
@@ -105,12 +106,12 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
     weights_of = {item: num_params * DTYPE_BYTES[chosen.model.dtype] for item, num_params in weights_of.items()}
     weights, page_of = sum(weights_of.values()), _page_bytes(config, model, chosen.model.dtype)
     page = sum(page_of.values())
-    free = (machine.memory_bytes if on_cpu else machine.cuda_memory_bytes) // replicas
+    free = machine.memory_bytes // replicas if on_cpu else least_memory(chosen, machine.cuda_memory_bytes)
     if weights >= free:
         raise ResourceError(
             f"the weights need {_gib(weights)} as {chosen.model.dtype} but {_gib(free)} are free for each worker. "
-            "Lower --replicas, use a narrower --dtype or a smaller model.",
-            param="replicas" if replicas > 1 else "dtype",
+            f"{'Lower --replicas, u' if on_cpu else 'U'}se a narrower --dtype or a smaller model.",
+            param="replicas" if on_cpu and replicas > 1 else "dtype",
         )
     length = known(chosen.model.max_model_len)
     may_shrink = config.model.max_model_len == "auto"
@@ -175,6 +176,9 @@ def _choose(config: Config, model: ModelFacts, machine: Machine) -> Config:
             max_running_requests=_or(scheduler.max_running_requests, 32 if on_cpu else 256),
             max_batched_tokens=_or(scheduler.max_batched_tokens, 512 if on_cpu else 8192),
         ),
+        parallel=msgspec.structs.replace(
+            config.parallel, devices=choose_devices(config, len(machine.cuda_memory_bytes), on_cpu=on_cpu)
+        ),
         runner=msgspec.structs.replace(
             runner,
             overlap=_or(runner.overlap, 0 if on_cpu else 1),
@@ -212,7 +216,9 @@ def _beside_pool(chosen: Config, model: ModelFacts, machine: Machine, length: in
         widths=_spec(chosen, model, length)[0].widths,
         draft=None if model.draft is None else model.draft.step,
     )
-    return items | {"driver, libraries and spare": CONTEXT_BYTES + machine.cuda_memory_bytes // SPARE_SHARE}
+    return items | {
+        "driver, libraries and spare": CONTEXT_BYTES + least_memory(chosen, machine.cuda_memory_bytes) // SPARE_SHARE
+    }
 
 
 def _device(config: Config, machine: Machine) -> Literal["cpu", "cuda"]:

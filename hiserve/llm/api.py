@@ -19,6 +19,7 @@ import numpy as np
 from hiserve.cache.pools.host_segment import survey
 from hiserve.cache.pools.identity import identify
 from hiserve.config import Config, known, make_config
+from hiserve.core.devices import devices_of
 from hiserve.core.machine import probe
 from hiserve.core.request import MAX_SEED, SamplingParams
 from hiserve.core.resolve import resolve
@@ -73,6 +74,12 @@ class LLM:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
         folder, model_config = read_model(given.model)
         resolved = resolve(given, model_facts(given, folder, model_config), survey(given, probe()))
+        if in_process and any(devices_of(resolved.config)):
+            raise ConfigError(
+                f"in_process runs on the first CUDA device, not on {resolved.config.parallel.devices}; leave devices out and "
+                "set CUDA_VISIBLE_DEVICES, or leave in_process off.",
+                param="devices",
+            )
         for decision in resolved.decisions:
             logger.info(decision)
         self.config = identify(resolved.config, folder, model_config)

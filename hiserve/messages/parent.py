@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from hiserve.errors import ResourceError
 from hiserve.messages.channels import AsyncChannel, Link
@@ -31,7 +31,12 @@ class ChildProcess:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], on_messages: Callable[[list[Frames]], None], *, pass_fds: Sequence[int] = ()
+        cls,
+        command: Sequence[str],
+        on_messages: Callable[[list[Frames]], None],
+        *,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> ChildProcess:
         """Starts ``command ENDPOINT`` in a session of its own, where no Ctrl-C reaches it.
 
@@ -39,6 +44,7 @@ class ChildProcess:
             command: Its command line; the endpoint is appended.
             on_messages: As in ``AsyncChannel``. A child says nothing before it was sent something.
             pass_fds: Descriptors that the child gets, under the same numbers; all others stay here.
+            environment: Its environment variables; None gives it those of this process.
 
         Raises:
             ResourceError: The command cannot be run, or the directory for temporary files cannot be used.
@@ -49,7 +55,12 @@ class ChildProcess:
             undo.callback(remove, endpoint)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *command, endpoint, stdin=asyncio.subprocess.DEVNULL, start_new_session=True, pass_fds=pass_fds
+                    *command,
+                    endpoint,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=pass_fds,
+                    env=environment,
                 )
             except OSError as error:
                 raise ResourceError(

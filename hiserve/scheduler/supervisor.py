@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ import msgspec
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
+from hiserve.core.devices import environment_of
 from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.errors import EngineError, HiserveError, ResourceError
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
@@ -215,7 +217,10 @@ class Supervisor:
         host_fd = -1 if segment is None else segment.fd
         try:
             process = await ChildProcess.start(
-                self._command, partial(self._receive, replica), pass_fds=() if segment is None else (host_fd,)
+                self._command,
+                partial(self._receive, replica),
+                pass_fds=() if segment is None else (host_fd,),
+                environment=environment_of(self._config, replica, os.environ),
             )
         except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
             return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))

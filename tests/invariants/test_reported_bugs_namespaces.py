@@ -169,7 +169,7 @@ def test_tc_64_the_host_cache_fits_the_least_of_memory_control_group_and_dev_shm
         (tmp_path / name).write_text(text)
     shm = SimpleNamespace(f_bavail=int(shm_gib * GIB) // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda place: shm)
-    machine = msgspec.structs.replace(probe(tmp_path), cuda_memory_bytes=0)
+    machine = msgspec.structs.replace(probe(tmp_path), cuda_memory_bytes=())
     resolved = resolve(make_config(host_cache_name="n", device="cpu"), NANO, machine)
     assert 0 < resolved.memory["host cache"] < min(available_gib, limit_gib, shm_gib) * GIB
     assert sum(resolved.memory.values()) < min(available_gib, limit_gib) * GIB

@@ -15,7 +15,7 @@ NUMBERS = [setting for setting in ALL if setting.kind in ("int", "float")]
 WHOLE = [setting for setting in ALL if setting.kind == "int"]
 FLAGS = """
     --host --port --served-model-name --dtype --max-model-len --kv-pages --page-size --max-running-requests
-    --max-batched-tokens --overlap --policy --replicas --cpu-threads --load-format --device --log-level --debug
+    --max-batched-tokens --overlap --policy --replicas --devices --cpu-threads --load-format --device --log-level --debug
     --revision --chat-template --sampling-defaults --max-queued-requests --max-queued-tokens --queue-timeout-s
     --request-timeout-s --step-timeout-s --api-key --admin-api-key --share-prefixes --max-request-bytes --strict-fields
     --kv-events --kv-events-replay

@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         name="replicas do not share the memory",
         file=RESOLVE,
-        old="machine.cuda_memory_bytes) // replicas",
-        new="machine.cuda_memory_bytes)",
+        old="free = machine.memory_bytes // replicas if on_cpu",
+        new="free = machine.memory_bytes if on_cpu",
         test=OF_RESOLVE + "test_replicas_share_the_memory",
     ),
     Mutant(

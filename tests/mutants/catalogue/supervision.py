@@ -9,6 +9,13 @@ SERVICE, OUTBOX = "hiserve/worker/service.py", "hiserve/worker/outbox.py"
 
 MUTANTS = [
     Mutant(
+        name="all replicas run on the first device",
+        file="hiserve/core/devices.py",
+        old="    number = devices[replica]\n",
+        new="    number = devices[0]\n",
+        test="tests/unit/core/test_devices.py",
+    ),
+    Mutant(
         name="a successor that cannot be started ends everything",
         file=SUPERVISOR,
         old="        except ResourceError as error:  # it may",

@@ -9,8 +9,8 @@ from hiserve.commands import config as command
 from hiserve.config import make_config, settings
 from hiserve.core.resolve import GIB, Machine
 
-HOST = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
-DEVICE = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=80 * GIB)
+HOST = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=())
+DEVICE = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=(80 * GIB,))
 
 
 def sums(text: str) -> list[dict[str, float]]:

@@ -14,8 +14,8 @@ from hiserve.commands.doctor import Package
 from hiserve.config import make_config
 from hiserve.core.resolve import GIB, Machine
 
-MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=0)
-WITH_CUDA = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=80 * GIB)
+MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=())
+WITH_CUDA = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=(80 * GIB,))
 TORCH = Package(version="2.13.0+cpu", import_s=1.0)
 ON_CUDA = Package(version="2.11.0", import_s=1.0, cuda_build="13.0", devices=["NVIDIA H200"], capability=[9, 0])
 MISSING = Package(error="ModuleNotFoundError: No module named 'x'", is_missing=True)
@@ -59,7 +59,7 @@ def test_a_port_in_use_and_an_unknown_model_are_failures(
         (TORCH, MACHINE, "cuda", "ok", "models run on the CPU"),
         (TORCH, WITH_CUDA, "cuda", "note", "torch is a CPU build"),
         (Package(version="2.11.0", cuda_build="13.0"), WITH_CUDA, "cuda", "note", "driver"),
-        (ON_CUDA, WITH_CUDA, "cuda", "ok", "NVIDIA H200 (compute 9.0, 80 GiB on the first)"),
+        (ON_CUDA, WITH_CUDA, "cuda", "ok", "NVIDIA H200 (compute 9.0, 80 GiB)"),
         (TORCH, MACHINE, "triton", "ok", "only CUDA devices need it"),
         (ON_CUDA, WITH_CUDA, "flashinfer", "note", "pip install 'hiserve[gpu]'"),
     ],
@@ -95,7 +95,7 @@ def test_imports_happen_in_another_process() -> None:
 
 
 def test_little_memory_little_shared_memory_and_locked_memory_are_noted(tmp_path: Path) -> None:
-    little = Machine(cores=1, memory_bytes=GIB, cuda_memory_bytes=0)
+    little = Machine(cores=1, memory_bytes=GIB, cuda_memory_bytes=())
     assert doctor._memory(little).level == "note"
     assert doctor._memory(MACHINE).level == "ok"
     assert doctor._shared_memory(tmp_path / "none").level == "note"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hiserve.core import machine as machine_module
 from hiserve.core.machine import probe
 from hiserve.errors import ResourceError
 
@@ -88,3 +91,43 @@ def test_room_for_shared_memory_is_that_of_its_file_system(tmp_path: Path) -> No
 def test_another_system_than_linux_is_one_clear_line(platform: str) -> None:
     with pytest.raises(ResourceError, match=f"this system is {platform}. Run it on Linux"):
         probe(platform=platform)
+
+
+def driver(memory: list[int], failing: str = "") -> Any:
+    """libcuda of a machine with some devices."""
+
+    def get_count(count: Any) -> int:
+        count._obj.value = len(memory)
+        return 0
+
+    def get(device: Any, number: int) -> int:
+        device._obj.value = 10 + number
+        return int(failing == "get")
+
+    def total_memory(total: Any, device: Any) -> int:
+        total._obj.value = memory[device.value - 10]
+        return 0
+
+    return SimpleNamespace(
+        cuInit=lambda _flags: int(failing == "init"),
+        cuDeviceGetCount=get_count,
+        cuDeviceGet=get,
+        cuDeviceTotalMem_v2=total_memory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("library", "found"),
+    [
+        (driver([80 * MIB, 40 * MIB]), (80 * MIB, 40 * MIB)),
+        (driver([]), ()),
+        (driver([80 * MIB], failing="init"), ()),
+        (driver([80 * MIB], failing="get"), ()),
+        (None, ()),
+    ],
+)
+def test_the_memory_of_every_device_is_asked_of_the_driver(
+    library: Any, found: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_module, "_library", lambda name: library if name == "libcuda.so.1" else None)
+    assert probe(machine(tmp_path, 700, {})).cuda_memory_bytes == found

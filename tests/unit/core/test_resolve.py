@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
+from hiserve.core.devices import devices_of
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.resolve import DraftFacts, Machine, ModelFacts, resolve
 from hiserve.core.step_memory import DraftShape, StepShape
@@ -54,8 +56,8 @@ LARGE_HEAD = DraftFacts(
     slot_elements=2048,
     step=DraftShape(step=msgspec.structs.replace(LARGE.step, num_layers=1), shown_elements=3 * 4096, feature_size=4096),
 )
-LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=0)
-SERVER = Machine(cores=64, memory_bytes=256 * GIB, cuda_memory_bytes=80 * GIB)
+LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=())
+SERVER = Machine(cores=64, memory_bytes=256 * GIB, cuda_memory_bytes=(80 * GIB,))
 IN_DOCKER = msgspec.structs.replace(LAPTOP, shm_bytes=2 * GIB)
 NAMED = {"host_cache_name": "n"}
 
@@ -144,6 +146,42 @@ def test_who_drafts_is_the_head_that_came_with_the_model(
 def test_threads_are_the_cores_less_one_shared_among_replicas(cores: int, replicas: int, threads: int) -> None:
     machine = msgspec.structs.replace(LAPTOP, cores=cores)
     assert resolve(make_config(replicas=replicas), NANO, machine).config.runner.cpu_threads == threads
+
+
+def test_each_replica_has_a_device_of_its_own_and_its_memory_is_not_shared() -> None:
+    two = msgspec.structs.replace(SERVER, cuda_memory_bytes=(80 * GIB, 40 * GIB, 24 * GIB))
+    one_of = {"host_cache_gib": 0}
+    alone = resolve(make_config(**one_of), LARGE, two)
+    assert alone.config.parallel.devices == "0"
+    assert "--devices None -> 0" in alone.decisions
+    both = resolve(make_config(**one_of, replicas=2), LARGE, two)
+    assert devices_of(both.config) == (0, 1)
+    assert both.memory == resolve(make_config(**one_of, devices="1"), LARGE, two).memory, "the smaller one decides"
+    assert alone.memory["KV pool"] > both.memory["KV pool"]
+    chosen = resolve(make_config(**one_of, replicas=2, devices="2,0"), LARGE, two)
+    assert devices_of(chosen.config) == (2, 0)
+    assert chosen.memory == resolve(make_config(**one_of, devices="2"), LARGE, two).memory
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"devices": "3"}, "there is no CUDA device 3: 3 were found"),
+        ({"devices": "1,1", "replicas": 2}, "names a device twice"),
+        ({"devices": "1", "replicas": 2}, "1 of them for 2 replicas"),
+        ({"devices": "0,1"}, "2 of them for 1 replicas"),
+        ({"replicas": 4}, "--replicas is 4 but 3 CUDA devices were found"),
+        ({"devices": "cuda:1"}, "give the numbers of CUDA devices"),
+        ({"devices": "-1"}, "give the numbers of CUDA devices"),
+        ({"devices": "0,"}, "give the numbers of CUDA devices"),
+        ({"devices": "0", "device": "cpu"}, "but the model runs on cpu"),
+    ],
+)
+def test_devices_that_cannot_be_had_are_refused(settings: dict[str, Any], words: str) -> None:
+    three = msgspec.structs.replace(SERVER, cuda_memory_bytes=(80 * GIB,) * 3)
+    with pytest.raises(ConfigError, match=re.escape(words)) as refusal:
+        resolve(make_config(**settings), LARGE, three)
+    assert refusal.value.param in ("devices", "replicas")
 
 
 def test_replicas_share_the_memory() -> None:
@@ -283,7 +321,7 @@ machines = st.builds(
     cores=st.integers(1, 256),
     memory_bytes=magnitudes(2**40, 10 * MIB),
     shm_bytes=magnitudes(2**40),
-    cuda_memory_bytes=st.one_of(st.just(0), magnitudes(2**38, GIB)),
+    cuda_memory_bytes=st.lists(magnitudes(2**38, GIB), max_size=4).map(tuple),
 )
 shapes = st.builds(
     StepShape,
@@ -314,6 +352,7 @@ models = st.builds(
 givens = st.fixed_dictionaries(
     {"page_size": st.sampled_from([1, 7, 16, 256]), "replicas": st.integers(1, 4)},
     optional={
+        "devices": st.sampled_from(["0", "1", "1,0", "2,0,1", "0,0", "", "9999", "x"]),
         "kv_pages": magnitudes(10**6).map(lambda pages: pages + 1),
         "max_model_len": magnitudes(10**6).map(lambda length: length + 1),
         "max_running_requests": magnitudes(10**5),
@@ -352,10 +391,14 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
         "attention_backend",
         *(["spec_steps"] if given.get("spec_steps", "auto") == "auto" else []),
     ]
-    assert {name: found[name] for name in given} == given
+    assert {name: found[name] for name in given} == given, "what was given was changed"
     on_cpu = found["device"] == "cpu"
-    memory = machine.memory_bytes if on_cpu else machine.cuda_memory_bytes
-    assert sum(resolved.memory.values()) * found["replicas"] <= memory
+    if on_cpu:
+        assert sum(resolved.memory.values()) * found["replicas"] <= machine.memory_bytes
+    else:
+        devices = devices_of(resolved.config)
+        assert len(devices) == found["replicas"]
+        assert all(sum(resolved.memory.values()) <= machine.cuda_memory_bytes[number] for number in devices)
     assert sum(resolved.host_memory.values()) * found["replicas"] <= machine.memory_bytes
     items = resolved.memory if on_cpu else resolved.host_memory
     host_bytes = items.get("host cache", 0)

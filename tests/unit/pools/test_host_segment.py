@@ -20,7 +20,7 @@ from hiserve.models.shapes import read_model
 from tests.helpers.identity import identified, namespace_of
 
 MIB = 2**20
-MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=0, shm_bytes=GIB)
+MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=(), shm_bytes=GIB)
 _, MODEL = read_model(make_config().model)
 
 

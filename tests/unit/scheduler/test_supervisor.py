@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from hiserve.config import make_config
+from hiserve.core.devices import VISIBLE_DEVICES
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 from hiserve.messages.codec import Received
 from hiserve.messages.parent import wait_for_event
@@ -210,6 +211,36 @@ async def test_a_first_worker_that_cannot_be_started_fails_the_start_with_the_re
     async with supervised("stale", replicas=2) as (supervisor, _):
         with pytest.raises(ResourceError, match=r"Resource temporarily unavailable.*limits of processes"):
             await asyncio.wait_for(supervisor.started, 10)
+
+
+# --- devices ---------------------------------------------------------------------------------------------
+
+
+def seen_by(pid: int) -> str | None:
+    """The devices that the environment of a process shows it."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        variables = dict(line.partition(b"=")[::2] for line in file.read().split(b"\0"))
+    value = variables.get(VISIBLE_DEVICES.encode())
+    return None if value is None else value.decode()
+
+
+async def test_each_replica_is_started_on_its_own_device_and_so_is_its_successor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VISIBLE_DEVICES, "4,5,6")
+    async with supervised("stale", replicas=2, device="cuda", devices="2,0") as (supervisor, witness):
+        await supervisor.started
+        assert [seen_by(facts.pid) for facts in supervisor.facts()] == ["6", "4"]
+        os.kill(supervisor.facts()[0].pid, signal.SIGKILL)
+        await witness.until("ready 2")
+        assert [seen_by(facts.pid) for facts in supervisor.facts()] == ["6", "4"]
+
+
+async def test_on_cpu_workers_have_the_environment_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE_DEVICES, "4,5,6")
+    async with supervised("stale") as (supervisor, _):
+        await supervisor.started
+        assert [seen_by(facts.pid) for facts in supervisor.facts()] == ["4,5,6"]
 
 
 # --- workers that hang, and workers that are kept from their work ----------------------------------------

@@ -49,7 +49,7 @@ def resolved(**settings: Any) -> Resolved:
         num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=32, mlp_elements=24, vocab_size=500
     )
     facts = ModelFacts(context_length=256, checkpoint_dtype="float32", num_params=1000, slot_elements=64, step=step)
-    return resolve(make_config(**settings), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=0))
+    return resolve(make_config(**settings), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=()))
 
 
 @dataclass

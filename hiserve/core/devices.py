@@ -1,0 +1,111 @@
+"""Which CUDA device each replica has: replica r runs on the r-th of ``--devices``, and sees no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hiserve.config import Config
+from hiserve.errors import ConfigError
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own: which devices a process sees, and in which order
+
+
+def choose_devices(config: Config, num_found: int, *, on_cpu: bool) -> str | None:
+    """Returns the devices of the replicas as ``--devices`` writes them: the first ones, unless some are given.
+
+    Args:
+        config: As given.
+        num_found: CUDA devices of this machine, as this process sees them.
+        on_cpu: The model runs there, and no replica has a device.
+
+    Raises:
+        ConfigError: One is unknown or named twice, or there is not one for each replica.
+    """
+    given, replicas = config.parallel.devices, config.parallel.replicas
+    if on_cpu:
+        if given is not None:
+            raise ConfigError(
+                f"--devices is {given!r}, CUDA devices, but the model runs on cpu. Leave it out, or use --device cuda.",
+                param="devices",
+            )
+        return None
+    if given is None:
+        if replicas > num_found:
+            raise ConfigError(
+                f"--replicas is {replicas} but {num_found} CUDA devices were found, and each replica needs one of its own. "
+                "Lower --replicas, or use --device cpu.",
+                param="replicas",
+            )
+        return ",".join(map(str, range(replicas)))
+    numbers = _numbers(given)
+    if unknown := [number for number in numbers if number >= num_found]:
+        raise ConfigError(
+            f"--devices is {given!r} but there is no CUDA device {unknown[0]}: {num_found} were found, numbered from 0.",
+            param="devices",
+        )
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(
+            f"--devices is {given!r}, which names a device twice. Give each replica one of its own.", param="devices"
+        )
+    if len(numbers) != replicas:
+        raise ConfigError(
+            f"--devices is {given!r}, {len(numbers)} of them for {replicas} replicas. Name one device for each replica, or "
+            "change --replicas.",
+            param="devices",
+        )
+    return ",".join(map(str, numbers))
+
+
+def devices_of(config: Config) -> tuple[int, ...]:
+    """Returns the number of each replica's device; nothing on cpu.
+
+    Args:
+        config: Resolved.
+    """
+    return () if config.parallel.devices is None else _numbers(config.parallel.devices)
+
+
+def least_memory(config: Config, memory_bytes: Sequence[int]) -> int:
+    """Returns the memory of the smallest device that a replica has: each is planned with so much.
+
+    Args:
+        config: Resolved.
+        memory_bytes: Of each CUDA device of this machine.
+    """
+    return min(memory_bytes[number] for number in devices_of(config))
+
+
+def environment_of(config: Config, replica: int, environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Returns the environment of a worker's process, in which its device is the only one and thus the first.
+
+    Whatever takes the first device then takes the right one, libraries included, and no process opens a context on the
+    device of another.
+
+    Args:
+        config: Resolved.
+        replica: Index from 0.
+        environ: Of this process.
+
+    Returns:
+        None where a worker needs none of its own, as on cpu.
+    """
+    devices = devices_of(config)
+    if not devices:
+        return None
+    seen = environ.get(VISIBLE_DEVICES)
+    number = devices[replica]
+    return {**environ, VISIBLE_DEVICES: str(number) if seen is None else seen.split(",")[number].strip()}
+
+
+def _numbers(given: str) -> tuple[int, ...]:
+    """Reads the numbers of ``--devices``.
+
+    Raises:
+        ConfigError: It is no list of numbers.
+    """
+    words = [word.strip() for word in given.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) <= 4 for word in words):
+        raise ConfigError(
+            f"--devices is {given!r}; give the numbers of CUDA devices, as in --devices 0,1.", param="devices"
+        )
+    return tuple(map(int, words))
