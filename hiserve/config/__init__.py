@@ -1,8 +1,8 @@
 """Every setting: its section, flag, help, range and default."""
 
+from hiserve.config.description import MAX_INT32
 from hiserve.config.sections import (
     DTYPE_BYTES,
-    MAX_INT32,
     MAX_SPEC_STEPS,
     MIN_AUTO_LEN,
     Auto,
@@ -13,10 +13,10 @@ from hiserve.config.sections import (
     Model,
     Runner,
     Scheduler,
-    Server,
     Spec,
     StorePrefetch,
 )
+from hiserve.config.serving import Server
 from hiserve.config.settings import (
     Setting,
     flag_of,

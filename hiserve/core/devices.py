@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from hiserve.config import Config
@@ -75,7 +76,7 @@ def least_memory(config: Config, memory_bytes: Sequence[int]) -> int:
     return min(memory_bytes[number] for number in devices_of(config))
 
 
-def environment_of(config: Config, replica: int, environ: Mapping[str, str]) -> dict[str, str] | None:
+def environment_of(config: Config, replica: int, environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Returns the environment of a worker's process, in which its device is the only one and thus the first.
 
     Whatever takes the first device then takes the right one, libraries included, and no process opens a context on the

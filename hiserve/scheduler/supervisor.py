@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import signal
 import sys
 import time
@@ -220,7 +219,7 @@ class Supervisor:
                 self._command,
                 partial(self._receive, replica),
                 pass_fds=() if segment is None else (host_fd,),
-                environment=environment_of(self._config, replica, os.environ),
+                environment=environment_of(self._config, replica),
             )
         except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
             return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))

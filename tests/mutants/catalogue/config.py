@@ -14,7 +14,7 @@ OF_MACHINE = "tests/unit/core/test_machine.py::"
 OF_CLI = "tests/unit/test_cli.py::"
 FITS = OF_RESOLVE + "test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting"
 REFUSED = OF_RESOLVE + "test_what_does_not_fit_names_what_to_change"
-SECTIONS = "hiserve/config/sections.py"
+SERVING = "hiserve/config/serving.py"
 
 MUTANTS = [
     Mutant(
@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     Mutant(
         name="the admin's key is no secret",
-        file=SECTIONS,
+        file=SERVING,
         old='server information.", is_secret=True)',
         new='server information.")',
         test=OF_CONFIG + "test_no_secret_is_left_in_what_may_be_shown",

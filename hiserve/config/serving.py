@@ -1,0 +1,67 @@
+"""Settings of the server and of how many workers it has; a part of ``sections``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from hiserve.config.description import MAX_INT32, about
+
+
+class Parallel(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers."""
+
+    replicas: Annotated[
+        int,
+        about(
+            "Workers under one scheduler, each with a copy of the model and its own cache.",
+            unit="workers",
+            least=1,
+            most=1024,
+        ),
+    ] = 1
+    devices: Annotated[
+        str | None,
+        about(
+            "CUDA devices of the replicas, by number: with 2,3 the first runs on device 2 and the second on 3; the default is "
+            "the first devices, one for each replica."
+        ),
+    ] = None
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP surface and logging."""
+
+    host: Annotated[str, about("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, about("TCP port to listen on; 0 picks a free one.", least=0, most=65_535)] = 8000
+    served_model_name: Annotated[
+        str | None, about("Name clients use for the model; the default is the folder's name.")
+    ] = None
+    api_key: Annotated[
+        tuple[str, ...],
+        about("Key that requests must carry; may be given several times, for as many tenants.", is_secret=True),
+    ] = ()
+    admin_api_key: Annotated[
+        str | None,
+        about("Key for what affects all tenants: flushing, aborting all, server information.", is_secret=True),
+    ] = None
+    share_prefixes: Annotated[
+        bool, about("Let all API keys share cached prefixes; each has a cache of its own otherwise.")
+    ] = False
+    max_request_bytes: Annotated[
+        int,
+        about("Largest body of a request; larger ones are refused with 413.", unit="bytes", least=1, most=MAX_INT32),
+    ] = 16 * 2**20
+    strict_fields: Annotated[
+        bool, about("Refuse request fields that hiserve does not know, which it ignores otherwise.")
+    ] = False
+    drain_timeout_s: Annotated[
+        float,
+        about("Time that open requests get to finish when the server is told to stop.", unit="s", least=0, most=86_400),
+    ] = 30.0
+    metrics_compat: Annotated[
+        Literal["none", "vllm", "sglang"], about("Show metrics under another engine's names too.")
+    ] = "none"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Least severe messages to log.")] = "info"
+    debug: Annotated[bool, about("Show tracebacks for errors that are normally one line.")] = False
