@@ -153,7 +153,8 @@ class Executor:
         with torch.inference_mode():
             outcome, ran = self._step(plan)
             self._finish(plan, ran)
-        return read_outcome(plan, outcome, outcome.words.numpy())
+        # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
+        return read_outcome(plan, outcome, outcome.words.numpy().copy())
 
     def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""

@@ -13,54 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve import LLM, SamplingParams
+from hiserve import SamplingParams
 from hiserve.models.config import NANO
-from tests.helpers.cache_paths import (
-    HOST,
-    SETTINGS,
-    Case,
-    Work,
-    answer,
-    ask,
-    device_hits,
-    host_hits,
-    pairwise,
-    pool,
-    store_hits,
-)
-from tests.helpers.tiered import check_whole, counts_of, engine_of, rest
+from tests.helpers.cache_paths import Case, Work, answer, device_hits, host_hits, pairwise, store_hits
+from tests.helpers.cramped_paths import chunks, preemption, storm
 
 SEED = 43
 NUM_NEW = 22
-
-
-def chunks(work: Work, folder: Path, page_size: int, **settings: object) -> None:
-    """Prompts are computed in many small steps, beside rows that verify drafts."""
-    options = SETTINGS | pool(page_size) | {"max_batched_tokens": 16, "host_cache_gib": 0} | settings
-    with LLM(**options) as llm:
-        ask(llm, work)
-        assert engine_of(llm).stats().steps > sum(map(len, work.prompts)) // 16
-        check_whole(llm)
-
-
-def preemption(work: Work, folder: Path, page_size: int, **settings: object) -> None:
-    """Fewer pages than the rows want: some lose theirs, and start over."""
-    num_tokens = max(len(prompt) for prompt in work.prompts) + NUM_NEW + 16
-    options = SETTINGS | pool(page_size, 2 * num_tokens) | {"host_cache_gib": 0} | settings
-    with LLM(**options) as llm:
-        ask(llm, work)
-        check_whole(llm)
-
-
-def storm(work: Work, folder: Path, page_size: int, **settings: object) -> None:
-    """The device holds one row and a half: pages leave it and come back all the time."""
-    with LLM(**SETTINGS | pool(page_size, 192) | HOST | settings) as llm:
-        for backwards in (False, True, False):
-            ask(llm, work, backwards=backwards)
-            rest(llm)
-        counts = counts_of(llm)
-        assert counts.device.num_evicted > 0 and counts.loads.num_fulfilled > 0
-        check_whole(llm)
 
 
 PATHS: tuple[Callable[..., None], ...] = (chunks, preemption, device_hits, host_hits, store_hits, storm)

@@ -7,24 +7,36 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve import LLM
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.config import Config
 from hiserve.core import resolve
 from hiserve.runners import rows
-from hiserve.worker import drafting, runners
+from hiserve.worker import build, drafting, runners
+from hiserve.worker.executor import Executor
+from hiserve.worker.planner import Planner
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops
-from tests.helpers.tiered import engine_of
 
 
-def allow_recording(patch: pytest.MonkeyPatch, attention: type[RecordableAttention] = RecordableAttention) -> None:
+def allow_recording(
+    patch: pytest.MonkeyPatch, attention: type[RecordableAttention] = RecordableAttention
+) -> list[Executor]:
     """Lets engines on the CPU have graphs, which are recorded, wherever ``graphs`` asks for them.
+
+    Rows start before their loads have arrived, as on a GPU. So there must be no canary, which is read when they start.
 
     Args:
         patch: Undoes it.
         attention: Of the model.
+
+    Returns:
+        The executors that are made from now on, for what their gates have said.
     """
+    made: list[Executor] = []
+
+    def make_executor(*args: Any, **settings: Any) -> Executor:
+        made.append(Executor(*args, **settings))
+        return made[-1]
 
     def open_recordable(name: str, shape: AttentionShape, device: torch.device) -> Attention:
         return attention(ReferenceAttention(shape))
@@ -35,16 +47,15 @@ def allow_recording(patch: pytest.MonkeyPatch, attention: type[RecordableAttenti
     def graphs_of(config: Config, *, on_cpu: bool) -> Any:
         return "off" if config.runner.graphs == "auto" else config.runner.graphs
 
+    def make_planner(*, overlaps_loads: bool, **settings: Any) -> Planner:
+        return Planner(overlaps_loads=True, **settings)
+
     patch.setattr(resolve, "_graphs", graphs_of)
+    patch.setattr(build, "Planner", make_planner)
+    patch.setattr(build, "Executor", make_executor)
     patch.setattr(runners, "Capture", lambda device: RecordedCapture())
     patch.setattr(runners, "open_attention", open_recordable)
     patch.setattr(drafting, "open_draft_attention", open_draft)
     patch.setattr(rows, "step_ops_for", lambda device: recordable_ops())
     patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-
-
-def recorded(**settings: Any) -> LLM:
-    """Makes an engine with graphs that starts rows before their loads have arrived, as one on a GPU does."""
-    llm = LLM(**{"graphs": "all"} | settings)
-    engine_of(llm)._planner._overlaps_loads = True
-    return llm
+    return made
