@@ -24,7 +24,15 @@ from hiserve.kernels import step_reference
 from hiserve.kernels.reference import gumbel
 from tests.helpers.models import Engine
 
-READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)  # of numbers from the device
+# Of numbers from the device, or with shapes that depend on them.
+READS = (
+    torch.ops.aten.item.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.bincount.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.repeat_interleave.Tensor,
+)
 
 
 class Recorder(TorchDispatchMode):

@@ -11,6 +11,8 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.config import Config
 from hiserve.core import resolve
+from hiserve.layers.moe import StackedExperts
+from hiserve.models import decoder
 from hiserve.runners import rows
 from hiserve.worker import build, drafting, runners
 from hiserve.worker.executor import Executor
@@ -23,7 +25,8 @@ def allow_recording(
 ) -> list[Executor]:
     """Lets engines on the CPU have graphs, which are recorded, wherever ``graphs`` asks for them.
 
-    Rows start before their loads have arrived, as on a GPU. So there must be no canary, which is read when they start.
+    As on a GPU, experts are stacked, and rows start before their loads have arrived. So there must be no canary, which is
+    read when they start.
 
     Args:
         patch: Undoes it.
@@ -38,6 +41,12 @@ def allow_recording(
         made.append(Executor(*args, **settings))
         return made[-1]
 
+    stacked: list[StackedExperts] = []
+
+    def stack(*weights: Any) -> StackedExperts:
+        stacked.append(StackedExperts(*weights))
+        return stacked[-1]
+
     def open_recordable(name: str, shape: AttentionShape, device: torch.device) -> Attention:
         return attention(ReferenceAttention(shape))
 
@@ -50,6 +59,8 @@ def allow_recording(
     def make_planner(*, overlaps_loads: bool, **settings: Any) -> Planner:
         return Planner(overlaps_loads=True, **settings)
 
+    patch.setattr(decoder, "StackedExperts", stack)
+    patch.setattr(decoder, "SparseExperts", lambda mlps: stacked[-1])  # of these, made just before
     patch.setattr(resolve, "_graphs", graphs_of)
     patch.setattr(build, "Planner", make_planner)
     patch.setattr(build, "Executor", make_executor)
