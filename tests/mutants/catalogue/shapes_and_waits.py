@@ -11,6 +11,20 @@ OF_EAGER = "tests/unit/runners/test_eager.py::"
 
 MUTANTS = [
     Mutant(
+        name="a graph of a whole step does not wait for the loads that it reads",
+        file="hiserve/runners/dispatch.py",
+        old="                wait(None)\n            return self._full",
+        new="                pass\n            return self._full",
+        test="tests/e2e/test_recorded_loads.py::test_a_step_waits_for_the_loads_that_it_reads",
+    ),
+    Mutant(
+        name="the next replay overwrites a result that nobody has read yet",
+        file="hiserve/worker/executor.py",
+        old="outcome.words.numpy().copy()",
+        new="outcome.words.numpy()",
+        test="tests/unit/runners/test_graph.py::test_results_stay_what_they_were_when_the_graph_is_replayed_again",
+    ),
+    Mutant(
         name="a shape without weights is read from a checkpoint",
         file=SHAPES,
         old='if settings.shape is not None and settings.load_format != "dummy":',

@@ -119,6 +119,21 @@ def test_replays_over_garbage_give_the_tokens_of_eager_steps(
         assert poisoned.num_replays == 5 * (1 + turn)
 
 
+def test_results_stay_what_they_were_when_the_graph_is_replayed_again(subject: Engine) -> None:
+    """Steps that are planned ahead are launched before the result of the one before is read."""
+    with_graphs(subject, (2,), capture=RecordedCapture())
+    planner, prompts = HandPlanner(PAGE, NUM_PAGES), prompts_for(2)
+    for row, prompt in prompts.items():
+        planner.admit(row, prompt)
+    run(subject, planner.step({row: len(prompt) for row, prompt in prompts.items()}), {})
+    results, read = [], []
+    for _ in range(4):
+        results.append(subject.executor.submit(planner.step(dict.fromkeys(prompts, 1))).result())
+        read.append(results[-1].tokens.tolist())
+    assert [result.tokens.tolist() for result in results] == read
+    assert verdicts(subject)["replay/decode"] == 4 and len({str(tokens) for tokens in read}) > 1
+
+
 def test_draws_behind_a_graph_read_no_more_tokens_than_the_rows_have(
     subject: Engine, eager: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
