@@ -146,11 +146,13 @@ class Admitter:
 
     def _note_use(self, request: Request, num_device: int, num_host: int) -> None:
         """Records what the first admission of a request found, and why no more."""
-        miss = self._cache.explain(request.tenant, request.prefix_key, num_device + num_host)
+        num_cached = num_device + num_host
+        is_in_store = self._prefetches.may_have_more(request.uid, num_cached)
+        miss = self._cache.explain(request.tenant, request.prefix_key, num_cached, is_in_store=is_in_store)
         request.was_admitted = True
         num_stored = min(num_host, self._prefetches.num_stored_tokens(request.uid))
         request.cached = CacheUse(num_device, num_host - num_stored, num_stored, miss.reason, miss.num_tokens)
         request.source = request.cached.source
         self.counters["prompt_tokens"] += request.num_prompt
-        self.counters["cached_tokens"] += num_device + num_host
+        self.counters["cached_tokens"] += num_cached
         self._counts.admitted(request.cached)

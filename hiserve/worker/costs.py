@@ -1,14 +1,17 @@
-"""What loading a prefix costs and what computing it costs, as measured while serving."""
+"""What loading or fetching a prefix costs and what computing it costs, as measured while serving."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 
+from hiserve.core.copies import STORE_LANES
+
 DECAY = 0.9  # weight of what was known before, at each measurement
 MIN_MEASUREMENTS = 4  # of each kind before they are believed
-MAX_LEFT = 32  # requests that computed what the host had, before loads are measured anew
+MAX_LEFT = 32  # requests that computed what a tier had, before copies from it are measured anew
 
 
 class Line:
@@ -45,8 +48,31 @@ class Line:
         return (fixed, slope) if fixed > 0.0 else (0.0, proportional)
 
 
+class Link:
+    """What bringing tokens from a slower tier takes."""
+
+    def __init__(self) -> None:
+        self._line = Line()
+        self._num_left = 0
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        """Takes in a measurement."""
+        self._line.add(num_tokens, seconds)
+
+    def leave(self) -> None:
+        """A request does without. Where nothing is brought, nothing tells that a stall has passed."""
+        self._num_left += 1
+        if self._num_left == MAX_LEFT:
+            self._num_left = 0
+            self._line = Line()
+
+    def fit(self) -> tuple[float, float] | None:
+        """Returns (seconds, seconds per token); None until there are measurements enough."""
+        return None if self._line.num_measurements < MIN_MEASUREMENTS else self._line.fit()
+
+
 class Costs:
-    """Tells whether loading is faster than computing again. Until both were measured, it is.
+    """Tells whether loading or fetching is faster than computing again. Until both were measured, it is.
 
     A step's time is counted from its submission, or from the end of the step before it if that is later: what it
     took of the device. Steps of one token a row tell nothing of prefill and are left out.
@@ -61,9 +87,9 @@ class Costs:
         self._clock = clock
         self._submitted: deque[tuple[float, int]] = deque()
         self._ended = 0.0
-        self._loads = Line()
+        self._loads = Link()
+        self._fetches = Link()
         self._prefills = Line()
-        self._num_left = 0
 
     def begin_step(self, num_rows: int, num_tokens: int) -> None:
         """A step was planned, of so many tokens, drafts not counted; steps end in this order."""
@@ -87,11 +113,16 @@ class Costs:
         self._loads.add(num_tokens, seconds)
 
     def leave(self) -> None:
-        """A request computes what the host has. Where nothing is loaded, nothing tells that a stall has passed."""
-        self._num_left += 1
-        if self._num_left == MAX_LEFT:
-            self._num_left = 0
-            self._loads = Line()
+        """A request computes what the host has."""
+        self._loads.leave()
+
+    def end_fetch(self, num_tokens: int, seconds: float) -> None:
+        """A prefetch of so many tokens took so long, its waits not counted."""
+        self._fetches.add(num_tokens, seconds)
+
+    def leave_fetch(self) -> None:
+        """A request computes what the store has."""
+        self._fetches.leave()
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
         """Whether these tokens are sooner there by a load than by computing them.
@@ -100,10 +131,36 @@ class Costs:
             num_tokens: Tokens that the host has.
             num_before: Tokens of loads that are under way and come first.
         """
-        if min(self._loads.num_measurements, self._prefills.num_measurements) < MIN_MEASUREMENTS:
+        fit = self._loads.fit()
+        if fit is None:
             return True
-        fixed, per_token = self._loads.fit()
-        step_fixed, per_new_token = self._prefills.fit()
-        load_s = fixed + (num_before + num_tokens) * per_token
-        prefill_s = -(-num_tokens // self._step_tokens) * step_fixed + num_tokens * per_new_token
-        return load_s < prefill_s
+        fixed, per_token = fit
+        return fixed + (num_before + num_tokens) * per_token < self._prefill_s(num_tokens)
+
+    def num_in_time(self, num_tokens: int, num_before: int, wait_s: float) -> int:
+        """Returns how many of these tokens a store can bring within ``wait_s`` seconds; the leading ones.
+
+        Args:
+            num_tokens: Tokens that the store has.
+            num_before: Tokens of prefetches that are under way and come first.
+            wait_s: Seconds from now.
+        """
+        fit = self._fetches.fit()
+        if fit is None:
+            return num_tokens
+        fixed, per_token = fit
+        left_s = wait_s - fixed - num_before * per_token / STORE_LANES
+        if left_s <= 0.0:
+            return 0
+        return num_tokens if num_tokens * per_token <= left_s else int(left_s / per_token)
+
+    def is_worth_fetching(self, num_tokens: int, num_before: int) -> bool:
+        """Whether these tokens are sooner here from a store than by computing them; see ``num_in_time``."""
+        return self.num_in_time(num_tokens, num_before, self._prefill_s(num_tokens)) == num_tokens
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """Returns how long computing takes; for ever until it was measured."""
+        if self._prefills.num_measurements < MIN_MEASUREMENTS:
+            return math.inf
+        step_fixed, per_token = self._prefills.fit()
+        return -(-num_tokens // self._step_tokens) * step_fixed + num_tokens * per_token

@@ -95,7 +95,7 @@ class Planner:
         self._costs = costs or Costs(max_batched_tokens)
         self._counts = CacheCounts(cache)
         self._loading = Loading(cache, self._rows, self._costs, self._counts)
-        self._prefetches = Prefetches(cache, self._counts, store_prefetch, store_timeout_s)
+        self._prefetches = Prefetches(cache, self._counts, self._costs, store_prefetch, store_timeout_s)
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
         self._max_len = max_len

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 
 from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.misses import MissReason
 from hiserve.cache.index.node import NO_PAGES
 from hiserve.config import StorePrefetch
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy, StoreLookup
-from hiserve.worker.cache_stats import CacheCounts
+from hiserve.worker.cache_stats import HOST_FULL, CacheCounts
+from hiserve.worker.costs import Costs
 from hiserve.worker.waiting import Request
 
 MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
 MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in pieces, so that what is there can be used
+TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
 PATIENCE_S = 2.0  # orders older than this are no work: whoever is idle stops polling for them
 
 
@@ -31,6 +34,7 @@ class _Want:
         num_cached: Pages of the prompt that were here then.
         digests: Of the pages after those that the store was asked for.
         end: Pages of the prompt up to the end of what the store has; 0 until it has said so.
+        has_answer: The store has said so.
         op: The prefetch that it waits for, its own or another request's; 0 without one.
         num_arrived: Pages after ``num_cached`` that came while it waited.
         is_late: It has waited long enough.
@@ -42,6 +46,7 @@ class _Want:
     num_cached: int
     digests: list[bytes]
     end: int = 0
+    has_answer: bool = False
     op: int = 0
     num_arrived: int = 0
     is_late: bool = False
@@ -65,6 +70,7 @@ class Prefetches:
     Args:
         cache: Decides where pages go; keeps those that are uploaded.
         counts: Is told how copies ended.
+        costs: Says what the store can bring in time; is told how long prefetches took.
         policy: How long a request waits; None without a store.
         timeout_s: Longest, where ``policy`` is ``timeout``.
         clock: Monotonic seconds.
@@ -74,13 +80,16 @@ class Prefetches:
         self,
         cache: CacheManager,
         counts: CacheCounts,
+        costs: Costs,
         policy: StorePrefetch | None = None,
         timeout_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._counts = counts
+        self._costs = costs
         self._has_store = policy is not None
+        self._weighs = policy == "timeout"
         self._max_wait_s = {"best_effort": 0.0, "wait": MAX_WAIT_S, "timeout": timeout_s}[policy or "best_effort"]
         self._clock = clock
         self._wants: dict[int, _Want] = {}
@@ -103,12 +112,12 @@ class Prefetches:
         num_cached, digests = self._cache.missing(request.tenant, request.prefix_key)
         if not digests:
             return
+        want = self._wants[request.uid] = _Want(request, self._clock(), num_cached, digests)
         if self._is_behind():
             self._cache.exchange.leave_out(len(digests), "store_behind")
-            return
-        want = _Want(request, self._clock(), num_cached, digests)
-        self._wants[request.uid] = want
-        self._to_ask[request.uid] = want
+            want.is_over = True
+        else:
+            self._to_ask[request.uid] = want
 
     def is_awaited(self, request: Request) -> bool:
         """Whether a request is to be passed over, because its prefix may come from the store still."""
@@ -119,7 +128,7 @@ class Prefetches:
             return True
         if self._max_wait_s:
             want.is_late = True
-            self._give_up(want)
+            self._give_up(want, TOO_LATE)
         return False
 
     def num_stored_tokens(self, uid: int) -> int:
@@ -127,11 +136,19 @@ class Prefetches:
         want = self._wants.get(uid)
         return 0 if want is None else want.num_arrived * self._cache.page_size
 
+    def may_have_more(self, uid: int, num_tokens: int) -> bool:
+        """Whether the store has more of a waiting request's prompt than its first ``num_tokens``, or has not said.
+
+        A request that cannot be helped in time is let go without it.
+        """
+        want = self._wants.get(uid)
+        return want is not None and (not want.has_answer or num_tokens < want.end * self._cache.page_size)
+
     def forget(self, uid: int) -> None:
         """A request waits no more: it was admitted or aborted."""
         want = self._wants.pop(uid, None)
         if want is not None and not want.is_over:
-            self._give_up(want)
+            self._give_up(want, TOO_LATE)
 
     def take(self) -> tuple[tuple[StoreLookup, ...], tuple[PageCopy, ...]]:
         """Returns the questions and copies to be sent with the next plan."""
@@ -141,24 +158,15 @@ class Prefetches:
             want = self._asked[uid] = self._to_ask.pop(uid)
             lookups.append(StoreLookup(uid, want.digests))
         copies = [self._order(upload, CopyKind.UPLOAD) for upload in self._cache.take_uploads()]
-        num_open = sum(order.copy.kind is CopyKind.PREFETCH for order in self._open.values())
-        for want in self._wants.values():
-            if num_open == MAX_PREFETCHES:
-                break
-            if want.end and not want.op and not want.is_over:
-                copy = self._fetch(want)
-                if copy is not None:
-                    copies.append(copy)
-                    num_open += 1
-        return tuple(lookups), tuple(copies)
+        return tuple(lookups), (*copies, *self._begin_fetches())
 
     def found(self, answers: Sequence[tuple[int, int]]) -> None:
         """Takes in how many of the pages that it was asked for the store has: (uid, pages) of requests."""
         for uid, num_pages in answers:
             want = self._asked.pop(uid)
-            want.end = want.num_cached + num_pages
+            want.end, want.has_answer = want.num_cached + num_pages, True
             if want.is_over:
-                self._cache.exchange.leave_out(num_pages, "too_late")
+                self._cache.exchange.leave_out(num_pages, TOO_LATE)
             want.is_over |= not num_pages
 
     def settle(self, acks: Sequence[CopyAck]) -> list[CopyAck]:
@@ -178,6 +186,8 @@ class Prefetches:
 
     def _end_prefetch(self, order: _Order, ack: CopyAck) -> None:
         self._cache.end_prefetch(ack.op, ack.num_pages)
+        if ack.num_pages:
+            self._costs.end_fetch(ack.num_pages * self._cache.page_size, ack.seconds)
         for want in self._wants.values():
             if want.op == ack.op:
                 want.op = 0
@@ -189,7 +199,43 @@ class Prefetches:
         wants = [*self._asked.values(), *(order.want for order in self._open.values())]
         return any(want is not None and want.is_late for want in wants)
 
-    def _fetch(self, want: _Want) -> PageCopy | None:
+    def _begin_fetches(self) -> list[PageCopy]:
+        """Begins to fetch what requests wait for, and gives up what cannot be here in time."""
+        sizes = [order.copy.host_pages.size for order in self._open.values() if order.copy.kind is CopyKind.PREFETCH]
+        num_open, num_before = len(sizes), sum(sizes)
+        copies: list[PageCopy] = []
+        for want in self._wants.values():
+            if not want.end or want.op or want.is_over:
+                continue
+            num_wanted = min(want.end - want.num_cached - want.num_arrived, MAX_PAGES)
+            num_pages, reason = self._num_in_time(want, num_wanted, num_before)
+            if num_wanted <= 0:
+                want.is_over = True
+            elif not num_pages:
+                self._costs.leave_fetch()
+                self._give_up(want, reason)
+            elif num_open < MAX_PREFETCHES:
+                copy = self._fetch(want, num_pages)
+                if copy is not None:
+                    copies.append(copy)
+                    num_open += 1
+            num_before += num_pages
+        return copies
+
+    def _num_in_time(self, want: _Want, num_pages: int, num_before: int) -> tuple[int, str]:
+        """Returns how many of the next pages of a request can come before it is let go, or none and why."""
+        if not self._max_wait_s:
+            return num_pages, ""  # nobody waits
+        page_size = self._cache.page_size
+        wait_s = want.since + self._max_wait_s - self._clock()
+        num_tokens = self._costs.num_in_time(num_pages * page_size, num_before * page_size, wait_s)
+        if num_tokens < page_size:
+            return 0, TOO_LATE
+        if self._weighs and not self._costs.is_worth_fetching(num_tokens, num_before * page_size):
+            return 0, MissReason.NOT_WORTH_LOADING
+        return num_tokens // page_size, ""
+
+    def _fetch(self, want: _Want, max_pages: int) -> PageCopy | None:
         """Begins to fetch the next piece for a request; or lets it wait for another's, or for nothing any more."""
         num_here = self._note_arrived(want)
         if not want.num_cached <= num_here < want.end:
@@ -199,10 +245,12 @@ class Prefetches:
         if arriving:
             want.op = arriving
             return None
-        request, num_pages = want.request, min(want.end - num_here, MAX_PAGES, self._cache.host.num_available)
+        num_pages = min(want.end - num_here, max_pages, self._cache.host.num_available)
         if not num_pages:
-            return None  # later, when the host has room
-        begun = self._cache.begin_prefetch(request.tenant, request.prefix_key, num_pages)
+            self._give_up(want, HOST_FULL)
+            return None
+        num_more = want.end - num_here - num_pages
+        begun = self._cache.begin_prefetch(want.request.tenant, want.request.prefix_key, num_pages, num_more)
         if begun is None:
             want.is_over = True
             return None
@@ -221,7 +269,7 @@ class Prefetches:
         want.num_arrived = max(want.num_arrived, num_here - want.num_cached)
         return num_here
 
-    def _give_up(self, want: _Want) -> None:
+    def _give_up(self, want: _Want, reason: str) -> None:
         """Drops what is on its way for nobody but this request, and counts what is not even that."""
         want.is_over = True
         self._to_ask.pop(want.request.uid, None)
@@ -230,6 +278,6 @@ class Prefetches:
             num_here = self._note_arrived(want)
             order = self._open.get(op)
             num_coming = order.copy.host_pages.size if order is not None else 0
-            self._cache.exchange.leave_out(max(0, want.end - num_here - num_coming), "too_late")
+            self._cache.exchange.leave_out(max(0, want.end - num_here - num_coming), reason)
         if op and not any(other.op == op for other in self._wants.values()):
             self._cache.abort_prefetch(op)

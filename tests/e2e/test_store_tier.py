@@ -18,7 +18,7 @@ from hiserve.config import make_config
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.models.shapes import read_model
 from hiserve.worker import build, prefetch
-from tests.helpers.tiered import check_whole, engine_of
+from tests.helpers.tiered import cache_of, check_whole, engine_of, rest
 
 PAGE = 16
 SMALL: dict[str, Any] = {
@@ -144,6 +144,26 @@ def test_a_store_that_misbehaves_costs_hits_alone(
         engine_of(llm).flush()
         assert tokens_of(llm) == expected
         store.release()
+        check_whole(llm)
+
+
+def test_with_a_full_host_nobody_waits_for_the_store_and_the_miss_says_why(
+    tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """Whoever waited here would wait for an hour."""
+    options = SMALL | {"store": f"file:{tmp_path}", "store_prefetch_timeout_s": 3600.0}
+    with LLM(**options) as llm:
+        assert tokens_of(llm) == expected
+        engine_of(llm).flush()
+        rest(llm)
+        tiers = cache_of(llm).tiers
+        held = tiers.take_host(tiers.host.num_available)
+        results = llm.generate(*workload())
+        assert [result.outputs[0].token_ids for result in results] == expected
+        assert [(result.cached.num_tokens, result.cached.miss) for result in results] == [(0, "not_fetched")] * 3
+        prefetches = stats_of(llm).cache.prefetches
+        assert prefetches.unfulfilled == {"host_full": sum((size - 1) // PAGE for size in LENGTHS)}
+        tiers.give_host(held)
         check_whole(llm)
 
 

@@ -242,6 +242,9 @@ def reasons_are_true(world: World, tenant: bytes, prompt: bytes, device: Prefix,
     assert (miss.reason is MissReason.PAGE_REMAINDER) == (anywhere == usable)
     if anywhere == usable:
         return
+    stored = world.cache.explain(tenant, prompt, len(anywhere) * world.page_size, is_in_store=True)
+    world.ran[f"miss: {stored.reason}"] += 1
+    assert stored.reason is (MissReason.IN_FLIGHT if miss.reason is MissReason.IN_FLIGHT else MissReason.NOT_FETCHED)
     arriving = world.is_arriving((tenant, usable[: len(anywhere) + 1]))
     assert (miss.reason is MissReason.IN_FLIGHT) == arriving
     others = {place for place in model.places if above(place) == (tenant, anywhere)}

@@ -76,12 +76,13 @@ class Exchange:
         self.num_wanted += num_pages
         self.unfulfilled[reason] += num_pages
 
-    def begin_prefetch(self, end: Node, key: bytes) -> RunOp | None:
+    def begin_prefetch(self, end: Node, key: bytes, num_more: int = 0) -> RunOp | None:
         """Makes room for pages that a store has.
 
         Args:
             end: Where the prefix ends that is here already.
             key: Packed tokens of the pages that follow.
+            num_more: Pages that the store has after those; left out with them when it cannot begin.
 
         Returns:
             What to read, or None: the host has no room, the end is not on the host, or the first page is on its
@@ -94,6 +95,7 @@ class Exchange:
         refusal = self._refusal(end, digests[0], count)
         self.unfulfilled[refusal or "host_full"] += len(digests) - (0 if refusal else count)
         if refusal:
+            self.leave_out(num_more, refusal)
             self._holds.drop(hold)
             return None
         pages = self._tiers.take_host(count)

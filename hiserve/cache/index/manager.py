@@ -227,8 +227,15 @@ class CacheManager:
             self.versions.relocation_version += 1
         return canonical
 
-    def explain(self, tenant: bytes, key: bytes, num_used: int) -> Miss:
-        """Returns why a prompt was not found any further than the ``num_used`` tokens that were taken from the cache."""
+    def explain(self, tenant: bytes, key: bytes, num_used: int, *, is_in_store: bool = False) -> Miss:
+        """Returns why a prompt was not found any further than the ``num_used`` tokens that were taken from the cache.
+
+        Args:
+            tenant: Whose prompt.
+            key: The whole prompt, packed.
+            num_used: Tokens taken from the cache.
+            is_in_store: A store has the page after those that are cached, or may have it.
+        """
         return explain(
             self.tree,
             self._root(tenant),
@@ -236,6 +243,7 @@ class CacheManager:
             num_used=num_used,
             lost=self.tiers.lost,
             is_arriving=self.exchange.is_arriving,
+            is_in_store=is_in_store,
         )
 
     # --- tiers ----------------------------------------------------------------------------
@@ -274,8 +282,14 @@ class CacheManager:
         rest = self._usable(key)[num_cached * self.tree.page_bytes :]
         return num_cached, self.tree.chain(node.digests[used - 1 if used else 0], rest)
 
-    def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int) -> RunOp | None:
+    def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int, num_more: int = 0) -> RunOp | None:
         """Makes room on the host for up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
+
+        Args:
+            tenant: Whose prompt.
+            key: The whole prompt, packed.
+            max_pages: To fetch.
+            num_more: Pages that the store has after those, to be counted as left out when there is no place for these.
 
         Returns:
             What to read where, or None when there is nothing to read or no place for it.
@@ -284,7 +298,7 @@ class CacheManager:
         match = self.match(tenant, key)
         start = match.num_tokens + match.num_host_tokens
         wanted = usable[4 * start :][: max_pages * self.tree.page_bytes]
-        return self.exchange.begin_prefetch(self._end_of(match, 0), wanted) if wanted else None
+        return self.exchange.begin_prefetch(self._end_of(match, 0), wanted, num_more) if wanted else None
 
     def end_prefetch(self, op: int, num_pages: int) -> int:
         """Takes in that ``num_pages`` leading pages arrived, and that nobody writes to the others any more.

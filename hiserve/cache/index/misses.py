@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -20,6 +20,7 @@ class MissReason(StrEnum):
     NOT_WORTH_LOADING = "not_worth_loading"  # the host has more, and it was left there
     PAGE_REMAINDER = "page_remainder"  # nothing is missing: the rest is no whole page, or the last token
     IN_FLIGHT = "in_flight"  # the next page is on its way from the store
+    NOT_FETCHED = "not_fetched"  # a store has the next page, or did not say in time, and it was not brought
     EVICTED = "evicted"  # the next page was cached
     NAMESPACE = "namespace"  # nothing is cached in this namespace, but in others
     DIVERGED = "diverged_at"  # others went on differently
@@ -42,8 +43,6 @@ class Miss:
 class RecentDigests:
     """Remembers the last so many digests.
 
-    Of a run of pages that was lost, the first is enough: a later match ends right before it.
-
     Args:
         max_digests: How many.
     """
@@ -60,12 +59,13 @@ class RecentDigests:
         """Returns the number of remembered digests."""
         return len(self._digests)
 
-    def add(self, digest: bytes) -> None:
-        """Remembers a digest, and forgets the oldest one when there are too many."""
-        self._digests.pop(digest, None)
-        self._digests[digest] = None
-        if len(self._digests) > self._max_digests:
-            del self._digests[next(iter(self._digests))]
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Remembers digests, and forgets the oldest ones when there are too many."""
+        for digest in digests:
+            self._digests.pop(digest, None)
+            self._digests[digest] = None
+            if len(self._digests) > self._max_digests:
+                del self._digests[next(iter(self._digests))]
 
 
 def explain(
@@ -76,6 +76,7 @@ def explain(
     num_used: int,
     lost: RecentDigests,
     is_arriving: Callable[[bytes], bool],
+    is_in_store: bool,
 ) -> Miss:
     """Returns why a prompt was not found any further.
 
@@ -86,6 +87,7 @@ def explain(
         num_used: Tokens of them that were taken from the cache.
         lost: Pages that were cached.
         is_arriving: Whether a page is on its way from the store.
+        is_in_store: Whether a store has the next page, or may have it.
     """
     page_bytes = tree.page_bytes
     node, used, num_pages = tree.find(root, key)
@@ -98,6 +100,8 @@ def explain(
     digest = tree.chain(node.digests[used - 1 if used else 0], rest[:page_bytes])[0]
     if is_arriving(digest):
         return Miss(MissReason.IN_FLIGHT, num_tokens)
+    if is_in_store:
+        return Miss(MissReason.NOT_FETCHED, num_tokens)
     if digest in lost:
         return Miss(MissReason.EVICTED, num_tokens)
     if not root.children:

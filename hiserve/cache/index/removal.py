@@ -33,7 +33,6 @@ class Removal:
         assert parent is not None, "a root cannot be cut off"
         was_queued = parent.is_evictable
         tiers.versions.tree_epoch += 1
-        tiers.lost.add(top.digests[0])
         tiers.tree.unlink(top)
         gone = [top]
         for node in gone:
@@ -87,6 +86,7 @@ class Removal:
     def _forget(self, node: Node) -> None:
         """Takes a node out of all counts and gives its pages back."""
         device, host = self._tiers.device, self._tiers.host
+        self._tiers.lost.add(node.digests)
         if node.num_locks == 0:
             device.num_evictable -= node.pages.size
             if node.is_on_host_only and node.num_host_locks == 0:

@@ -127,7 +127,7 @@ class Tiers:
         versions: Both counters.
         clock: Logical time, ``step << 32 | count``: a node's last use also tells the last step whose forward
             may touch its pages, because a forward reads only what a lock holds.
-        lost: First pages of runs that were cached and are no more.
+        lost: Pages that were cached and are no more.
         freed_host: Host pages given back since somebody last asked.
         num_unbacked: Pages evicted from the device that were nowhere else.
     """
@@ -207,7 +207,7 @@ class Tiers:
             parent = leaf.parent
             _, pages, digests = self.tree.trim(leaf, min(count, leaf.num_pages))
             self.host.remove(digests)
-            self.lost.add(digests[0])
+            self.lost.add(digests)
             self.give_host(pages)
             count -= pages.size
             if leaf.num_pages:
@@ -267,7 +267,7 @@ class Tiers:
         assert parent is not None
         pages, _, digests = self.tree.trim(leaf, count)
         self.device.remove(digests)
-        self.lost.add(digests[0])
+        self.lost.add(digests)
         self.num_unbacked += count
         if leaf.num_pages:
             self.device.eviction.add(leaf)

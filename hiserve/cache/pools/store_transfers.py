@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.keys import store_key
 from hiserve.cache.pools.store import PageStore
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.core.copies import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.core.faults import fault_of
 from hiserve.errors import InvariantError
 from hiserve.messages.cache import StoreStats
@@ -44,7 +44,7 @@ class StoreTransfers:
         store: PageStore,
         host: HostPool,
         *,
-        num_prefetch_threads: int = 4,
+        num_prefetch_threads: int = STORE_LANES,
         max_upload_bytes_per_s: float = 1e9,
         checksum_timeout_s: float = 5.0,
         close_timeout_s: float = 0.2,

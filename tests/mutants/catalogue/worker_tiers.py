@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         name="loads are judged before anything was measured",
         file=COSTS,
-        old="min(self._loads.num_measurements, self._prefills.num_measurements) < MIN_MEASUREMENTS",
-        new="min(self._loads.num_measurements, self._prefills.num_measurements) < 0",
+        old="        if self._prefills.num_measurements < MIN_MEASUREMENTS:\n",
+        new="        if self._prefills.num_measurements < 0:\n",
         test=OF_COSTS + "test_until_both_are_measured_what_the_host_has_is_loaded",
     ),
     Mutant(

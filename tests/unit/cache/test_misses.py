@@ -7,6 +7,7 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.misses import Miss, MissReason, RecentDigests
+from hiserve.cache.index.tiers import Tier
 from hiserve.core.digest import pack_tokens
 from tests.helpers.tiers import (
     PAGE_SIZE,
@@ -102,6 +103,44 @@ def test_what_comes_from_the_store_is_in_flight(cache: CacheManager) -> None:
     assert miss(cache, 1, 2) == ("cold", 2)
 
 
+def test_what_a_store_has_and_nobody_brought_is_neither_cold_nor_evicted(cache: CacheManager) -> None:
+    def reason(*pages: int, num_used: int) -> MissReason:
+        return cache.explain(TENANT, prompt(*pages), num_used, is_in_store=True).reason
+
+    assert reason(1, 2, num_used=0) is MissReason.NOT_FETCHED
+    backed(cache, 1)
+    assert cache.explain(TENANT, prompt(1, 2), 2, is_in_store=True) == Miss(MissReason.NOT_FETCHED, 2)
+    assert reason(1, num_used=2) is MissReason.PAGE_REMAINDER
+    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 1)
+    assert begun is not None and reason(1, 2, num_used=2) is MissReason.IN_FLIGHT
+    cache.end_prefetch(begun.op, 0)
+
+
+@pytest.mark.parametrize("way", ["flush", "flush of the host", "eviction"])
+def test_what_was_lost_is_remembered_though_others_cached_its_beginning_again(way: str) -> None:
+    """A common beginning comes back with the first who asks for it; what others had after it was lost no less."""
+    cache = new_cache(num_host_pages=32 if way == "flush of the host" else 0)
+    if way == "flush of the host":
+        demoted(cache, 1, 2, 3)
+        demoted(cache, 1, 2, 4)
+        cache.flush(Tier.HOST)
+    else:
+        cache.release(serve(cache, 1, 2, 3))
+        cache.release(serve(cache, 1, 2, 4))
+        if way == "flush":
+            cache.flush()
+        else:
+            squeeze(cache)
+    for pages in ((1, 2, 3), (1, 2, 4)):
+        assert miss(cache, *pages) == ("evicted", 0)
+    cache.release(serve(cache, 1, 2, 9))
+    for pages in ((1, 2, 3), (1, 2, 4)):
+        assert miss(cache, *pages) == ("evicted", 2 * PAGE_SIZE)
+    cache.release(serve(cache, 1, 2, 3))
+    assert miss(cache, 1, 2, 3) == ("page_remainder", 3 * PAGE_SIZE)
+    assert miss(cache, 1, 2, 8) == ("diverged_at", 2 * PAGE_SIZE)
+
+
 def test_what_was_left_on_the_host_was_not_worth_loading(cache: CacheManager) -> None:
     demoted(cache, 1, 2)
     assert cache.explain(TENANT, prompt(1, 2), 0) == Miss(MissReason.NOT_WORTH_LOADING, 0)
@@ -115,7 +154,7 @@ def test_a_namespace_without_pages_is_told_apart_but_not_what_others_hold(cache:
 
 def test_only_so_many_digests_are_remembered() -> None:
     recent = RecentDigests(3)
-    for digest in (b"a", b"b", b"c", b"a", b"d"):
-        recent.add(digest)
+    recent.add([b"a", b"b", b"c"])
+    recent.add([b"a", b"d"])
     assert len(recent) == 3
     assert [digest in recent for digest in (b"a", b"b", b"c", b"d")] == [True, False, True, True]

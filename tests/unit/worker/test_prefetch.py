@@ -11,6 +11,7 @@ from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.worker.cache_stats import CacheCounts
+from hiserve.worker.costs import MAX_LEFT, Costs
 from hiserve.worker.prefetch import MAX_LOOKUPS, MAX_PAGES, MAX_PREFETCHES, MAX_WAIT_S, PATIENCE_S, Prefetches
 from hiserve.worker.waiting import Request
 from tests.helpers.tiers import PAGE_SIZE, TENANT, backed, cached, is_whole, new_cache, serve, squeeze, store
@@ -26,7 +27,8 @@ class Desk:
         self.now_s = 100.0
         self.cache: CacheManager = new_cache(num_pages=600, num_host_pages=num_host_pages, max_upload_pages=100)
         self.counts = CacheCounts(self.cache)
-        self.prefetches = Prefetches(self.cache, self.counts, policy, TIMEOUT_S, lambda: self.now_s)
+        self.costs = Costs(512, lambda: self.now_s)
+        self.prefetches = Prefetches(self.cache, self.counts, self.costs, policy, TIMEOUT_S, lambda: self.now_s)
         self.requests: dict[int, Request] = {}
         self.asked: dict[int, int] = {}
         self.copies: dict[int, PageCopy] = {}
@@ -57,6 +59,17 @@ class Desk:
         reason = "" if count == copy.host_pages.size else NOT_DELIVERED
         assert self.prefetches.settle([CopyAck(op, reason, num_pages=count)]) == []
         self.cache.take_freed_host_pages()
+
+    def measure(self, *, fetch_s: float, prefill_s: float) -> None:
+        """The store brings a page, and the device computes one, in so long."""
+        for size in (1, 2, 3, 4, 5):
+            self.costs.end_fetch(size * PAGE_SIZE, size * fetch_s)
+            self.costs.begin_step(1, size * PAGE_SIZE)
+            self.now_s += size * prefill_s
+            self.costs.end_step()
+
+    def unfulfilled(self) -> dict[str, int]:
+        return self.counts.stats().prefetches.unfulfilled
 
     def is_awaited(self, uid: int) -> bool:
         return self.prefetches.is_awaited(self.requests[uid])
@@ -291,18 +304,122 @@ def test_a_prefix_that_was_evicted_meanwhile_ends_the_wait() -> None:
     desk.check()
 
 
-def test_a_host_without_room_is_waited_for() -> None:
+def test_a_prefetch_that_cannot_be_placed_ends_at_once() -> None:
     desk = Desk("wait", num_host_pages=4)  # three and page 0
-    held = desk.cache.tiers.take_host(2)
+    held = desk.cache.tiers.take_host(3)
     desk.fetch(1, 5, 6)
-    assert [copy.host_pages.size for copy in desk.copies.values()] == [1]
-    desk.end()
+    assert not desk.copies
+    assert not desk.is_awaited(1)
+    assert desk.unfulfilled() == {"host_full": 2}
+    assert desk.prefetches.may_have_more(1, 0)
     desk.cache.tiers.give_host(held)
     desk.send()
+    assert not desk.copies
+    desk.check()
+
+
+def test_of_a_prefix_that_is_too_long_for_the_host_comes_what_has_a_place() -> None:
+    desk = Desk("wait", num_host_pages=4)
+    held = desk.cache.tiers.take_host(2)
+    desk.fetch(1, 5, 6, 7)
+    assert [copy.host_pages.size for copy in desk.copies.values()] == [1]
+    assert desk.is_awaited(1)
+    desk.end()
+    desk.send()
+    assert not desk.copies
+    assert not desk.is_awaited(1)
+    assert cached(desk.cache, 5, 6, 7) == (0, 1)
+    assert desk.unfulfilled() == {"host_full": 2}
+    desk.cache.tiers.give_host(held)
+    desk.check()
+
+
+def test_a_prefetch_that_cannot_be_in_time_is_not_begun() -> None:
+    desk = Desk()
+    desk.measure(fetch_s=1.1 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
+    desk.fetch(1, 5, 6)
+    assert not desk.copies
+    assert not desk.is_awaited(1)
+    assert desk.unfulfilled() == {"too_late": 2}
+    desk.check()
+
+
+def test_of_a_prefix_comes_what_can_be_in_time() -> None:
+    desk = Desk()
+    desk.measure(fetch_s=0.3 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
+    desk.fetch(1, 5, 6, 7, 8, 9)
+    assert [copy.host_pages.size for copy in desk.copies.values()] == [3]
+    desk.now_s += 0.9 * TIMEOUT_S
     desk.end()
     desk.send()
     assert not desk.is_awaited(1)
-    assert cached(desk.cache, 5, 6) == (0, 2)
+    assert desk.unfulfilled() == {"too_late": 2}
+    assert desk.prefetches.num_stored_tokens(1) == 3 * PAGE_SIZE
+    desk.check()
+
+
+def test_a_request_behind_many_prefetches_does_not_wait_for_its_turn_in_vain() -> None:
+    desk = Desk()
+    desk.measure(fetch_s=0.4 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
+    for uid in range(20):
+        desk.add(uid, 1000 + uid)
+    desk.send()
+    for uid in range(20):
+        desk.answer(uid, 1)
+    desk.send()
+    waiting = [uid for uid in range(20) if desk.is_awaited(uid)]
+    assert waiting == list(range(len(desk.copies)))
+    assert 4 <= len(waiting) <= MAX_PREFETCHES
+    for op in list(desk.copies):
+        desk.end(op)
+    desk.check()
+
+
+@pytest.mark.parametrize(("policy", "is_fetched"), [("timeout", False), ("wait", True), ("best_effort", True)])
+def test_what_is_computed_sooner_than_it_is_fetched_is_only_fetched_where_that_is_wished(
+    policy: StorePrefetch, is_fetched: bool
+) -> None:
+    desk = Desk(policy)
+    desk.measure(fetch_s=0.2, prefill_s=0.1)
+    desk.fetch(1, 5, 6)
+    assert bool(desk.copies) is is_fetched
+    if not is_fetched:
+        assert not desk.is_awaited(1)
+        assert desk.unfulfilled() == {"not_worth_loading": 2}
+    for op in list(desk.copies):
+        desk.end(op)
+    desk.check()
+
+
+def test_a_store_that_was_slow_is_measured_anew_in_time() -> None:
+    desk = Desk()
+    desk.measure(fetch_s=2 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
+    for uid in range(MAX_LEFT):
+        assert not desk.copies
+        desk.fetch(uid, 1000 + uid)
+        desk.prefetches.forget(uid)
+    desk.fetch(MAX_LEFT, 5)
+    desk.end()
+    desk.check()
+
+
+def test_what_the_store_has_not_said_or_not_brought_may_be_there() -> None:
+    desk = Desk()
+    backed(desk.cache, 5)
+    desk.send()
+    desk.end()  # its upload
+    desk.add(1, 5, 6, 7)
+    assert desk.prefetches.may_have_more(1, PAGE_SIZE)
+    desk.send()
+    desk.answer(1, 1)
+    assert desk.prefetches.may_have_more(1, PAGE_SIZE)
+    assert not desk.prefetches.may_have_more(1, 2 * PAGE_SIZE)
+    desk.prefetches.forget(1)
+    assert not desk.prefetches.may_have_more(1, PAGE_SIZE)
+    desk.add(2, 8, 9)
+    desk.send()
+    desk.answer(2, 0)
+    assert not desk.prefetches.may_have_more(2, 0)
     desk.check()
 
 
@@ -317,7 +434,8 @@ def test_a_store_that_owes_an_answer_is_asked_nothing_until_it_comes() -> None:
     assert not desk.is_awaited(2)
     desk.send()
     assert 2 not in desk.asked
-    assert desk.counts.stats().prefetches.unfulfilled == {"store_behind": 2}
+    assert desk.unfulfilled() == {"store_behind": 2}
+    assert desk.prefetches.may_have_more(2, 0)
     desk.answer(1, 1)
     desk.add(3, 7, 8)
     assert desk.is_awaited(3)
