@@ -18,7 +18,7 @@ import hiserve
 from hiserve.commands.progress import progress
 from hiserve.config import Config, flat
 from hiserve.core.request import SamplingParams
-from hiserve.errors import ConfigError, RequestError
+from hiserve.errors import ConfigError, HiserveError, RequestError
 
 STDIN = "-"
 CONTENTS = ("prompt", "messages", "token_ids")
@@ -65,7 +65,7 @@ def run(config: Config, input: list[str] | None, output: str | None, **sampling:
     """Generates for every line and writes the results in the same order.
 
     Returns:
-        The exit status: 1 when a line was refused; its result says why.
+        The exit status: 1 when a line was refused or failed; its result says why.
 
     Raises:
         ConfigError: A file cannot be read or written, or a sampling flag is out of range.
@@ -102,7 +102,7 @@ class Batch:
         sampling: Fields of ``SamplingParams`` for lines that do not say, over the model's defaults.
 
     Attributes:
-        num_refused: Lines that could not be answered.
+        num_refused: Lines that were refused or failed.
 
     Raises:
         ConfigError: A sampling field is out of range.
@@ -132,7 +132,7 @@ class Batch:
                     tokens, sampling = self._parse(line, head)
                 except RequestError as error:
                     self.num_refused += 1
-                    head["error"] = {"message": error.message, "param": error.param, "code": error.code}
+                    head["error"] = _shown(error)
                     heads.append(head)
                 else:
                     heads.append(head)
@@ -142,8 +142,18 @@ class Batch:
         for output in self._llm.generate_each(requests()):
             while "error" in heads[0]:
                 yield heads.popleft()
-            yield heads.popleft() | _result(output, read_s.popleft())
+            yield heads.popleft() | self._result(output, read_s.popleft())
         yield from heads
+
+    def _result(self, output: Any, read_s: float) -> dict[str, Any]:
+        if output.error is not None:
+            self.num_refused += 1
+            return {"error": _shown(output.error)}
+        return {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "cached_tokens": output.num_cached_tokens,
+            "choices": [_choice(choice, read_s) for choice in output.outputs],
+        }
 
     def _parse(self, line: Line, head: dict[str, Any]) -> tuple[list[int], SamplingParams]:
         """Returns the tokens and the sampling of a line; its ``id`` goes into ``head``.
@@ -174,12 +184,8 @@ def _sampling(fields: dict[str, Any]) -> SamplingParams:
         raise RequestError(f"sampling fields: {error}.") from None
 
 
-def _result(output: Any, read_s: float) -> dict[str, Any]:
-    return {
-        "prompt_tokens": len(output.prompt_token_ids),
-        "cached_tokens": output.num_cached_tokens,
-        "choices": [_choice(choice, read_s) for choice in output.outputs],
-    }
+def _shown(error: HiserveError) -> dict[str, Any]:
+    return {"message": error.message, "param": error.param, "code": error.code}
 
 
 def _choice(choice: Any, read_s: float) -> dict[str, Any]:

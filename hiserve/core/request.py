@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from enum import IntEnum
 
 import msgspec
@@ -153,6 +154,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, more than max_tokens ({self.max_tokens}).", param="min_tokens"
             )
+
+    def seeded(self) -> SamplingParams:
+        """Returns the same with a seed, drawn evenly from 0 to ``MAX_SEED`` where there is none."""
+        if self.seed is not None:
+            return self
+        return msgspec.structs.replace(self, seed=secrets.randbelow(MAX_SEED + 1))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuses token ids that the model does not have.

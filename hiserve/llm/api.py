@@ -3,52 +3,65 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from hiserve.cache.pools.host_segment import survey
 from hiserve.cache.pools.identity import identify
 from hiserve.config import Config, known, make_config
 from hiserve.core.devices import devices_of
 from hiserve.core.machine import probe
-from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
-from hiserve.errors import ConfigError, ContextLengthError, RequestError, UnavailableError
+from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
+from hiserve.llm.prompts import Prompt, as_batch, check_tokens
 from hiserve.messages.cache import LOCAL_TIERS, TierName
 from hiserve.models.config import ModelConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.spec.adaptive import StepCosts
-from hiserve.text.chat import check_text, parse_chat
+from hiserve.text.chat import ChatRequest, check_text, parse_chat
+from hiserve.text.conversations import Conversations
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
+from hiserve.text.replies import Replies
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
 
 
 @dataclass(slots=True, eq=False)
-class _Open:
-    """A prompt whose choices have not all ended."""
+class _Request:
+    """A prompt on its way, and what it becomes.
+
+    Attributes:
+        output: What the caller gets.
+        sampling: Checked.
+        num_open: Choices that have not ended.
+        chat: The conversation that the prompt was made from; None for another prompt.
+    """
 
     output: RequestOutput
+    sampling: SamplingParams
     num_open: int
+    chat: ChatRequest | None = None
+
+    def fail(self, error: HiserveError) -> None:
+        """Notes the first error of a choice."""
+        self.output.error = self.output.error or error
 
 
 class LLM:
@@ -86,7 +99,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
         self._spelling = Spelling(self.tokenizer)
         override = self.config.model.chat_template
-        self._template = ChatTemplate.load(folder, None if override is None else Path(override))
+        template = ChatTemplate.load(folder, None if override is None else Path(override))
+        self._chats = None if template is None else Conversations(self.tokenizer, template, Replies())
         self.default_sampling = _defaults(self.config, model_config)
         self._vocab_size = model_config.vocab_size
         self._is_closed = False
@@ -97,27 +111,25 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for every prompt; the order of the results is that of the prompts.
 
+        A request that the engine fails has its ``RequestOutput.error``; the others go on.
+
         Args:
-            prompts: One or several texts or lists of token ids.
+            prompts: One or several texts, lists of token ids, or integer arrays ``[n]``; int32 is taken as it is.
             sampling: For all, or one for each prompt; the default is ``default_sampling``.
 
         Raises:
-            RequestError: A prompt is empty, has unknown token ids or does not fit the context.
-            EngineError: The engine failed a request.
+            RequestError: A prompt is empty, has unknown token ids or does not fit the context. The first prompts run
+                while the next ones are read; a wrong one ends the batch.
             UnavailableError: The engine was closed or has died.
         """
         self._require_open()
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling or self.default_sampling] * len(batch)
         if len(each) != len(batch):
             raise RequestError(f"{len(each)} sampling parameters for {len(batch)} prompts; give one, or one each.")
-        for params in each:
+        for params in each if isinstance(sampling, Sequence) else each[:1]:
             self._check(params)
-        encoded = [self.encode(prompt) for prompt in batch]
-        outputs = list(self._run(zip(encoded, each, strict=True)))
-        for prompt, output in zip(batch, outputs, strict=True):
-            output.prompt = prompt if isinstance(prompt, str) else None
-        return outputs
+        return list(self._run(map(self._request, batch, each)))
 
     def generate_each(self, requests: Iterable[tuple[Prompt, SamplingParams]]) -> Generator[RequestOutput, None, None]:
         """Yields a result for each prompt and its sampling parameters, in their order, as soon as it is there.
@@ -127,15 +139,18 @@ class LLM:
 
         Raises:
             RequestError: As ``generate``, when the request is read; it ends the batch.
-            EngineError, UnavailableError: As ``generate``.
+            UnavailableError: As ``generate``.
         """
         self._require_open()
-        yield from self._run((self.encode(prompt), self._check(params)) for prompt, params in requests)
+        yield from self._run(self._request(prompt, self._check(params)) for prompt, params in requests)
 
     def chat(
         self, conversations: Messages | Sequence[Messages], sampling: SamplingParams | None = None, **fields: Any
     ) -> list[RequestOutput]:
         """Answers one or several conversations, each a list of messages with ``role`` and ``content``.
+
+        A reply that comes back in the next call's messages keeps the tokens it was generated with, so that the whole
+        history is in the prefix cache.
 
         Args:
             conversations: One or several.
@@ -145,9 +160,11 @@ class LLM:
         Raises:
             RequestError: The model has no chat template, or a message is malformed; and as ``generate``.
         """
+        self._require_open()
         is_one = bool(conversations) and isinstance(conversations[0], dict)
-        several = [conversations] if is_one else conversations
-        return self.generate([self.encode_chat(messages, **fields) for messages in several], sampling)
+        several: Any = [conversations] if is_one else conversations
+        params = self._check(sampling or self.default_sampling)
+        return list(self._run(self._chat_request(messages, fields, params) for messages in several))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt, checked.
@@ -155,14 +172,7 @@ class LLM:
         Raises:
             RequestError: It is empty, has unknown token ids or does not fit the context.
         """
-        if isinstance(prompt, str):
-            check_text(prompt, "prompt")
-            ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=True).tolist()
-        else:
-            if not all(_is_token(value, self._vocab_size) for value in prompt):
-                raise RequestError(f"token ids must be integers from 0 to {self._vocab_size - 1}.", param="prompt")
-            ids = [int(value) for value in prompt]
-        self._check_length(len(ids), "prompt")
+        ids: list[int] = self._encode(prompt).tolist()
         return ids
 
     def encode_chat(self, messages: Any, **fields: Any) -> list[int]:
@@ -171,11 +181,7 @@ class LLM:
         Raises:
             RequestError: The model has no chat template, a message is malformed, or all does not fit the context.
         """
-        if self._template is None:
-            raise RequestError("this model has no chat template; give a prompt.", param="messages")
-        text = self._template.render(parse_chat({"messages": list(messages), **fields}))
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).tolist()
-        self._check_length(len(ids), "messages")
+        ids: list[int] = self._chat_request(messages, fields, self.default_sampling).output.tokens.tolist()
         return ids
 
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
@@ -208,29 +214,59 @@ class LLM:
         """Closes the engine."""
         self.close()
 
-    def _run(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Generator[RequestOutput, None, None]:
+    def _run(self, requests: Iterable[_Request]) -> Generator[RequestOutput, None, None]:
         """Yields the outputs in the order of the requests, each when all its choices have ended."""
-        waiting: deque[_Open] = deque()
+        waiting: deque[_Request] = deque()
 
         def jobs() -> Iterator[Job]:
-            for tokens, sampling in requests:
-                request = _Open(RequestOutput(None, tokens), num_open=sampling.n)
+            for request in requests:
                 waiting.append(request)
-                yield from self._jobs(request, _seeded(sampling))
+                yield from self._jobs(request)
 
         with closing(self._backend.run(jobs())) as ended:
             for job in ended:
                 job.request.num_open -= 1
                 while waiting and not waiting[0].num_open:
-                    yield waiting.popleft().output
+                    yield self._finished(waiting.popleft())
 
-    def _jobs(self, request: _Open, sampling: SamplingParams) -> Iterator[Job]:
-        prompt = np.array(request.output.prompt_token_ids, dtype=np.int32)
+    def _jobs(self, request: _Request) -> Iterator[Job]:
+        sampling = request.sampling.seeded()
         for choice in range(sampling.n):
             # Of the choices of one prompt, the first scores it.
             own = sampling if choice == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
             builder = ChoiceBuilder(request.output, choice, own, Output(self._spelling, own))
-            yield Job(request, prompt, own, choice, builder.take)
+            yield Job(request, request.output.tokens, own, choice, builder.take, request.fail)
+
+    def _finished(self, request: _Request) -> RequestOutput:
+        """Returns the output of a request that has ended; replies to a conversation are remembered."""
+        output = request.output
+        if output.error is not None:
+            logger.warning("a request failed, and the others go on: %s", output.error)
+        elif request.chat is not None and self._chats is not None:
+            for choice in output.outputs:
+                self._chats.remember(b"", request.chat, choice.text, choice.token_ids)
+        return output
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> _Request:
+        text = prompt if isinstance(prompt, str) else None
+        return _Request(RequestOutput(text, self._encode(prompt)), sampling, num_open=sampling.n)
+
+    def _chat_request(self, messages: Any, fields: dict[str, Any], sampling: SamplingParams) -> _Request:
+        if self._chats is None:
+            raise RequestError("this model has no chat template; give a prompt.", param="messages")
+        chat = parse_chat({"messages": list(messages), **fields})
+        tokens = self._chats.encode(b"", chat)
+        self._check_length(tokens.size, "messages")
+        return _Request(RequestOutput(None, tokens), sampling, num_open=sampling.n, chat=chat)
+
+    def _encode(self, prompt: Prompt) -> Int32Array:
+        if isinstance(prompt, str):
+            check_text(prompt, "prompt")
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            tokens = check_tokens(prompt, self._vocab_size)
+        self._check_length(tokens.size, "prompt")
+        return tokens
 
     def _check(self, sampling: SamplingParams) -> SamplingParams:
         """Refuses what this model or engine does not have; returns the parameters.
@@ -260,22 +296,3 @@ class LLM:
 def _defaults(config: Config, model: ModelConfig) -> SamplingParams:
     """Returns the sampling of calls that do not say, as ``--sampling-defaults`` wants it."""
     return SamplingParams() if config.model.sampling_defaults == "openai" else model.sampling_defaults.params()
-
-
-def _is_token(value: object, vocab_size: int) -> bool:
-    return isinstance(value, Integral) and 0 <= int(value) < vocab_size
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(part, Integral) for part in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """Draws a seed for a request that came without one."""
-    if params.seed is not None:
-        return params
-    return msgspec.structs.replace(params, seed=secrets.randbelow(MAX_SEED))

@@ -17,7 +17,7 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.errors import EngineError
+from hiserve.errors import EngineError, HiserveError, UnavailableError
 from hiserve.messages.cache import TierName
 from hiserve.messages.types import Admit
 from hiserve.scheduler.client import EngineClient
@@ -39,6 +39,7 @@ class Job:
         take: Called with new tokens, the finish reason, what of the prompt came from the cache (None when told
             before), all drafts until now (None when nothing is new) and packed scores; returns True when the engine need
             not go on.
+        fail: Called with the error that ended the job instead; other jobs go on.
     """
 
     request: Any
@@ -46,6 +47,7 @@ class Job:
     sampling: SamplingParams
     choice: int
     take: Callable[[list[int], FinishReason, CacheUse | None, DraftUse | None, bytes], bool]
+    fail: Callable[[HiserveError], None]
 
 
 class Backend(Protocol):
@@ -65,7 +67,8 @@ class Backend(Protocol):
         Jobs are taken from the iterator when there is room for them. Closing the generator aborts what still runs.
 
         Raises:
-            Exception: What the iterator raised; EngineError, UnavailableError: the engine failed a job.
+            Exception: What the iterator raised.
+            UnavailableError: The engine has died.
         """
 
     def flush(self, tiers: tuple[TierName, ...]) -> int:
@@ -142,20 +145,22 @@ class InProcess:
         """Hands a report to its jobs; yields those that have ended."""
         for uid, _, message in report.failed:
             if uid in live:
-                raise EngineError(f"request {uid} failed: {message}")
+                job = live.pop(uid)
+                job.fail(EngineError(f"the request failed: {message}"))
+                yield job
         token_at = score_at = 0
         columns = (report.uids, report.counts, report.finishes, report.cached, report.drafts, report.score_words)
         for uid, count, finish, cached, drafts, words in zip(*columns, strict=True):
             tokens = report.tokens[token_at : token_at + count].tolist()
             scores = report.scores[score_at : score_at + 4 * words]
             token_at, score_at = token_at + count, score_at + 4 * words
-            job = live.get(uid)
-            if job is None:  # it had enough, and this is the answer to its abort
+            running = live.get(uid)
+            if running is None:  # it had enough, and this is the answer to its abort
                 continue
-            has_enough = job.take(tokens, FinishReason(finish), cached, drafts, scores)
+            has_enough = running.take(tokens, FinishReason(finish), cached, drafts, scores)
             if finish or has_enough:
                 del live[uid]
-                yield job
+                yield running
             if has_enough and not finish:
                 self.engine.abort([uid])
 
@@ -206,10 +211,15 @@ class Processes:
             ended.put(None)
 
     async def _finish(self, job: Job, room: asyncio.Semaphore, ended: SimpleQueue[Job | None]) -> None:
-        async with aclosing(self._client.generate(job.tokens, job.sampling, choice=job.choice)) as deltas:
-            async for delta in deltas:
-                if job.take(delta.tokens, delta.finish, delta.cached, delta.drafts, delta.scores):
-                    break
+        try:
+            async with aclosing(self._client.generate(job.tokens, job.sampling, choice=job.choice)) as deltas:
+                async for delta in deltas:
+                    if job.take(delta.tokens, delta.finish, delta.cached, delta.drafts, delta.scores):
+                        break
+        except UnavailableError:  # the engine, not the request
+            raise
+        except HiserveError as error:
+            job.fail(error)
         room.release()
         ended.put(job)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hiserve.core.draft_use import DraftUse
-from hiserve.core.plan import Scores
+from hiserve.core.plan import Int32Array, Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import NOTHING, CacheUse
+from hiserve.errors import HiserveError
 from hiserve.text.output import Output
 
 
@@ -54,23 +56,54 @@ class CompletionOutput:
     end_s: float = 0.0
 
 
-@dataclass(slots=True)
 class RequestOutput:
     """A prompt and what followed it.
 
-    Attributes:
+    Args:
         prompt: The text, or None when token ids were given.
-        prompt_token_ids: Its tokens.
+        tokens: int32 ``[n]``. Its tokens.
         cached: What of it came from the prefix cache, for the first choice.
         outputs: The choices, by index.
+
+    Attributes:
+        error: Why the engine failed the request; None when it did not. The other requests of the batch go on.
         prompt_logprobs: One entry per prompt token but the first, which has None, if they were asked for.
     """
 
-    prompt: str | None
-    prompt_token_ids: list[int]
-    cached: CacheUse = NOTHING
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    def __init__(
+        self,
+        prompt: str | None,
+        tokens: Int32Array,
+        cached: CacheUse = NOTHING,
+        outputs: list[CompletionOutput] | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.tokens = tokens
+        self.cached = cached
+        self.error: HiserveError | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self._choices: list[CompletionOutput] = [] if outputs is None else outputs
+
+    @cached_property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's tokens."""
+        ids: list[int] = self.tokens.tolist()
+        return ids
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The choices, by index.
+
+        Raises:
+            HiserveError: The request failed: ``error``.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._choices
+
+    def add(self, choice: CompletionOutput) -> None:
+        """Adds a choice that is about to be generated."""
+        self._choices.append(choice)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -82,7 +115,7 @@ class ChoiceBuilder:
     """Fills in one choice as its tokens arrive.
 
     Args:
-        request: What the choice belongs to; it is appended to the outputs.
+        request: What the choice belongs to; it is added to its choices.
         index: Its index.
         sampling: Its sampling parameters.
         shown: Makes its text.
@@ -94,7 +127,7 @@ class ChoiceBuilder:
         self._sampling = sampling
         self._shown = shown
         self._scores: list[bytes] = []
-        request.outputs.append(self._choice)
+        request.add(self._choice)
 
     def take(
         self,

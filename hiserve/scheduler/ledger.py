@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import msgspec
 import numpy as np
 
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import InvariantError
 from hiserve.messages.coalesce import UNREPORTED
@@ -173,13 +171,10 @@ class Ledger:
         """
         if message.uid in self._entries:
             raise MalformedError(f"request {message.uid} was sent twice")
-        sampling = message.sampling
-        if sampling.seed is None:
-            sampling = msgspec.structs.replace(sampling, seed=secrets.randbelow(MAX_SEED + 1))
         entry = Entry(
             message.uid,
             prompt,
-            sampling,
+            message.sampling.seeded(),
             message.namespace,
             message.choice,
             message.priority,

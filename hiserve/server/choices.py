@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -11,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from hiserve.core.draft_use import DraftUse
-from hiserve.core.request import MAX_SEED, SamplingParams
+from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.server.gate import Engine
 from hiserve.server.generation import Generation, Piece, Terms
@@ -26,13 +25,13 @@ def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
     """Returns the sampling parameters of each of the n choices of a prompt.
 
     They differ in their random numbers by the choice's index, not by their seed, so that the whole
-    reply can be had again with one seed.
+    reply can be had again with one seed. The first alone scores the prompt: a score needs the token before it
+    computed, so that each further one would compute the whole prompt again.
     """
-    num = sampling.n
-    if num == 1:
+    if sampling.n == 1:
         return [sampling]
-    seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed
-    return num * [msgspec.structs.replace(sampling, n=1, seed=seed)]
+    first = msgspec.structs.replace(sampling.seeded(), n=1)
+    return [first] + (sampling.n - 1) * [msgspec.structs.replace(first, prompt_logprobs=None)]
 
 
 class Choices:

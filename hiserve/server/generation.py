@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -71,6 +72,7 @@ class Generation:
         meter: For this request alone.
         choice: Index in the reply.
         seat: Index among the choices of the prompt; part of the random key.
+        scorer: The choice that scores the same prompt for this one; None is this one itself.
         keeps_tokens: False drops what is generated; only the scores of the prompt are wanted.
         remember: Called with text and token ids of a reply that came to its own end, before its last piece
             is handed out: the client's next request may follow at once.
@@ -78,7 +80,9 @@ class Generation:
     Attributes:
         cached: What of the prompt came from the cache.
         queue_s: Seconds until a worker got the request; -1 before it.
-        prompt_scores: Of the prompt's tokens but the first, packed; complete with the first piece.
+        scorer: The choice whose ``prompt_scores`` are this one's.
+        prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete with the first piece
+            of each choice of the prompt.
         tokens: All token ids so far.
         scores: Theirs, packed.
         finish: RUNNING until the end.
@@ -95,6 +99,7 @@ class Generation:
         meter: Meter,
         choice: int = 0,
         seat: int = 0,
+        scorer: Generation | None = None,
         keeps_tokens: bool = True,
         remember: Callable[[str, list[int]], None] | None = None,
     ) -> None:
@@ -105,6 +110,8 @@ class Generation:
         self._output = output
         self._meter = meter
         self._seat = seat
+        self.scorer = scorer or self
+        self._is_scored = asyncio.Event()
         self._keeps_tokens = keeps_tokens
         self._remember = remember
         self._texts: list[str] = []
@@ -155,6 +162,8 @@ class Generation:
                         if self._remember and piece.finish is not FinishReason.ABORT:
                             self._remember(self.text, self.tokens)
                     if piece.tokens or piece.text or piece.finish:
+                        self._is_scored.set()
+                        await self.scorer._is_scored.wait()
                         yield piece
             if not self.finish:
                 raise InvariantError(f"{self._name}: the engine's stream ended after {len(self.tokens)} tokens")
@@ -162,6 +171,7 @@ class Generation:
             reason, detail = "error", f" ({error})"
             raise
         finally:
+            self._is_scored.set()
             self._end(reason, detail)
 
     def _take(self, delta: Delta) -> Piece:

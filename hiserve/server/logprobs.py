@@ -49,10 +49,11 @@ def unpack(tokens: Sequence[int], packed: bytes, num_top: int) -> list[Scored]:
 
 
 def scored_prompt(generation: Generation) -> tuple[list[int], list[Scored]]:
-    """Returns the tokens of the prompt and what is known of all but the first.
+    """Returns the tokens of a choice's prompt and what is known of all but the first.
 
     A request that was aborted before its prompt was computed knows less, and shows as much of its prompt.
     """
+    generation = generation.scorer
     num_top = generation.sampling.prompt_logprobs
     assert num_top is not None, "scores of a prompt that were not asked for"
     packed = bytes(generation.prompt_scores)

@@ -85,6 +85,7 @@ class NativeRoutes:
             )
             name = one.rid or request.state.request_id + (f"-{i}" if len(encoded) > 1 else "")
             sampling = fitted(one, len(prompt), engine.max_model_len)
+            scorer: Generation | None = None
             for seat, of_choice in enumerate(each_choice(sampling)):
                 generation = Generation(
                     name,
@@ -94,8 +95,10 @@ class NativeRoutes:
                     meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
                     choice=len(shapes),
                     seat=seat,
+                    scorer=scorer,
                     keeps_tokens=one.keeps_tokens,
                 )
+                scorer = scorer or generation
                 streams.append(generation.run(engine, terms))
                 shape = NativeShape(
                     generation,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
+
 from hiserve.core.request import FinishReason
 from hiserve.server.generation import Generation, Piece
 from hiserve.server.logprobs import Scored, Spell, scored_prompt, token_text, unpack
@@ -44,7 +46,9 @@ class NativeShape:
         self._arrived = arrived
         self._text = ""
         self._tokens: list[int] = []
-        self._scored: list[Scored] = []
+        self._entries: list[Entry] = []
+        self._tops: list[list[Entry]] = []
+        self._input: dict[str, msgspec.Raw] = {}
         self._last = Piece(generation.choice, "", [], b"", FinishReason.RUNNING, None)
 
     def take(self, piece: Piece) -> None:
@@ -54,7 +58,9 @@ class NativeShape:
         self._tokens += piece.tokens
         num_top = self._generation.sampling.logprobs
         if num_top is not None:
-            self._scored += unpack(piece.tokens, piece.scores, num_top)
+            scored = unpack(piece.tokens, piece.scores, num_top)
+            self._entries += map(self._entry, scored)
+            self._tops += map(self._top, scored)
 
     def reply(self) -> dict[str, Any]:
         """Returns everything so far."""
@@ -89,19 +95,23 @@ class NativeShape:
         return {"type": "stop", "matched": ended_by}
 
     def _logprobs(self, num_top: int) -> dict[str, Any]:
-        shown: dict[str, Any] = {"output_token_logprobs": [self._entry(scored) for scored in self._scored]}
+        shown: dict[str, Any] = {"output_token_logprobs": self._entries}
         if num_top:
-            shown["output_top_logprobs"] = [self._top(scored) for scored in self._scored]
-        if self._first_scored is None:
-            return shown
+            shown["output_top_logprobs"] = self._tops
+        if self._first_scored is not None:
+            self._input = self._input or self._input_logprobs(self._first_scored, has_top=num_top > 0)
+        return shown | self._input
+
+    def _input_logprobs(self, first_scored: int, *, has_top: bool) -> dict[str, msgspec.Raw]:
+        """Returns what is known of the prompt, encoded: it stays as it is, and each event of a stream repeats it."""
         # Nothing is known of the first token that is shown: it is what the others are counted from.
         tokens, scored = scored_prompt(self._generation)
-        first, known = tokens[self._first_scored :][:1], scored[self._first_scored :]
+        first, known = tokens[first_scored:][:1], scored[first_scored:]
         unknown: list[Entry] = [(None, token, self._text_of(token)) for token in first]
-        shown["input_token_logprobs"] = unknown + [self._entry(entry) for entry in known]
-        if num_top:
+        shown: dict[str, list[Any]] = {"input_token_logprobs": unknown + [self._entry(entry) for entry in known]}
+        if has_top:
             shown["input_top_logprobs"] = [None] * len(first) + [self._top(entry) for entry in known]
-        return shown
+        return {name: msgspec.Raw(msgspec.json.encode(entries)) for name, entries in shown.items()}
 
     def _entry(self, scored: Scored) -> Entry:
         return scored.logprob, scored.token, self._text_of(scored.token)

@@ -186,6 +186,7 @@ class OpenAIRoutes:
         generations: list[Generation] = []
         for prompt in prompts:
             sampling = fit_context(len(prompt), options, max_model_len, is_chat=remember is not None)
+            scorer: Generation | None = None
             for seat, of_choice in enumerate(each_choice(sampling)):
                 generation = Generation(
                     name,
@@ -195,9 +196,11 @@ class OpenAIRoutes:
                     meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
                     choice=len(generations),
                     seat=seat,
+                    scorer=scorer,
                     keeps_tokens=options.keeps_tokens,
                     remember=remember,
                 )
+                scorer = scorer or generation
                 generations.append(generation)
         return Choices(generations, options.sampling.n)
 

@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.errors import ConfigError, ContextLengthError, HiserveError, ModelError, RequestError, UnavailableError
+from hiserve.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineError,
+    HiserveError,
+    ModelError,
+    RequestError,
+    UnavailableError,
+)
+from hiserve.llm.backends import InProcess
+from hiserve.llm.outputs import ChoiceBuilder
 from tests.helpers.processes import children, wait_dead
 
 PAGE = 16
@@ -290,6 +300,100 @@ def test_the_model_says_how_to_sample_where_nobody_does(engines: dict[str, LLM])
     assert (llm.default_sampling.temperature, llm.default_sampling.top_p) == (0.6, 0.9)
     with LLM(in_process=True, sampling_defaults="openai", **SMALL) as plain:
         assert plain.default_sampling == SamplingParams()
+
+
+def test_the_second_turn_of_a_chat_finds_the_whole_first(llm: LLM) -> None:
+    """Sampled replies are rarely spelled the tokenizer's way; their tokens are remembered."""
+    hidden = dict.fromkeys(llm.tokenizer.hidden_ids, -100.0)
+    sampling = SamplingParams(temperature=5.0, seed=3, max_tokens=60, logit_bias=hidden)
+    opening = {"role": "user", "content": "Find me a place to eat, please, somewhere near the station."}
+    (first,) = llm.chat([opening], sampling)
+    reply = first.outputs[0]
+    spelled = llm.tokenizer.encode(reply.text, add_special_tokens=False).tolist()
+    assert spelled != reply.token_ids, "the case is no case"
+    history = [opening, {"role": "assistant", "content": reply.text}, {"role": "user", "content": "And then?"}]
+    (second,) = llm.chat(history, sampling)
+    known = first.prompt_token_ids + reply.token_ids
+    assert second.prompt_token_ids[: len(known)] == known
+    # What was sampled last was never computed.
+    assert second.num_cached_tokens == (len(known) - 1) // PAGE * PAGE
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_arrays_are_prompts_and_int32_ones_are_taken_as_they_are(llm: LLM, dtype: Any) -> None:
+    ids = llm.tokenizer.encode(TEXTS[1], add_special_tokens=True).astype(dtype)
+    several = llm.generate([ids, TEXTS[0], ids[::-1]], GREEDY)
+    assert [result.prompt_token_ids for result in several[::2]] == [ids.tolist(), ids[::-1].tolist()]
+    assert tokens_of(llm.generate(np.stack([ids, ids]), GREEDY)) == 2 * tokens_of(several[:1])
+    assert (llm.generate(ids, GREEDY)[0].tokens is ids) == (dtype is np.int32)
+
+
+def test_the_first_prompts_run_while_the_rest_are_read(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    taken = ChoiceBuilder.take
+    num_read = 0
+    encode = LLM._encode
+
+    def reading(self: LLM, prompt: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return encode(self, prompt)
+
+    def taking(self: ChoiceBuilder, *news: Any) -> bool:
+        begun.append(num_read)
+        return taken(self, *news)
+
+    monkeypatch.setattr(LLM, "_encode", reading)
+    monkeypatch.setattr(ChoiceBuilder, "take", taking)
+    llm.generate([TEXTS[0]] * 40, GREEDY)
+    assert num_read == 40
+    assert begun[0] < 40, "all prompts were read before the first had a token"
+
+
+def test_a_request_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens_of(llm.generate(TEXTS, GREEDY))
+    curse(llm, llm.encode(TEXTS[1]), monkeypatch)
+    results = llm.generate(TEXTS, GREEDY)
+    assert [type(result.error) for result in results] == [type(None), EngineError, type(None), type(None)]
+    assert tokens_of([results[at] for at in (0, 2, 3)]) == [expected[at] for at in (0, 2, 3)]
+    with pytest.raises(EngineError, match="cursed"):
+        print(results[1].outputs)
+    monkeypatch.undo()
+    assert tokens_of(llm.generate(TEXTS, GREEDY)) == expected
+
+
+def curse(llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the engine fail every request with this prompt, as it would by a fault of its own."""
+    backend: Any = llm._backend
+    if not isinstance(backend, InProcess):
+        generate = backend._client.generate
+
+        async def failing(tokens: Any, *args: Any, **kwargs: Any) -> Any:
+            async for delta in generate(tokens, *args, **kwargs):
+                if tokens.tolist() == prompt:
+                    raise EngineError("the request failed: cursed")
+                yield delta
+
+        monkeypatch.setattr(backend._client, "generate", failing)
+        return
+    engine, cursed = backend.engine, set[int]()
+    add, step = engine.add, engine.step
+
+    def adding(admit: Any, tokens: Any) -> None:
+        if tokens.tolist() == prompt:
+            cursed.add(admit.uid)
+        add(admit, tokens)
+
+    def stepping() -> Any:
+        report = step()
+        if report is not None and cursed:
+            uid = cursed.pop()
+            engine.abort([uid])
+            report.failed.append((uid, "engine_error", "cursed"))
+        return report
+
+    monkeypatch.setattr(engine, "add", adding)
+    monkeypatch.setattr(engine, "step", stepping)
 
 
 # --- errors -------------------------------------------------------------------------------------

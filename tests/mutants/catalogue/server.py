@@ -119,9 +119,23 @@ MUTANTS = [
     Mutant(
         name="every choice draws a seed of its own",
         file=CHOICES,
-        old="seed = secrets.randbelow(MAX_SEED) if sampling.seed is None else sampling.seed",
-        new="seed = sampling.seed",
+        old="first = msgspec.structs.replace(sampling.seeded(), n=1)",
+        new="first = msgspec.structs.replace(sampling, n=1)",
         test=OF_CHOICES + "test_each_choice_is_an_engine_request_with_its_index_and_one_common_seed",
+    ),
+    Mutant(
+        name="every choice of a request scores the prompt",
+        file=CHOICES,
+        old="[msgspec.structs.replace(first, prompt_logprobs=None)]",
+        new="[first]",
+        test=OF_LOGPROBS + "test_one_choice_of_a_prompt_scores_it_for_all",
+    ),
+    Mutant(
+        name="a choice shows a prompt before it is scored",
+        file=GENERATION,
+        old="                        await self.scorer._is_scored.wait()\n",
+        new="",
+        test=OF_LOGPROBS + "test_one_choice_of_a_prompt_scores_it_for_all",
     ),
     Mutant(
         name="a slow reader does not hold its choices up",

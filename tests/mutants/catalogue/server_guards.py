@@ -138,6 +138,13 @@ MUTANTS = [
         test=T + "test_native.py::test_every_event_of_a_stream_holds_everything_so_far",
     ),
     Mutant(
+        name="each native event words the logprobs of the input again",
+        file=SHAPE,
+        old="self._input = self._input or self._input_logprobs(",
+        new="self._input = self._input_logprobs(",
+        test=T + "test_native.py::test_the_logprobs_of_the_input_are_worded_once_a_choice",
+    ),
+    Mutant(
         name="a native default longer than the context is refused",
         file=NATIVE,
         old="num_new = 0 if asked.is_default_length else sampling.max_tokens or 0",

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hiserve
@@ -19,8 +20,10 @@ from hiserve.commands import generate
 from hiserve.commands.generate import Batch, Line
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.errors import ConfigError, ContextLengthError
+from hiserve.errors import ConfigError, ContextLengthError, EngineError
 from hiserve.llm import CompletionOutput, RequestOutput, TokenLogprob
+
+CURSED = ord("!")
 
 
 class FakeLLM:
@@ -49,7 +52,8 @@ class FakeLLM:
             now_s = time.perf_counter()
             times = {"first_token_s": now_s + 1, "end_s": now_s + 3}
             choices = [CompletionOutput(i, "", tokens[::-1], "stop", None, scores, **times) for i in range(sampling.n)]
-            last = RequestOutput(None, tokens, CacheUse(device=1), choices)
+            last = RequestOutput(None, np.array(tokens, dtype=np.int32), CacheUse(device=1), choices)
+            last.error = EngineError("cursed") if tokens[0] == CURSED else None
         if last:
             yield last
 
@@ -115,6 +119,14 @@ def test_ctrl_c_says_how_many_results_were_written(
     status, results = run("--input", str(texts))
     assert (status, len(results)) == (130, 1)
     assert "stopped early: 1 results were written" in capsys.readouterr().err
+
+
+def test_a_line_that_the_engine_fails_has_its_error_and_the_others_their_results() -> None:
+    batch = Batch(FakeLLM(), {})
+    results = list(batch.run(objects({"prompt": "ab"}, {"prompt": "!"}, {"prompt": "cd"})))
+    assert results[1] == {"index": 1, "error": {"message": "cursed", "param": None, "code": "engine_error"}}
+    assert [result["choices"][0]["token_ids"] for result in results[::2]] == [[98, 97], [100, 99]]
+    assert batch.num_refused == 1
 
 
 def test_standard_input_has_texts_and_objects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -261,3 +262,34 @@ async def test_a_reply_aborted_before_its_prompt_was_computed_shows_what_is_know
 )
 def test_a_token_that_is_no_text_is_spelled_in_bytes(spelled: bytes, text: str) -> None:
     assert token_text(spelled) == text
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_one_choice_of_a_prompt_scores_it_for_all(server: Server, is_stream: bool) -> None:
+    """The others wait with what they show until the prompt's scores are there."""
+    scored, begun = asyncio.Event(), []
+
+    async def step(index: int) -> None:
+        if index == 0:
+            begun.append(server.engine.seen[-1].choice)
+        if index == 0 and begun == [0]:
+            await scored.wait()
+
+    script_of(server, ([], b"".join(OF_PROMPT)), ([TOKEN], b""))
+    server.engine.step = step
+    call = server.call("POST", "/v1/completions", {"prompt": PROMPT, "n": 3, "prompt_logprobs": 1, "stream": is_stream})
+    while not all(seen.finished for seen in server.engine.seen[1:]) or len(server.engine.seen) < 3:
+        await asyncio.sleep(0)
+    assert not call.chunks
+    scored.set()
+    await call.end()
+    assert [seen.sampling.prompt_logprobs for seen in server.engine.seen] == [1, None, None]
+    events = call.events[:-1] if is_stream else [call.json]
+    shown = [
+        choice["prompt_logprobs"] for event in events for choice in event["choices"] if "prompt_logprobs" in choice
+    ]
+    assert shown[0][1:] == [
+        {str(TOKEN): {"logprob": -1.0, "rank": 1, "decoded_token": SECOND}},
+        {str(TOKEN): {"logprob": -0.5, "rank": 1, "decoded_token": SECOND}, str(THE): shown[0][2][str(THE)]},
+    ]
+    assert shown == 3 * shown[:1]

@@ -13,6 +13,8 @@ import pytest
 from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError
+from hiserve.server.logprobs import Scored
+from hiserve.server.native_shape import Entry, NativeShape
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.unit.server.conftest import NUM_STEPS, REPLY, TOKENIZER, Server, reply_script
@@ -191,6 +193,32 @@ async def test_logprobs_of_output_and_input(
     assert meta["input_token_logprobs"] == known
     if num_top:
         assert meta["input_top_logprobs"] == [None, *[top] * (num_input - 1)][:num_input]
+
+
+async def test_the_logprobs_of_the_input_are_worded_once_a_choice(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each event of a stream repeats them: worded each time, a long prompt would cost as much at every token."""
+    num_worded = 0
+
+    def counted(self: NativeShape, scored: Scored) -> Entry:
+        nonlocal num_worded
+        num_worded += 1
+        return worded(self, scored)
+
+    worded = NativeShape._entry
+    monkeypatch.setattr(NativeShape, "_entry", counted)
+    prompt, steps = list(range(5, 45)), [[16]] * 30
+    server.engine.script = lambda _: steps
+    server.engine.scores = [scores_of(prompt[1:], 0) + scores_of([16], 0), *[scores_of([16], 0)] * 29]
+    params = {"n": 2, "ignore_eos": True}
+    call = await generate(
+        server, input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0, stream=True
+    )
+    shown = [event["meta_info"]["input_token_logprobs"] for event in call.events[:-1]]
+    assert len(shown) == 60
+    assert shown == 60 * [[[None, 5, None], *[[-token / 16, token, None] for token in prompt[1:]]]]
+    assert num_worded == 2 * (len(prompt) - 1 + len(steps))
 
 
 async def test_the_texts_of_scored_tokens_are_shown_on_request(server: Server) -> None:

@@ -1,0 +1,52 @@
+"""Conversations to token ids, with the replies in them as they were generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hiserve.core.plan import Int32Array
+from hiserve.text.chat import ChatRequest
+from hiserve.text.replies import Replies, encode_chat
+from hiserve.text.template import ChatTemplate
+from hiserve.text.tokenizer import Tokenizer
+
+
+class Conversations:
+    """Encodes conversations and remembers what they were answered with.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        template: The model's chat template.
+        replies: Where generated replies keep their ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, replies: Replies) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._replies = replies
+
+    def encode(self, namespace: bytes, chat: ChatRequest) -> Int32Array:
+        """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
+
+        Args:
+            namespace: Digest that keeps tenants apart.
+            chat: The conversation.
+
+        Raises:
+            RequestError: The template refuses the messages.
+        """
+        return encode_chat(chat, self._replies.recall(namespace, chat), self._template, self._tokenizer)
+
+    def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
+        """Keeps the ids of a finished reply for the prompts that will contain it.
+
+        Args:
+            namespace: As given to ``encode``.
+            chat: What the reply answers.
+            text: What the client received.
+            ids: Everything generated, end token included.
+        """
+        end = len(ids)
+        while end and ids[end - 1] in self._tokenizer.hidden_ids:
+            end -= 1
+        self._replies.remember(namespace, chat, text, ids[:end])
