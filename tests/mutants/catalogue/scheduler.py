@@ -41,9 +41,9 @@ MUTANTS = [
     ),
     Mutant(
         name="a seed the caller gave is replaced",
-        file=LEDGER,
-        old="if sampling.seed is None:",
-        new="if True:",
+        file="hiserve/core/request.py",
+        old="if self.seed is not None:",
+        new="if False:",
         test=OF_DISPATCHER + "test_the_seed_is_drawn_once_and_a_given_one_is_kept",
     ),
     Mutant(

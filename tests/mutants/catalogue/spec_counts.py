@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant(
         name="an offline batch asks unchecked",
         file="hiserve/llm/api.py",
-        old="self._run((self.encode(prompt), self._check(params)) for",
-        new="self._run((self.encode(prompt), params) for",
+        old="self._run(self._request(prompt, self._check(params)) for",
+        new="self._run(self._request(prompt, params) for",
         test=OF_HTTP + "test_an_offline_batch_is_told_of_drafts_and_may_ask_for_fewer",
     ),
     Mutant(
