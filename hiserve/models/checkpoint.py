@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from hiserve.errors import ModelError
 from hiserve.models.hub import INDEX, SINGLE
 
@@ -43,6 +45,40 @@ def read_header(file: BinaryIO) -> bytes:
     """Reads the header of a safetensors file, its length included, as far as it is there; the data follow it."""
     length = file.read(_LENGTH_BYTES)
     return length + file.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """A tensor of a checkpoint, and where it lies.
+
+    Attributes:
+        path: The file.
+        dtype: As the format calls it, for example ``BF16``.
+        shape: Sizes.
+        begin: Bytes of the file before its elements, which are contiguous.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file whose header the library of the format has accepted, by name."""
+    with path.open("rb") as file:
+        header = read_header(file)
+    entries = msgspec.json.decode(header[_LENGTH_BYTES:], type=dict[str, _Entry])
+    return {
+        name: StoredTensor(path, entry.dtype, entry.shape, len(header) + entry.data_offsets[0])
+        for name, entry in entries.items()
+        if name != "__metadata__"
+    }
+
+
+class _Entry(msgspec.Struct):
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 def tensor_names(folder: Path) -> frozenset[str]:

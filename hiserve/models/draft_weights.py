@@ -38,7 +38,7 @@ def load_head_parameters(
         tokens = torch.arange(head.vocab_size, device=device) if is_reduced else None
         return draw_parameters(table, dtype, device), tokens
     held = held_tensors(draft.folder, param="spec")
-    sources = {source for names in held.values() for source in names} - head.ignored
+    sources = set(held) - head.ignored
     if head.is_in_model:
         sources = {source for source in sources if source.startswith(head.named(head.format.layer))}
     wanted = {piece.source for pieces in table.values() for piece in pieces}

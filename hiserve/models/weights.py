@@ -12,9 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hiserve.errors import ModelError
-from hiserve.models.checkpoint import weight_files
+from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
 from hiserve.models.config import ModelConfig
 from hiserve.models.names import Piece, Spelling, bundled_prefixes, parameter_table
+from hiserve.models.reading import TORCH_DTYPES, plan_pieces, read_pieces
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
@@ -39,7 +40,7 @@ def load_parameters(
     if load_format == "dummy":
         return draw_parameters(parameter_table(config), dtype, device)
     held = held_tensors(folder, param="model")
-    sources = {source for names in held.values() for source in names}
+    sources = set(held)
     table = parameter_table(config, Spelling.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
     what = f"{config.architecture} as described by config.json"
@@ -57,14 +58,14 @@ def draw_parameters(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, dev
 
 
 def read_parameters(
-    held: dict[Path, set[str]],
+    held: dict[str, StoredTensor],
     table: dict[str, tuple[Piece, ...]],
     dtype: torch.dtype,
     device: torch.device,
     *,
     param: str,
 ) -> dict[str, Tensor]:
-    """Reads every parameter of a table, none of whose tensors is missing.
+    """Reads every parameter of a table, none of whose tensors is missing, in the order of the files.
 
     Args:
         held: As ``held_tensors`` returns it.
@@ -76,29 +77,34 @@ def read_parameters(
     Raises:
         ModelError: A file is damaged, or a tensor has the wrong shape or type.
     """
-    places = {piece.source: (name, piece) for name, pieces in table.items() for piece in pieces}
+    for pieces in table.values():
+        for piece in pieces:
+            _check(held[piece.source], piece, param)
     parameters = _allocate(table, dtype, device)
-    for path, names in held.items():
-        with _opened(path, param) as file:
-            for source in names & places.keys():
-                name, piece = places[source]
-                tensor = file.get_tensor(source)
-                _check(tensor, piece, path.parent, param)
-                target = parameters[name][piece.start : piece.start + piece.num_rows]
-                target.copy_(tensor.view(target.shape))
+    wanted = [
+        (held[piece.source], parameters[name][piece.start : piece.start + piece.num_rows])
+        for name, pieces in table.items()
+        for piece in pieces
+    ]
+    try:
+        read_pieces(plan_pieces(wanted), device)
+    except (OSError, EOFError) as error:
+        raise ModelError(
+            f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
+            param=param,
+        ) from None
     return parameters
 
 
-def read_tensor(held: dict[Path, set[str]], source: str, *, param: str) -> Tensor:
+def read_tensor(held: dict[str, StoredTensor], source: str, *, param: str) -> Tensor:
     """Reads one tensor as it is stored, onto the CPU; arguments as ``read_parameters`` takes them."""
-    path = next(path for path, names in held.items() if source in names)
-    with _opened(path, param) as file:
+    with _opened(held[source].path, param) as file:
         tensor: Tensor = file.get_tensor(source)
     return tensor
 
 
-def held_tensors(folder: Path, *, param: str) -> dict[Path, set[str]]:
-    """Returns the names of the tensors in each file of a checkpoint.
+def held_tensors(folder: Path, *, param: str) -> dict[str, StoredTensor]:
+    """Returns the tensors of a checkpoint, by name.
 
     Args:
         folder: Of the checkpoint.
@@ -107,7 +113,11 @@ def held_tensors(folder: Path, *, param: str) -> dict[Path, set[str]]:
     Raises:
         ModelError: A file is missing or damaged.
     """
-    return {path: _names(path, param) for path in weight_files(folder, param=param)}
+    held: dict[str, StoredTensor] = {}
+    for path in weight_files(folder, param=param):
+        with _opened(path, param):  # the library checks the header
+            held |= stored_tensors(path)
+    return held
 
 
 def _allocate(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -158,14 +168,15 @@ def _is_ignored(source: str, config: ModelConfig) -> bool:
     return is_copy or source.startswith(bundled_prefixes(config))
 
 
-def _check(tensor: Tensor, piece: Piece, folder: Path, param: str) -> None:
-    if tuple(tensor.shape) != piece.shape:
+def _check(tensor: StoredTensor, piece: Piece, param: str) -> None:
+    folder = tensor.path.parent
+    if tensor.shape != piece.shape:
         raise ModelError(
             f"tensor {piece.source} has shape {list(tensor.shape)}; config.json asks for {list(piece.shape)}. Take both "
             f"files in {str(folder)!r} from one checkpoint.",
             param=param,
         )
-    if not tensor.is_floating_point():
+    if tensor.dtype not in TORCH_DTYPES:
         raise ModelError(
             f"tensor {piece.source} holds {tensor.dtype}; quantized checkpoints are not supported. Give one of "
             f"floating-point numbers instead of {str(folder)!r}.",
@@ -177,11 +188,6 @@ def _named(names: Collection[str]) -> str:
     shown = sorted(names)[:_MAX_NAMES]
     more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(shown)}{more}"
-
-
-def _names(path: Path, param: str) -> set[str]:
-    with _opened(path, param) as file:
-        return set(file.keys())
 
 
 @contextmanager

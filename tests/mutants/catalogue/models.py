@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant(
         name="a tensor may have any shape",
         file=WEIGHTS,
-        old="if tuple(tensor.shape) != piece.shape:",
+        old="if tensor.shape != piece.shape:",
         new="if False:",
         test=OF_WEIGHTS + "test_a_wrong_shape_is_named_with_both_shapes",
     ),
@@ -207,6 +207,20 @@ MUTANTS = [
         test=OF_WEIGHTS + "test_shards_load_as_one_file_does",
     ),
     Mutant(
+        name="weights are not read in the order of the files",
+        file="hiserve/models/reading.py",
+        old="sorted(wanted, key=lambda each: (each[0].path, each[0].begin))",
+        new="wanted",
+        test="tests/unit/models/test_reading.py::test_pieces_are_in_the_order_of_the_files_and_no_byte_is_read_twice",
+    ),
+    Mutant(
+        name="weights are read one piece after the other",
+        file="hiserve/models/reading.py",
+        old="ThreadPoolExecutor(NUM_THREADS,",
+        new="ThreadPoolExecutor(1,",
+        test="tests/unit/models/test_reading.py::test_several_pieces_are_read_at_once_and_ahead_of_their_copies",
+    ),
+    Mutant(
         name="tensors without a place are dropped",
         file=WEIGHTS,
         old="    if unexpected:\n",
@@ -216,7 +230,7 @@ MUTANTS = [
     Mutant(
         name="integers are taken for weights",
         file=WEIGHTS,
-        old="if not tensor.is_floating_point():",
+        old="if tensor.dtype not in TORCH_DTYPES:",
         new="if False:",
         test=OF_WEIGHTS + "test_integers_are_refused_as_quantized",
     ),

@@ -1,0 +1,212 @@
+"""Reading weights, cold and from the page cache, against ``dd`` and against the link to the device.
+
+Usage: ``python -m benchmarks.weights OUT.json COMMIT [--gib 2] [--device cpu|cuda] [--folder /tmp] [--rounds 5]``. A
+checkpoint of the Llama-8B shape is written with as many layers as the size asks for. In turns, in one run: ``dd`` over the
+files; one tensor at a time through a mapping, in the order of a set, as hiserve read until issue 16; and ``load_parameters``.
+Cold means that the pages of the files are dropped (posix_fadvise DONTNEED) and that the kernel says how much came from the
+disk. Bars: at least 0.8 of ``dd`` cold; from the cache at least 0.8 of ``dd``, and on CUDA of a copy from pinned memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from benchmarks.record import about
+from hiserve.models.config import ModelConfig
+from hiserve.models.names import parameter_table
+from hiserve.models.shapes import shape_config
+from hiserve.models.weights import load_parameters
+
+SEED = 20261122
+BAR = 0.8
+SHARD_BYTES = 1 << 30
+LINK_BYTES = 1 << 30
+
+
+def make_checkpoint(folder: Path, gib: float) -> ModelConfig:
+    """Writes a checkpoint of about a size; returns its shape, of layers of Llama-8B and a small vocabulary."""
+    shape = msgspec.structs.replace(shape_config("llama-8b"), vocab_size=4096)
+    layer = (
+        msgspec.structs.replace(shape, num_layers=2).num_params
+        - msgspec.structs.replace(shape, num_layers=1).num_params
+    )
+    shape = msgspec.structs.replace(shape, num_layers=max(1, round(gib * 2**30 / 2 / layer)))
+    pieces = [piece for pieces in parameter_table(shape).values() for piece in pieces]
+    drawn = torch.randn(64 << 20, generator=torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size, weight_map = 0, {}
+    for piece in pieces:
+        count = torch.Size(piece.shape).numel()
+        if size + 2 * count > SHARD_BYTES and shards[-1]:
+            write(folder, len(shards), shards[-1])
+            shards.append({})
+            size = 0
+        shards[-1][piece.source] = drawn[:count].view(piece.shape).clone()
+        weight_map[piece.source] = name_of(len(shards))
+        size += 2 * count
+    write(folder, len(shards), shards[-1])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return shape
+
+
+def name_of(number: int) -> str:
+    """Returns the name of a shard."""
+    return f"model-{number:05}.safetensors"
+
+
+def write(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes a shard to the disk."""
+    path = folder / name_of(number)
+    save_file(tensors, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    tensors.clear()
+
+
+def drop(files: list[Path]) -> None:
+    """Drops the files from the page cache, as far as the kernel does it."""
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk_bytes() -> int:
+    """Returns what this process and the children it waited for have read from disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["read_bytes"])
+
+
+def dd(files: list[Path]) -> None:
+    """Reads the files one after the other."""
+    for path in files:
+        subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=16M"], check=True, capture_output=True)
+
+
+def one_by_one(files: list[Path], shape: ModelConfig, device: torch.device) -> None:
+    """Reads as hiserve did before: each tensor by a blocking copy, in the order of a set."""
+    places = {piece.source: (name, piece) for name, pieces in parameter_table(shape).items() for piece in pieces}
+    parameters: dict[str, torch.Tensor] = {}
+    for name, pieces in parameter_table(shape).items():
+        rows, first = sum(piece.num_rows for piece in pieces), pieces[0].shape
+        parameters[name] = torch.empty(
+            (rows,) if len(first) == 1 else (rows, first[-1]), dtype=torch.bfloat16, device=device
+        )
+    for path in files:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for source in set(file.keys()) & places.keys():
+                name, piece = places[source]
+                target = parameters[name][piece.start : piece.start + piece.num_rows]
+                target.copy_(file.get_tensor(source).view(target.shape))
+    settle(device)
+
+
+def settle(device: torch.device) -> None:
+    """Waits until a device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def link_gib_s(device: torch.device) -> float:
+    """Returns the rate of one large copy from pinned memory, the median of five."""
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    rates = []
+    for _ in range(6):
+        settle(device)
+        begin = time.perf_counter()
+        target.copy_(host, non_blocking=True)
+        settle(device)
+        rates.append(LINK_BYTES / 2**30 / (time.perf_counter() - begin))
+    return statistics.median(rates[1:])
+
+
+def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Returns the samples of each way, cold and cached, in GiB/s, and which share of cold reads came from the disk."""
+    files = sorted(folder.glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in files)
+    ways: dict[str, Callable[[], object]] = {
+        "dd": lambda: dd(files),
+        "one by one": lambda: one_by_one(files, shape, device),
+        "hiserve": lambda: (load_parameters(folder, shape, torch.bfloat16, device, "auto"), settle(device)),
+    }
+    found: dict[str, Any] = {
+        "gib": round(total / 2**30, 3),
+        "files": len(files),
+        "cold": {},
+        "cached": {},
+        "from disk": {},
+    }
+    for state in ("cold", "cached"):
+        dd(files)
+        for number in range(rounds):
+            names = list(ways)
+            for name in names[number % 3 :] + names[: number % 3]:
+                if state == "cold":
+                    drop(files)
+                before, begin = disk_bytes(), time.perf_counter()
+                ways[name]()
+                taken_s = time.perf_counter() - begin
+                found[state].setdefault(name, []).append(round(total / 2**30 / taken_s, 3))
+                if state == "cold":
+                    found["from disk"].setdefault(name, []).append(round((disk_bytes() - before) / total, 3))
+                print(f"{state} {name}: {total / 2**30 / taken_s:.2f} GiB/s", flush=True)
+    return found
+
+
+def main() -> int:
+    """Writes the result; returns 1 if a bar is missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("commit")
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp"))
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="hiserve-weights-") as name:
+        shape = make_checkpoint(Path(name), options.gib)
+        found = measure(Path(name), shape, device, options.rounds)
+    link = link_gib_s(device) if device.type == "cuda" else None
+    medians = {
+        state: {way: statistics.median(found[state][way]) for way in found[state]} for state in ("cold", "cached")
+    }
+    limit = medians["cached"]["dd"] if link is None else link
+    ratios = {
+        "cold against dd": medians["cold"]["hiserve"] / medians["cold"]["dd"],
+        "cached against the limit": medians["cached"]["hiserve"] / limit,
+        "cold against one by one": medians["cold"]["hiserve"] / medians["cold"]["one by one"],
+        "cached against one by one": medians["cached"]["hiserve"] / medians["cached"]["one by one"],
+    }
+    is_met = all(ratios[name] >= BAR for name in ("cold against dd", "cached against the limit"))
+    command = f"python -m benchmarks.weights OUT.json COMMIT --gib {options.gib:g} --device {options.device}"
+    result = about(command, "hiserve/models", at_commit=options.commit) | {
+        "seed": SEED,
+        "link_gib_s": link,
+        "samples_gib_s": found,
+        "median_gib_s": medians,
+        "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "bar": BAR,
+        "is_met": is_met,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["ratios"], indent=1))
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,284 @@
+"""Reads tensors from files into memory of any device: in the order of the files, several pieces at once, ahead of copies."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
+
+from hiserve.models.checkpoint import StoredTensor
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+NUM_THREADS = 16  # to fill a link from the page cache; of a disk, they are its queue depth
+NUM_BUFFERS = 2 * NUM_THREADS  # of one piece each: some are read into while others are copied to the device
+_SHOWN_BYTES = 256 << 20  # less is read before anybody has seen a bar
+_LOG_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Whole elements of one tensor within a piece.
+
+    Attributes:
+        begin: Bytes from the start of the piece.
+        stored: The type that the file holds.
+        target: Contiguous, ``[n]``: where the elements go, on any device and of any floating-point type.
+    """
+
+    begin: int
+    stored: torch.dtype
+    target: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return self.target.numel() * self.stored.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes of the file are those of the target, in memory that a file can be read into."""
+        return self.target.device.type == "cpu" and self.target.dtype == self.stored
+
+
+@dataclass(slots=True)
+class Piece:
+    """Bytes of one file that are read at once.
+
+    Attributes:
+        path: The file.
+        begin: Bytes before the piece.
+        num_bytes: Size.
+        parts: Of one tensor or of several that follow each other.
+    """
+
+    path: Path
+    begin: int
+    num_bytes: int = 0
+    parts: list[Part] = field(default_factory=list)
+
+    def takes(self, path: Path, begin: int, num_bytes: int, stored: torch.dtype, limit: int) -> bool:
+        """Whether these bytes follow the piece, fit into it, and lie in it as their type asks for."""
+        follows = self.path == path and self.begin + self.num_bytes == begin
+        return follows and self.num_bytes + num_bytes <= limit and self.num_bytes % stored.itemsize == 0
+
+
+def plan_pieces(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+    """Returns what to read, in the order of the files and of the bytes within each.
+
+    Args:
+        wanted: Each tensor with its target: contiguous, with as many elements.
+        piece_bytes: Most bytes of a piece; a multiple of 8.
+    """
+    pieces: list[Piece] = []
+    for tensor, target in sorted(wanted, key=lambda each: (each[0].path, each[0].begin)):
+        stored, flat = TORCH_DTYPES[tensor.dtype], target.view(-1)
+        most = piece_bytes // stored.itemsize
+        for first in range(0, flat.numel(), most):
+            part_of = flat[first : first + most]
+            begin, num_bytes = tensor.begin + first * stored.itemsize, part_of.numel() * stored.itemsize
+            if not pieces or not pieces[-1].takes(tensor.path, begin, num_bytes, stored, piece_bytes):
+                pieces.append(Piece(tensor.path, begin))
+            pieces[-1].parts.append(Part(pieces[-1].num_bytes, stored, part_of))
+            pieces[-1].num_bytes += num_bytes
+    return pieces
+
+
+# What the format calls the types that weights may be stored as.
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_pieces(pieces: Sequence[Piece], device: torch.device) -> None:
+    """Reads every piece to its targets. When it returns all bytes are there, also on a CUDA device.
+
+    Threads read ahead. Bytes that need no conversion are read straight into targets on the CPU; others go through buffers,
+    pinned for a CUDA device, and are converted and copied on this thread's current stream.
+
+    Args:
+        pieces: As ``plan_pieces`` returns them.
+        device: Of all targets.
+
+    Raises:
+        OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
+    """
+    waiting: deque[tuple[Piece, _Buffer, Future[None]]] = deque()
+    with ExitStack() as stack:
+        fds = {piece.path: -1 for piece in pieces}
+        for path in fds:
+            fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fds[path])
+            os.posix_fadvise(fds[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        buffers = _Buffers(min(NUM_BUFFERS, len(pieces)), max((piece.num_bytes for piece in pieces), default=0), device)
+        stack.callback(buffers.close)
+        pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-weights")
+        stack.callback(pool.shutdown, cancel_futures=True)
+        advance = stack.enter_context(_progress(sum(piece.num_bytes for piece in pieces)))
+
+        def finish() -> None:
+            piece, buffer, reading = waiting.popleft()
+            reading.result()
+            buffer.unload(piece)
+            advance(piece.num_bytes)
+
+        for number, piece in enumerate(pieces):
+            if len(waiting) == len(buffers):
+                finish()
+            buffer = buffers[number % len(buffers)]
+            waiting.append((piece, buffer, pool.submit(buffer.load, piece, fds[piece.path])))
+        while waiting:
+            finish()
+        buffers.wait()
+
+
+class _Buffers(Sequence["_Buffer"]):
+    """Buffers in one allocation, pinned if the device is CUDA's, until ``close``."""
+
+    def __init__(self, count: int, num_bytes: int, device: torch.device) -> None:
+        stride = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._memory = torch.frombuffer(mmap.mmap(-1, max(1, count * stride)), dtype=torch.uint8)
+        self._cuda: Any = None
+        if device.type == "cuda":
+            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            with torch.cuda.device(device):
+                error = cuda.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
+            if error == cuda.cudaError.success:
+                self._cuda = cuda
+            else:  # copies still are right, and wait for the driver's own buffers
+                logger.warning("buffers for weights cannot be pinned: %s", cuda.cudaGetErrorString(error))
+        self._buffers = [
+            _Buffer(self._memory[i * stride : (i + 1) * stride], device if device.type == "cuda" else None)
+            for i in range(count)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._buffers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._buffers[index]
+
+    def wait(self) -> None:
+        """Waits until everything has been copied from the buffers."""
+        for buffer in self._buffers:
+            buffer.wait()
+
+    def close(self) -> None:
+        """Unpins the memory, after the last copy."""
+        self.wait()
+        if self._cuda is not None:
+            error = self._cuda.cudaHostUnregister(self._memory.data_ptr())
+            assert error == self._cuda.cudaError.success, f"unpinning buffers: {self._cuda.cudaGetErrorString(error)}"
+
+
+class _Buffer:
+    """Memory for one piece: loaded by a thread, unloaded by the caller's, then loaded again."""
+
+    def __init__(self, memory: Tensor, device: torch.device | None) -> None:
+        self._memory = memory
+        self._device = device
+        self._copied = None if device is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+
+    def load(self, piece: Piece, fd: int) -> None:
+        """Reads a piece, after what the buffer held has been copied; straight into the targets where that is possible."""
+        self.wait()
+        if all(part.is_direct for part in piece.parts):
+            for part in piece.parts:
+                _read(fd, part.target.view(torch.uint8), piece.begin + part.begin, piece.path)
+        else:
+            _read(fd, self._memory[: piece.num_bytes], piece.begin, piece.path)
+
+    def unload(self, piece: Piece) -> None:
+        """Copies a piece that was read to its targets; on a CUDA device this is asynchronous."""
+        if all(part.is_direct for part in piece.parts):
+            return
+        for part in piece.parts:
+            held = self._memory[part.begin : part.begin + part.num_bytes].view(part.stored)
+            if self._device is not None and part.stored != part.target.dtype:
+                held = held.to(
+                    self._device, non_blocking=True
+                )  # a copy would convert on the host, outside pinned memory
+            part.target.copy_(held, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> None:
+        """Waits until what was last unloaded has been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _read(fd: int, into: Tensor, begin: int, path: Path) -> None:
+    view, done = memoryview(into.numpy()), 0  # type: ignore[arg-type]
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], begin + done)
+        if count == 0:
+            raise EOFError(f"{path.name} ends after {begin + done} bytes")
+        done += count
+
+
+@contextmanager
+def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yields what is told of bytes read: it moves a bar on a terminal, and writes to the log elsewhere."""
+    console = Console(file=sys.stderr)
+    has_bar = console.is_terminal and num_bytes >= _SHOWN_BYTES
+    columns = (TextColumn("weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    begin_s = time.monotonic()
+    with Progress(*columns, console=console, disable=not has_bar, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("weights", total=num_bytes)
+        notes = ProgressLog(num_bytes, is_quiet=has_bar or num_bytes < _SHOWN_BYTES)
+
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+            notes.advance(count)
+
+        yield advance
+    taken_s = time.monotonic() - begin_s
+    logger.info("read %.2f GiB of weights in %.2f s: %s", num_bytes / 2**30, taken_s, rate(num_bytes, taken_s))
+
+
+class ProgressLog:
+    """Writes a line of what has been read, every ten seconds.
+
+    Args:
+        num_bytes: To be read.
+        is_quiet: Write nothing.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, num_bytes: int, *, is_quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_bytes = num_bytes
+        self._is_quiet = is_quiet
+        self._clock = clock
+        self._begin_s = self._last_s = clock()
+        self._done = 0
+
+    def advance(self, count: int) -> None:
+        """Counts bytes that have been read."""
+        self._done += count
+        now_s = self._clock()
+        if self._is_quiet or now_s < self._last_s + _LOG_S:
+            return
+        self._last_s = now_s
+        left_s = (now_s - self._begin_s) * (self._num_bytes - self._done) / self._done
+        shares = (self._done / 2**30, self._num_bytes / 2**30)
+        speed = rate(self._done, now_s - self._begin_s)
+        logger.info("weights: %.2f of %.2f GiB read, %s, %.0f s left", *shares, speed, left_s)
+
+
+def rate(num_bytes: int, seconds: float) -> str:
+    """Returns bytes over seconds as text."""
+    return f"{num_bytes / 2**30 / max(seconds, 1e-9):.2f} GiB/s"

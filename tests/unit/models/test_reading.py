@@ -1,0 +1,129 @@
+"""Weights from files: in order, several pieces at once, every element where it belongs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hiserve.models import reading
+from hiserve.models.checkpoint import stored_tensors
+from hiserve.models.reading import ProgressLog, plan_pieces, read_pieces
+
+CPU = torch.device("cpu")
+SEED = 17
+PIECE = 4096
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Two files: tensors larger than a piece, many small ones, types whose sizes do not divide the next one's place."""
+    print(f"seed {SEED}")
+    generator = torch.Generator().manual_seed(SEED)
+
+    def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tensors: list[dict[str, Tensor]] = [{}, {}]
+    for number, made in enumerate(tensors):
+        made[f"large.{number}"] = drawn(70, 101, dtype=torch.bfloat16)
+        made[f"wide.{number}"] = drawn(33, 100, dtype=torch.float32)
+        made[f"double.{number}"] = drawn(700, dtype=torch.float64)
+        made |= {f"small.{number}.{i}": drawn(i + 1, dtype=torch.float16) for i in range(40)}
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path, made in zip(paths, tensors, strict=True):
+        save_file(made, path)
+    return paths
+
+
+def read(files: list[Path], dtype: torch.dtype | None) -> tuple[list[reading.Piece], dict[str, Tensor]]:
+    stored = {name: tensor for path in reversed(files) for name, tensor in stored_tensors(path).items()}
+    targets = {
+        name: torch.full(tensor.shape, torch.nan, dtype=dtype or reading.TORCH_DTYPES[tensor.dtype])
+        for name, tensor in stored.items()
+    }
+    pieces = plan_pieces([(stored[name], targets[name]) for name in stored], PIECE)
+    read_pieces(pieces, CPU)
+    return pieces, targets
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64], ids=str)
+def test_every_element_is_that_of_the_file(files: list[Path], dtype: torch.dtype | None) -> None:
+    _, targets = read(files, dtype)
+    wanted = load_file(files[0]) | load_file(files[1])
+    assert targets.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(targets[name], tensor.to(dtype or tensor.dtype)), name
+
+
+def test_pieces_are_in_the_order_of_the_files_and_no_byte_is_read_twice(files: list[Path]) -> None:
+    pieces, _ = read(files, torch.float32)
+    places = [(piece.path, piece.begin) for piece in pieces]
+    assert places == sorted(places)
+    assert max(piece.num_bytes for piece in pieces) <= PIECE
+    for path in files:
+        own = [piece for piece in pieces if piece.path == path]
+        assert [piece.begin + piece.num_bytes for piece in own[:-1]] == [piece.begin for piece in own[1:]]
+        assert own[-1].begin + own[-1].num_bytes == path.stat().st_size
+        assert len(own) < 2 + path.stat().st_size / PIECE * 1.2, "small tensors are read together"
+
+
+def test_several_pieces_are_read_at_once_and_ahead_of_their_copies(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the first reads ends only when all threads read."""
+    together, preadv = threading.Barrier(reading.NUM_THREADS), os.preadv
+    seen: list[int] = []
+
+    def wait(fd: int, views: list[memoryview], begin: int) -> int:
+        seen.append(begin)
+        if len(seen) <= reading.NUM_THREADS:
+            together.wait(30)
+        return preadv(fd, views, begin)
+
+    monkeypatch.setattr(reading.os, "preadv", wait)
+    pieces, _ = read(files, torch.float32)
+    assert len(pieces) > reading.NUM_BUFFERS, "buffers are not used again"
+    assert not together.broken
+
+
+def test_what_needs_no_conversion_is_read_straight_to_its_place(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tensor, "copy_", lambda *_args, **_named: pytest.fail("it was copied"))
+    read(files, None)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(files: list[Path]) -> None:
+    stored = stored_tensors(files[0])
+    target = torch.empty(stored["large.0"].shape, dtype=torch.bfloat16)
+    pieces = plan_pieces([(stored["large.0"], target)], PIECE)
+    os.truncate(files[0], stored["large.0"].begin + 5000)
+    with pytest.raises(EOFError, match=r"a\.safetensors ends after"):
+        read_pieces(pieces, CPU)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-weights")]
+
+
+def test_nothing_is_left_open(files: list[Path]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    read(files, None)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_log_gets_a_line_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    now = [100.0]
+    log = ProgressLog(8 << 30, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO):
+        for _ in range(8):
+            now[0] += 4.0
+            log.advance(1 << 30)
+    assert [record.getMessage() for record in caplog.records] == [
+        "weights: 3.00 of 8.00 GiB read, 0.25 GiB/s, 20 s left",
+        "weights: 6.00 of 8.00 GiB read, 0.25 GiB/s, 8 s left",
+    ]
