@@ -21,6 +21,7 @@ ALLOWED = (
     Allowed("layers/moe.py", "SparseExperts.__call__", "bincount", _ON_CPU),
     Allowed("models/draft.py", "Eagle3Head.__init__", "torch.equal", _LOADING),
     Allowed("models/draft_weights.py", "*", "*", _LOADING),
+    Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),
     Allowed("models/frequencies.py", "rotary_frequencies", "tensor of values", "when the model is built"),
     Allowed("runners/canary.py", "Canary.*", "*", _DEBUGGING),
     Allowed("runners/canary.py", "_describe", "int(tensor)", _DEBUGGING),
