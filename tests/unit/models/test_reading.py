@@ -18,7 +18,7 @@ from hiserve.models.reading import ProgressLog, plan_pieces, read_pieces
 
 CPU = torch.device("cpu")
 SEED = 17
-PIECE = 4096
+PIECE = 1024
 
 
 @pytest.fixture
