@@ -47,6 +47,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     served_model_name: str = ""
     not_ready_because: str | None = None
+    engine_error: str | None = None
     num_queued: int = 0
     config: dict[str, dict[str, Any]] = {}
     memory_bytes: dict[str, float] = {}

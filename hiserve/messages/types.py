@@ -1,7 +1,7 @@
 """What processes say to each other: typed structs, and raw int32 frames for token ids.
 
 Directions: client -> scheduler ``Generate Abort Flush Inspect Query Stop``; scheduler -> client
-``Started StartFailed Tokens Failed Halted Flushed Inspected Status``; scheduler -> worker ``Configure Admit
+``Started StartFailed Tokens Failed WorkerLost WorkerBack Halted Flushed Inspected Status``; scheduler -> worker ``Configure Admit
 Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected``.
 Token ids travel in frames beside the struct: see each struct's ``Frames``.
 """
@@ -169,6 +169,19 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     code: str
     message: str
     retry_after_s: int | None = None
+
+
+class WorkerLost(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A worker died. Told when it happens: the scheduler may be next."""
+
+    crash: Crash
+
+
+class WorkerBack(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A worker is ready again after one died."""
+
+    replica: int
+    incarnation: int
 
 
 class Halted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -363,6 +376,6 @@ class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToScheduler = Generate | Abort | Flush | Inspect | Query | Stop
-ToClient = Started | StartFailed | Tokens | Failed | Halted | Flushed | Inspected | Status
+ToClient = Started | StartFailed | Tokens | Failed | WorkerLost | WorkerBack | Halted | Flushed | Inspected | Status
 ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | Stop
 FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected

@@ -16,6 +16,7 @@ from hiserve.errors import EngineError, UnavailableError
 from hiserve.messages.cache import LOCAL_TIERS, TierName, TreeFacts
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import to_error
+from hiserve.messages.lives import Crash
 from hiserve.messages.parent import ChildProcess, wait_for_event
 from hiserve.messages.types import (
     Abort,
@@ -33,6 +34,8 @@ from hiserve.messages.types import (
     Stop,
     ToClient,
     Tokens,
+    WorkerBack,
+    WorkerLost,
 )
 from hiserve.scheduler.stream import Delta, Stream
 
@@ -46,6 +49,8 @@ class EngineClient:
     Attributes:
         started: What the workers reported when they became ready.
         num_slow_readers: Streams that were ended because too much of them was not read.
+        num_restarts: Workers that were ready again after one died.
+        crash: The latest death of a worker.
     """
 
     started: Started
@@ -56,6 +61,8 @@ class EngineClient:
         self._config = config
         self._max_unread_bytes = max_unread_bytes
         self.num_slow_readers = 0
+        self.num_restarts = 0
+        self.crash: Crash | None = None
         self._streams: dict[int, Stream] = {}
         self._uids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -277,6 +284,10 @@ class EngineClient:
             case Flushed() | Inspected() | Status() as answer:
                 if answer.ticket in self._answers and not self._answers[answer.ticket].done():
                     self._answers[answer.ticket].set_result(answer)
+            case WorkerLost(crash):
+                self.crash = crash
+            case WorkerBack():
+                self.num_restarts += 1
             case Halted(reason):
                 self._halted = reason
             case Started() as started:

@@ -13,7 +13,6 @@ import numpy as np
 from hiserve.config import Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import NOTHING
 from hiserve.errors import (
     ContextLengthError,
     DeadlineError,
@@ -135,7 +134,7 @@ class Dispatcher:
             uids=[entry.uid for entry in ended],
             counts=zeros,
             finishes=[int(FinishReason.ABORT)] * len(ended),
-            cached=[entry.take_cached(NOTHING) for entry in ended],
+            cached=[None] * len(ended),  # nobody looked
             drafts=[None] * len(ended),
             score_words=zeros,
             queue_s=[UNREPORTED] * len(ended),

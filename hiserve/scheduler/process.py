@@ -21,6 +21,7 @@ from hiserve.messages.child import log_to_stderr, meet_parent
 from hiserve.messages.coalesce import Coalescer
 from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
 from hiserve.messages.failures import trace_of
+from hiserve.messages.lives import Crash
 from hiserve.messages.types import (
     Abort,
     Admit,
@@ -44,6 +45,8 @@ from hiserve.messages.types import (
     Stop,
     Tokens,
     ToScheduler,
+    WorkerBack,
+    WorkerLost,
 )
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import POLICIES
@@ -182,6 +185,8 @@ class Service:
         """Gives it work."""
         assert ready.page_size == self._page_size, f"pages of {ready.page_size} tokens, configured {self._page_size}"
         self._dispatcher.worker_ready(replica, ready)
+        if ready.incarnation > 1:
+            self._client.send(encode(WorkerBack(replica, ready.incarnation)))
 
     def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
         """Passes on what it did.
@@ -206,6 +211,10 @@ class Service:
         self._dispatcher.dispatch()
         self._set_timer()
         return Loss(uids, was_of_use)
+
+    def worker_mourned(self, crash: Crash) -> None:
+        """Tells the client, which may outlive this process."""
+        self._client.send(encode(WorkerLost(crash)))
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """Refuses everything once no worker is left."""

@@ -8,7 +8,7 @@ import msgspec
 
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import NOTHING, CacheUse
+from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError, SlowReaderError
 from hiserve.messages.coalesce import UNREPORTED
 
@@ -21,7 +21,7 @@ class Delta(msgspec.Struct):
     Attributes:
         tokens: New tokens; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING but in the last delta.
-        cached: What of the prompt came from the cache, in the first delta; None after.
+        cached: What of the prompt came from the cache, once; None where no worker looked.
         drafts: All drafts until now; None when nothing is new, and without speculation.
         scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
@@ -54,7 +54,7 @@ class Stream:
         self._cached: CacheUse | None = None
         self._drafts: DraftUse | None = None
         self._queue_s: float = UNREPORTED
-        self._is_first = True
+        self._is_cache_told = False
         self._error: HiserveError | None = None
         self._news = asyncio.Event()
 
@@ -78,7 +78,7 @@ class Stream:
         self._finish = finish
         self._queue_s = max(self._queue_s, queue_s)
         if self._cached is None:
-            self._cached = cached or NOTHING
+            self._cached = cached
         self._drafts = drafts or self._drafts
         self._news.set()
 
@@ -108,10 +108,11 @@ class Stream:
             if not self._tokens and not self._scores:
                 raise self._error
             self._news.set()
-        cached = self._cached if self._is_first else None
+        cached = None if self._is_cache_told else self._cached
+        self._is_cache_told = cached is not None or self._is_cache_told
         scores = bytes(self._scores)
         delta = Delta(self._tokens, FinishReason(self._finish), cached, self._drafts, scores, self._queue_s)
-        self._tokens, self._scores, self._queue_s, self._is_first = [], bytearray(), UNREPORTED, False
+        self._tokens, self._scores, self._queue_s = [], bytearray(), UNREPORTED
         self._num_unread_bytes = 0
         self._drafts = None
         return delta

@@ -97,6 +97,9 @@ class Audience(Protocol):
     def worker_lost(self, replica: int) -> Loss:
         """A worker that was ready, or a successor that never was, has died."""
 
+    def worker_mourned(self, crash: Crash) -> None:
+        """What is known of that death."""
+
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         """A worker died too often to be started again."""
 
@@ -291,6 +294,7 @@ class Supervisor:
             scene=None if worker is None else worker.scene,
         )
         logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
+        self._audience.worker_mourned(self.crash)
         if worker is not None:
             self.recoveries.begin(worker, len(loss.uids))
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from hiserve import __version__
 from hiserve.config import without_secrets
 from hiserve.core.resolve import Resolved
-from hiserve.errors import RequestError
+from hiserve.errors import RequestError, UnavailableError
 from hiserve.messages.types import Status, WorkerFacts
 from hiserve.server.auth import Auth, tag_of
 from hiserve.server.fields import MAX_NAME_CHARS, Fields, parse_body
@@ -20,6 +20,7 @@ from hiserve.server.gate import Gate
 from hiserve.server.shapes import ServedModel, json_response
 
 STATUS_TIMEOUT_S = 10.0
+INFO_TIMEOUT_S = 2.0  # what explains an outage must not be slow in one
 
 
 class AdminRoutes:
@@ -55,11 +56,20 @@ class AdminRoutes:
         return router
 
     async def server_info(self, request: Request) -> Response:
-        """Shows version, configuration, start-up times, processes and the workers' counters. Needs the admin key."""
+        """Shows version, configuration, start-up times, processes and the workers' counters. Needs the admin key.
+
+        Of an engine that does not answer it shows the last known state, how old that is, and why there is none now.
+        """
         self._auth.require_admin(request)
-        engine = self._gate.engine
-        status = await self._gate.status(STATUS_TIMEOUT_S) if engine else None
-        workers = [_facts(worker) for worker in status.workers] if status else []
+        engine, error = self._gate.engine, None
+        if engine is not None:
+            try:
+                await self._gate.status(INFO_TIMEOUT_S)
+            except UnavailableError as trouble:
+                error = trouble.message
+        status, crash = self._gate.last_status, self._gate.crash
+        known = status.workers if status else engine.started.workers if engine else []
+        workers = [_facts(worker) for worker in known]
         startup = {"api": {**self._startup_s, "engine": self._gate.startup_s}}
         startup |= {f"worker {worker['replica']}": worker["startup_s"] for worker in workers}
         processes = {
@@ -70,6 +80,8 @@ class AdminRoutes:
         info = {
             "version": __version__,
             "not_ready_because": self._gate.reason,
+            "engine_error": error,
+            "state_age_s": round(time.monotonic() - self._gate.last_status_s, 3) if status else None,
             "config": msgspec.to_builtins(without_secrets(self._resolved.config)),
             "decisions": self._resolved.decisions,
             "memory_bytes": self._resolved.memory,
@@ -80,7 +92,8 @@ class AdminRoutes:
             "num_queued": status.queued if status else 0,
             "workers": workers,
             "replays": msgspec.to_builtins(status.replays) if status else None,
-            "crash": msgspec.to_builtins(status.crash) if status else None,
+            "num_worker_restarts": self._gate.num_restarts,
+            "crash": msgspec.to_builtins(crash) if crash else None,
             "recovery": msgspec.to_builtins(status.recovery) if status else None,
             **self._identity(),
             "internal_states": [worker["stats"] for worker in workers],

@@ -14,6 +14,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError, UnavailableError
 from hiserve.messages.cache import TierName, TreeFacts
+from hiserve.messages.lives import Crash
 from hiserve.messages.types import Started, Status
 
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
@@ -29,7 +30,7 @@ class Delta(Protocol):
     Attributes:
         tokens: New token ids; may be empty with a finish, and with scores of the prompt.
         finish: RUNNING until the last delta.
-        cached: What of the prompt came from the cache, in the first delta; None after.
+        cached: What of the prompt came from the cache, once; None where no worker looked.
         drafts: All drafts until now; None when nothing is new, and without speculation.
         scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
@@ -64,10 +65,14 @@ class Engine(Protocol):
         max_model_len: Longest prompt plus output, in tokens.
         num_inflight: Requests that have not ended.
         num_slow_readers: Streams that were ended because too much of them was not read.
+        num_restarts: Workers that were ready again after one died.
+        crash: The latest death of a worker, as it was told when it came.
     """
 
     started: Started
     num_slow_readers: int
+    num_restarts: int
+    crash: Crash | None
 
     @property
     def is_ready(self) -> bool: ...
@@ -121,6 +126,8 @@ class Gate:
 
     Attributes:
         startup_s: Seconds the start took; 0 before it is over.
+        last_status: What the engine said last of its state; None before it said anything.
+        last_status_s: When, by ``time.monotonic``.
     """
 
     def __init__(self, start: Callable[[], Awaitable[Engine]]) -> None:
@@ -131,6 +138,10 @@ class Gate:
         self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
         self._loss = ""  # why the engine that served last does not
+        self._num_restarts = 0  # of engines that are gone, and of their workers
+        self._crash: Crash | None = None  # of these
+        self.last_status: Status | None = None
+        self.last_status_s = 0.0
         self.startup_s = 0.0
 
     @property
@@ -150,6 +161,16 @@ class Gate:
         if self._loss:
             return self._loss
         return None if self._engine.is_ready else self._engine.trouble or "the engine is not running"
+
+    @property
+    def num_restarts(self) -> int:
+        """Workers that were ready again after one died, or their scheduler; never falls."""
+        return self._num_restarts + (0 if self._engine is None else self._engine.num_restarts)
+
+    @property
+    def crash(self) -> Crash | None:
+        """The latest death of a worker; it is known here, whoever dies."""
+        return None if self._engine is None else self._engine.crash or self._crash
 
     def require(self) -> Engine:
         """Returns the engine for one request.
@@ -172,9 +193,11 @@ class Gate:
             raise UnavailableError(f"{self.reason}; try again later.")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._engine.status()
+                self.last_status = await self._engine.status()
         except TimeoutError:
             raise UnavailableError(f"the engine did not answer within {timeout_s:g} s.") from None
+        self.last_status_s = time.monotonic()
+        return self.last_status
 
     def open(self) -> None:
         """Begins to start the engine."""
@@ -233,9 +256,16 @@ class Gate:
             num_failures += 1
             engine = await self._try_start()
             if engine is not None:
-                self._engine, self._loss = engine, ""
+                self._take_over(engine)
         self._loss = f"the engine died, or did not start, {num_failures} times in a row: {why}"
         logger.error("%s", self._loss)
+
+    def _take_over(self, engine: Engine) -> None:
+        """Serves with an engine that takes the place of one that died."""
+        assert self._engine is not None, "an engine follows none"
+        self._num_restarts += self._engine.num_restarts + len(engine.started.workers)
+        self._crash = self.crash
+        self._engine, self._loss = engine, ""
 
     async def _try_start(self) -> Engine | None:
         """Starts an engine; None if that fails."""

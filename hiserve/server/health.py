@@ -70,6 +70,7 @@ class HealthRoutes:
             self._metrics.observe(await self._gate.status(METRICS_TIMEOUT_S))
         except HiserveError:
             self._metrics.observe(None)
+        self._metrics.observe_restarts(self._gate.num_restarts)
         if self._gate.engine is not None:
             self._metrics.observe_readers(self._gate.engine.num_slow_readers)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)

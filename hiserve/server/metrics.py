@@ -91,7 +91,8 @@ class Metrics:
         self._cache = Gauge("hiserve:cache_config_info", "Size of the KV pools.", labels, registry=self._registry)
         self._slow_readers = self._counter("slow_readers", "Streams ended: too much of them was not read.")
         self._num_slow_readers = 0
-        self._restarts = self._counter("worker_restarts", "Workers started again after one died.")
+        self._restarts = self._counter("worker_restarts", "Workers started again after one died, or their scheduler.")
+        self._num_restarts = 0
         self._steps = self._counter("engine_steps", "Steps that the workers ended.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
         self._dropped = self._counter("dropped_event_batches", "Batches of KV events dropped: routers were too slow.")
@@ -158,6 +159,15 @@ class Metrics:
         self._slow_readers.inc(max(0, num_slow - self._num_slow_readers))
         self._num_slow_readers = num_slow
 
+    def observe_restarts(self, num_restarts: int) -> None:
+        """Counts workers that were started again.
+
+        Args:
+            num_restarts: All of them until now, whichever scheduler started them.
+        """
+        self._restarts.inc(max(0, num_restarts - self._num_restarts))
+        self._num_restarts = num_restarts
+
     def render(self) -> bytes:
         """Returns everything in Prometheus' text format."""
         return generate_latest(self._registry) + generate_latest(self._aliases)
@@ -168,8 +178,6 @@ class Metrics:
         last = self._workers.get(worker.replica, _LastSeen(worker.pid, 1, WorkerStats()))
         is_new = (worker.pid, worker.incarnation) != last[:2]
         before = WorkerStats() if is_new else last.stats
-        # A scheduler that died took its workers along; the new one counts from 1.
-        self._restarts.inc(worker.incarnation - last.incarnation if worker.incarnation >= last.incarnation else 1)
         self._steps.inc(max(0, stats.steps - before.steps))
         self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
         self._dropped.inc(max(0, stats.dropped_event_batches - before.dropped_event_batches))

@@ -254,6 +254,7 @@ class ServerInfo(msgspec.Struct):
 
     version: str
     not_ready_because: str | None
+    engine_error: str | None
     config: dict[str, Any]
     served_model_name: str
     model_path: str

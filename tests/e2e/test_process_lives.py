@@ -50,6 +50,21 @@ async def test_a_request_that_kills_its_worker_fails_alone_and_the_others_get_wh
         assert status.replays.requests >= 4
 
 
+async def test_the_client_knows_of_deaths_and_restarts_when_they_come_and_keeps_them_when_the_scheduler_dies() -> None:
+    """Nobody asks for the state between the worker's death and the scheduler's."""
+    async with engine() as client:
+        assert (client.crash, client.num_restarts) == (None, 0)
+        os.kill(client.started.workers[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while not client.num_restarts:
+                await asyncio.sleep(0.01)
+        os.kill(client.started.scheduler_pid, signal.SIGKILL)
+        assert "killed by SIGKILL" in await client.ended()
+        assert client.crash is not None
+        assert (client.crash.replica, client.crash.incarnation, client.crash.end) == (0, 1, "killed by SIGKILL")
+        assert client.num_restarts == 1
+
+
 async def test_a_killed_worker_costs_nobody_a_token() -> None:
     async with engine(replicas=2) as client:
         tasks = [asyncio.create_task(finish(client, tokens(1000 * number), 400)) for number in range(8)]

@@ -15,7 +15,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.messages.cache import NodeFacts, TierName, TreeFacts
-from hiserve.messages.lives import Recovery, ReplayStats
+from hiserve.messages.lives import Crash, Recovery, ReplayStats
 from hiserve.messages.types import Started, Status, WorkerFacts, WorkerStats
 
 
@@ -56,6 +56,7 @@ class FakeEngineClient:
         finish: Why requests end.
         cached: Cached tokens reported by the first delta, all on the device; or what the cache gave, or gives each prompt.
         queue_s: Seconds in the queue reported by the first delta.
+        looks_up: A worker gets the requests, and says what of them is cached.
         scores: Packed scores of each delta; empty for none at all.
         drafts: All drafts until each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
@@ -88,6 +89,9 @@ class FakeEngineClient:
     stopped: int = 0
     death: asyncio.Event = field(default_factory=asyncio.Event)
     num_slow_readers: int = 0
+    looks_up: bool = True
+    num_restarts: int = 0
+    crash: Crash | None = None
     seen: list[Seen] = field(default_factory=list)
     step: Callable[[int], object] | None = None
 
@@ -123,7 +127,7 @@ class FakeEngineClient:
                 await self._wait(i, seen)
                 if seen.cut.is_set():
                     seen.finished = True
-                    yield FakeDelta([], FinishReason.ABORT, CacheUse() if i == 0 else None)
+                    yield FakeDelta([], FinishReason.ABORT, CacheUse() if i == 0 and self.looks_up else None)
                     return
                 if self.fail_at == i and self.failure is not None:
                     seen.failed = True
@@ -134,7 +138,10 @@ class FakeEngineClient:
                 is_first = i == 0
                 scores = self.scores[i] if self.scores else b""
                 queue_s = self.queue_s if is_first else -1.0
-                use, drafts = self._use(seen.prompt) if is_first else None, self.drafts[i] if self.drafts else None
+                use, drafts = (
+                    self._use(seen.prompt) if is_first and self.looks_up else None,
+                    self.drafts[i] if self.drafts else None,
+                )
                 yield FakeDelta(tokens, finish, use, scores, queue_s, drafts)
         finally:
             if not seen.finished and not seen.failed:

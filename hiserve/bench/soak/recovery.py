@@ -133,7 +133,7 @@ class Striker:
                 status, info = await self._pool.ask("GET", "/server_info")
         except (TimeoutError, UnavailableError):
             return False
-        if status != 200 or info["not_ready_because"] is not None:
+        if status != 200 or info["not_ready_because"] is not None or info.get("engine_error") is not None:
             return False
         workers = [worker for worker in info["workers"] if worker["startup_s"]]
         pids = {info["processes"]["scheduler"], *(worker["pid"] for worker in workers)}

@@ -215,7 +215,8 @@ class _Run:
             status, info = await self._pool.ask("GET", "/server_info")
         except UnavailableError:
             return {}
-        return dict(info) if status == 200 and isinstance(info, dict) and "workers" in info else {}
+        is_fresh = isinstance(info, dict) and "workers" in info and info.get("engine_error") is None
+        return dict(info) if status == 200 and is_fresh else {}
 
 
 def _busy(info: dict[str, Any]) -> list[str]:

@@ -78,12 +78,9 @@ MUTANTS = [
     Mutant(
         name="cached tokens are told in every delta",
         file=STREAM,
-        old="bytearray(), UNREPORTED, False\n",
-        new="bytearray(), UNREPORTED, self._is_first\n",
-        test=OF_PROCESSES
-        + "test_closing_after_the_end_is_harmless "
-        + OF_PROCESSES
-        + "test_first_come_is_first_served",
+        old="cached = None if self._is_cache_told else self._cached",
+        new="cached = self._cached",
+        test="tests/unit/scheduler/test_stream.py::test_what_came_from_the_cache_is_told_once_even_if_it_comes_late",
     ),
     Mutant(
         name="streams outlive the scheduler",

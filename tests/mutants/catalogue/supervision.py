@@ -9,6 +9,14 @@ SERVICE, OUTBOX = "hiserve/worker/service.py", "hiserve/worker/outbox.py"
 
 MUTANTS = [
     Mutant(
+        name="workers of a scheduler that died are not counted as started again",
+        file="hiserve/server/gate.py",
+        old="self._engine.num_restarts + len(engine.started.workers)",
+        new="self._engine.num_restarts",
+        test="tests/unit/server/test_metrics.py::"
+        "test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_looked",
+    ),
+    Mutant(
         name="all replicas run on the first device",
         file="hiserve/core/devices.py",
         old="    number = devices[replica]\n",

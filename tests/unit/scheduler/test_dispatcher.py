@@ -132,6 +132,7 @@ def test_an_abort_while_queued_ends_at_once() -> None:
         desk.submit(uid)
     desk.dispatcher.abort([3, 4, 3])
     assert desk.outlet.terminals[3] == desk.outlet.terminals[4] == [ABORT]
+    assert desk.outlet.news[-1][0].cached == [None, None], "nobody looked: that is no miss"
     assert desk.outlet.dropped == []
     desk.report((1, [5], 1), (2, [5], 1))
     assert desk.is_empty()

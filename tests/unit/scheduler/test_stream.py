@@ -23,6 +23,21 @@ async def test_news_that_waits_is_one_delta() -> None:
     assert await stream.take() == Delta([7], FinishReason.LENGTH, None, None, b"", -1)
 
 
+async def test_of_a_request_that_no_worker_looked_up_nothing_is_said_of_the_cache() -> None:
+    stream = Stream(tag="")
+    stream.push([], 3, None, None, b"", -1)
+    assert await stream.take() == Delta([], FinishReason.ABORT, None, None, b"", -1)
+
+
+async def test_what_came_from_the_cache_is_told_once_even_if_it_comes_late() -> None:
+    stream = Stream(tag="")
+    told = []
+    for use in (None, USE, USE):
+        stream.push([5], 0, use, None, b"", -1)
+        told.append((await stream.take()).cached)
+    assert told == [None, USE, None]
+
+
 async def test_of_drafts_the_latest_news_is_told_and_once() -> None:
     stream, later = Stream(tag=""), DRAFTS + DRAFTS
     for drafts in (DRAFTS, later, None):

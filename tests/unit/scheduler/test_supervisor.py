@@ -22,6 +22,7 @@ from hiserve.config import make_config
 from hiserve.core.devices import VISIBLE_DEVICES
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 from hiserve.messages.codec import Received
+from hiserve.messages.lives import Crash
 from hiserve.messages.parent import wait_for_event
 from hiserve.messages.types import FromWorker, Ready, StepReport
 from hiserve.scheduler import supervisor as supervisor_module
@@ -50,6 +51,7 @@ class Witness:
         self.events: list[str] = []
         self.reports: list[StepReport] = []
         self.readies: list[Ready] = []
+        self.crashes: list[Crash] = []
 
     def worker_ready(self, replica: int, ready: Ready) -> None:
         self.events.append(f"ready {ready.incarnation}")
@@ -65,6 +67,9 @@ class Witness:
     def worker_lost(self, replica: int) -> Loss:
         self.events.append("lost")
         return Loss([4, 5], was_of_use=True)
+
+    def worker_mourned(self, crash: Crash) -> None:
+        self.crashes.append(crash)
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         self.events.append(f"abandoned: {error.message}")
@@ -191,6 +196,7 @@ async def test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried
         assert crash is not None
         assert (crash.incarnation, crash.pid, crash.end) == (3, 0, "not started")
         assert "Resource temporarily unavailable" in crash.error
+        assert [each.incarnation for each in witness.crashes] == [1, 2, 3], "not told as they came"
 
 
 async def test_a_worker_that_can_never_be_started_again_is_abandoned_with_the_reason(

@@ -8,9 +8,12 @@ import os
 import pytest
 
 from hiserve.errors import EngineError
+from hiserve.messages.lives import Crash
 from hiserve.messages.types import WorkerStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import REPLY, Server, make_server
+
+CRASH = Crash(0, 1, 4243, "exit code 71", "CUDA error: gone", "engine_error", 1.0, 12, [4, 5])
 
 
 async def test_server_info_shows_processes_configuration_and_counters(server: Server) -> None:
@@ -27,14 +30,38 @@ async def test_server_info_shows_processes_configuration_and_counters(server: Se
     assert worker["stats"]["free_pages"] + worker["stats"]["evictable_pages"] == worker["num_pages"]
 
 
-async def test_server_info_of_an_engine_that_does_not_answer_is_a_503(
+async def test_server_info_of_an_engine_that_does_not_answer_is_its_last_known_state_and_the_reason(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiserve.server.admin.STATUS_TIMEOUT_S", 0.01)
-    server.engine.hangs = True
+    monkeypatch.setattr("hiserve.server.admin.INFO_TIMEOUT_S", 0.01)
+    server.engine.stats, server.engine.queued = WorkerStats(running=4), 3
+    fresh = (await server.get("/server_info")).json
+    assert fresh["engine_error"] is None and fresh["state_age_s"] < 60
+    server.engine.hangs, server.engine.stats, server.engine.queued = True, WorkerStats(running=9), 8
     call = await server.get("/server_info")
-    assert call.status == 503
-    assert "did not answer" in call.json["error"]["message"]
+    assert call.status == 200
+    info = call.json
+    assert "did not answer" in info["engine_error"]
+    assert (info["num_queued"], info["workers"][0]["stats"]["running"]) == (3, 4)
+    assert info["state_age_s"] >= fresh["state_age_s"]
+
+
+async def test_server_info_of_an_engine_that_never_answered_has_the_workers_it_began_with(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiserve.server.admin.INFO_TIMEOUT_S", 0.01)
+    server.engine.hangs = True
+    info = (await server.get("/server_info")).json
+    assert [worker["pid"] for worker in info["workers"]] == [4243]
+    assert info["state_age_s"] is None
+
+
+async def test_server_info_explains_an_outage_with_the_crash_before_it(server: Server) -> None:
+    server.engine.crash = CRASH
+    server.engine.die("the scheduler process died (killed by SIGKILL).")
+    info = (await server.get("/server_info")).json
+    assert "killed by SIGKILL" in info["not_ready_because"]
+    assert (info["crash"]["end"], info["crash"]["uids"]) == ("exit code 71", [4, 5])
 
 
 async def test_server_info_before_the_engine_has_started() -> None:

@@ -168,8 +168,6 @@ async def test_worker_counters_and_the_pool_are_shown(server: Server) -> None:
     assert await server.metric("hiserve:cache_config_info", page_size="16", num_pages="100") == 1
     server.engine.incarnation, server.engine.stats = 3, WorkerStats(steps=2)
     assert await server.metric("hiserve:engine_steps_total") == 9
-    assert await server.metric("hiserve:worker_restarts_total") == 2
-    assert await server.metric("hiserve:worker_restarts_total") == 2
 
 
 async def test_the_age_of_the_last_step_is_that_of_the_worker_that_stands_still_longest(server: Server) -> None:
@@ -179,16 +177,45 @@ async def test_the_age_of_the_last_step_is_that_of_the_worker_that_stands_still_
 
 
 async def test_counters_go_on_when_a_new_scheduler_counts_from_the_beginning(server: Server) -> None:
-    async def after(pid: int, incarnation: int, steps: int) -> tuple[float, float]:
+    async def after(pid: int, incarnation: int, steps: int) -> float:
         server.engine.pid, server.engine.incarnation = pid, incarnation
         server.engine.stats = WorkerStats(steps=steps)
-        steps_in_all = await server.metric("hiserve:engine_steps_total")
-        return steps_in_all, await server.metric("hiserve:worker_restarts_total")
+        return await server.metric("hiserve:engine_steps_total")
 
-    assert await after(11, 1, 10) == (10, 0)
-    assert await after(12, 2, 3) == (13, 1)
-    assert await after(13, 1, 2) == (15, 2)
-    assert await after(13, 1, 5) == (18, 2)
+    assert [await after(11, 1, 10), await after(12, 2, 3), await after(13, 1, 2), await after(13, 1, 5)] == [
+        10,
+        13,
+        15,
+        18,
+    ]
+
+
+async def test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_looked(server: Server) -> None:
+    restarts = "hiserve:worker_restarts_total"
+    assert await server.metric(restarts) == 0
+    server.engine.num_restarts = 3
+    assert [await server.metric(restarts), await server.metric(restarts)] == [3, 3]
+    server.engine.num_restarts = 5  # nobody looks before the scheduler dies
+    first, engines = server.engine, [FakeEngineClient(lambda prompt: []), FakeEngineClient(lambda prompt: [])]
+    for engine in engines:
+        server.gate._take_over(engine)
+        assert await server.metric("hiserve:engine_up") == 1
+    assert await server.metric(restarts) == 5 + 2, "the workers of a scheduler that died have died too"
+    engines[-1].num_restarts = 1
+    assert await server.metric(restarts) == 5 + 2 + 1
+    assert first.num_restarts == 5
+
+
+@pytest.mark.parametrize("step", [0, 1])
+async def test_a_request_that_no_worker_looked_up_is_no_miss(server: Server, step: int) -> None:
+    """As one that was aborted, or shed, in the queue: neither the hit rate nor the throughput of prompts falls by it."""
+    server.engine.looks_up = False
+    server.engine.finish = FinishReason.ABORT
+    await server.chat("Hi", stream=bool(step))
+    for name in ("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens"):
+        assert await server.metric(f"hiserve:{name}_total") == 0
+    assert await server.metric("hiserve:request_queue_time_seconds_count") == 0
+    assert await server.metric("hiserve:request_success_total", finished_reason="abort") == 1
 
 
 async def test_replays_are_counted_and_the_latest_recovery_is_shown(server: Server) -> None:
