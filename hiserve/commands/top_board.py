@@ -53,8 +53,8 @@ def _head(frame: Frame, url: str) -> RenderableType:
     info = frame.info
     named = f"hiserve {info.version}, {info.served_model_name}" if info else "hiserve"
     text = f"[bold]{escape(named)}[/bold] at {escape(url)}"
-    if info and info.not_ready_because:
-        text += f"  [yellow]not ready: {escape(info.not_ready_because)}[/yellow]"
+    if info and (trouble := info.not_ready_because or info.engine_error):
+        text += f"  [yellow]not ready: {escape(trouble)}[/yellow]"
     for path, status in frame.hidden.items():
         why = "needs the admin key" if status in (401, 403) else f"answers {status}"
         text += f"\n[yellow]{path} {why}[/yellow]"
@@ -141,7 +141,7 @@ def _tiers(history: History, *, is_narrow: bool) -> RenderableType:
 
 def _size(frame: Frame) -> str:
     """Says how much a store takes, and of what if the server tells."""
-    gib = number(frame.info.config.get("cache", {}), "store_gib") if frame.info else 0
+    gib = number(frame.info.config.get("cache") or {}, "store_gib") if frame.info else 0
     return f"{frame.tier('store').get('num_bytes', 0) / GIB:,.2f} " + (f"of {gib:g} GiB" if gib else "GiB")
 
 

@@ -49,7 +49,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     not_ready_because: str | None = None
     engine_error: str | None = None
     num_queued: int = 0
-    config: dict[str, dict[str, Any]] = {}
+    config: dict[str, dict[str, Any] | None] = {}
     memory_bytes: dict[str, float] = {}
     workers: list[Worker] = []
 
