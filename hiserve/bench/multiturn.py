@@ -8,7 +8,7 @@ import numpy as np
 from hiserve.bench.datasets.synthetic import draw_tokens
 from hiserve.bench.metrics import Spread, spread, ttft_s
 from hiserve.bench.options import Rounds
-from hiserve.bench.request import Run, Turn, Workload
+from hiserve.bench.request import Run, Sample, Turn, Workload
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
         ttft_ms: Time to first token.
         num_prompt: Prompt tokens.
         num_cached: Of these, from the prefix cache, or None if the server does not tell.
-        num_known: Of these, sent or generated in earlier rounds: what a perfect cache would hold.
+        num_known: Of these, whole pages that were sent or generated in earlier rounds: what a perfect cache holds.
     """
 
     number: int
@@ -65,8 +65,14 @@ def chat_rounds(rounds: Rounds, *, vocab_size: int, seed: int) -> Workload:
     return Workload(name="multiturn", sessions=sessions)
 
 
-def by_round(run: Run, rounds: Rounds) -> list[Round]:
-    """Summarises the samples of each round."""
+def by_round(run: Run, rounds: Rounds, page_size: int) -> list[Round]:
+    """Summarises the samples of each round.
+
+    Args:
+        run: Its samples.
+        rounds: As they were sent.
+        page_size: Tokens per page of the server's cache, which finds whole pages and never a prompt's last token.
+    """
     found = []
     for turn in range(rounds.num_rounds):
         fine = [sample for sample in run.samples if sample.turn == turn and not sample.error]
@@ -79,10 +85,15 @@ def by_round(run: Run, rounds: Rounds) -> list[Round]:
                 ttft_ms=spread(value for sample in fine if (value := ttft_s(sample)) is not None),
                 num_prompt=num_prompt,
                 num_cached=sum(sample.num_cached for sample in fine) if tells_cached else None,
-                num_known=num_prompt - rounds.request_length * len(fine),
+                num_known=sum(_known(sample, rounds.request_length, page_size) for sample in fine),
             )
         )
     return found
+
+
+def _known(sample: Sample, request_length: int, page_size: int) -> int:
+    """Returns the tokens in whole pages of what came before a request, of which at least one token is new."""
+    return max(0, sample.num_prompt - request_length) // page_size * page_size
 
 
 def num_without_ids(run: Run) -> int:

@@ -15,6 +15,7 @@ from hiserve.bench.datasets.agents import agent_sessions, read_rows
 from hiserve.bench.datasets.chats import chats, text_like_it
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts, shared_prefixes
 from hiserve.bench.datasets.trace import conversation_trace
+from hiserve.bench.defaults import chosen, filled
 from hiserve.bench.http import Pool
 from hiserve.bench.load import arrivals, drive
 from hiserve.bench.multiturn import chat_rounds
@@ -24,22 +25,29 @@ from hiserve.bench.request import Run, Workload, mirrored
 from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
 from hiserve.errors import ConfigError
 
-RANDOM_PROMPTS = 1000
-RANDOM_OUTPUT = 1024
-SHARED_PREFIX_OUTPUT = 256
 WARM_UP_TOKENS = 8
 # What a chat template puts around one message.
 TEMPLATE_TOKENS = 64
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A run and what it was a run of."""
+    """A run and what it was a run of.
+
+    Attributes:
+        target: The server's model.
+        asking: What every request says.
+        backend: Kind of route.
+        workload: What was sent.
+        run: What came of it.
+        options: As they were used: what the user left open is filled in.
+    """
 
     target: Target
     asking: Asking
     backend: str
     workload: Workload
     run: Run
+    options: list[msgspec.Struct]
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,9 +74,10 @@ async def serve(connection: Connection, data: Data, load: Load, limits: Limits, 
     backend = connection.backend or ("openai-chat" if data.dataset == "chats" else "openai")
     ignore_eos = data.dataset in SYNTHETIC if connection.ignore_eos is None else connection.ignore_eos
     async with connected(connection, backend, ignore_eos=ignore_eos) as server:
+        data = filled(data, device=server.target.device, max_model_len=server.target.max_model_len)
         workload = await build(data, server, limits.seed)
         starts = arrivals(workload, rate=load.request_rate, burstiness=load.burstiness, seed=limits.seed)
-        return await _measure(server, workload, starts, limits, progress)
+        return await _measure(server, workload, starts, [data, load, limits], limits, progress)
 
 
 async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, progress: Begin) -> Outcome:
@@ -79,13 +88,14 @@ async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, prog
     """
     ignore_eos = connection.ignore_eos is not False
     async with connected(connection, connection.backend or "openai", ignore_eos=ignore_eos, has_ids=True) as server:
+        rounds = filled(rounds, device=server.target.device, max_model_len=server.target.max_model_len)
         workload = chat_rounds(rounds, vocab_size=server.target.require_vocab_size(), seed=limits.seed)
         check_fits(workload, server.target.max_model_len)
-        return await _measure(server, workload, [0.0] * rounds.num_clients, limits, progress)
+        return await _measure(server, workload, [0.0] * rounds.num_clients, [rounds, limits], limits, progress)
 
 
 async def build(data: Data, server: Server, seed: int) -> Workload:
-    """Returns the requests of a data set, cut to the server's model.
+    """Returns the requests of a data set, cut to the server's model; sizes have been filled in.
 
     Raises:
         HiserveError: The file or the options do not do.
@@ -106,9 +116,9 @@ async def build(data: Data, server: Server, seed: int) -> Workload:
         )
     if data.dataset == "random":
         workload = random_prompts(
-            num_prompts=data.num_prompts or RANDOM_PROMPTS,
+            num_prompts=chosen(data.num_prompts),
             input_length=data.input_length,
-            output_length=data.output_length or RANDOM_OUTPUT,
+            output_length=chosen(data.output_length),
             range_ratio=data.random_range_ratio,
             vocab_size=vocab_size,
             seed=seed,
@@ -119,7 +129,7 @@ async def build(data: Data, server: Server, seed: int) -> Workload:
             prompts_per_group=data.prompts_per_group,
             system_length=data.system_length,
             question_length=data.question_length,
-            output_length=data.output_length or SHARED_PREFIX_OUTPUT,
+            output_length=chosen(data.output_length),
             num_prompts=data.num_prompts,
             vocab_size=vocab_size,
             seed=seed,
@@ -191,7 +201,14 @@ async def warm_up(server: Server, workload: Workload, limits: Limits) -> None:
         await flush(server.pool)
 
 
-async def _measure(server: Server, workload: Workload, starts: list[float], limits: Limits, progress: Begin) -> Outcome:
+async def _measure(
+    server: Server,
+    workload: Workload,
+    starts: list[float],
+    options: list[msgspec.Struct],
+    limits: Limits,
+    progress: Begin,
+) -> Outcome:
     """Warms up, flushes the cache if wanted, and sends everything."""
     await warm_up(server, workload, limits)
     run = await drive(
@@ -202,7 +219,12 @@ async def _measure(server: Server, workload: Workload, starts: list[float], limi
         on_done=SoFar(progress(workload.num_turns)).add,
     )
     return Outcome(
-        target=server.target, asking=server.client.asking, backend=server.backend, workload=workload, run=run
+        target=server.target,
+        asking=server.client.asking,
+        backend=server.backend,
+        workload=workload,
+        run=run,
+        options=options,
     )
 
 

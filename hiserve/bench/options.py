@@ -17,6 +17,8 @@ from hiserve.config import flag_of
 
 Dataset = Literal["random", "shared-prefix", "conversation-trace", "chats", "agent-sessions"]
 SYNTHETIC = ("random", "shared-prefix", "conversation-trace")
+# A size that the user left open: see ``bench.defaults``.
+FITTING = 0
 _T = TypeVar("_T")
 
 
@@ -59,7 +61,7 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send. Each data set uses the fields it has a use for."""
+    """What to send; each data set uses the fields it has a use for, and sizes that are not given fit the model and its device."""
 
     dataset: Annotated[Dataset, about("What to send.")] = "random"
     path: Annotated[
@@ -67,13 +69,13 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     num_prompts: Annotated[
         int | None,
-        about("Most requests; the default is all there are, and 1000 random ones.", unit="requests", least=1),
+        about("Most requests; the default is all there are, or random ones.", unit="requests", least=1),
     ] = None
-    input_length: Annotated[int, about("Length of a random prompt.", unit="tokens", least=1)] = 1024
+    input_length: Annotated[int, about("Length of a random prompt.", unit="tokens", least=1)] = FITTING
     output_length: Annotated[
         int | None,
         about(
-            "Length of a reply; the default is 1024 for random, 256 for shared-prefix, else as recorded.",
+            "Length of a reply; the default is as recorded where there is a record.",
             unit="tokens",
             least=1,
         ),
@@ -87,10 +89,10 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
             most=1,
         ),
     ] = 0.0
-    num_groups: Annotated[int, about("Shared prefixes.", least=1)] = 64
-    prompts_per_group: Annotated[int, about("Requests for each shared prefix.", unit="requests", least=1)] = 16
-    system_length: Annotated[int, about("Length of a shared prefix.", unit="tokens", least=1)] = 2048
-    question_length: Annotated[int, about("Length of what follows a shared prefix.", unit="tokens", least=1)] = 128
+    num_groups: Annotated[int, about("Shared prefixes.", least=1)] = FITTING
+    prompts_per_group: Annotated[int, about("Requests for each shared prefix.", unit="requests", least=1)] = FITTING
+    system_length: Annotated[int, about("Length of a shared prefix.", unit="tokens", least=1)] = FITTING
+    question_length: Annotated[int, about("Length of what follows a shared prefix.", unit="tokens", least=1)] = FITTING
     speed: Annotated[
         float, about("How many times faster than recorded a trace is sent; inf sends as fast as replies come.", above=0)
     ] = 1.0
@@ -126,21 +128,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
-    """A closed loop of chats."""
+    """A closed loop of chats; sizes that are not given fit the model and its device."""
 
-    num_clients: Annotated[int, about("Chats at once.", least=1)] = 80
-    num_rounds: Annotated[int, about("Requests of each chat.", unit="requests", least=1)] = 10
-    request_length: Annotated[int, about("New tokens of each request.", unit="tokens", least=1)] = 2048
-    output_length: Annotated[int, about("Length of each reply.", unit="tokens", least=1)] = 1
+    num_clients: Annotated[int, about("Chats at once.", least=1)] = FITTING
+    num_rounds: Annotated[int, about("Requests of each chat.", unit="requests", least=1)] = FITTING
+    request_length: Annotated[int, about("New tokens of each request.", unit="tokens", least=1)] = FITTING
+    output_length: Annotated[int, about("Length of each reply.", unit="tokens", least=1)] = FITTING
     think_time: Annotated[float, about("Time between a reply and the next request.", unit="s", least=0)] = 0.0
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """Random prompts for the offline API, all given at once."""
+    """Random prompts for the offline API, all given at once; sizes that are not given fit the model and its device."""
 
-    num_prompts: Annotated[int, about("Prompts.", least=1)] = 256
-    input_length: Annotated[int, about("Length of a prompt.", unit="tokens", least=1)] = 1024
-    output_length: Annotated[int, about("Length of a reply.", unit="tokens", least=1)] = 128
+    num_prompts: Annotated[int, about("Prompts.", least=1)] = FITTING
+    input_length: Annotated[int, about("Length of a prompt.", unit="tokens", least=1)] = FITTING
+    output_length: Annotated[int, about("Length of a reply.", unit="tokens", least=1)] = FITTING
     random_range_ratio: Annotated[
         float,
         about(
@@ -157,7 +159,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What to ask of the cache. Each load uses the fields it has a use for."""
+    """What to ask of the cache; each load uses the fields it has a use for, and sizes that are not given fit the model and its device."""
 
     load: Annotated[
         Literal["multi-turn", "conversation-trace", "agent-sessions", "shared-prefix"],
@@ -185,22 +187,26 @@ class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
             most=1,
         ),
     ] = 1.0
-    num_conversations: Annotated[int, about("Conversations of multi-turn.", least=1)] = 32
+    num_conversations: Annotated[int, about("Conversations of multi-turn.", least=1)] = FITTING
     group_size: Annotated[
         int, about("Conversations visited at once; the next group follows the last reply.", least=1)
-    ] = 4
-    num_rounds: Annotated[int, about("Requests of each conversation.", unit="requests", least=1)] = 4
+    ] = FITTING
+    num_rounds: Annotated[int, about("Requests of each conversation.", unit="requests", least=1)] = FITTING
     conversation_length: Annotated[int, about("Length of a conversation's first request.", unit="tokens", least=1)] = (
-        6144
+        FITTING
     )
-    request_length: Annotated[int, about("New tokens of each later one.", unit="tokens", least=1)] = 256
-    num_prefixes: Annotated[int, about("Shared prefixes.", least=1)] = 64
-    suffixes_per_prefix: Annotated[int, about("Requests for each of them.", unit="requests", least=1)] = 16
-    prefix_length: Annotated[int, about("Length of a shared prefix.", unit="tokens", least=1)] = 2048
-    suffix_length: Annotated[int, about("Length of what follows it.", unit="tokens", least=1)] = 128
+    request_length: Annotated[int, about("New tokens of each later one.", unit="tokens", least=1)] = FITTING
+    num_prefixes: Annotated[int, about("Shared prefixes.", least=1)] = FITTING
+    suffixes_per_prefix: Annotated[int, about("Requests for each of them.", unit="requests", least=1)] = FITTING
+    prefix_length: Annotated[int, about("Length of a shared prefix.", unit="tokens", least=1)] = FITTING
+    suffix_length: Annotated[int, about("Length of what follows it.", unit="tokens", least=1)] = FITTING
     output_length: Annotated[
         int | None,
-        about("Length of a reply, whatever the scale; the default is 16, or as recorded.", unit="tokens", least=1),
+        about(
+            "Length of a reply, whatever the scale; the default is as recorded where there is a record.",
+            unit="tokens",
+            least=1,
+        ),
     ] = None
     num_tenants: Annotated[
         int,
@@ -336,7 +342,9 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, annotation: Any, meta: 
     extra = meta.extra_json_schema or {}
     unit = f" [{extra['unit']}]" if extra["unit"] else ""
     listed = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    shown = "" if default is None or default is False or default == () else f" (default: {listed})"
+    is_open = type(default) is int and default == FITTING
+    is_nothing = default is None or default is False or default == () or is_open
+    shown = "" if is_nothing else f" (default: {listed})"
     text = f"{meta.description}{unit}{shown}".replace("%", "%%")
     kinds = [kind for kind in get_args(annotation) or (annotation,) if kind not in (type(None), ...)]
     words = [word for kind in kinds for word in (get_args(kind) or (kind,)) if isinstance(word, str)]

@@ -12,6 +12,7 @@ from hiserve.bench.backends import words_of
 from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
 from hiserve.bench.request import Sample
+from hiserve.bench.scrape import page_size_of, scrape
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
 from hiserve.models.config import NANO, find_model, read_model_config
@@ -32,12 +33,16 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
         vocab_size: Token ids are below it, or None if nobody knows.
         version: The server's, or None.
+        device: Where the model runs (``cpu``, ``cuda``), or None if the server does not tell.
+        page_size: Tokens per page of its cache, or None likewise.
     """
 
     model: str
     max_model_len: int | None
     vocab_size: int | None
     version: str | None
+    device: str | None = None
+    page_size: int | None = None
 
     def require_vocab_size(self) -> int:
         """Returns the vocabulary's size.
@@ -74,18 +79,31 @@ async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | Non
     if not named:
         raise NotFoundError(f"the server has no model {model!r}; it has {', '.join(card['id'] for card in cards)}.")
     card = named[0]
+    told = await _told(pool)
     return Target(
         model=card["id"],
         max_model_len=card.get("max_model_len"),
-        vocab_size=vocab_size or await _told_vocab_size(pool) or _vocab_size_of(card.get("root")),
+        vocab_size=vocab_size or told.vocab_size or _vocab_size_of(card.get("root")),
         version=await _version(pool),
+        device=told.device,
+        page_size=told.page_size or page_size_of(await scrape(pool)),
     )
 
 
-async def _told_vocab_size(pool: Pool) -> int | None:
+class _Told(msgspec.Struct, frozen=True):
+    """What ``/get_model_info`` may tell."""
+
+    vocab_size: int | None = None
+    device: str | None = None
+    page_size: int | None = None
+
+
+async def _told(pool: Pool) -> _Told:
     status, answer = await pool.ask("GET", "/get_model_info")
-    told = answer.get("vocab_size") if status == 200 and isinstance(answer, dict) else None
-    return told if isinstance(told, int) else None
+    try:
+        return msgspec.convert(answer, _Told) if status == 200 else _Told()
+    except msgspec.ValidationError:
+        return _Told()
 
 
 def _vocab_size_of(root: str | None) -> int | None:

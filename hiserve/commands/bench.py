@@ -21,6 +21,7 @@ from hiserve.bench.cache.plot import draw_cache
 from hiserve.bench.cache.report import show_cache
 from hiserve.bench.cache.run import measure
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts
+from hiserve.bench.defaults import filled
 from hiserve.bench.goodput import goodput, parse_objectives
 from hiserve.bench.metrics import Summary, summarize
 from hiserve.bench.multiturn import by_round, num_without_ids
@@ -123,7 +124,7 @@ def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
     found = goodput(outcome.run, objectives_ms) if objectives_ms else None
     if found is not None:
         report.show_goodput(console, found)
-    _write(arguments, outcome, {"options": [data, load, limits], "summary": summary, "goodput": found})
+    _write(arguments, outcome, {"summary": summary, "goodput": found})
     if plotter is not None:
         plotter.draw_run(title, outcome.run)
     return _status(outcome.run, summary)
@@ -135,13 +136,15 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
     console = Console(highlight=False)
     with progress("requests") as begin:
         outcome = _wait(online.multiturn(pick(Connection, arguments), rounds, limits, begin))
+    page_size = outcome.target.page_size or 1
+    rounds = filled(rounds, device=outcome.target.device, max_model_len=outcome.target.max_model_len)
     title = f"{rounds.num_clients} chats of {rounds.num_rounds} rounds on {outcome.target.model}"
     summary = _show(console, title, outcome)
-    found = by_round(outcome.run, rounds)
+    found = by_round(outcome.run, rounds, page_size)
     num_missing = num_without_ids(outcome.run)
     report.show_rounds(console, found, num_missing)
     extra = {"rounds": found, "replies_without_ids": num_missing}
-    _write(arguments, outcome, {"options": [rounds, limits], "summary": summary, **extra})
+    _write(arguments, outcome, {"summary": summary, "page_size": page_size, **extra})
     if plotter is not None:
         plotter.draw_rounds(title, found)
     return _status(outcome.run, summary)
@@ -161,33 +164,33 @@ def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
     figures = {"summary": summary, "cache": cache, "page_size": found.page_size, "held": found.held}
     told = {"copies": found.copies, "server_counters": found.counters, "server_notes": found.notes}
     extra = {"prompts_of_another_length": found.num_differing}
-    _write(arguments, found.outcome, {"options": [load, limits], **figures, **told, **extra})
+    _write(arguments, found.outcome, {**figures, **told, **extra})
     if plotter is not None:
         draw_cache(plotter, title, run, found.held)
     return _status(run, summary)
 
 
 def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
-    batch = pick(Batch, arguments)
-    model = config.model.shape or config.model.model
-    workload = random_prompts(
-        num_prompts=batch.num_prompts,
-        input_length=batch.input_length,
-        output_length=batch.output_length,
-        range_ratio=batch.random_range_ratio,
-        vocab_size=read_model(config.model)[1].vocab_size,
-        seed=batch.seed,
-    )
-    begin = time.perf_counter()
-    with hiserve.LLM(in_process=batch.in_process, **flat(config)) as llm:
-        start_s = time.perf_counter() - begin
-        check_fits(workload, known(llm.config.model.max_model_len))
-        with progress("requests") as begin_bar:
-            summary = offline.measure(
-                llm, workload, temperature=batch.temperature, advance=begin_bar(workload.num_turns)
-            )
+    vocab_size = read_model(config.model)[1].vocab_size
+    begin_s = time.perf_counter()
+    with hiserve.LLM(in_process=pick(Batch, arguments).in_process, **flat(config)) as llm:
+        start_s = time.perf_counter() - begin_s
+        device, max_model_len = llm.config.model.device, known(llm.config.model.max_model_len)
+        batch = filled(pick(Batch, arguments), device=device, max_model_len=max_model_len)
+        workload = random_prompts(
+            num_prompts=batch.num_prompts,
+            input_length=batch.input_length,
+            output_length=batch.output_length,
+            range_ratio=batch.random_range_ratio,
+            vocab_size=vocab_size,
+            seed=batch.seed,
+        )
+        check_fits(workload, max_model_len)
+        with progress("requests") as begin:
+            advance = begin(workload.num_turns)
+            summary = offline.measure(llm, workload, temperature=batch.temperature, advance=advance)
         resolved = without_secrets(llm.config)
-    report.show_offline(Console(highlight=False), f"offline on {model}", summary)
+    report.show_offline(Console(highlight=False), f"offline on {config.model.shape or config.model.model}", summary)
     _write(arguments, None, {"options": [batch], "config": resolved, "start_s": start_s, "summary": summary})
     return INTERRUPTED if summary.num_requests < workload.num_turns else 0
 
@@ -289,7 +292,12 @@ def _write(arguments: Mapping[str, Any], outcome: Outcome | None, figures: dict[
         return
     content = about(shlex.join(["hiserve", *sys.argv[1:]]), f"hiserve {hiserve.__version__}")
     if outcome is not None:
-        content |= {"server": outcome.target, "backend": outcome.backend, "asking": outcome.asking}
+        content |= {
+            "server": outcome.target,
+            "backend": outcome.backend,
+            "asking": outcome.asking,
+            "options": outcome.options,
+        }
         figures |= {"workload": outcome.workload.name, "notes": outcome.workload.notes, "samples": raw(outcome.run)}
         figures |= {"unsent_requests": outcome.run.num_unsent}
     write(output, content | figures)

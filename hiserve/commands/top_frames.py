@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from hiserve.bench.cache.copies import Caches, ReplicaCache, sum_copies
-from hiserve.bench.cache.scrape import Series, increases, total
+from hiserve.bench.scrape import Series, increases, total
 from hiserve.errors import UnavailableError
 from hiserve.messages.cache import CopyStats
 

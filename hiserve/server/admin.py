@@ -109,6 +109,8 @@ class AdminRoutes:
             "is_generation": True,
             "max_model_len": engine.max_model_len if engine else None,
             "vocab_size": self._model.vocab_size,
+            "device": self._resolved.config.model.device,
+            "page_size": self._resolved.config.cache.page_size,
             "weight_version": self._model.fingerprint,
         }
         return json_response(info)

@@ -246,6 +246,8 @@ class ModelInfo(msgspec.Struct):
     is_generation: bool
     max_model_len: int | None
     vocab_size: int
+    device: str
+    page_size: int
     weight_version: str
 
 

@@ -12,13 +12,12 @@ import numpy as np
 from hiserve.bench.datasets.agents import Row, read_rows, shortened
 from hiserve.bench.datasets.synthetic import check_fits, draw_tokens, shared_prefixes
 from hiserve.bench.datasets.trace import TRACE_BLOCK_TOKENS, conversation_trace
+from hiserve.bench.defaults import chosen
 from hiserve.bench.options import CacheLoad
 from hiserve.bench.request import Turn, Workload
 from hiserve.bench.target import Encoder, Target
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
-
-OUTPUT_LENGTH = 16
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +69,7 @@ def _conversations(load: CacheLoad, vocab_size: int, seed: int) -> Workload:
     """Returns one session for each conversation; its requests repeat it so far and add to it."""
     rng = np.random.default_rng(seed)
     lengths = [load.conversation_length, *[load.request_length] * (load.num_rounds - 1)]
-    max_tokens = load.output_length or OUTPUT_LENGTH
+    max_tokens = chosen(load.output_length)
     sessions = [
         [
             Turn(prompt=draw_tokens(rng, _scaled(load, length), vocab_size), max_tokens=max_tokens, extends=True)
@@ -87,7 +86,7 @@ def _shared(load: CacheLoad, vocab_size: int, seed: int) -> Workload:
         prompts_per_group=load.suffixes_per_prefix,
         system_length=_scaled(load, load.prefix_length),
         question_length=_scaled(load, load.suffix_length),
-        output_length=load.output_length or OUTPUT_LENGTH,
+        output_length=chosen(load.output_length),
         num_prompts=load.num_prompts,
         vocab_size=vocab_size,
         seed=seed,

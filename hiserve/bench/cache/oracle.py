@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -18,7 +19,7 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt: Token ids, int32 ``[n]``.
-        output: Token ids, int32 ``[m]``; the last one was drawn and never computed.
+        output: Token ids, int32 ``[m]``; an engine need not compute the last one, and may (a step ahead, or as a draft).
         begin_s: When it was sent, seconds on any clock.
         end_s: When its reply ended, on the same clock; infinity when it never did.
         namespace: Requests of different namespaces share nothing.
@@ -34,12 +35,12 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens of one request that a cache without end could have given.
 
-    A prefix that an earlier request is still computing may be found or not, depending on how far that is. So there
-    are two numbers, and a perfect cache's lies between them.
+    A prefix that an earlier request is still computing may be found or not, depending on how far that is, and so may
+    the page that a reply's last token fills. So there are two numbers, and a perfect cache's lies between them.
 
     Attributes:
-        most: Those of every request that was sent before, replies included.
-        least: Those of requests that had ended before.
+        most: Those of every request that was sent before, whole replies included.
+        least: Those of requests that had ended before, without the last tokens of replies.
     """
 
     most: int
@@ -92,13 +93,15 @@ class _Pages:
         return Held(most=most, least=least)
 
     def add(self, visit: Visit) -> None:
-        """Adds what the request computes; a page has ended when the first request that held it has."""
+        """Adds what the request may compute; a page has ended when the first request that surely computed it has."""
         node: _Node = visit.namespace
-        for page in self._cut(visit.prompt.tobytes() + visit.output[:-1].tobytes()):
+        num_sure = (visit.prompt.size + visit.output[:-1].size) // self._page_size
+        for index, page in enumerate(self._cut(visit.prompt.tobytes() + visit.output.tobytes())):
             child = self._children.setdefault((node, page), len(self._ended_s))
             if child == len(self._ended_s):
-                self._ended_s.append(visit.end_s)
-            self._ended_s[child] = min(self._ended_s[child], visit.end_s)
+                self._ended_s.append(math.inf)
+            if index < num_sure:
+                self._ended_s[child] = min(self._ended_s[child], visit.end_s)
             node = child
 
     def _cut(self, tokens: bytes) -> Iterator[bytes]:

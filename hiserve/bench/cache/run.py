@@ -11,12 +11,13 @@ import numpy as np
 from hiserve.bench.cache.copies import Caches, Copied, copied, read_caches
 from hiserve.bench.cache.loads import Requests, build
 from hiserve.bench.cache.oracle import Held, Visit, endless_cache
-from hiserve.bench.cache.scrape import Series, increases, page_size_of, scrape
+from hiserve.bench.defaults import filled
 from hiserve.bench.load import Send, drive, drive_in_groups
 from hiserve.bench.online import Outcome, Server, connected, warm_up
 from hiserve.bench.options import CacheLoad, Connection, Limits
 from hiserve.bench.progress import Begin, SoFar
 from hiserve.bench.request import Prompt, Run, Sample
+from hiserve.bench.scrape import Series, increases, scrape
 from hiserve.bench.target import make_encoder
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
@@ -54,11 +55,12 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
     backend = connection.backend or "openai"
     ignore_eos = load.load != "agent-sessions" if connection.ignore_eos is None else connection.ignore_eos
     async with connected(connection, backend, ignore_eos=ignore_eos, has_ids=True) as server:
-        page_size = load.tokens_per_page or page_size_of(await scrape(server.pool))
+        page_size = load.tokens_per_page or server.target.page_size
         if page_size is None:
             raise ConfigError(
                 "the server does not tell its page size. Give --tokens-per-page.", param="tokens_per_page"
             )
+        load = filled(load, device=server.target.device, max_model_len=server.target.max_model_len)
         encoder = partial(make_encoder, server.pool, server.target, server.tokenizer)
         requests = await build(load, server.target, encoder, limits.seed)
         await warm_up(server, requests.workload, limits)
@@ -73,6 +75,7 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
         backend=backend,
         workload=requests.workload,
         run=run,
+        options=[load, limits],
     )
     return CacheOutcome(
         outcome=outcome,

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from hiserve.bench.cache.scrape import increases, scrape
 from hiserve.bench.http import Pool
 from hiserve.bench.online import read_key
 from hiserve.bench.options import Soak
 from hiserve.bench.progress import Advance, Begin
+from hiserve.bench.scrape import increases, scrape
 from hiserve.bench.soak.asked import Questions, build
 from hiserve.bench.soak.faults import possible
 from hiserve.bench.soak.figures import Figures, figures

@@ -7,13 +7,13 @@ from tests.mutants.mutant import Mutant
 ORACLE = "hiserve/bench/cache/oracle.py"
 LOADS = "hiserve/bench/cache/loads.py"
 FIGURES = "hiserve/bench/cache/figures.py"
-SCRAPE = "hiserve/bench/cache/scrape.py"
+SCRAPE = "hiserve/bench/scrape.py"
 RUN = "hiserve/bench/cache/run.py"
 LOAD = "hiserve/bench/load.py"
 OF_ORACLE = "tests/unit/bench/cache/test_oracle.py::"
 OF_LOADS = "tests/unit/bench/cache/test_loads.py::"
 OF_FIGURES = "tests/unit/bench/cache/test_figures.py::"
-OF_SCRAPE = "tests/unit/bench/cache/test_scrape.py::"
+OF_SCRAPE = "tests/unit/bench/test_scrape.py::"
 COPIES = "hiserve/bench/cache/copies.py"
 FRAMES = "hiserve/commands/top_frames.py"
 BOARD = "hiserve/commands/top_board.py"
@@ -31,11 +31,11 @@ MUTANTS = [
         test=OF_ORACLE + "test_only_whole_pages_are_found_and_never_the_last_token",
     ),
     Mutant(
-        name="an endless cache holds a reply's last token",
+        name="an endless cache surely holds a reply's last token",
         file=ORACLE,
-        old="visit.output[:-1].tobytes()",
-        new="visit.output.tobytes()",
-        test=OF_ORACLE + "test_a_reply_is_held_but_for_its_last_token",
+        old="visit.output[:-1].size",
+        new="visit.output.size",
+        test=OF_ORACLE + "test_the_page_that_the_last_token_of_a_reply_fills_may_be_held_or_not",
     ),
     Mutant(
         name="an endless cache finds a page wherever it stands",

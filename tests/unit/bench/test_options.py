@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from hiserve.bench.options import (
+    FITTING,
     Batch,
     Connection,
     Data,
@@ -101,6 +102,7 @@ def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.Captu
         text = "".join(capsys.readouterr().out.split())
         for field in msgspec.structs.fields(section):
             assert flag_of(field.name) in text
-            shown = field.default not in (None, (), False) or (field.default == 0.0 and field.default is not False)
+            is_open = type(field.default) is int and field.default == FITTING
+            shown = not (field.default is None or field.default == () or field.default is False or is_open)
             default = "".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
             assert (f"(default:{default})" in text) == shown or not shown, field.name

@@ -190,7 +190,7 @@ async def test_recorded_sessions_are_sent_as_text_and_compared_by_their_tokens(t
         (["--backend", "openai-chat"], "--backend openai or generate"),
         (["--max-concurrency", "3"], "Set --group-size"),
         (["--load", "conversation-trace", "--vocab-size", "9"], "give --path"),
-        (["--vocab-size", "9"], "context is 1000"),
+        (["--vocab-size", "9", "--conversation-length", "1200"], "context is 1000"),
         (["--length-scale", "2"], "the most is 1"),
     ],
 )

@@ -57,9 +57,11 @@ def test_the_order_is_that_of_sending_whatever_the_order_given() -> None:
     assert held(*at_once) == [(0, 0), (8, 0), (8, 0)]
 
 
-def test_a_reply_is_held_but_for_its_last_token() -> None:
+def test_the_page_that_the_last_token_of_a_reply_fills_may_be_held_or_not() -> None:
     chat = visit(tokens(6), tokens(6, 6), at=0, end=1)
-    assert held(chat, visit([*tokens(12), 7], at=2, end=3)) == [(0, 0), (8, 8)]
+    assert held(chat, visit([*tokens(12), 7], at=2, end=3)) == [(0, 0), (12, 8)]
+    settled = visit([*tokens(12), 7], at=2, end=3)
+    assert held(chat, settled, visit([*tokens(12), 7], at=4, end=5)) == [(0, 0), (12, 8), (12, 12)]
     longer = visit(tokens(6), tokens(7, 6), at=0, end=1)
     assert held(longer, visit([*tokens(13), 7], at=2, end=3)) == [(0, 0), (12, 12)]
 
@@ -76,8 +78,9 @@ def test_a_request_that_never_ended_is_never_settled() -> None:
 def brute_force(visits: list[Visit], page_size: int) -> list[Held]:
     """For each request, the longest common page-aligned prefix with any one before it."""
 
-    def common(new: Visit, old: Visit) -> int:
-        computed = [*old.prompt.tolist(), *old.output.tolist()[:-1]]
+    def common(new: Visit, old: Visit, num_left_out: int) -> int:
+        output = old.output.tolist()
+        computed = [*old.prompt.tolist(), *output[: max(0, len(output) - num_left_out)]]
         end = 0
         while end + page_size < new.prompt.size and end + page_size <= len(computed):
             if new.prompt[end : end + page_size].tolist() != computed[end : end + page_size]:
@@ -92,8 +95,8 @@ def brute_force(visits: list[Visit], page_size: int) -> list[Held]:
             for at, old in enumerate(visits)
             if (old.begin_s, at) < (new.begin_s, index) and old.namespace == new.namespace
         ]
-        most = max((common(new, old) for old in before), default=0)
-        least = max((common(new, old) for old in before if old.end_s <= new.begin_s), default=0)
+        most = max((common(new, old, 0) for old in before), default=0)
+        least = max((common(new, old, 1) for old in before if old.end_s <= new.begin_s), default=0)
         found.append(Held(most=most, least=least))
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.bench.cache.scrape import increases, page_size_of, total
+from hiserve.bench.scrape import increases, page_size_of, total
 
 BEFORE = b"""# HELP hiserve:cached_tokens_total The same by tier.
 # TYPE hiserve:cached_tokens_total counter

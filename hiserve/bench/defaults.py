@@ -1,0 +1,130 @@
+"""What the user left open: sizes of a load that fit the model's context, and a minute where the model runs on a CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from hiserve.bench.options import FITTING, Batch, CacheLoad, Data, Rounds
+
+_T = TypeVar("_T", Data, Rounds, Batch, CacheLoad)
+Sizes = Mapping[str, int]
+
+# By section, for accelerators and for a CPU.
+LARGE: dict[type[msgspec.Struct], Sizes] = {
+    Data: {
+        "num_prompts": 1000,
+        "input_length": 1024,
+        "output_length": 1024,
+        "num_groups": 64,
+        "prompts_per_group": 16,
+        "system_length": 2048,
+        "question_length": 128,
+    },
+    Rounds: {"num_clients": 80, "num_rounds": 10, "request_length": 2048, "output_length": 1},
+    Batch: {"num_prompts": 256, "input_length": 1024, "output_length": 128},
+    CacheLoad: {
+        "num_conversations": 32,
+        "group_size": 4,
+        "num_rounds": 4,
+        "conversation_length": 6144,
+        "request_length": 256,
+        "num_prefixes": 64,
+        "suffixes_per_prefix": 16,
+        "prefix_length": 2048,
+        "suffix_length": 128,
+        "output_length": 16,
+    },
+}
+SMALL: dict[type[msgspec.Struct], Sizes] = {
+    Data: {
+        "num_prompts": 64,
+        "input_length": 128,
+        "output_length": 64,
+        "num_groups": 8,
+        "prompts_per_group": 8,
+        "system_length": 512,
+        "question_length": 32,
+    },
+    Rounds: {"num_clients": 8, "num_rounds": 4, "request_length": 256, "output_length": 8},
+    Batch: {"num_prompts": 64, "input_length": 128, "output_length": 64},
+    CacheLoad: {
+        "num_conversations": 16,
+        "group_size": 4,
+        "num_rounds": 3,
+        "conversation_length": 512,
+        "request_length": 64,
+        "num_prefixes": 8,
+        "suffixes_per_prefix": 8,
+        "prefix_length": 512,
+        "suffix_length": 32,
+        "output_length": 16,
+    },
+}
+SHARED_PREFIX_OUTPUT = 256
+
+
+def filled(options: _T, *, device: str | None, max_model_len: int | None) -> _T:
+    """Returns the options with a size in each place that the user left open.
+
+    Lengths that the user left open shrink, all by one factor, until the longest request fits the context; lengths
+    that were given stay as they are.
+
+    Args:
+        options: As given.
+        device: Where the model runs; None if the server does not tell.
+        max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
+    """
+    if _is_recorded(options):
+        return options
+    sizes = _sizes(options, SMALL if device == "cpu" else LARGE)
+    given = {name: value for name in sizes if (value := getattr(options, name)) not in (None, FITTING)}
+    free_sizes = {name: size for name, size in sizes.items() if name not in given}
+    weights = _weights(options, {**free_sizes, **given})
+    if max_model_len is not None:
+        used = sum(math.ceil(weight * given.get(name, 1)) + weight % 1 for name, weight in weights.items())
+        wanted = sum(weight * (free_sizes[name] - 1) for name, weight in weights.items() if name in free_sizes)
+        factor = min(1.0, max(0.0, max_model_len - used) / max(wanted, 1e-9))
+        free_sizes |= {name: 1 + int((free_sizes[name] - 1) * factor) for name in weights if name in free_sizes}
+    return msgspec.structs.replace(options, **free_sizes)
+
+
+def chosen(size: int | None) -> int:
+    """Returns a size that ``filled`` has filled in."""
+    assert size, f"a size is still {size}: the options were not filled in"
+    return size
+
+
+def _is_recorded(options: msgspec.Struct) -> bool:
+    """Whether a file says how much is sent."""
+    if isinstance(options, Data):
+        return options.dataset not in ("random", "shared-prefix")
+    return isinstance(options, CacheLoad) and options.load in ("conversation-trace", "agent-sessions")
+
+
+def _sizes(options: msgspec.Struct, table: Mapping[type[msgspec.Struct], Sizes]) -> Sizes:
+    sizes = dict(table[type(options)])
+    if isinstance(options, Data) and options.dataset == "shared-prefix":
+        del sizes["num_prompts"]  # all there are
+        sizes["output_length"] = min(SHARED_PREFIX_OUTPUT, sizes["output_length"])
+    return sizes
+
+
+def _weights(options: msgspec.Struct, sizes: Sizes) -> dict[str, float]:
+    """Returns how often each length counts in the longest request."""
+    if isinstance(options, Rounds):
+        return dict.fromkeys(("request_length", "output_length"), float(sizes["num_rounds"]))
+    if isinstance(options, CacheLoad):
+        rounds, scale = sizes["num_rounds"], options.length_scale
+        if options.load == "multi-turn":
+            lengths = {"conversation_length": scale, "request_length": (rounds - 1) * scale}
+            return lengths | {"output_length": float(rounds)}
+        return {"prefix_length": scale, "suffix_length": scale, "output_length": 1.0}
+    assert isinstance(options, Data | Batch), f"sizes of {options} have no weights"
+    if isinstance(options, Data) and options.dataset == "shared-prefix":
+        return dict.fromkeys(("system_length", "question_length", "output_length"), 1.0)
+    # Random lengths are rounded up at the far end of their range.
+    return dict.fromkeys(("input_length", "output_length"), 1.0 + options.random_range_ratio)
