@@ -13,7 +13,7 @@ from hiserve.core.resolve import ModelFacts
 from hiserve.core.step_memory import StepShape
 from hiserve.errors import ModelError
 from hiserve.models.family import FAMILIES
-from hiserve.models.fields import ConfigFields, convert, read_json, respell
+from hiserve.models.fields import ConfigFields, convert, read_json, refuse_oversize, respell
 from hiserve.models.generation import Generation, SamplingDefaults, as_ids, read_generation
 from hiserve.models.hub import Download, fetch, is_hub_name
 from hiserve.models.rope import RopeConfig, read_rope, stretched_context
@@ -216,6 +216,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: Generation) -> Mod
     architecture = _architecture(raw.get("architectures"))
     family = FAMILIES[architecture]
     fields = convert(family.complete(respell(raw, path)), ConfigFields, path)
+    refuse_oversize(fields, path)
     _refuse_unsupported(fields, architecture)
     heads = fields.num_attention_heads
     kv_heads = fields.num_key_value_heads or heads

@@ -22,6 +22,22 @@ NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 # How older files call a field -> how transformers 5 does.
 _OLD_SPELLINGS = {"torch_dtype": "dtype", "rope_scaling": "rope_parameters", "num_local_experts": "num_experts"}
 
+# What no model comes near, and beyond which shapes, names and tables of a model would themselves fill memory.
+_MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**16,
+    "intermediate_size": 2**22,
+    "num_experts": 2**14,
+    "num_experts_per_tok": 2**14,
+    "moe_intermediate_size": 2**22,
+    "num_nextn_predict_layers": 2**6,
+}
+MAX_EXPERT_MATRICES = 2**20  # of all layers together: each has a name, and a place in a checkpoint
+
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -114,6 +130,24 @@ def convert(raw: dict[str, Any], kind: type[_T], path: Path) -> _T:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise ModelError(f"{path.name} in {str(path.parent)!r} makes no sense: {error}.", param="model") from None
+
+
+def refuse_oversize(fields: ConfigFields, path: Path) -> None:
+    """Compares every size with what a model may have, before anything is built of it.
+
+    Raises:
+        ModelError: One is larger.
+    """
+    sizes = {name: getattr(fields, name) or 0 for name in _MOST}
+    facts = {f"{name} is {size}, and the most is {_MOST[name]}": size > _MOST[name] for name, size in sizes.items()}
+    experts = 3 * sizes["num_hidden_layers"] * sizes["num_experts"]
+    facts[f"its experts have {experts} matrices, and the most is {MAX_EXPERT_MATRICES}"] = experts > MAX_EXPERT_MATRICES
+    for fact, is_so in facts.items():
+        if is_so:
+            raise ModelError(
+                f"{path.name} in {str(path.parent)!r} makes no sense: {fact}. Correct it, or fetch the file again.",
+                param="model",
+            )
 
 
 def respell(raw: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -207,6 +207,14 @@ MUTANTS = [
         test=OF_WEIGHTS + "test_shards_load_as_one_file_does",
     ),
     Mutant(
+        name="a config.json may ask for any size",
+        file=CONFIG,
+        old="    refuse_oversize(fields, path)\n",
+        new="",
+        test="tests/unit/models/test_config.py::"
+        "test_a_size_that_no_model_has_is_refused_before_anything_is_built_of_it",
+    ),
+    Mutant(
         name="weights are not read in the order of the files",
         file="hiserve/models/reading.py",
         old="sorted(wanted, key=lambda each: (each[0].path, each[0].begin))",

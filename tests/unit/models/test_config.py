@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,44 @@ def test_values_that_contradict_each_other_or_have_the_wrong_type(
     message = refusal(folder(tmp_path, **changes))
     assert named in message
     assert "config.json" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    {
+        "vocab_size": 2**24,
+        "hidden_size": 2**20,
+        "num_hidden_layers": 2**12,
+        "num_attention_heads": 2**14,
+        "num_key_value_heads": 2**14,
+        "head_dim": 2**16,
+        "intermediate_size": 2**22,
+        "num_experts": 2**14,
+        "num_experts_per_tok": 2**14,
+        "moe_intermediate_size": 2**22,
+        "num_nextn_predict_layers": 2**6,
+    }.items(),
+)
+def test_a_size_that_no_model_has_is_refused_before_anything_is_built_of_it(
+    tmp_path: Path, name: str, most: int
+) -> None:
+    """The first size is one too many, so that the test ends also where nothing refuses it."""
+    base = {"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 64, "use_sliding_window": True} | MOE
+    for size in (most + 1, 2**31 - 1):
+        place = folder(tmp_path, **base | {name: size})
+        tracemalloc.start()
+        message = refusal(place)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert f"{name} is {size}, and the most is {most}" in message
+        assert "Correct it, or fetch the file again." in message
+        assert peak < 2**20
+
+
+def test_layers_times_experts_are_bounded_too(tmp_path: Path) -> None:
+    shape = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4096, "num_experts": 128}
+    message = refusal(folder(tmp_path, **MOE | shape))
+    assert "its experts have 1572864 matrices, and the most is 1048576" in message
 
 
 anything = st.recursive(
