@@ -47,7 +47,8 @@ class Copier:
         return Loads(self._open_loads, self._failed_loads, self._last_load)
 
     def start(self, plan: BatchPlan) -> None:
-        """Forgets the host pages that a plan gives back, then starts its copies."""
+        """Forgets the host pages that a plan gives back, then starts its copies. Pinning leaves the device to the step."""
+        self._host.touch.pace.step()
         if plan.host_release.size:
             self._host.free(plan.host_release)
         for copy in plan.copies:

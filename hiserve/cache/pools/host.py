@@ -58,7 +58,9 @@ class HostPool:
         self._pages = segment.pages
         self._bytes = torch.from_numpy(segment.pages)
         self.records = Records(segment.records, segment.layout.page_size, link)
-        self.touch = FirstTouch(segment, num_threads=num_threads, registrar=registrar)
+        self.touch = FirstTouch(
+            segment, num_threads=num_threads, registrar=registrar, num_used=lambda: self.records.num_used
+        )
         self._checksums = Checksums(self.records, segment.pages, max_bytes_per_s=max_checksum_bytes_per_s)
         self._layers = {group.name: self._views(group) for group in groups}
         self._verify = verify

@@ -64,6 +64,9 @@ class Records:
         table: ``[num_pages]`` of ``record_type(page_size)``; usually a view of a segment.
         page_size: Tokens per page.
         link: Makes the digests of pages (``core.digest.chain_of``).
+
+    Attributes:
+        num_used: Pages that are WRITING or VALID, since ``adopt`` or ``clear``.
     """
 
     def __init__(self, table: RecordArray, page_size: int, link: Chain = chain) -> None:
@@ -73,6 +76,7 @@ class Records:
         self._fields["tokens"] = table["tokens"][:, :page_size]
         self._page_size = page_size
         self._link = link
+        self.num_used = 0
         self._lives = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
         self._lock = threading.Lock()
 
@@ -83,6 +87,7 @@ class Records:
         tokens = np.frombuffer(run.key, dtype="<i4").reshape(pages.size, self._page_size)
         with self._lock:
             self._expect(pages, self._fields["state"][pages] == PageState.FREE, "FREE")
+            self.num_used += pages.size
             self._lives[pages] += 1
             self._write("state", pages, PageState.WRITING)
             self._write("checksum", pages, NO_CHECKSUM)
@@ -102,6 +107,7 @@ class Records:
         """WRITING or VALID to FREE: these pages may be given to somebody else."""
         with self._lock:
             self._expect(pages, self._fields["state"][pages] != PageState.FREE, "in use")
+            self.num_used -= pages.size
             self._lives[pages] += 1
             self._write("state", pages, PageState.FREE)
 
@@ -109,6 +115,7 @@ class Records:
         """Frees every page, whatever a former process left."""
         with self._lock:
             self._lives += 1
+            self.num_used = 0
             self._write("state", np.arange(self._table.size, dtype=np.int32), PageState.FREE)
 
     def in_use(self, pages: Int32Array) -> NDArray[np.bool_]:
@@ -161,6 +168,7 @@ class Records:
         for run in runs:
             kept[run.pages] = True
         with self._lock:
+            self.num_used = int(np.count_nonzero(kept))
             self._write("state", np.flatnonzero(~kept).astype(np.int32), PageState.FREE)
         return runs
 

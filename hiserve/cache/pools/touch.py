@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 # Pinning holds up launches on the device: up to 5 ms for this many bytes, half a second for 4 GiB (H200).
 _PIECE_BYTES = 64 << 20
+_IDLE_S = 0.05  # after the last step was launched
+_SHARE, _HURRIED_SHARE = 1 / 32, 1 / 2  # of the time, while steps run
+_SPARE_BYTES = 512 << 20  # of ready pages that nothing lies in
 
 
 class Registrar(Protocol):
@@ -38,6 +42,41 @@ class Registrar(Protocol):
         """Undoes ``register``."""
 
 
+class PinningPace:
+    """Decides how long pinning rests: not at all on an idle device; while steps run, so that it takes a share of the time.
+
+    The share is small while there are ready pages to write to, and a half when they run out.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._step_s = self._pinned_s = -math.inf
+        self._taken_s = 0.0
+
+    def step(self) -> None:
+        """Notes that a step is launched now. Called from the thread that launches."""
+        self._step_s = self.clock()
+
+    def pinned(self, taken_s: float) -> None:
+        """Notes that a piece was pinned until now, and how long that took."""
+        self._pinned_s, self._taken_s = self.clock(), taken_s
+
+    def pause_s(self, spare_bytes: int) -> float:
+        """Returns how long to wait before the next piece is pinned, at least 0.
+
+        Args:
+            spare_bytes: Of pages that are ready and hold nothing.
+        """
+        now_s = self.clock()
+        if now_s > self._step_s + _IDLE_S:
+            return 0.0
+        share = _SHARE if spare_bytes >= _SPARE_BYTES else _HURRIED_SHARE
+        return max(0.0, self._pinned_s + self._taken_s * (1 / share - 1) - now_s)
+
+
 class FirstTouch:
     """Makes pages resident in parallel, piece by piece; each piece is then pinned if there is a registrar.
 
@@ -52,10 +91,13 @@ class FirstTouch:
         piece_bytes: Bytes that become ready, and are pinned, at once; rounded down to whole pages of cache and of
             memory, but not to none.
         populate: Makes memory resident (offset in the segment, address, bytes); raises OSError.
+        pace: Decides when the next piece is pinned.
+        num_used: Returns how many pages hold something.
 
     Attributes:
         num_pieces: Pieces in all.
         pages_per_piece: Piece i holds the pages from ``i * pages_per_piece``.
+        pace: As given.
         failure: Why ``num_ready_pages`` stopped growing, if it did.
     """
 
@@ -67,13 +109,17 @@ class FirstTouch:
         registrar: Registrar | None = None,
         piece_bytes: int = _PIECE_BYTES,
         populate: Callable[[int, int, int], None] | None = None,
+        pace: PinningPace | None = None,
+        num_used: Callable[[], int] = lambda: 0,
     ) -> None:
         layout = segment.layout
         # A boundary is one of pages and of memory pages, or two registrations would share a memory page.
         stride = math.lcm(layout.page_bytes, mmap.PAGESIZE)
         self.pages_per_piece = max(1, piece_bytes // stride) * stride // layout.page_bytes
         self.num_pieces = -(-layout.num_pages // self.pages_per_piece)
+        self.pace = pace or PinningPace()
         self.failure: ResourceError | None = None
+        self._num_used = num_used
         self._segment = segment
         self._address = segment.pages.ctypes.data
         self._registrar = registrar
@@ -139,8 +185,12 @@ class FirstTouch:
         self._populate(layout.pages_offset + first, address, num_bytes)
         if self._registrar is not None:
             with self._pinning:
+                spare_pages = self.num_ready_pages - self._num_used()
+                self._stop.wait(self.pace.pause_s(spare_pages * layout.page_bytes))
+                begin_s = self.pace.clock()
                 self._registrar.register(address, num_bytes)
                 self._registered.append(address)
+                self.pace.pinned(self.pace.clock() - begin_s)
 
     def _fail(self, error: ResourceError) -> None:
         with self._changed:

@@ -139,6 +139,21 @@ MUTANTS = [
         new="False",
         test=OF_BUILD + "test_files_that_changed_since_the_server_started_are_refused",
     ),
+    # --- when it is pinned ---
+    Mutant(
+        name="pinning never rests while steps run",
+        file="hiserve/cache/pools/touch.py",
+        old="if now_s > self._step_s + _IDLE_S:",
+        new="if True:",
+        test="tests/unit/pools/test_touch.py::test_pinning_takes_a_small_share_of_the_time_while_steps_run",
+    ),
+    Mutant(
+        name="pinning does not know of steps",
+        file="hiserve/worker/copier.py",
+        old="        self._host.touch.pace.step()\n",
+        new="",
+        test="tests/unit/worker/test_copier.py::test_each_step_tells_pinning_to_leave_the_device_to_it",
+    ),
     # --- what of it ---
     Mutant(
         name="adopted pages are not findable",

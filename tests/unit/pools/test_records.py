@@ -39,6 +39,21 @@ def test_a_page_is_free_then_writing_then_valid_then_free(table: np.ndarray) -> 
     assert records.state(3) is records.state(5) is PageState.FREE
 
 
+def test_pages_in_use_are_counted_from_the_start_of_a_process(table: np.ndarray, pages: np.ndarray) -> None:
+    records = Records(table, PAGE_SIZE)
+    run = make_run([3, 5, 7], [7, 8, 9])
+    store(records, pages, run)
+    records.begin(make_run([9], [1]))
+    assert records.num_used == 4
+    records.free(run.pages[2:])
+    assert records.num_used == 3
+    after = Records(table, PAGE_SIZE)
+    after.adopt()
+    assert after.num_used == 2
+    after.clear()
+    assert after.num_used == 0
+
+
 def test_a_failed_copy_frees_its_pages(table: np.ndarray) -> None:
     records = Records(table, PAGE_SIZE)
     run = make_run([3], [7])

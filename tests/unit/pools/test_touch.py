@@ -16,7 +16,7 @@ import pytest
 
 from hiserve.cache.pools import touch as touches
 from hiserve.cache.pools.segment import Segment
-from hiserve.cache.pools.touch import FirstTouch, Populate
+from hiserve.cache.pools.touch import FirstTouch, PinningPace, Populate
 from hiserve.errors import ResourceError
 from tests.helpers.host import make_layout
 
@@ -207,3 +207,87 @@ def test_an_old_kernel_gets_the_memory_another_way(segment: Segment, monkeypatch
     Populate(segment.fd)(segment.layout.pages_offset, segment.pages.ctypes.data, 16 * MIB)
     assert allocated(segment) >= 16 * MIB
     assert (segment.pages[1] == 7).all()
+
+
+# --- while steps run -------------------------------------------------------------------------------
+
+GIB = 1 << 30
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def share_of_pinning(spare_bytes: int, *, step_every_s: float, pinned_s: float = 0.005, pieces: int = 50) -> float:
+    """Pins pieces as fast as the pace lets them, while steps are launched; returns the share of the time that takes."""
+    clock = Clock()
+    pace, begin_s, next_step_s = PinningPace(clock), clock.now_s, clock.now_s
+    for _ in range(pieces):
+        while True:
+            while next_step_s <= clock.now_s:
+                pace.step()
+                next_step_s += step_every_s
+            pause_s = pace.pause_s(spare_bytes)
+            if pause_s == 0:
+                break
+            clock.now_s = min(clock.now_s + pause_s, next_step_s)
+        clock.now_s += pinned_s
+        pace.pinned(pinned_s)
+    return pieces * pinned_s / (clock.now_s - begin_s)
+
+
+def test_pinning_takes_a_small_share_of_the_time_while_steps_run() -> None:
+    assert share_of_pinning(GIB, step_every_s=0.005) == pytest.approx(1 / 32, rel=0.05)
+
+
+def test_pinning_takes_half_of_the_time_when_ready_pages_run_out() -> None:
+    assert share_of_pinning(0, step_every_s=0.005) == pytest.approx(1 / 2, rel=0.05)
+
+
+def test_pinning_never_rests_on_an_idle_device() -> None:
+    assert share_of_pinning(GIB, step_every_s=1e9, pieces=1000) > 0.9
+    pace = PinningPace(Clock())
+    pace.pinned(100.0)
+    assert pace.pause_s(0) == 0
+
+
+def test_the_pace_is_asked_before_each_piece_with_what_is_ready_and_empty(segment: Segment) -> None:
+    class Pace(PinningPace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: list[int] = []
+            self.told: list[float] = []
+
+        def pause_s(self, spare_bytes: int) -> float:
+            self.asked.append(spare_bytes)
+            return 0.0
+
+        def pinned(self, taken_s: float) -> None:
+            self.told.append(taken_s)
+
+    pace, pins = Pace(), Pins()
+    touch = FirstTouch(segment, num_threads=1, registrar=pins, piece_bytes=4 * MIB, pace=pace, num_used=lambda: 3)
+    assert touch.wait(16, timeout_s=30)
+    assert pace.asked == [(ready - 3) * MIB for ready in (0, 4, 8, 12)]
+    assert len(pace.told) == 4
+    touch.close()
+
+
+def test_closing_does_not_wait_for_the_pace(segment: Segment) -> None:
+    asked = threading.Event()
+
+    class Pace(PinningPace):
+        def pause_s(self, spare_bytes: int) -> float:
+            asked.set()
+            return 1e6
+
+    touch = FirstTouch(segment, num_threads=2, registrar=Pins(), piece_bytes=4 * MIB, pace=Pace())
+    assert asked.wait(30)
+    assert touch.num_ready_pages == 0
+    touch.close()

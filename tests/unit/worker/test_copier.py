@@ -24,15 +24,20 @@ def may_copy() -> threading.Event:
 
 
 @pytest.fixture
-def copier(may_copy: threading.Event) -> Iterator[Copier]:
+def bench(may_copy: threading.Event) -> Iterator[TransferBench]:
     def hold(copy: PageCopy) -> str | None:
         may_copy.wait()
         return "broken" if copy.op == BROKEN else None
 
     bench = TransferBench(THREAD, hold=hold)
-    yield Copier(bench.engine, bench.host)
+    yield bench
     may_copy.set()
     bench.close()
+
+
+@pytest.fixture
+def copier(bench: TransferBench) -> Copier:
+    return Copier(bench.engine, bench.host)
 
 
 def start(copier: Copier, *ops: int, kind: CopyKind = CopyKind.LOAD) -> None:
@@ -54,3 +59,11 @@ def test_loads_are_open_from_their_start_until_their_end_is_taken(copier: Copier
         assert time.monotonic() < deadline, acks
         acks += copier.take_acks(0.01)
     assert (copier.loads.open, list(copier.loads.failed), copier.loads.last_started) == (set(), [BROKEN], BROKEN)
+
+
+def test_each_step_tells_pinning_to_leave_the_device_to_it(copier: Copier, bench: TransferBench) -> None:
+    pace = bench.host.touch.pace
+    pace.pinned(1e6)
+    assert pace.pause_s(0) == 0
+    start(copier)
+    assert pace.pause_s(0) > 0
