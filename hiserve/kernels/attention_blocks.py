@@ -43,7 +43,7 @@ def _run(pages, block, end, shape: tl.constexpr):  # type: ignore[no-untyped-def
     """Whether the next blocks lie in adjacent slots, each by itself, and where this changes."""
     if shape.is_fresh:
         return True, end
-    is_adjacent, stop = _are_adjacent(pages, block, end, shape), block + RUN
+    is_adjacent, stop = _are_adjacent(pages, block, end, shape), tl.minimum(block + RUN, end)
     while stop < end and _are_adjacent(pages, stop, end, shape) == is_adjacent:
         stop += RUN
     return is_adjacent, tl.minimum(stop, end)

@@ -189,7 +189,7 @@ def extend(
             q.shape[0],
             window,
             scale * math.log2(math.e),
-            has_fresh and not is_fresh,
+            int(has_fresh and not is_fresh),
             shape._replace(is_fresh=is_fresh),
             num_warps=cut.num_warps,
             num_stages=cut.num_stages,
@@ -263,7 +263,7 @@ def _extend(  # type: ignore[no-untyped-def]
     q_len = tl.load(qo_indptr + row + 1) - start
     prefix = tl.load(kv_lens + row).to(tl.int32) - q_len
     first = (tl.cdiv(q_len, tokens) - 1 - tl.program_id(1)) * tokens
-    if first < 0 or (shape.is_fresh and prefix > 0) or (leaves_fresh and prefix == 0):
+    if first < 0 or (shape.is_fresh and prefix > 0) or (leaves_fresh != 0 and prefix == 0):
         return
 
     lane = tl.arange(0, num_queries)

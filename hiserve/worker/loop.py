@@ -90,6 +90,7 @@ class Engine:
         facts: What it tells before its first step.
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
         kv_events: Publishes what the cache tells it, step by step; closed with the engine.
+        pace: Estimates when the step in flight ends; by the monotonic clock if None.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Engine:
         *,
         shares_prefixes: bool = True,
         kv_events: KvEvents | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.facts = facts
         self._shares_prefixes = shares_prefixes
@@ -109,7 +111,7 @@ class Engine:
         self._depth = depth
         self._kv_events = kv_events
         self._in_flight: deque[Future[StepResult]] = deque()
-        self._pace = Pace()
+        self._pace = pace or Pace()
         self._is_sound = True
         self._publish()  # what a former process left
 

@@ -7,7 +7,6 @@ changes what is generated.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,7 +87,7 @@ class EchoExecutor:
     """Keeps rows and a pool as the device would, in numpy; drafts are sometimes right.
 
     Args:
-        step_s: Time a step takes; 0 runs it inside ``submit``, more runs it in a thread.
+        threaded: Runs steps in a thread, not inside ``submit``.
         defer_rate: Share of the steps that are refused, as the gate may.
         fault_rate: Share of the steps that are given up half done, as if memory had run out.
 
@@ -107,7 +106,7 @@ class EchoExecutor:
         page_size: int,
         max_rows: int,
         max_len: int,
-        step_s: float = 0.0,
+        threaded: bool = False,
         defer_rate: float = 0.0,
         fault_rate: float = 0.0,
         seed: int = 0,
@@ -133,8 +132,7 @@ class EchoExecutor:
         self.host: EchoHost | None = None
         self.num_deferred = 0
         self._defer_rate = defer_rate
-        self._step_s = step_s
-        self._thread = ThreadPoolExecutor(1) if step_s else None
+        self._thread = ThreadPoolExecutor(1) if threaded else None
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         if self._thread is not None:
@@ -167,8 +165,6 @@ class EchoExecutor:
             self._thread.shutdown()
 
     def _run(self, plan: BatchPlan) -> StepResult:
-        if self._step_s:
-            time.sleep(self._step_s)
         for row in plan.release:
             self.known[row] = self.computed[row] = 0
             self.entry_owner[row] = -1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.spec.adaptive import DraftController
 from hiserve.worker.costs import Costs
 from hiserve.worker.kv_events import KvEvents
 from hiserve.worker.loop import Engine, EngineFacts
+from hiserve.worker.pace import Pace
 from hiserve.worker.planner import Planner
 from tests.helpers.echo import EchoExecutor
 from tests.helpers.echo_host import EchoHost
@@ -23,7 +26,7 @@ def echo_engine(
     depth: int = 0,
     num_draft: int = 0,
     eos: tuple[int, ...] = (0, 1, 2),
-    step_s: float = 0.0,
+    threaded: bool = False,
     seed: int = 0,
     kv_events: KvEvents | None = None,
     num_host_pages: int = 0,
@@ -34,7 +37,13 @@ def echo_engine(
     fault_rate: float = 0.0,
     costs: Costs | None = None,
     controller: DraftController | None = None,
+    pace: Pace | None = None,
 ) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
+    """Makes an engine that reads no clock, so that its arguments decide every step.
+
+    Unless given, ``costs`` finds that each step takes a second, which makes loads worth it, and ``pace`` that none takes any
+    time, so that no plan waits for a load.
+    """
     cache = CacheManager(
         num_pages=num_pages,
         page_size=page_size,
@@ -52,7 +61,7 @@ def echo_engine(
         eos_token_ids=eos,
         num_draft=num_draft,
         overlaps_loads=overlaps_loads,
-        costs=costs,
+        costs=costs or Costs(budget, clock=itertools.count().__next__),
         controller=controller,
     )
     executor = EchoExecutor(
@@ -60,7 +69,7 @@ def echo_engine(
         page_size=page_size,
         max_rows=max_rows,
         max_len=max_len,
-        step_s=step_s,
+        threaded=threaded,
         defer_rate=defer_rate,
         fault_rate=fault_rate,
         seed=seed,
@@ -68,4 +77,5 @@ def echo_engine(
     if num_host_pages:
         executor.host = EchoHost(executor.pool, page_size, num_host_pages, fail_rate=fail_rate, seed=seed)
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"echo", {})
-    return Engine(planner, executor, depth, facts, kv_events=kv_events), planner, executor, cache
+    pace = pace or Pace(clock=lambda: 0.0)
+    return Engine(planner, executor, depth, facts, kv_events=kv_events, pace=pace), planner, executor, cache

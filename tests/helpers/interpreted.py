@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+PORTABLE = "tests.helpers.portable_interpreter"
 
 
 def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -18,6 +19,6 @@ def interpreted(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_interpreted(program: str) -> None:
-    """Runs a program, which must not fail."""
-    done = interpreted("-c", program + '\nprint("done")')
+    """Runs a program, which must not fail, and whose kernels must work on every supported Triton."""
+    done = interpreted("-c", f'import {PORTABLE}\n{program}\nprint("done")')
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -13,6 +13,13 @@ PARTS = TESTS + "test_keys_are_split_where_rows_are_too_few_and_the_parts_join_t
 FRESH = TESTS + "test_rows_without_a_prefix_read_their_own_new_keys_and_the_others_the_pool"
 
 MUTANTS = [
+    Mutant(
+        name="extend: a kernel takes a Python bool, for which older interpreters of Triton have no type",
+        file=EXTEND,
+        old="            int(has_fresh and not is_fresh),\n",
+        new="            has_fresh and not is_fresh,\n",
+        test=PARTS,
+    ),
     # --- what is read ---
     Mutant(
         name="extend: keys past the end of a row are read",

@@ -11,6 +11,13 @@ LATE = "tests/unit/worker/test_engine_loop.py::test_while_rows_wait_for_loads_th
 
 MUTANTS = [
     Mutant(
+        name="overlap: a step is waited for before the next is planned",
+        file=LOOP,
+        old="(plan is None or len(self._in_flight) > self._depth)",
+        new="(plan is None or self._in_flight)",
+        test="tests/unit/worker/test_engine_loop.py::test_overlap_plans_a_step_while_the_one_before_executes",
+    ),
+    Mutant(
         name="pace: plans wait though nobody waits for a load",
         file=LOOP,
         old="if self._planner.is_loading and (slack_s",

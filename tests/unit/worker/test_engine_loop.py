@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 
 PROMPT = np.arange(3, 12, dtype=np.int32)
+NUM_STEPS = 30
+PATIENCE_S = 60  # for what happens at once unless it never does
 
 
 def add(engine: Engine, uid: int, max_tokens: int) -> None:
@@ -118,8 +119,8 @@ def test_while_rows_wait_for_loads_the_next_plan_is_made_as_late_as_can_be(
     is_loading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages are taken in meanwhile: each wait is a turn of its own."""
-    engine, planner, executor, _ = echo_engine(num_pages=30, depth=1, eos=())
-    engine._pace = ScriptedPace(0.0125, 0.0005, 0.0, 0.0)  # type: ignore[assignment]
+    pace: Any = ScriptedPace(0.0125, 0.0005, 0.0, 0.0)
+    engine, planner, executor, _ = echo_engine(num_pages=30, depth=1, eos=(), pace=pace)
     waits: list[float] = []
     plans: list[int] = []
 
@@ -155,58 +156,30 @@ def test_the_executors_exception_comes_out_of_the_step(monkeypatch: pytest.Monke
 
 # --- what overlap hides -------------------------------------------------------------------
 
-PLAN_S = EXECUTE_S = 0.012
-NUM_STEPS = 30
 
-
-@contextmanager
-def slow_engine(depth: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, list[float], list[float]]]:
-    """An engine that takes known times to plan and to execute, and the lists that these are measured into."""
-    engine, planner, executor, _ = echo_engine(num_pages=30, depth=depth, eos=(), step_s=EXECUTE_S)
-    plan_s: list[float] = []
-    execute_s: list[float] = []
+def test_overlap_plans_a_step_while_the_one_before_executes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step ends only when the plan after it has been made, for which an engine without overlap would wait for ever."""
+    engine, planner, executor, _ = echo_engine(num_pages=30, depth=1, eos=(), threaded=True)
+    num_planned, changed = 0, threading.Condition()
 
     def plan(inner: Callable[[], BatchPlan | None] = planner.plan) -> BatchPlan | None:
-        start = time.perf_counter()
-        time.sleep(PLAN_S)
+        nonlocal num_planned
         made = inner()
-        plan_s.append(time.perf_counter() - start)
+        with changed:
+            num_planned += 1
+            changed.notify_all()
         return made
 
     def run(plan: BatchPlan, inner: Callable[[BatchPlan], StepResult] = executor._run) -> StepResult:
-        start = time.perf_counter()
-        result = inner(plan)
-        execute_s.append(time.perf_counter() - start)
-        return result
+        with changed:
+            assert changed.wait_for(lambda: num_planned > plan.step_id, PATIENCE_S), (
+                f"step {plan.step_id} was waited for"
+            )
+        return inner(plan)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(planner, "plan", plan)
-        patch.setattr(executor, "_run", run)
-        yield engine, plan_s, execute_s
+    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(executor, "_run", run)
+    add(engine, 1, max_tokens=NUM_STEPS)
+    drain(engine)
+    assert num_planned >= NUM_STEPS
     engine.close()
-
-
-def wall_per_step(depth: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, float]:
-    """Median seconds from report to report, and of planning and executing, while a request decodes."""
-    with slow_engine(depth, monkeypatch) as (engine, plan_s, execute_s):
-        add(engine, 1, max_tokens=NUM_STEPS)
-        at: list[float] = []
-        while engine.has_work:
-            if engine.step() is not None:
-                at.append(time.perf_counter())
-    assert len(at) == NUM_STEPS
-    return float(np.median(np.diff(at))), statistics.median(plan_s), statistics.median(execute_s)
-
-
-def test_overlap_hides_planning_behind_execution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depth 1 takes at most 1.15 of the longer of the two; a noisy machine gets three tries."""
-    wall_s, plan_s, execute_s = wall_per_step(0, monkeypatch)
-    assert wall_s >= 0.95 * (plan_s + execute_s)
-    ratios = []
-    for _ in range(3):
-        wall_s, plan_s, execute_s = wall_per_step(1, monkeypatch)
-        ratios.append(wall_s / max(plan_s, execute_s))
-        print(f"wall {wall_s * 1e3:.2f} ms, plan {plan_s * 1e3:.2f} ms, execute {execute_s * 1e3:.2f} ms")
-        if ratios[-1] <= 1.15:
-            break
-    assert min(ratios) <= 1.15, f"wall per step over max(plan, execute): {ratios}"
