@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant(
         name="extend: rows without a prefix are computed once more, from the pool",
         file=EXTEND,
-        old=" or (leaves_fresh and prefix == 0)",
+        old=" or (leaves_fresh != 0 and prefix == 0)",
         new="",
         test=FRESH,
     ),

@@ -107,12 +107,10 @@ def test_a_long_text_does_not_hold_other_threads_up() -> None:
     tokenizer = tiny_text.byte_level()
     text = "hello there, my friend. " * 40_000
     with ThreadPoolExecutor(1) as threads:
-        begin = last = time.monotonic()
         encoding = threads.submit(tokenizer.encode, text, add_special_tokens=False)
-        longest_s = 0.0
+        num_turns = 0
         while not encoding.done():
             time.sleep(0.001)
-            now = time.monotonic()
-            longest_s, last = max(longest_s, now - last), now
-    assert longest_s < 0.6 * (last - begin), f"{longest_s:.2f} s of {last - begin:.2f} s nobody else ran"
+            num_turns += 1
+    assert num_turns >= 10, f"others had {num_turns} turns while a text of {len(text)} characters was encoded"
     assert tokenizer.decode(encoding.result(), skip_hidden=False) == text
