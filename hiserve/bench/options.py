@@ -234,13 +234,13 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     steps: Annotated[
         tuple[str, ...], about("Tokens proposed for each that the model draws; auto chooses for each step what pays.")
-    ] = ("0", "1", "2", "3", "5", "auto")
+    ] = ("0", "3", "auto")
     batches: Annotated[tuple[int, ...], about("Requests at once.", unit="requests", least=1, most=4096)] = (1, 4)
     temperatures: Annotated[tuple[float, ...], about("Sampling temperatures; 0 is greedy.", least=0, most=100)] = (0.0,)
     sources: Annotated[
         tuple[Literal["cold", "device", "host"], ...],
         about("Where prompts are found: nowhere, in the cache on the device, or on the host."),
-    ] = ("cold", "device", "host")
+    ] = ("cold", "host")
     dataset: Annotated[
         Literal["held-out", "chats", "agent-sessions"],
         about("Prompts: dialogues that come along, which the embedded model never saw; those of a file (--path)."),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hiserve import cli
+from hiserve.bench.options import Soak
+from hiserve.bench.progress import Advance
+from hiserve.bench.soak.judge import REFUSALS
+from hiserve.bench.soak.run import SoakOutcome, soak
+from hiserve.config import make_config
 from tests.e2e.live import serve
 
 pytestmark = pytest.mark.alone
@@ -43,7 +50,8 @@ def test_a_soak_strikes_its_server_and_tells_what_it_survived(
     assert found["is_exact"] and not found["num_violations"]
     outcomes = found["outcomes"]
     assert outcomes["answered"] > 2 and outcomes.keys() & {"left by the user", "malformed, told so"}
-    assert set(outcomes) <= {"answered", "left by the user", "malformed, told so", "refused", "slow reader cut off"}
+    fine = {"answered", "left by the user", "malformed, told so", "slow reader cut off"}
+    assert set(outcomes) <= fine | set(REFUSALS.values())
     assert {fault["fault"] for fault in found["faults"]} >= {"flip-store", "kill-worker"}  # in the order of the seed
     (killed, *_) = [fault for fault in found["faults"] if fault["fault"] == "kill-worker"]
     assert 0 < killed["ready_s"] <= killed["recovery_s"] < 30
@@ -61,6 +69,28 @@ def test_a_soak_of_a_running_server_only_loads_it(tmp_path: Path, capsys: pytest
     found = json.loads(output.read_bytes())["soak"]
     assert found["is_exact"] and not found["faults"] and not found["growth"]
     assert found["outcomes"]["answered"]
+
+
+def test_ctrl_c_ends_a_soak_with_what_was_seen(tmp_path: Path) -> None:
+    options = Soak(num_dialogues=2, num_agents=2, num_turns=2, prefix_length=96, output_length=8, duration=3600.0)
+
+    async def stopped(url: str) -> SoakOutcome:
+        def begin(_: int | None) -> Advance:
+            seconds = iter(range(3))
+
+            def advance(_: str) -> None:
+                if next(seconds) == 2:
+                    running.cancel()  # as Ctrl-C does
+
+            return advance
+
+        running = asyncio.ensure_future(soak(make_config(), msgspec.structs.replace(options, url=url), begin))
+        return await running
+
+    with serve(tmp_path, *SERVER) as live:
+        found = asyncio.run(stopped(live.url))
+    assert found.is_partial and 0 < found.figures.duration_s < 600
+    assert found.figures.outcomes["answered"] and not found.figures.num_violations
 
 
 def test_faults_that_nobody_would_notice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from hiserve.bench.options import Sweep
 from hiserve.bench.spec.prompts import read_prompts, read_texts
-from hiserve.bench.spec.run import Found, sweep_engines
+from hiserve.bench.spec.run import Found, conditions, sweep_engines
 from hiserve.config import make_config
 from hiserve.core.draft_use import DraftUse
 from hiserve.errors import ConfigError, EngineError
@@ -176,3 +176,9 @@ def interrupting(_: dict[str, Any]) -> FakeEngine:
         raise KeyboardInterrupt
 
     return FakeEngine(interrupt)
+
+
+def test_the_default_sweep_is_small() -> None:
+    sweep = Sweep()
+    assert len(list(conditions(sweep))) * len(sweep.steps) <= 12, "a minute on a CPU"
+    assert {"0", "auto"} < set(sweep.steps) and {"cold", "host"} == set(sweep.sources)
