@@ -9,19 +9,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hiserve.bench.http import Pool
 
+HIDDEN = b"# What tells of requests is shown"  # the first words of our reply to a key that may not see them
 Series = dict[str, float]
 # Names of the label that holds the tokens of a page: ours and SGLang's, vLLM's.
 PAGE_SIZE_LABELS = ("page_size", "block_size")
 
 
 async def scrape(pool: Pool) -> bytes:
-    """Returns the metrics as text; empty when the server has none.
+    """Returns the metrics as text; empty when the server has none, or shows this key none that tell of requests.
 
     Raises:
         UnavailableError: The server cannot be reached.
     """
     status, body = await pool.read("GET", "/metrics")
-    return body if status == 200 else b""
+    return body if status == 200 and not body.startswith(HIDDEN) else b""
 
 
 def page_size_of(text: bytes) -> int | None:

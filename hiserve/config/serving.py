@@ -46,6 +46,14 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         about("Key for what affects all tenants: flushing, aborting all, server information.", is_secret=True),
     ] = None
+    metrics_key: Annotated[
+        str | None,
+        about(
+            "Key for all of /metrics, as the admin key is; where there are API keys, others see only what tells nothing of "
+            "requests.",
+            is_secret=True,
+        ),
+    ] = None
     share_prefixes: Annotated[
         bool, about("Let all API keys share cached prefixes; each has a cache of its own otherwise.")
     ] = False

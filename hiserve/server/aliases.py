@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -97,7 +96,7 @@ class Aliases(Collector):
         compat: Key of ``ALIASES``.
     """
 
-    def __init__(self, registry: CollectorRegistry, compat: str) -> None:
+    def __init__(self, registry: Collector, compat: str) -> None:
         self._registry = registry
         self._aliases = ALIASES[compat]
 
@@ -107,7 +106,8 @@ class Aliases(Collector):
             return
         metrics = {metric.name: metric for metric in self._registry.collect()}
         for alias in self._aliases:
-            yield _renamed(metrics[f"hiserve:{alias.source}"], alias)
+            if (source := f"hiserve:{alias.source}") in metrics:  # not all metrics are for all callers
+                yield _renamed(metrics[source], alias)
 
 
 def _renamed(metric: Metric, alias: Alias) -> Metric:

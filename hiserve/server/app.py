@@ -94,7 +94,7 @@ def create_app(
         OpenAIRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router(),
         NativeRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router(),
         tokens.router(),
-        HealthRoutes(gate, metrics).router(),
+        HealthRoutes(gate, auth, metrics).router(),
         AdminRoutes(gate, auth, model, resolved, startup_s).router(),
         CacheRoutes(gate, auth, resolved.config.cache).router(),
     ]

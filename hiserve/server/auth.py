@@ -44,6 +44,7 @@ class Auth:
     def __init__(self, server: Server) -> None:
         self._keys = [_digest(key.encode()) for key in server.api_key]
         self._admin_key = None if server.admin_api_key is None else _digest(server.admin_api_key.encode())
+        self._metrics_key = None if server.metrics_key is None else _digest(server.metrics_key.encode())
         self._shares_prefixes = server.share_prefixes
 
     def caller(self, authorization: bytes) -> Caller:
@@ -74,6 +75,28 @@ class Auth:
     def is_admin(self, request: Request) -> bool:
         """Says whether the request may do what affects all tenants: as admin, or because there are no keys at all."""
         return caller_of(request).is_admin or (self._admin_key is None and not self._keys)
+
+    def sees_metrics(self, request: Request) -> bool:
+        """Says whether a request may see the metrics that tell of requests: all may where there are no keys.
+
+        Else it needs the metrics key or the admin key.
+
+        Raises:
+            AuthenticationError: It carries a key that this server does not know.
+        """
+        if not self._keys and self._metrics_key is None:
+            return True
+        authorization = _authorization(request.scope)
+        scheme, _, given = authorization.strip().partition(b" ")
+        digest, is_bearer = _digest(given.strip()), scheme.lower() == b"bearer"
+        matches = [
+            hmac.compare_digest(digest, key or bytes(len(digest))) for key in (self._metrics_key, self._admin_key)
+        ]
+        if is_bearer and any(matches):
+            return True
+        if authorization:
+            self.caller(authorization)
+        return False
 
     def require_admin(self, request: Request) -> None:
         """Refuses a request that may not do what affects all tenants.
@@ -116,9 +139,9 @@ class AuthGate:
             AuthenticationError: Its key is missing or unknown, and its path is not public.
         """
         if scope["type"] == "http":
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             is_public = scope["path"] in PUBLIC_PATHS
-            scope.setdefault("state", {})["caller"] = Caller() if is_public else self._auth.caller(given)
+            caller = Caller() if is_public else self._auth.caller(_authorization(scope))
+            scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, send)
 
 
@@ -152,6 +175,11 @@ def tag_of(request: Request, rid: str | None = None) -> str:
         rid: The name that the body gives it; the default is its ``x-request-id``.
     """
     return _tag(caller_of(request).key, rid or request.state.request_id)
+
+
+def _authorization(scope: Scope) -> bytes:
+    """Returns the header as it was sent; empty when there is none."""
+    return next((value for name, value in scope["headers"] if name == b"authorization"), b"")
 
 
 def _tag(key: bytes, rid: str) -> str:

@@ -52,7 +52,7 @@ class CacheRoutes:
         router = APIRouter()
         router.add_api_route("/cache/stats", self.stats, methods=["GET"])
         router.add_api_route("/cache/tree", self.tree, methods=["GET"])
-        router.add_api_route("/flush_cache", self.flush, methods=["GET", "POST"])
+        router.add_api_route("/flush_cache", self.flush, methods=["POST"])
         router.add_api_route("/reset_prefix_cache", self.flush, methods=["POST"])
         return router
 

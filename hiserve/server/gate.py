@@ -150,6 +150,11 @@ class Gate:
         return self._engine
 
     @property
+    def state(self) -> str | None:
+        """Why no request can be served now, without what an error said; None when one can."""
+        return None if self.reason is None else self.reason.partition(":")[0]
+
+    @property
     def reason(self) -> str | None:
         """Why no request can be served now; None when one can."""
         if self._is_draining:

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from hiserve.core.digest import namespace_digest
 from hiserve.core.request import SamplingParams
 from hiserve.errors import HiserveError, OverloadedError, UnavailableError
+from hiserve.server.auth import Auth
 from hiserve.server.failures import error_response
 from hiserve.server.gate import Engine, Gate
 from hiserve.server.metrics import Metrics
@@ -27,11 +28,13 @@ class HealthRoutes:
 
     Args:
         gate: Where the engine is.
+        auth: Says who may see what tells of requests.
         metrics: What ``/metrics`` shows.
     """
 
-    def __init__(self, gate: Gate, metrics: Metrics) -> None:
+    def __init__(self, gate: Gate, auth: Auth, metrics: Metrics) -> None:
         self._gate = gate
+        self._auth = auth
         self._metrics = metrics
 
     def router(self) -> APIRouter:
@@ -48,10 +51,14 @@ class HealthRoutes:
         """Says that this process and its event loop live. Constant time."""
         return json_response({"status": "ok"})
 
-    async def ready(self) -> Response:
-        """Says whether a request would be served now; if not, 503 and why."""
-        if self._gate.reason is not None:
-            return error_response(503, self._gate.reason, code="unavailable")
+    async def ready(self, request: Request) -> Response:
+        """Says whether a request would be served now; if not, 503 and why.
+
+        Where there are keys, errors are told in ``/server_info`` alone: nobody has shown one here.
+        """
+        reason = self._gate.reason if self._auth.is_admin(request) else self._gate.state
+        if reason is not None:
+            return error_response(503, reason, code="unavailable")
         return json_response({"status": "ready"})
 
     async def health_generate(self, request: Request) -> Response:
@@ -64,8 +71,13 @@ class HealthRoutes:
         await unless_gone(request.receive, self._proof(self._gate.require()))
         return json_response({"status": "ok"})
 
-    async def metrics(self) -> Response:
-        """Shows all metrics; the engine's gauges are as old as its last answer."""
+    async def metrics(self, request: Request) -> Response:
+        """Shows all metrics to who may see them, to others those of the service; gauges are as old as the engine's last answer.
+
+        Raises:
+            AuthenticationError: The request carries a key that this server does not know.
+        """
+        is_whole = self._auth.sees_metrics(request)
         try:
             self._metrics.observe(await self._gate.status(METRICS_TIMEOUT_S))
         except HiserveError:
@@ -73,7 +85,7 @@ class HealthRoutes:
         self._metrics.observe_restarts(self._gate.num_restarts)
         if self._gate.engine is not None:
             self._metrics.observe_readers(self._gate.engine.num_slow_readers)
-        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._metrics.render(is_whole=is_whole), media_type=CONTENT_TYPE_LATEST)
 
     async def _proof(self, engine: Engine) -> None:
         """Returns when there is progress.

@@ -17,6 +17,7 @@ from hiserve.messages.types import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
 from hiserve.server.cache_metrics import CacheMetrics
 from hiserve.server.draft_metrics import DraftMetrics
+from hiserve.server.public_metrics import PublicMetrics
 from hiserve.server.recovery_metrics import RecoveryMetrics
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
@@ -24,6 +25,7 @@ ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07
 E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.08, 0.32, 1.28, 5, 20, 80, 320)
 TOKEN_BUCKETS = tuple(4**power for power in range(11))  # to one million
+HIDDEN = b"# What tells of requests is shown to the metrics key and the admin key alone.\n"
 REASONS = ("stop", "length", "abort", "error")
 TIERS = ("device", "host", "store")
 
@@ -44,8 +46,14 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._make_request_metrics()
         self._make_engine_metrics()
-        self._aliases = CollectorRegistry()
-        self._aliases.register(Aliases(self._registry, compat))
+        public = PublicMetrics(self._registry)
+        self._shown = {
+            True: CollectorRegistry(),
+            False: CollectorRegistry(),
+        }  # to callers who may see all, and to others
+        self._shown[True].register(Aliases(self._registry, compat))
+        self._shown[False].register(public)
+        self._shown[False].register(Aliases(public, compat))
         self._workers: dict[int, _LastSeen] = {}
 
     def _make_request_metrics(self) -> None:
@@ -168,9 +176,14 @@ class Metrics:
         self._restarts.inc(max(0, num_restarts - self._num_restarts))
         self._num_restarts = num_restarts
 
-    def render(self) -> bytes:
-        """Returns everything in Prometheus' text format."""
-        return generate_latest(self._registry) + generate_latest(self._aliases)
+    def render(self, *, is_whole: bool = True) -> bytes:
+        """Returns the metrics in Prometheus' text format.
+
+        Args:
+            is_whole: False leaves out what tells of requests.
+        """
+        own = generate_latest(self._registry) if is_whole else HIDDEN
+        return own + generate_latest(self._shown[is_whole])
 
     def _observe_worker(self, worker: WorkerFacts) -> None:
         """Counts what the worker did since it was last seen."""

@@ -292,7 +292,12 @@ NOT_JSON = (
 NO_ROUTE: list[tuple[str, str, int]] = [
     *((method, path, 405) for path in POST_ROUTES for method in ("GET", "PUT", "DELETE", "OPTIONS")),
     *(("POST", path, 405) for path in ("/health", "/metrics", "/v1/models", "/server_info")),
-    *(("PATCH", "/flush_cache", 405), ("DELETE", "/reset_prefix_cache", 405), ("GET", "/reset_prefix_cache", 405)),
+    *(
+        ("PATCH", "/flush_cache", 405),
+        ("GET", "/flush_cache", 405),
+        ("DELETE", "/reset_prefix_cache", 405),
+        ("GET", "/reset_prefix_cache", 405),
+    ),
     *(("POST", path, 404) for path in ("/", "/v1", "/v1/", "/v1/completions/", "//v1/completions", "/v1/embeddings")),
     *(("POST", path, 404) for path in ("/V1/completions", "/v1/%00", "/v1/%ff%fe", "/v1/completions%2f", "/a" * 5000)),
     *(("GET", path, 404) for path in ("/docs", "/v1/../../etc/passwd", "/%2e%2e/etc/passwd", "/?a=" + "b" * 5000)),

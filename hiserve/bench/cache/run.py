@@ -68,7 +68,7 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
         sender = _Sender(server, requests, load.num_tenants)
         run = await _drive(requests, sender.send, load, limits, progress)
         after, caches_after = await scrape(server.pool), await read_caches(server.pool)
-    notes = [] if after else ["/metrics gave nothing"]
+    notes = [] if after else ["/metrics gave nothing; where there are API keys, the admin key reads it"]
     outcome = Outcome(
         target=server.target,
         asking=server.client.asking,

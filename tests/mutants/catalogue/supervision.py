@@ -9,6 +9,13 @@ SERVICE, OUTBOX = "hiserve/worker/service.py", "hiserve/worker/outbox.py"
 
 MUTANTS = [
     Mutant(
+        name="a tenant's key shows the hits of others",
+        file="hiserve/server/auth.py",
+        old="            self.caller(authorization)\n        return False\n",
+        new="            return bool(self.caller(authorization))\n        return False\n",
+        test="tests/unit/server/test_auth.py::test_metrics_tell_a_tenant_nothing_of_what_others_ask_and_find_cached",
+    ),
+    Mutant(
         name="workers of a scheduler that died are not counted as started again",
         file="hiserve/server/gate.py",
         old="self._engine.num_restarts + len(engine.started.workers)",

@@ -159,7 +159,10 @@ async def test_a_server_without_tiers_and_metrics_is_measured_too(tmp_path: Path
     found = json.loads(output.read_bytes())
     assert found["cache"]["num_cached"] == {"device": 48, "host": 0, "store": 0}
     assert (found["cache"]["tells_tiers"], found["server_counters"], found["copies"]) == (False, {}, {})
-    assert found["server_notes"] == ["/metrics gave nothing", "/cache/stats answered 404"]
+    assert found["server_notes"] == [
+        "/metrics gave nothing; where there are API keys, the admin key reads it",
+        "/cache/stats answered 404",
+    ]
 
 
 async def test_recorded_sessions_are_sent_as_text_and_compared_by_their_tokens(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ ADMIN_CALLS = [
     ("GET", "/cache/stats", b""),
     ("GET", "/cache/tree", b""),
     ("POST", "/flush_cache", b""),
-    ("GET", "/flush_cache", b""),
     ("POST", "/reset_prefix_cache", b""),
     ("POST", "/abort_request", {"abort_all": True}),
 ]
@@ -88,6 +87,53 @@ async def test_every_configured_key_gets_in(authorization: str) -> None:
 @pytest.mark.parametrize("path", sorted(PUBLIC_PATHS))
 async def test_watchdogs_and_scrapers_need_no_key(path: str) -> None:
     assert (await guarded(**KEYS, **ADMIN).get(path)).status != 401
+
+
+TELLING = (
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "cached_tokens",
+    "prompt_tokens",
+    "time_to_first_token",
+    "misses",
+)
+
+
+@pytest.mark.parametrize("compat", ["none", "vllm", "sglang"])
+async def test_metrics_tell_a_tenant_nothing_of_what_others_ask_and_find_cached(compat: str) -> None:
+    made = guarded(**KEYS, **ADMIN, metrics_key="watch", compat=compat)
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        assert (await made.post("/v1/chat/completions", body, **bearer("alpha"))).status == 200
+        shown = {}
+        for key in (None, "alpha", "bêta", "watch", "root", "wrong"):
+            call = await made.call("GET", "/metrics", **bearer(key)).end()
+            shown[key] = (call.status, call.text)
+        for key in (None, "alpha", "bêta"):
+            status, text = shown[key]
+            assert status == 200
+            assert "hiserve:engine_up" in text and "hiserve:num_requests_running" in text
+            assert [word for word in TELLING if word in text] == [], key
+        for key in ("watch", "root"):
+            assert shown[key][0] == 200
+            assert 'hiserve:prefix_cache_queries_total{model_name="tiny"}' in shown[key][1]
+        assert shown["wrong"][0] == 401
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_whole"),
+    [
+        ({}, True),
+        (ADMIN, True),
+        ({"metrics_key": "watch"}, False),
+        (KEYS, False),
+        (KEYS | {"share_prefixes": True}, False),
+    ],
+)
+async def test_without_keys_the_metrics_are_for_all(settings: dict[str, Any], is_whole: bool) -> None:
+    text = (await guarded(**settings).get("/metrics")).text
+    assert ("prefix_cache_hits" in text) is is_whole
 
 
 async def test_without_keys_any_authorization_is_welcome() -> None:

@@ -89,14 +89,17 @@ async def test_a_worker_that_does_not_answer_is_a_503(server: Server, monkeypatc
         ("?tier=all", ("device", "host")),
     ],
 )
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache")]
-)
+@pytest.mark.parametrize(("method", "path"), [("POST", "/flush_cache"), ("POST", "/reset_prefix_cache")])
 async def test_a_flush_empties_the_tier_it_names_and_says_how_many_pages(
     server: Server, method: str, path: str, query: str, tiers: tuple[str, ...]
 ) -> None:
     assert (await server.call(method, path + query).end()).json == {"flushed_pages": 7}
     assert server.engine.flushed == [tiers]
+
+
+async def test_a_flush_is_nothing_that_a_get_does(server: Server) -> None:
+    assert (await server.get("/flush_cache")).status == 405
+    assert server.engine.flushed == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, OverloadedError
 from hiserve.messages.types import WorkerStats
 from hiserve.server import health
-from tests.unit.server.conftest import Server
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.unit.server.conftest import Server, make_server
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])
@@ -18,6 +19,22 @@ async def test_health_says_ok_whatever_the_engine_does(server: Server, path: str
     server.engine.hangs, server.engine.is_ready = True, False
     assert (await server.get(path)).json == {"status": "ok"}
     assert (await server.call("HEAD", path).end()).status == 200
+
+
+@pytest.mark.parametrize("key", [None, "alpha"])
+async def test_ready_shows_no_words_of_an_error_where_there_are_keys(key: str | None) -> None:
+    made = make_server(FakeEngineClient(script=lambda prompt: []), api_key=("alpha",), admin_api_key="root")
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        made.engine.is_ready, made.engine.trouble = False, "no worker is left: CUDA error at /home/me/secret.py"
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        call = await made.call("GET", "/ready", **headers).end()
+        assert (call.status, call.json["error"]["message"]) == (503, "no worker is left")
+
+
+async def test_ready_says_all_where_there_are_no_keys(server: Server) -> None:
+    server.engine.is_ready, server.engine.trouble = False, "no worker is left: worker 0 died."
+    assert (await server.get("/ready")).json["error"]["message"] == "no worker is left: worker 0 died."
 
 
 async def test_an_idle_engine_proves_itself_with_one_token(server: Server) -> None:

@@ -74,7 +74,7 @@ async def test_every_reference_leads_somewhere(server: Server) -> None:
 
 @pytest.mark.parametrize("path", REPLIES)
 async def test_replies_have_the_form_that_is_described(server: Server, path: str) -> None:
-    method = "POST" if path in GOOD else "POST" if path == "/reset_prefix_cache" else "GET"
+    method = "POST" if path in GOOD else "POST" if path in ("/flush_cache", "/reset_prefix_cache") else "GET"
     call = await ask(server, path.replace("{name:path}", "{name}"), method)
     msgspec.json.decode(call.text, type=REPLIES[path])
     assert call.headers["content-type"] == "application/json"
