@@ -336,7 +336,9 @@ def main() -> int:
     given = parser.parse_args()
     sizes = TINY if given.tiny else FULL
     flags = " --tiny" * given.tiny
-    result = about(f"python -m benchmarks.cache{flags} OUT.json COMMIT", at_commit=given.commit)
+    result = about(
+        f"python -m benchmarks.cache{flags} OUT.json COMMIT", at_commit=given.commit, num_gpus=int(not given.tiny)
+    )
     result |= {"seed": SEED, "workload": asdict(sizes), "bars": BARS}
     begin = time.perf_counter()
     bench = Bench(sizes)

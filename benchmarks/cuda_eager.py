@@ -22,6 +22,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.record import about
+from hiserve.core.machine import probe
 
 QUESTIONS = (
     "Hi, I would like to find a place to eat in San Jose.",
@@ -141,9 +142,11 @@ def serve_and_measure(*flags: str) -> dict[str, Any]:
 def main() -> int:
     """Writes the result file; returns 1 if a GPU test failed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
-    header = about("python benchmarks/cuda_eager.py OUT.json COMMIT", at_commit=commit)
+    num_gpus = min(2, len(probe().cuda_memory_bytes))
+    header = about("python benchmarks/cuda_eager.py OUT.json COMMIT", at_commit=commit, num_gpus=num_gpus)
     result = header | {"tests": gpu_tests(), "servers": []}
-    for flags in ((), ("--dtype", "float32", "--overlap", "0"), ("--replicas", "2", "--kv-pages", "4096")):
+    two = [("--replicas", "2", "--kv-pages", "4096")] if num_gpus == 2 else []  # each has a device of its own
+    for flags in ((), ("--dtype", "float32", "--overlap", "0"), *two):
         result["servers"].append(serve_and_measure(*flags))
         out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
         server = result["servers"][-1]

@@ -19,17 +19,18 @@ def commit(*paths: str) -> str:
     return _run("git", "rev-parse", "--short", "HEAD") + ("+changes" if dirty else "")
 
 
-def about(command: str, *paths: str, at_commit: str | None = None) -> dict[str, Any]:
+def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int = 0) -> dict[str, Any]:
     """Returns date, hardware, versions, commit and command, in that order.
 
     Args:
         command: What to type to run it again.
         paths: The code that is measured, relative to the repository.
         at_commit: The commit, where there is no checkout to ask.
+        num_gpus: GPUs that were used, of those that are here.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": hardware(),
+        "hardware": hardware(num_gpus),
         "versions": versions(PACKAGES),
         "commit": at_commit or commit(*paths),
         "command": command,

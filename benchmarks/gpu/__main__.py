@@ -58,7 +58,9 @@ def main() -> int:
     given = arguments()
     sizes, device = (TINY, "cpu") if given.tiny else (FULL, "cuda")
     flags = " --tiny" * given.tiny + "".join(f" --set {name}={value}" for name, value in given.set)
-    result = about(f"python -m benchmarks.gpu{flags} OUT.json COMMIT", at_commit=given.commit)
+    result = about(
+        f"python -m benchmarks.gpu{flags} OUT.json COMMIT", at_commit=given.commit, num_gpus=int(not given.tiny)
+    )
     result |= {"seed": SEED, "ceilings": ceilings.measure(device), "engines": [], "parts": {}}
     print("ceilings: " + ", ".join(f"{name} {value:.4g}" for name, value in result["ceilings"].items()), flush=True)
     bench = Bench(sizes, result["ceilings"], dict(given.set))

@@ -7,26 +7,29 @@ from typing import Any
 from benchmarks.cache import visit
 from benchmarks.drive import Drive
 from benchmarks.gpu.driving import Bench, Part
-from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.eligible import replays, share_of_eligible
 from benchmarks.gpu.sizes import BARS, LARGE
-from hiserve.messages.types import GateCounts
 
 
 def measure_traffic(bench: Bench) -> Part:
-    """Runs one trace with a host tier and without; compares the shares of their steps that were replayed.
+    """Runs one trace with a host tier; tells how many of the steps that a graph was made for were replayed.
 
+    Without the tier the same trace computes more, in larger steps for which no graph is made: its share of all steps would
+    say nothing about loads. Its gate's counts are kept beside the others.
     Some rows decode all the time; conversations that the device cannot hold are visited in groups, so that there are
     loads, stores and evictions in all but the first turn.
     """
     host = trace(bench, bench.engine(LARGE, **bench.sizes.tiers, host_cache_gib=bench.sizes.host_gib))
     device = trace(bench, bench.engine(LARGE, **bench.sizes.tiers))
     assert host["loaded_pages"] > 0 and not device["loaded_pages"], f"pages loaded: {host}, without a tier: {device}"
-    shares = [share_replayed(run["gate"]) for run in (host, device)]
-    ratio = shares[0] / shares[1] if shares[1] else None
-    name = "replayed steps under host traffic"
     return Part(
-        [Figure(name, shares[0], "of steps", ratio, BARS["replays"], "of steps without a host tier")],
-        {"host": host, "device": device, "of_eligible_by_reason": share_of_eligible(host["gate"])},
+        [replays(host["gate"], BARS["replays"])],
+        {
+            "host": host,
+            "device": device,
+            "of_eligible_by_reason": share_of_eligible(host["gate"]),
+            "of_eligible_by_reason_without_a_tier": share_of_eligible(device["gate"]),
+        },
     )
 
 
@@ -55,16 +58,3 @@ def trace(bench: Bench, drive: Drive) -> dict[str, Any]:
         "stored_pages": after.cache.stores.num_fulfilled - before.cache.stores.num_fulfilled,
         "groups": groups,
     }
-
-
-def share_replayed(gate: GateCounts) -> float:
-    """Returns the share of steps that were replayed."""
-    steps = sum(sum(reasons.values()) for reasons in gate.values())
-    return sum(gate.get("replay", {}).values()) / steps
-
-
-def share_of_eligible(gate: GateCounts) -> float | None:
-    """Returns the replays of those steps that only loads, or a moved page, could keep from it, by the gate's own reasons."""
-    replayed = sum(gate.get("replay", {}).values())
-    kept = sum(gate.get("defer", {}).values()) + gate.get("eager", {}).get("strict_load", 0)
-    return replayed / (replayed + kept) if replayed + kept else None

@@ -197,7 +197,11 @@ def main() -> int:
         dtype=str(dtype).removeprefix("torch."),
     )
     flags = " --tiny" * given.tiny
-    result = about(f"python -m benchmarks.kernels.attention{flags} OUT.json COMMIT", at_commit=given.commit)
+    result = about(
+        f"python -m benchmarks.kernels.attention{flags} OUT.json COMMIT",
+        at_commit=given.commit,
+        num_gpus=int(not given.tiny),
+    )
     result |= {"ceilings": ceilings.measure(device), "seed": SEED, "heads": heads, "figures": [], "cases": {}}
     num_pages = 1 + max(sum(-(-(cached + new) // PAGE_SIZE) for cached, new in case.rows) for case in cases)
     pool = DevicePool((spec,), num_pages, PAGE_SIZE, device)

@@ -207,7 +207,11 @@ def main() -> int:
     given = parser.parse_args()
     device, sizes, dtype = ("cpu", TINY, torch.float32) if given.tiny else ("cuda", FULL, torch.bfloat16)
     flags = " --tiny" * given.tiny
-    result = about(f"python -m benchmarks.kernels.layers{flags} OUT.json COMMIT", at_commit=given.commit)
+    result = about(
+        f"python -m benchmarks.kernels.layers{flags} OUT.json COMMIT",
+        at_commit=given.commit,
+        num_gpus=int(not given.tiny),
+    )
     limits = ceilings.measure(device)
     result |= {"ceilings": limits, "seed": SEED, "sizes": asdict(sizes), "figures": [], "errors": {}}
     torch.manual_seed(SEED)

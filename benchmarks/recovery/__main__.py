@@ -44,7 +44,11 @@ def main() -> int:
         )
         if not is_met
     ]
-    result = about(f"python -m benchmarks.recovery OUT.json COMMIT{flag}", at_commit=given.commit)
+    result = about(
+        f"python -m benchmarks.recovery OUT.json COMMIT{flag}",
+        at_commit=given.commit,
+        num_gpus=int(not (given.cpu or given.tiny)),
+    )
     load = {"streams": sizes.streams, "prompt_tokens": sizes.prompt, "tokens_before": sizes.before}
     result |= {"settings": sizes.settings, "load": load, "bars": bars, "missed": missed, "median": median}
     result |= {"supervision": supervision, "rounds": rounds}

@@ -31,15 +31,34 @@ def about(command: str, tool: str) -> dict[str, Any]:
     }
 
 
-def hardware() -> str:
-    """Returns the processor's name, how many of its cores are here, and the GPUs."""
+def hardware(num_used: int | None = None) -> str:
+    """Returns the processor's name, how many of its cores are here, and the GPUs.
+
+    Args:
+        num_used: GPUs that were used; None names all that are here.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     tool = shutil.which("nvidia-smi")
     asked = [tool, "--query-gpu=name", "--format=csv,noheader"] if tool else ["true"]
     gpus = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    if num_used is not None:
+        gpus = used_of(gpus, num_used)
     return ", ".join([names[0] if names else platform.machine(), f"{len(names)} cores", *gpus])
+
+
+def used_of(gpus: list[str], num_used: int) -> list[str]:
+    """Returns what is said of the GPUs of a machine of which the first ``num_used`` were used.
+
+    Raises:
+        AssertionError: There are fewer.
+    """
+    assert num_used <= len(gpus), f"{num_used} GPUs were used, {gpus} are here"
+    if num_used == len(gpus):
+        return gpus
+    kinds = " and ".join(dict.fromkeys(gpus[:num_used] or gpus))
+    return [f"{num_used or 'none'} of {len(gpus)} GPUs: {kinds}"]
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

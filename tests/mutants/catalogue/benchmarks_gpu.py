@@ -8,7 +8,7 @@ LIMITS = "benchmarks/gpu/limits.py"
 FIGURES = "benchmarks/gpu/figures.py"
 PEERS = "benchmarks/gpu/peers.py"
 PROFILING = "benchmarks/gpu/profiling.py"
-TRAFFIC = "benchmarks/gpu/traffic.py"
+ELIGIBLE = "benchmarks/gpu/eligible.py"
 SERVED = "benchmarks/gpu/served.py"
 README = "benchmarks/readme.py"
 SPEC = "benchmarks/gpu/spec.py"
@@ -68,10 +68,10 @@ MUTANTS = [
     ),
     Mutant(
         name="steps that a strict gate refused are not eligible",
-        file=TRAFFIC,
-        old=' + gate.get("eager", {}).get("strict_load", 0)',
-        new="",
-        test=TESTS + "test_only_what_loads_and_moved_pages_kept_from_a_replay_counts_against_the_gate",
+        file=ELIGIBLE,
+        old="if reason not in NOT_ELIGIBLE",
+        new='if reason not in NOT_ELIGIBLE | {"strict_load"}',
+        test=TESTS + "test_only_what_a_graph_was_made_for_counts_against_the_gate",
     ),
     Mutant(
         name="tokens of a shape have no text",
