@@ -263,10 +263,20 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
     graph_gate: Annotated[
         GraphGate,
         about(
-            "When a step may be replayed beside loads from the host: precise, unless it reads their pages itself; strict, "
-            "only while none is under way."
+            "When a step may be replayed beside loads from the host: precise, behind those that it reads itself; strict, "
+            "only while no load and no relocation of a running request's page is under way."
         ),
     ] = "precise"
+    graph_max_len: Annotated[
+        int | Auto,
+        about(
+            "Longest request whose steps are replayed as whole graphs; with longer ones beside it a step is replayed in "
+            "pieces or runs without graphs. Less saves device memory; auto is --max-model-len.",
+            unit="tokens",
+            least=64,
+            most=MAX_INT32,
+        ),
+    ] = "auto"
     cpu_threads: Annotated[
         int | Auto,
         about(

@@ -30,11 +30,10 @@ class Dispatch:
     Args:
         rows: The permanent rows.
         eager: Runs what no graph covers.
-        dtype: Type name of activations.
         full: Graphs of whole steps, by tokens per row.
         mixed: Graphs of rows that decode beside a few prompts, if there are any.
         piecewise: Likewise of what lies between attentions.
-        is_strict: No graph is replayed while any load is under way.
+        is_strict: No graph is replayed while any load, or relocation of a live row's page, is under way.
         canary: Checks what rows find in pages; None unless debugging.
         proposer: Drafts what follows each step; None for plain decoding.
 
@@ -47,7 +46,6 @@ class Dispatch:
         rows: DeviceRows,
         eager: EagerRunner,
         *,
-        dtype: str = "",
         full: Mapping[int, GraphRunner] = MappingProxyType({}),
         mixed: MixedRunner | None = None,
         piecewise: PiecewiseRunner | None = None,
@@ -62,18 +60,15 @@ class Dispatch:
         self._piecewise = piecewise
         self._canary = canary
         self._proposer = proposer
-        self._device = rows.device.index if rows.device.type == "cuda" else -1
-        self._dtype = dtype
-        self.coverage = Coverage(device=self._device, dtype=dtype, page_size=rows.page_size, is_strict=is_strict)
+        assert canary is None or not self._captured, "graphs read pages that no canary has checked"
+        self.coverage = Coverage(is_strict=is_strict)
 
     def capture(self) -> None:
-        """Captures all graphs. Until it ends the gate sends nothing to them."""
-        limits = self.coverage
-        self.coverage = replace(limits, is_capturing=True)
+        """Captures all graphs. Until it ends the gate knows of none."""
         for runner in self._captured:
             runner.capture()
         self.coverage = replace(
-            limits,
+            self.coverage,
             full={width: covered for width, runner in self._full.items() if (covered := runner.coverage).buckets},
             mixed=None if self._mixed is None else self._mixed.coverage,
             piecewise=None if self._piecewise is None else self._piecewise.coverage,
@@ -104,13 +99,7 @@ class Dispatch:
         """Returns what the gate compares with the coverage; scores are more than graphs compute."""
         sampling, rows = self._rows.sampling, plan.rows[plan.samples]
         drawing = sampling.drawing(rows) if sampling.num_top(rows) is None else Drawing.ANY
-        return StepFacts.of(
-            plan,
-            sampling=drawing.value,
-            has_canary=self._canary is not None,
-            device=self._device,
-            dtype=self._dtype,
-        )
+        return StepFacts.of(plan, sampling=drawing.value)
 
     def note(self, plan: BatchPlan) -> None:
         """Takes notice of an applied plan, whatever becomes of its step."""

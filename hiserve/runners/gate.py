@@ -1,7 +1,6 @@
 """The gate: every step passes it before its forward is launched, and nobody else decides how it may be.
 
-In this order. What it would read is not there and nothing can be waited for: it is deferred, for an eager forward would read
-the same. Loads that it reads are on their way: it is launched behind them, on the device. No graph was captured that
+In this order. What it would read failed to arrive: it is deferred, for an eager forward would read the same. Loads that it reads are on their way: it is launched behind them, on the device. No graph was captured that
 computes it: it runs eagerly. Else a graph is replayed. A flush needs no verdict: it leaves the pages of running rows alone.
 """
 
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hiserve.core.plan import BatchPlan
 
@@ -35,25 +33,18 @@ class Reason(Enum):
     MIXED = "mixed"  # rows that decode and a few prompts, up to the last attention
     PIECEWISE = "piecewise"  # anything, with breaks at attention
     # Deferred: what it would read is not there.
-    LOAD_FAILED = "load_failed"
-    LOAD_UNRECORDED = "load_unrecorded"  # never started: to wait for it would be to wait for nothing
-    STALE_TABLE = "stale_table"  # a page of its rows has moved since it was planned
+    LOAD_FAILED = "load_failed"  # between planning and launch, where a thread launches
     # Eager, whatever the step.
     GRAPHS_OFF = "graphs_off"  # nothing was captured
-    CAPTURING = "capturing"
     STEP_FAILED = "step_failed"  # a replay of it has
     STRICT_LOAD = "strict_load"  # any load is under way, and the gate is strict
+    STRICT_RELOCATION = (
+        "strict_relocation"  # a page of a live row has moved since the step before was planned, likewise
+    )
     # Eager: no graph covers the step.
-    DEVICE = "device"
-    DTYPE = "dtype"
     WIDTH = "width"  # tokens per row, or not the same in each row
-    CANARY = "canary"  # pages are checked before the forward
-    SCORED = "scored"  # prompts are scored
     ROWS = "rows"
-    CONTEXT = "context"
-    TABLE_WIDTH = "table_width"
-    WINDOW = "window"
-    SAMPLING = "sampling"
+    CONTEXT = "context"  # a row may be longer than those that were captured
     TOKENS = "tokens"
     CAPTURE_FAILED = "capture_failed"
 
@@ -98,20 +89,13 @@ class FullGraphs:
 
     Attributes:
         buckets: Rows of each graph, ascending; of captures that failed too.
-        max_len: Longest row after the step, in tokens.
-        table_width: Entries of a row's page table.
-        sampling: Variants of sampling that were captured, by their names.
-        failed: (rows, sampling) of captures that failed.
-        window: Longest row whose attention windows are those that were captured; None where kernels compute them
-            on the device.
+        max_len: Longest row after the step, in tokens: as many have places in its page tables.
+        failed: Buckets whose capture failed.
     """
 
     buckets: tuple[int, ...]
     max_len: int
-    table_width: int
-    sampling: frozenset[str]
-    failed: frozenset[tuple[int, str]] = frozenset()
-    window: int | None = None
+    failed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +120,7 @@ class MixedGraphs:
         max_decode: Rows up to the last that decodes.
         max_width: Tokens of each of those.
         max_prompts: Rows behind them.
+        max_len: Longest row after the step, in tokens.
         failed: Buckets whose capture failed.
     """
 
@@ -143,6 +128,7 @@ class MixedGraphs:
     max_decode: int
     max_width: int
     max_prompts: int
+    max_len: int
     failed: frozenset[int] = frozenset()
 
 
@@ -151,23 +137,15 @@ class Coverage:
     """What was captured, in numbers of the host.
 
     Attributes:
-        device: Index of the CUDA device that the graphs belong to; -1 without one.
-        dtype: Of the model's activations.
-        page_size: Tokens per page.
         full: By tokens per row: 1 is decode, N is N - 1 drafts behind the last token.
         mixed: None without.
         piecewise: Likewise.
-        is_capturing: A capture is in progress.
-        is_strict: Nothing is replayed while any load is under way.
+        is_strict: Nothing is replayed while any load, or relocation of a live row's page, is under way.
     """
 
-    device: int = -1
-    dtype: str = ""
-    page_size: int = 1
     full: Mapping[int, FullGraphs] = field(default_factory=dict)
     mixed: MixedGraphs | None = None
     piecewise: PiecewiseGraphs | None = None
-    is_capturing: bool = False
     is_strict: bool = False
 
 
@@ -182,12 +160,8 @@ class StepFacts:
         num_decode: Rows up to the last that has one token before its drafts.
         decode_width: Most tokens of one of those.
         max_len: Upper bound of the longest row after the step, in tokens.
-        has_scores: Prompts are scored.
-        sampling: Name of the variant that computes what all its rows ask for.
-        has_canary: Pages are checked.
+        sampling: Name of the way of drawing that gives all its rows what they ask for.
         may_replay: The planner has nothing against it.
-        device: Index of the CUDA device it runs on; -1 is the CPU.
-        dtype: Of its activations.
     """
 
     num_rows: int
@@ -196,23 +170,19 @@ class StepFacts:
     num_decode: int
     decode_width: int
     max_len: int
-    has_scores: bool
     sampling: str = ""
-    has_canary: bool = False
     may_replay: bool = True
-    device: int = -1
-    dtype: str = ""
 
     @classmethod
-    def of(
-        cls, plan: BatchPlan, *, sampling: str = "", has_canary: bool = False, device: int = -1, dtype: str = ""
-    ) -> StepFacts:
+    def of(cls, plan: BatchPlan, *, sampling: str = "") -> StepFacts:
         """Takes from a plan what it says."""
         num_new, is_empty = plan.num_new, not plan.rows.size
         width = 0 if is_empty else int(num_new[0])
         decoding = np.flatnonzero(num_new - plan.num_draft == 1)
         num_decode = 0 if not decoding.size else int(decoding[-1]) + 1
         is_uniform = plan.samples.all() and (num_new == width).all() and (plan.num_draft == width - 1).all()
+        # Behind the last known token of a row there is none to score.
+        assert not (is_uniform and plan.num_scored.any()), f"step {plan.step_id} scores {plan.num_scored} of its drafts"
         return cls(
             num_rows=plan.rows.size,
             width=width if is_uniform and not is_empty else None,
@@ -220,35 +190,26 @@ class StepFacts:
             num_decode=num_decode,
             decode_width=int(num_new[:num_decode].max(initial=0)),
             max_len=0 if is_empty else int(plan.max_len.max()),
-            has_scores=bool(plan.num_scored.any()),
             sampling=sampling,
-            has_canary=has_canary,
             may_replay=plan.may_replay,
-            device=device,
-            dtype=dtype,
         )
 
 
-def admit(
-    plan: BatchPlan, row_versions: NDArray[np.int64], loads: Loads, coverage: Coverage, step: StepFacts
-) -> Verdict:
+def admit(plan: BatchPlan, loads: Loads, coverage: Coverage, step: StepFacts, *, has_moved: bool = False) -> Verdict:
     """Decides over a step. Total: every plan gets exactly one verdict.
 
     Args:
         plan: Applied to the rows already, its copies started.
-        row_versions: int64 ``[R]``. Of each row, the relocation version its page table was last written under.
-        loads: How loads stand.
+        loads: How loads stand; those that the plan waits for were started.
         coverage: What was captured.
         step: The plan's own facts, and those of who runs it.
+        has_moved: A page of a live row has moved since the step before this one was planned, which may still run.
     """
+    assert all(op <= loads.last_started for op in plan.waits), f"step {plan.step_id} waits for loads that never started"
     if any(op in loads.failed for op in plan.waits):
         return Verdict(Action.DEFER, Reason.LOAD_FAILED)
-    if any(op > loads.last_started for op in plan.waits):
-        return Verdict(Action.DEFER, Reason.LOAD_UNRECORDED)
-    if plan.rows.size and row_versions[plan.rows].max() > plan.relocation_version:
-        return Verdict(Action.DEFER, Reason.STALE_TABLE)
     waits = tuple(op for op in plan.waits if op in loads.open)
-    refusal = _refusal(loads, coverage, step)
+    refusal = _refusal(loads, coverage, step, has_moved)
     if refusal is not None:
         return Verdict(Action.EAGER, refusal, waits, sampling=step.sampling)
     full = _full(coverage, step)
@@ -264,15 +225,13 @@ def admit(
     return Verdict(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits, sampling=step.sampling)
 
 
-def _refusal(loads: Loads, coverage: Coverage, step: StepFacts) -> Reason | None:
+def _refusal(loads: Loads, coverage: Coverage, step: StepFacts, has_moved: bool) -> Reason | None:
     """Why no graph may be replayed, of whatever kind."""
     reasons = (
         (Reason.GRAPHS_OFF, not (coverage.full or coverage.mixed or coverage.piecewise)),
-        (Reason.CAPTURING, coverage.is_capturing),
         (Reason.STEP_FAILED, not step.may_replay),
         (Reason.STRICT_LOAD, coverage.is_strict and bool(loads.open)),
-        (Reason.DEVICE, step.device != coverage.device),
-        (Reason.DTYPE, step.dtype != coverage.dtype),
+        (Reason.STRICT_RELOCATION, coverage.is_strict and has_moved),
     )
     return next((reason for reason, holds in reasons if holds), None)
 
@@ -284,14 +243,9 @@ def _full(coverage: Coverage, step: StepFacts) -> int | Reason:
         return Reason.WIDTH
     bucket = _bucket(graphs.buckets, step.num_rows)
     reasons = (
-        (Reason.CANARY, step.has_canary),
-        (Reason.SCORED, step.has_scores),
         (Reason.ROWS, not bucket),
         (Reason.CONTEXT, step.max_len > graphs.max_len),
-        (Reason.TABLE_WIDTH, -(-step.max_len // coverage.page_size) > graphs.table_width),
-        (Reason.WINDOW, graphs.window is not None and step.max_len > graphs.window),
-        (Reason.SAMPLING, step.sampling not in graphs.sampling),
-        (Reason.CAPTURE_FAILED, (bucket, step.sampling) in graphs.failed),
+        (Reason.CAPTURE_FAILED, bucket in graphs.failed),
     )
     return next((reason for reason, holds in reasons if holds), bucket)
 
@@ -300,7 +254,7 @@ def _mixed(graphs: MixedGraphs | None, step: StepFacts) -> int:
     """Returns the tokens of the graph that computes the step up to its last attention; 0 when none does."""
     if graphs is None or step.num_decode > graphs.max_decode or step.decode_width > graphs.max_width:
         return 0
-    if step.num_rows - step.num_decode > graphs.max_prompts:
+    if step.num_rows - step.num_decode > graphs.max_prompts or step.max_len > graphs.max_len:
         return 0
     bucket = _bucket(graphs.buckets, step.num_tokens)
     return 0 if bucket in graphs.failed else bucket

@@ -69,11 +69,12 @@ class GraphRunner:
         rows: The permanent rows.
         capture: Where graphs are captured.
         width: Tokens of each row: 1, and its drafts.
+        max_len: Longest row of a replay, in tokens: page tables and grids are as large.
         buckets: Rows of each graph, ascending; those that attention has nothing for are left out.
         drafts: Captures what follows each step; None for plain decoding.
 
     Attributes:
-        failed: (rows, sampling) of captures that failed.
+        failed: Rows of captures that failed.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class GraphRunner:
         capture: Capture,
         *,
         width: int,
+        max_len: int,
         buckets: tuple[int, ...],
         drafts: DraftCapture | None = None,
     ) -> None:
@@ -94,19 +96,18 @@ class GraphRunner:
         self._rows = rows
         self._capture = capture
         self._width = width
+        self._max_len = max_len
         self._buckets = buckets
         self._drafts = drafts
         self._captured: dict[int, _Captured] = {}
-        self.failed: set[tuple[int, str]] = set()
+        self.failed: set[int] = set()
 
     @property
     def coverage(self) -> FullGraphs:
         """What was captured, for the gate."""
         return FullGraphs(
-            buckets=tuple(sorted(self._captured.keys() | {num_rows for num_rows, _ in self.failed})),
-            max_len=self._rows.max_len,
-            table_width=self._rows.page_table.shape[1],
-            sampling=frozenset(each.value for each in Drawing),
+            buckets=tuple(sorted(self._captured.keys() | self.failed)),
+            max_len=self._max_len,
             failed=frozenset(self.failed),
         )
 
@@ -138,7 +139,7 @@ class GraphRunner:
                     if captured is not None:
                         self._captured[num_rows] = captured
                 except RuntimeError as error:
-                    self.failed.update((num_rows, each.value) for each in Drawing)
+                    self.failed.add(num_rows)
                     logger.warning(
                         "steps of %d rows with %d tokens each run without a graph: %s",
                         num_rows,
@@ -156,7 +157,7 @@ class GraphRunner:
         numbers = torch.arange(1, num_rows + 1, device=rows.device)
         numbers.masked_fill_(numbers >= rows.known_len.shape[0], 0)
         varying = torch.stack((numbers, torch.full_like(numbers, self._width)))
-        columns = uniform_columns(varying, self._width, rows.max_len)
+        columns = uniform_columns(varying, self._width, self._max_len)
         attention = self._attention.captured(num_rows, self._width)
         if attention is None:
             return None

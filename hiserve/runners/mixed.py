@@ -155,6 +155,7 @@ class MixedRunner:
         capture: Where graphs are captured.
         buckets: Tokens of each graph, ascending.
         max_width: Most tokens of a row that decodes.
+        max_len: Longest row of a replay, in tokens.
         tail: Computes what follows the last attention.
 
     Attributes:
@@ -172,15 +173,16 @@ class MixedRunner:
         *,
         buckets: tuple[int, ...],
         max_width: int,
+        max_len: int,
         tail: Tail,
     ) -> None:
-        max_rows, table_width = rows.page_table.shape
+        max_rows, table_width = rows.page_table.shape[0], -(-max_len // rows.page_size)
         self._model = model
         self._tail = tail
         self._layers = layers
         self._capture = capture
-        self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS)
-        self._max_len = rows.max_len
+        self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS, max_len)
+        self._max_len = max_len
         self._places = Places(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
         # Noise tells whether the model was replayed behind attention; torch's generator is of no use for it outside
         # graphs any more once a capture has failed.

@@ -31,7 +31,8 @@ class DeviceRows:
         entry_owner: int32 ``[R, max_pages]``. The allocation each entry was written for.
         page_owner: int32 ``[num_pages]``. The allocation each page belongs to.
         state: These six tensors, as the step kernels take them.
-        version: int64 ``[R]``, on the host. Latest relocation version under which each row's page table was written.
+        relocation_version: Of the latest plan that was applied; 0 before the first.
+        has_moved: A page of a live row had moved between the planning of the step before and that of this one.
         sampling: Sampling parameters.
 
     Args:
@@ -73,18 +74,28 @@ class DeviceRows:
             page_owner=self.page_owner,
         )
         self.forget()
-        self.version = np.zeros(num_rows, dtype=np.int64)
+        self.relocation_version = 0
+        self.has_moved = False
         self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
 
     def apply(self, plan: BatchPlan) -> None:
-        """Gives rows back, admits requests, writes page tables, in this order."""
+        """Gives rows back, admits requests, writes page tables, in this order.
+
+        Plans come in the order in which they were made: a page that a row of a later one has left may be another's by
+        then, and this order alone lets the step before finish reading it.
+        """
+        before = self.relocation_version
+        assert plan.relocation_version >= before, (
+            f"step {plan.step_id} was planned under relocation version {plan.relocation_version}, after a step of {before}"
+        )
+        self.has_moved = 0 < before < plan.relocation_version
         if plan.release.size or plan.admit:
             self._clear(plan.release, plan.admit)
         if plan.admit:
             self._admit(plan.admit)
         if plan.table.rows.size:
             self._write_table(plan.table)
-            np.maximum.at(self.version, plan.table.rows, plan.relocation_version)  # an older plan hides no newer write
+        self.relocation_version = plan.relocation_version
 
     def rehearse(self, num_tokens: int) -> None:
         """Lets each row know one token that is not computed, with places for so many: nobody has a row, or a page, yet.
@@ -113,7 +124,6 @@ class DeviceRows:
     def _clear(self, release: Int32Array, admit: Sequence[RowAdmit]) -> None:
         """Forgets the previous tenant, so that none of its entries can pass for the next one's."""
         host_rows = np.concatenate((release, np.array([each.row for each in admit], dtype=np.int32)))
-        self.version[host_rows] = 0
         (rows,) = upload((host_rows.astype(np.int64),), self.device)
         self.computed_len.index_fill_(0, rows, 0)
         self.known_len.index_fill_(0, rows, 0)

@@ -116,7 +116,7 @@ class DraftMeter:
     def _once(self, num_rows: int, num_draft: int, num_propose: int, context: int) -> _Seconds:
         plan = self._plan(num_rows, num_draft, num_propose, context)
         self._rows.apply(plan)
-        verdict = admit(plan, self._rows.version, Loads(), self._runners.coverage, self._runners.facts(plan))
+        verdict = admit(plan, Loads(), self._runners.coverage, self._runners.facts(plan))
         begin = self._now()
         ran = self._runners.run(plan, verdict)
         middle = self._now()

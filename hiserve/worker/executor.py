@@ -235,7 +235,7 @@ class Executor:
         """Does what the gate says to a step."""
         runners, copier = self._runners, self._copier
         loads = Loads() if copier is None else copier.loads
-        verdict = admit(plan, self._rows.version, loads, runners.coverage, runners.facts(plan))
+        verdict = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
         self._verdicts[verdict.action, verdict.reason] += 1
         self._last = plan.step_id, verdict
         if verdict.action is Action.DEFER:

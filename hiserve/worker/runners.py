@@ -59,14 +59,16 @@ def make_runners(
     """
     attention = open_attention(settings.attention_backend, shape, rows.device)
     eager = EagerRunner(model, layers, attention)
-    dtype = str(shape.dtype).removeprefix("torch.")
     if settings.graphs == "off" or canary is not None:
-        return Dispatch(rows, eager, dtype=dtype, canary=canary, proposer=proposer)
+        return Dispatch(rows, eager, canary=canary, proposer=proposer)
+    max_len = rows.max_len if settings.graph_max_len == "auto" else min(rows.max_len, settings.graph_max_len)
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
     drafts = None if proposer is None else DraftCapture(proposer, capture, max_draft=max(widths) - 1)
     full = {
-        width: GraphRunner(model, layers, attention, rows, capture, width=width, buckets=buckets, drafts=drafts)
+        width: GraphRunner(
+            model, layers, attention, rows, capture, width=width, max_len=max_len, buckets=buckets, drafts=drafts
+        )
         for width in widths
     }
     mixed = piecewise = None
@@ -74,13 +76,22 @@ def make_runners(
         tail = Tail(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
             sizes, most = mixed_buckets(max_batched_tokens), max(widths)
-            mixed = MixedRunner(model, layers, ragged, shape, rows, capture, buckets=sizes, max_width=most, tail=tail)
+            mixed = MixedRunner(
+                model,
+                layers,
+                ragged,
+                shape,
+                rows,
+                capture,
+                buckets=sizes,
+                max_width=most,
+                max_len=max_len,
+                tail=tail,
+            )
         pieces = token_buckets(max_batched_tokens)
         piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, tail=tail)
     is_strict = settings.graph_gate == "strict"
-    runners = Dispatch(
-        rows, eager, dtype=dtype, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer
-    )
+    runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
     held = torch.cuda.memory_reserved(rows.device) - before

@@ -180,3 +180,54 @@ def test_others_loads_keep_no_step_from_being_replayed_unless_the_gate_is_strict
         held.release()
         run_until(engine, told, lambda: not engine.has_work)
         assert told[2] == expected[1]
+
+
+@pytest.mark.parametrize("has_gate", [True, False], ids=["gate", "no gate"])
+def test_a_load_that_fails_between_planning_and_launch_costs_time_and_nothing_else(
+    prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, has_gate: bool
+) -> None:
+    """The thread that launches comes to the gate when the planner has taken the pages from the row, and the row from it.
+
+    The gate defers the step. If it did not, the step would read NaN, and its result would be that of a former tenancy.
+    """
+    allow_recording(monkeypatch)
+    with stored(prompts, expected, overlap=1) as (llm, _):
+        executor: Any = engine_of(llm)._executor
+        runners, copier = executor._runners._runners, executor._copier
+        executor._runners, copier.wait = runners, lambda *_: None
+        facts, submit, take_acks = runners.facts, executor.submit, copier.take_acks
+        is_started, is_told, waiting = threading.Event(), threading.Event(), list[int]()
+        before = engine_of(llm)._planner._cache.versions.relocation_version
+
+        def note(plan: BatchPlan) -> Any:
+            waiting.extend(plan.waits)
+            return submit(plan)
+
+        def take(wait_s: float) -> Any:
+            """Waits for the news that a step is waiting for, of which its thread is not told."""
+            if not waiting:
+                return take_acks(wait_s)
+            assert is_started.wait(MAX_HOLD_S), f"loads {waiting} were not started"
+            waiting.clear()
+            acks = take_acks(MAX_HOLD_S)
+            is_told.set()
+            return acks
+
+        def come_late(plan: BatchPlan) -> Any:
+            if plan.waits:
+                is_started.set()
+                assert is_told.wait(MAX_HOLD_S), f"nobody was told of loads {plan.waits}"
+                if not has_gate:
+                    copier._failed_loads.clear()
+            return facts(plan)
+
+        monkeypatch.setattr(executor, "submit", note)
+        monkeypatch.setattr(copier, "take_acks", take)
+        monkeypatch.setattr(runners, "facts", come_late)
+        transfers_of(llm)._hold = lambda copy: "broken" if copy.kind is CopyKind.LOAD else None
+        assert tokens_of(llm, [prompts[1]]) == [expected[1]]
+        stats = engine_of(llm).stats()
+        deferred = {"defer": {"load_failed": stats.deferred_steps}} if has_gate else {}
+        assert {action: counts for action, counts in stats.graph_gate.items() if action == "defer"} == deferred
+        assert stats.deferred_steps == has_gate
+        assert engine_of(llm)._planner._cache.versions.relocation_version == before + 1

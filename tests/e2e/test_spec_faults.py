@@ -16,7 +16,7 @@ from hiserve.spec.head import HeadProposer
 from tests.helpers import cuda
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.dialogues import conversations, trained
-from tests.helpers.gated import Between, hold_loads, relocate, watch
+from tests.helpers.gated import hold_loads, watch
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device
 
 PAGE, STEPS = 4, 3
@@ -155,31 +155,7 @@ def test_a_spoiled_row_works_in_the_sink_and_is_computed_again(
     assert counts.num_free + counts.num_evictable == counts.num_pages
 
 
-# --- rows that are newer than a plan, or not there yet --------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", PROPOSERS)
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_relocation_before_drafts_are_verified_defers_the_step(
-    expected: list[list[int]], depth: int, spec: str
-) -> None:
-    moved: list[int] = []
-
-    def move_first(between: Between, plan: BatchPlan) -> BatchPlan:
-        if not moved and plan.num_draft.any():
-            moved.append(int(plan.rows[0]))
-            relocate(between, plan, moved[0])
-        return plan
-
-    with LLM(**settings(overlap=depth, spec=trained(spec) if spec == "eagle3" else spec, spec_steps=STEPS)) as llm:
-        Between(llm, move_first)
-        assert said(llm) == expected
-        stats = engine_of(llm).stats()
-        assert moved
-        assert stats.graph_gate["defer"] == {"stale_table": stats.deferred_steps}
-        assert 1 <= stats.deferred_steps <= 1 + depth
-        assert stats.stale_rows == 0
-        check_whole(llm)
+# --- rows that are not there yet ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -18,7 +18,6 @@ from tests.helpers.gated import (
     Between,
     Seen,
     hold_loads,
-    relocate,
     rows_alone,
     run_until,
     send,
@@ -189,32 +188,3 @@ def test_a_load_that_fails_between_planning_and_launch_defers_the_step(expected:
         stats = engine_of(llm).stats()
         assert stats.graph_gate["defer"] == {"load_failed": stats.deferred_steps}
         assert stats.deferred_steps >= 1
-
-
-# --- relocations ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "prefill"])
-def test_a_relocation_between_planning_and_launch_defers_the_step(
-    expected: list[list[int]], depth: int, is_decode: bool
-) -> None:
-    """A table that is written under a newer version than a plan knows was not what that plan was made for."""
-    moved: list[int] = []
-
-    def move_first(between: Between, plan: BatchPlan) -> BatchPlan:
-        new = {each.row for each in plan.admit}
-        old = [row for row in plan.rows.tolist() if row not in new]
-        if not moved and old and bool((plan.num_new == 1).all()) == is_decode:
-            relocate(between, plan, old[0])
-            moved.append(old[0])
-        return plan
-
-    with LLM(**settings(overlap=depth)) as llm:
-        Between(llm, move_first)
-        assert tokens_of(llm) == expected
-        assert moved
-        stats = engine_of(llm).stats()
-        assert stats.graph_gate["defer"] == {"stale_table": stats.deferred_steps}
-        assert 1 <= stats.deferred_steps <= 1 + depth
-        assert stats.stale_rows == 0
-        check_whole(llm)

@@ -18,7 +18,6 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
-from hiserve.runners.rows import DeviceRows
 from hiserve.runners.tail import Tail
 from hiserve.worker.executor import Executor
 from tests.helpers.attention import NO_PAGE
@@ -70,7 +69,7 @@ def with_graphs(
     *,
     width: int = 1,
     model: Any = None,
-    rows: Any = None,
+    max_len: int | None = None,
     capture: Any = None,
 ) -> GraphRunner:
     """Gives an engine without graphs those of whole steps, captured as the test wants it; returns their runner.
@@ -80,16 +79,17 @@ def with_graphs(
         buckets: Rows of each graph.
         width: Tokens of each row.
         model: Stands in for the engine's.
-        rows: Likewise.
+        max_len: Longest row of a replay; None is the longest there is.
         capture: Stands in for one on its device.
     """
     runner = GraphRunner(
         model or subject.model,
         subject.pool.layers("kv"),
         subject.attention,
-        rows or subject.rows,
+        subject.rows,
         capture or Capture(subject.rows.device),
         width=width,
+        max_len=max_len or subject.rows.max_len,
         buckets=buckets,
     )
     _capture(subject, full={width: runner})
@@ -128,6 +128,7 @@ def with_mixed(
         capture or Capture(subject.rows.device),
         buckets=buckets,
         max_width=max_width,
+        max_len=subject.rows.max_len,
         tail=Tail(model or subject.model, LOGITS),
     )
     _capture(subject, mixed=runner)
@@ -135,23 +136,10 @@ def with_mixed(
 
 
 def _capture(subject: Engine, **runners: Any) -> None:
-    dtype = str(subject.shape.dtype).removeprefix("torch.")
-    subject.runners = Dispatch(subject.rows, subject.runner, dtype=dtype, **runners)
+    subject.runners = Dispatch(subject.rows, subject.runner, **runners)
     subject.runners.capture()
     subject.executor.close()
     subject.executor = Executor(subject.runners, subject.rows)
-
-
-class NarrowRows:
-    """Rows that are shorter than those they stand for, so that graphs captured with them have narrower tables."""
-
-    def __init__(self, rows: DeviceRows, max_len: int) -> None:
-        self._rows = rows
-        self.max_len = max_len
-        self.page_table = rows.page_table[:, : -(-max_len // rows.page_size)]  # for its shape
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rows, name)
 
 
 # --- steps ------------------------------------------------------------------------------------------------

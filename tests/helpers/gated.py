@@ -156,13 +156,3 @@ def without_rows(plan: BatchPlan) -> BatchPlan:
 def rows_alone(plan: BatchPlan) -> BatchPlan:
     """The step of a plan whose writes and copies were begun before."""
     return replace(plan, release=NOTHING, admit=(), table=TableWrites(), host_release=NOTHING, copies=(), lookups=())
-
-
-def relocate(between: Between, plan: BatchPlan, row: int) -> None:
-    """Writes a row's table under a newer version than a plan knows, which was made and not launched."""
-    nothing = rows_alone(without_rows(plan))
-    between.submit_alone(nothing)  # what was launched before is done
-    rows = between.executor._rows
-    page, owner = int(rows.page_table[row, 0]), int(rows.entry_owner[row, 0])
-    writes = TableWrites(*(np.array([value], dtype=np.int32) for value in (row, 0, page, owner)))
-    between.submit_alone(replace(nothing, table=writes, relocation_version=plan.relocation_version + 1))

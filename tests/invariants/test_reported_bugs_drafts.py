@@ -60,8 +60,8 @@ class Gated:
         self._executor = engine._executor
         self._host = self._executor.host  # type: ignore[attr-defined]
         self._host.poll = self.poll
-        full = {width: FullGraphs((1, 2, 4), MAX_LEN, MAX_LEN // PAGE, frozenset({""})) for width in (1, 1 + num_draft)}
-        self._coverage = Coverage(page_size=PAGE, full=full)
+        full = {width: FullGraphs((1, 2, 4), MAX_LEN) for width in (1, 1 + num_draft)}
+        self._coverage = Coverage(full=full)
         self._last = 0
         self.steps: list[Step] = []
         engine._executor = self  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class Gated:
         new = [copy.op for copy in plan.copies if copy.kind is CopyKind.LOAD]
         is_open = {copy.op for copy in self._host._open if copy.kind is CopyKind.LOAD}.union(new)
         self._last = max([self._last, *new])
-        verdict = admit(plan, np.zeros(9), Loads(is_open, (), self._last), self._coverage, StepFacts.of(plan))
+        verdict = admit(plan, Loads(is_open, (), self._last), self._coverage, StepFacts.of(plan))
         if plan.rows.size:
             self.steps.append(Step(plan, verdict, frozenset(is_open)))
         return self._executor.submit(plan)

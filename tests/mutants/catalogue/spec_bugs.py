@@ -126,13 +126,6 @@ MUTANTS = [
         test=FAULTS + "test_a_spoiled_row_works_in_the_sink_and_is_computed_again",
     ),
     Mutant(
-        name="drafts are verified by a step that was planned before the row moved",
-        file="hiserve/runners/gate.py",
-        old="row_versions[plan.rows].max() > plan.relocation_version",
-        new="row_versions[plan.rows[~plan.samples]].max(initial=0) > plan.relocation_version",
-        test=FAULTS + "test_a_relocation_before_drafts_are_verified_defers_the_step",
-    ),
-    Mutant(
         name="a step that drafts does not wait for the load that it reads",
         file="hiserve/worker/executor.py",
         old="        if verdict.loads:\n",

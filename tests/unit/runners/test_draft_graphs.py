@@ -54,6 +54,7 @@ def with_graphs(subject: Drafted, max_draft: int = STEPS, capture: RecordedCaptu
             rows,
             capture,  # type: ignore[arg-type]
             width=width,
+            max_len=rows.max_len,
             buckets=BUCKETS,
             drafts=drafts,
         )

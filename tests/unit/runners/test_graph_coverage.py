@@ -63,6 +63,7 @@ def graphs(engine: Engine, attention: Attention) -> GraphRunner:
         engine.rows,
         cast(Capture, Refusing()),
         width=1,
+        max_len=engine.rows.max_len,
         buckets=BUCKETS,
     )
 
@@ -81,7 +82,7 @@ def test_steps_of_a_backend_that_cannot_be_captured_run_without_full_graphs(
     planner = HandPlanner(16, 64)
     planner.admit(1, [5, 6, 7])
     plan = planner.step({1: 3})
-    verdict = admit(plan, engine.rows.version, Loads(), runners.coverage, runners.facts(plan))
+    verdict = admit(plan, Loads(), runners.coverage, runners.facts(plan))
     assert (verdict.action, verdict.reason) == (Action.EAGER, Reason.GRAPHS_OFF)
 
 
@@ -90,5 +91,5 @@ def test_sizes_that_attention_has_nothing_for_are_left_out(engine: Engine, caplo
     runner = graphs(engine, Some(engine.attention, (2, 4)))
     runner.capture()
     assert runner.coverage.buckets == (2, 4)
-    assert {rows for rows, _ in runner.coverage.failed} == {2, 4}
+    assert runner.coverage.failed == {2, 4}
     assert len(caplog.messages) == 2

@@ -124,9 +124,10 @@ def test_upload_carries_arrays_of_every_kind_and_copies_them() -> None:
     assert moved[4].item() == 0.5
 
 
-def test_a_plan_from_before_a_relocation_does_not_make_a_table_look_older(rows: DeviceRows) -> None:
-    for version, index in ((3, 0), (5, 1), (4, 2)):
-        rows.apply(replace(plan(writes=[(1, index, 1 + index, 7)]), relocation_version=version))
-    assert rows.version.tolist() == [0, 5, 0, 0]
-    rows.apply(replace(plan(release=[1]), relocation_version=5))
-    assert rows.version.tolist() == [0, 0, 0, 0]
+def test_rows_know_whether_a_page_has_moved_since_the_plan_before(rows: DeviceRows) -> None:
+    """The version of the first plan says nothing: there is no step before."""
+    moved = []
+    for version in (3, 3, 5, 5, 6):
+        rows.apply(replace(plan(), relocation_version=version))
+        moved.append(rows.has_moved)
+    assert moved == [False, False, True, False, True]
