@@ -21,7 +21,7 @@ FLAGS = """
     --kv-events --kv-events-replay
     --drain-timeout-s --metrics-compat --kv-canary --disable-prefix-cache --host-cache-gib --shape
     --host-cache-name --host-admission --cache-verify --eviction
-    --attention-backend --graphs --graph-gate --spec --spec-steps
+    --attention-backend --graphs --graph-gate --graph-max-len --spec --spec-steps
     --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """
 MAX_FLAGS = 60

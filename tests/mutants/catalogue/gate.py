@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         name="a row longer than the graph's rows is replayed",
         file=GATE,
-        old="step.max_len > graphs.max_len",
-        new="False",
+        old="(Reason.CONTEXT, step.max_len > graphs.max_len)",
+        new="(Reason.CONTEXT, False)",
         test=OF_LIMITS,
     ),
     Mutant(
