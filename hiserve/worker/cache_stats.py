@@ -87,7 +87,7 @@ class CacheCounts:
                 num_bytes=self._prefetches.num_bytes,
                 seconds=self._prefetches.seconds,
             ),
-            uploads=self._copies(OpKind.UPLOAD, self._uploads, STORE_BEHIND, exchange.num_not_uploaded),
+            uploads=self._copies(OpKind.UPLOAD, self._uploads, STORE_BEHIND, self._cache.uploads.num_not_uploaded),
             cached_tokens=self._cached.copy(),
             misses=dict(self._misses),
             num_unbacked=self._cache.tiers.num_unbacked,

@@ -100,7 +100,7 @@ class Prefetches:
     @property
     def has_work(self) -> bool:
         """Whether there is something to order, or an order that may soon be answered."""
-        if self._cache.exchange.has_uploads:
+        if self._cache.uploads.has_uploads:
             return True
         oldest = next(iter(self._open.values()), None)
         return oldest is not None and self._clock() - oldest.since < PATIENCE_S
@@ -157,7 +157,9 @@ class Prefetches:
             uid = next(iter(self._to_ask))
             want = self._asked[uid] = self._to_ask.pop(uid)
             lookups.append(StoreLookup(uid, want.digests))
-        copies = [self._order(upload, CopyKind.UPLOAD) for upload in self._cache.take_uploads()]
+        uploads, stages = self._cache.take_uploads()
+        copies = [self._order(upload, CopyKind.UPLOAD) for upload in uploads] + stages
+        self._open |= {stage.op: _Order(stage, self._clock()) for stage in stages}
         return tuple(lookups), (*copies, *self._begin_fetches())
 
     def found(self, answers: Sequence[tuple[int, int]]) -> None:
@@ -176,6 +178,9 @@ class Prefetches:
             order = self._open.pop(ack.op, None)
             if order is None:
                 others.append(ack)
+                continue
+            if order.copy.kind is CopyKind.STORE:
+                self._cache.end_stage(ack.op, ok=ack.is_ok)
                 continue
             if order.copy.kind is CopyKind.UPLOAD:
                 self._cache.end_upload(ack.op)

@@ -8,9 +8,8 @@ import pytest
 
 from hiserve.cache.index.manager import HostAdmission
 from hiserve.cache.index.tiers import Tier
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
-from tests.invariants.index_model import Place
 from tests.invariants.streams import Page
 from tests.invariants.tier_checks import digest
 from tests.invariants.tier_model import OpModel, TierModel, above, parts
@@ -35,7 +34,7 @@ def begin_stores(world: World, random: Random) -> None:
     if sum(copy.host_pages.size for copy in copies) == max_pages:
         return
     lacking = model.device.keys() - model.host.keys()
-    if not model.free_host and not model.host_evictable():
+    if not model.num_host_available():
         model.given_up |= lacking
         world.ran["no room"] += bool(lacking)
     if world.setting.admission is HostAdmission.SELECTIVE:
@@ -69,6 +68,10 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
         world.streams.know(event)
     if ok and not is_load:
         world.shelf.finish(copy.host_pages)
+    if world.model.ops[op].kind == "stage":
+        end_stage(world, copy, ok=ok)
+        take_uploads(world, random)
+        return
     relocations = world.cache.versions.relocation_version
     lost = world.cache.settle(op, ok=ok)
     with pytest.raises(AssertionError, match="not in flight"):  # INV-22
@@ -77,7 +80,8 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
         assert not lost
         stored = world.model.end_store(op, ok)
         world.ran["stored" if ok else "failed stores"] += 1
-        take_uploads(world, copy, stored if ok else [])
+        if ok and world.max_upload and world.setting.admission is HostAdmission.SELECTIVE:
+            world.model.awaited |= set(stored)
         return
     expected = world.model.end_load(op, ok)
     assert {id(receipt) for receipt in lost} == {id(world.rows[number].receipt) for number in expected}
@@ -88,20 +92,59 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
     world.ran["lost rows"] += len(lost)
 
 
-def take_uploads(world: World, copy: PageCopy, stored: list[Place]) -> None:
-    num_pages = copy.host_pages.size
-    reserved = sum(len(op.host_pages) for op in world.model.ops.values() if op.kind == "upload")
-    fits = len(stored) == num_pages and reserved + num_pages <= world.max_upload
-    uploads = world.cache.take_uploads()
-    assert len(uploads) == (fits and world.max_upload > 0)
-    for upload in uploads:
-        assert upload.run is copy.run
-        event = world.streams.start(f"put {upload.op}")
-        for page, place in zip(upload.run.pages.tolist(), stored, strict=True):
-            world.streams.read(event, Page("host", page))
-            assert world.content[Page("host", page)] == place
-        world.model.ops[upload.op] = OpModel("upload", stored[-1], [], upload.run.pages.tolist())
-        world.uploads[upload.op] = event
+def take_uploads(world: World, random: Random) -> None:
+    """What waits for the store is read on the host, or copied there first; parents before children, nothing twice."""
+    model = world.model
+    uploads, stages = world.cache.take_uploads()
+    staged = {op for op, each in model.ops.items() if each.kind == "upload"} - world.uploads.keys()
+    for begun in sorted([*uploads, *stages], key=lambda each: each.op):
+        assert begun.run is not None
+        if begun.op in staged:
+            read_for_upload(world, begun.op, begun.run)
+            continue
+        is_upload = not isinstance(begun, PageCopy)
+        by_digest = {digest(place): place for place in (model.host if is_upload else model.device)}
+        places = [by_digest[each] for each in begun.run.digests]
+        assert places == parts(places[-1])[-len(places) :] and digest(above(places[0])) == begun.run.parent
+        assert begun.run.key == b"".join(place[1][-1] for place in places)
+        assert set(places) <= model.awaited and not model.awaited & set(parts(above(places[0])))
+        model.awaited -= set(places)
+        end = tier_checks.place_of(world.cache, world.cache.ops[begun.op].hold.node)  # it may hold more than it reads
+        assert places[-1] in parts(end)
+        if is_upload:
+            assert [model.host[place] for place in places] == begun.run.pages.tolist()
+            model.ops[begun.op] = OpModel("upload", end, [], begun.run.pages.tolist())
+            read_for_upload(world, begun.op, begun.run)
+        else:
+            assert not model.storing.keys() & set(places) and not model.loading.keys() & set(places)
+            model.begin_stage(begun.op, end, begun.device_pages.tolist(), begun.host_pages.tolist())
+            world.start(begun)
+            world.ran["stages"] += 1
+    reserved = sum(len(op.host_pages) for op in model.ops.values() if op.kind in ("upload", "stage"))
+    assert reserved <= max(0, world.max_upload)
+
+
+def read_for_upload(world: World, op: int, run: PageRun) -> None:
+    event = world.streams.start(f"put {op}")
+    for page, each in zip(run.pages.tolist(), run.digests, strict=True):
+        world.streams.read(event, Page("host", page))
+        place = world.content[Page("host", page)]
+        assert place is not None and digest(place) == each
+    world.uploads[op] = event
+
+
+def end_stage(world: World, copy: PageCopy, *, ok: bool) -> None:
+    """What arrived is uploaded from where it is, though nobody finds it there."""
+    model = world.model
+    ended = model.end(copy.op)
+    model.use(model.shortened(ended.end))
+    world.cache.end_stage(copy.op, ok=ok)
+    if not ok:
+        model.free_host |= set(ended.host_pages)
+        world.ran["failed stages"] += 1
+        return
+    (op,) = {each.number for each in world.cache.ops} - model.ops.keys()
+    model.ops[op] = OpModel("upload", (ended.end[0], ()), [], ended.host_pages, host_orphans=set(ended.host_pages))
 
 
 def end_upload(world: World, random: Random) -> None:
@@ -123,14 +166,14 @@ def begin_prefetch(world: World, random: Random) -> None:
         return
     staged = OpModel("prefetch", end, [], [])
     model.ops[0] = staged  # its hold comes before its pages
-    count = min(len(wanted), len(model.free_host) + len(model.host_evictable()))
+    count = min(len(wanted), model.num_host_available())
     if begun is None:
         assert count == 0
         del model.ops[0]
         return
     assert begun.run.pages.size == count > 0 and begun.run.parent == digest(end)
     assert begun.run.key == b"".join(wanted[:count])
-    model.evict_host(max(0, count - len(model.free_host)))
+    model.make_host_room(count)
     del model.ops[0]
     staged.host_pages = begun.run.pages.tolist()
     model.take_host(staged.host_pages)

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from hiserve.cache.index.manager import Receipt
+from hiserve.cache.index.manager import HostAdmission, Receipt
 from hiserve.cache.index.misses import MissReason
 from hiserve.core.copies import CopyKind
 from tests.invariants import copy_rules
@@ -147,7 +147,10 @@ def publish_row(world: World, row: Row, count: int) -> None:
     relocations, epoch = world.cache.versions.relocation_version, world.cache.versions.tree_epoch
     before = set(world.model.device)
     canonical = world.cache.publish(row.receipt, b"".join(content), ints(pages), max(row.steps[:count])).tolist()
+    places = world.model.places
     assert canonical == world.model.publish(row.number, content, pages)
+    if world.max_upload and world.setting.admission is HostAdmission.WRITE_THROUGH:
+        world.model.awaited |= world.model.places - places
     row.table[first : first + len(canonical)] = canonical
     del row.steps[: len(canonical)]
     moved = canonical != pages[: len(canonical)]

@@ -59,7 +59,17 @@ SETTINGS = [
 MUST_HAPPEN = (
     *("device hits", "host hits", "splits", "splits of a copy", "exceptions", "left while loading", "too late"),
     *("loaded", "failed loads", "lost rows", "waits", "behind a load", "relocated", "refused"),
-    *("stored", "failed stores", "uploads", "no room", "demoted", "deleted", "host evictions"),
+    *(
+        "stored",
+        "failed stores",
+        "uploads",
+        "stages",
+        "failed stages",
+        "no room",
+        "demoted",
+        "deleted",
+        "host evictions",
+    ),
     *("prefetched", "failed prefetches", "aborts", "prefetches without a place"),
     *("flushes", "flushes in flight", "adopted", "adopted less than found", "events", "ordered accesses"),
     *(f"miss: {reason}" for reason in MissReason),
@@ -92,6 +102,7 @@ RULES = [
     Rule(request_rules.squeeze, 4),
     Rule(copy_rules.begin_stores, 10),
     Rule(copy_rules.settle, 16, lambda world: world.copies),
+    Rule(copy_rules.take_uploads, 10),
     Rule(copy_rules.end_upload, 6, lambda world: world.uploads),
     Rule(copy_rules.begin_prefetch, 10),
     Rule(copy_rules.abort_prefetch, 2, lambda world: world.fetches),
@@ -136,6 +147,16 @@ def finish(world: World, random: Random) -> None:
         copy_rules.end_upload(world, random)
     while world.rows:
         request_rules.release(world, random)
+    while world.model.awaited:  # with nothing in its way, everything gets to the store
+        copy_rules.begin_stores(world, random)
+        copy_rules.take_uploads(world, random)
+        if not (world.copies or world.uploads):  # what a restart adopted may leave no page to go by
+            assert not world.model.free_host, f"{len(world.model.awaited)} pages wait for nothing"
+            world.give(world.take(len(world.model.free) + len(world.model.evictable())) or ())
+        while world.copies:
+            copy_rules.settle_op(world, min(world.copies), ok=True, random=random)
+        while world.uploads:
+            copy_rules.end_upload(world, random)
     world.check()
     world.end()
 

@@ -114,10 +114,15 @@ def inv_17_free_evictable_protected_and_private_make_the_device_pool(cache: Cach
 def inv_18_cached_staged_and_orphaned_make_the_host_pool(cache: CacheManager, model: TierModel) -> None:
     free = set(cache.host.pages.free_pages().tolist())
     assert free == model.free_host and cache.host.pages.num_free == len(free)
-    staged = [page for op in model.ops.values() if op.kind == "prefetch" for page in op.host_pages]
+    staged = [page for op in model.ops.values() if op.kind in ("prefetch", "stage") for page in op.host_pages]
     orphans = [page for op in model.ops.values() for page in op.host_orphans]
     used = sorted([*model.host.values(), *staged, *orphans])
     assert used == sorted(set(range(1, model.num_ready)) - free)
+
+
+def a_store_is_promised_what_was_offered_and_is_cached(cache: CacheManager, model: TierModel) -> None:
+    assert cache.tiers.lost.awaited == {digest(place) for place in model.awaited}
+    assert cache.tiers.lost.num_awaited_lost == model.num_awaited_lost
 
 
 def inv_22_the_copies_in_flight_are_those_not_settled(cache: CacheManager, model: TierModel) -> None:

@@ -50,6 +50,9 @@ class TierModel:
         private: Device pages taken and not published.
         wanted: Places that were used more than once.
         given_up: Places whose store failed or found no room; nobody promises another.
+        awaited: Places that a store beyond the host is to have; nothing is said of them where there is none.
+        num_reserved: Host pages left for staged uploads.
+        num_awaited_lost: Of those, pages that left before.
     """
 
     def __init__(self, num_pages: int, num_host_pages: int, num_ready: int, by_priority: bool = False) -> None:
@@ -69,6 +72,9 @@ class TierModel:
         self.ops: dict[int, OpModel] = {}
         self.wanted: set[Place] = set()
         self.given_up: set[Place] = set()
+        self.awaited: set[Place] = set()
+        self.num_reserved = 0
+        self.num_awaited_lost = 0
         self._clock = 0
 
     # ---- questions
@@ -85,7 +91,7 @@ class TierModel:
 
     def locked(self) -> set[Place]:
         """Returns the places that may not leave any tier."""
-        ends = [*self.held.values(), *(op.end for op in self.ops.values() if op.kind in ("load", "store"))]
+        ends = [*self.held.values(), *(op.end for op in self.ops.values() if op.kind in ("load", "store", "stage"))]
         return {part for end in ends for part in parts(end)}
 
     def host_locked(self) -> set[Place]:
@@ -98,6 +104,9 @@ class TierModel:
 
     def host_evictable(self) -> set[Place]:
         return self.host.keys() - self.device.keys() - self.locked() - self.host_locked()
+
+    def num_host_available(self) -> int:
+        return max(0, len(self.free_host) + len(self.host_evictable()) - self.num_reserved)
 
     def is_host_ready(self, place: Place) -> bool:
         return not place[1] or (place in self.host and place not in self.storing)
@@ -201,8 +210,13 @@ class TierModel:
         self.use(end)
         return self.ops[op]
 
+    def make_host_room(self, count: int) -> None:
+        """Evicts until so many pages are free, and those that are reserved."""
+        short = count - len(self.free_host)
+        self.evict_host(max(0, short, min(short + self.num_reserved, len(self.host_evictable()))))
+
     def begin_store(self, op: int, places: list[Place], pages: list[int], host_pages: list[int]) -> None:
-        self.evict_host(max(0, len(host_pages) - len(self.free_host)))
+        self.make_host_room(len(host_pages))
         self.take_host(host_pages)
         for place, page, host_page in zip(places, pages, host_pages, strict=True):
             assert self.device[place] == page and place not in self.host and place not in self.loading
@@ -215,7 +229,8 @@ class TierModel:
 
     def end(self, op: int) -> OpModel:
         ended = self.ops.pop(op)
-        self.free |= ended.orphans
+        for page in ended.orphans:
+            self._free_device(page)
         for page in ended.host_orphans:
             self._free_host(page, None)
         return ended
@@ -256,8 +271,10 @@ class TierModel:
             op = self.ops.get(self.busy(place) or 0)
             if place in self.device:
                 page = self.device.pop(place)
-                reader = next((each for each in self.ops.values() if each.kind == "store" and page in each.pages), op)
-                (reader.orphans if reader else self.free).add(page)
+                if op:
+                    op.orphans.add(page)
+                else:
+                    self._free_device(page)
             if place in self.host:
                 self._free_host(self.host.pop(place), op)
             self.loading.pop(place, None)
@@ -314,6 +331,19 @@ class TierModel:
         self.priority.pop(place, None)
         self.wanted.discard(place)
         self.given_up.discard(place)
+        self.num_awaited_lost += place in self.awaited
+        self.awaited.discard(place)
+
+    def begin_stage(self, op: int, end: Place, pages: list[int], host_pages: list[int]) -> None:
+        self.evict_host(max(0, len(host_pages) - len(self.free_host)))
+        self.take_host(host_pages)
+        self.ops[op] = OpModel("stage", end, pages, host_pages)
+        self.use(end)
+
+    def _free_device(self, page: int) -> None:
+        readers = (op for op in self.ops.values() if op.kind in ("store", "stage") and page in op.pages)
+        reader = next(readers, None)
+        (reader.orphans if reader else self.free).add(page)
 
     def _free_host(self, page: int, op: OpModel | None) -> None:
         uploads = [each for each in self.ops.values() if each.kind == "upload" and page in each.host_pages]

@@ -11,6 +11,7 @@ from random import Random
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Match, Receipt
 from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.uploads import RESERVED_SHARE
 from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_checks import check_structure
@@ -102,6 +103,8 @@ class World:
             max_upload_pages=self.max_upload,
             listener=self.routers.events,
         )
+        if self.max_upload:
+            model.num_reserved = max(1, min(self.max_upload, model.num_host_pages // RESERVED_SHARE))
         self.streams = Streams()
         self.rows: dict[int, Row] = {}
         self.copies: dict[int, tuple[PageCopy, Event]] = {}
@@ -130,6 +133,7 @@ class World:
         tier_checks.inv_16_the_evictable_counts_agree_with_the_model(cache, model)
         tier_checks.inv_17_free_evictable_protected_and_private_make_the_device_pool(cache, model)
         tier_checks.inv_18_cached_staged_and_orphaned_make_the_host_pool(cache, model)
+        tier_checks.a_store_is_promised_what_was_offered_and_is_cached(cache, model)
         tier_checks.inv_22_the_copies_in_flight_are_those_not_settled(cache, model)
         tier_checks.inv_23_every_part_of_a_node_knows_its_copy(cache, model)
         tier_checks.inv_27_who_reads_what_is_being_loaded_knows(model, receipts)

@@ -1,4 +1,4 @@
-"""Pages between the host and what lies beyond it: prefetched from a store, uploaded to it, adopted at start."""
+"""Pages that come to the host from beyond it: prefetched from a store, or adopted at start."""
 
 from __future__ import annotations
 
@@ -28,31 +28,25 @@ class RunOp:
 
 
 class Exchange:
-    """Begins and ends prefetches and uploads, and adopts what a former process left.
+    """Begins and ends prefetches, and adopts what a former process left.
 
     Args:
         tiers: What lies where.
-        holds: Keep the place that a prefetch continues, and the pages that an upload reads.
+        holds: Keep the place that a prefetch continues.
         ops: The copies in flight.
-        max_upload_pages: Host pages that uploads may keep from eviction; 0 without a store.
 
     Attributes:
         num_wanted: Pages that prefetches were begun, or could not be begun, for.
         num_prefetched: Of them, those that can be found now.
         unfulfilled: Of them, the others that were settled, by reason.
-        num_not_uploaded: Pages that were not uploaded because too many were being uploaded.
     """
 
-    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, max_upload_pages: int) -> None:
+    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops) -> None:
         self._tiers = tiers
         self._holds = holds
         self._ops = ops
         self._runs: dict[int, PageRun] = {}
         self._arriving: dict[bytes, int] = {}
-        self._max_upload_pages = max_upload_pages
-        self._num_upload_pages = 0
-        self._uploads: list[RunOp] = []
-        self.num_not_uploaded = 0
         self.num_wanted = 0
         self.num_prefetched = 0
         self.unfulfilled: Counter[str] = Counter()
@@ -65,11 +59,6 @@ class Exchange:
         """Returns the prefetch that a page is on its way with, if there will be a place for it, or 0."""
         number = self._arriving.get(digest, 0)
         return 0 if number and self._ops[number].hold.is_lost else number
-
-    @property
-    def has_uploads(self) -> bool:
-        """Whether ``take_uploads`` has something to tell."""
-        return bool(self._uploads)
 
     def leave_out(self, num_pages: int, reason: str) -> None:
         """Counts pages that were wanted from a store and that nobody began to prefetch."""
@@ -145,27 +134,6 @@ class Exchange:
         self._holds.drop(op.hold)
         op.hold = self._holds.lock_host(self._tiers.tree.keep_root(root))
         op.hold.is_lost = True
-
-    def begin_upload(self, end: Node, run: PageRun) -> None:
-        """Keeps pages that have just reached the host until they were read; ``take_uploads`` tells which."""
-        if self._num_upload_pages + run.pages.size > self._max_upload_pages:
-            self.num_not_uploaded += run.pages.size if self._max_upload_pages else 0
-            return
-        op = self._ops.begin(OpKind.UPLOAD, self._holds.lock_host(end), run.pages)
-        self._num_upload_pages += run.pages.size
-        self._uploads.append(RunOp(op.number, run))
-
-    def take_uploads(self) -> list[RunOp]:
-        """Returns the uploads begun since the last call; each must be ended."""
-        uploads, self._uploads = self._uploads, []
-        return uploads
-
-    def end_upload(self, number: int) -> None:
-        """Takes in that nobody reads the pages of an upload any more."""
-        op = self._ops.end(number)
-        assert op.kind is OpKind.UPLOAD, f"op {number} is no upload"
-        self._num_upload_pages -= op.host_pages.size
-        self._holds.drop(op.hold)
 
     def adopt(self, runs: Iterable[PageRun]) -> int:
         """Makes pages findable that a former process left on the host; see ``CacheManager.adopt``."""

@@ -18,6 +18,7 @@ from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.removal import Removal
 from hiserve.cache.index.tiers import Tier, TierListener, TierPages, Tiers
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
+from hiserve.cache.index.uploads import Uploads
 from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import Chain, chain, namespace_digest
 from hiserve.core.plan import Int32Array
@@ -91,9 +92,11 @@ class CacheManager:
         self.tiers = Tiers(self.tree, self.device, self.host)
         self.holds = Holds(self.tiers)
         self.ops = Ops(self.tiers)
-        self.exchange = Exchange(self.tiers, self.holds, self.ops, max_upload_pages)
+        self.exchange = Exchange(self.tiers, self.holds, self.ops)
+        self.uploads = Uploads(self.tiers, self.holds, self.ops, max_upload_pages)
         self._removal = Removal(self.tiers, self.holds, self.ops)
-        self.transfers = Transfers(self.tiers, self.holds, self.ops, self._removal, self.exchange)
+        uploads = self.uploads if host_admission is HostAdmission.SELECTIVE else None
+        self.transfers = Transfers(self.tiers, self.holds, self.ops, self._removal, uploads)
         self.pages = self.device.pages
         self.versions = self.tiers.versions
         self._has_host = num_host_pages > 0
@@ -301,24 +304,24 @@ class CacheManager:
         return self.exchange.begin_prefetch(self._end_of(match, 0), wanted, num_more) if wanted else None
 
     def end_prefetch(self, op: int, num_pages: int) -> int:
-        """Takes in that ``num_pages`` leading pages arrived, and that nobody writes to the others any more.
-
-        Returns:
-            Pages that can be found now and could not before.
-        """
+        """Takes in how many leading pages arrived; returns how many can be found now that could not before."""
         return self.exchange.end_prefetch(op, num_pages)
 
     def abort_prefetch(self, op: int) -> None:
         """Gives a prefetch up; ``end_prefetch`` must still tell when nobody writes to its pages any more."""
         self.exchange.abort_prefetch(op)
 
-    def take_uploads(self) -> list[RunOp]:
-        """Returns pages that reached the host since the last call; they stay there until ``end_upload``."""
-        return self.exchange.take_uploads()
+    def take_uploads(self) -> tuple[list[RunOp], list[PageCopy]]:
+        """Begins uploads, and copies to the host for those of pages that it lacks; see ``Uploads.take``."""
+        return self.uploads.take()
+
+    def end_stage(self, op: int, *, ok: bool) -> None:
+        """Takes in how a copy to the host ended that is to be uploaded from there."""
+        self.uploads.end_stage(op, ok=ok)
 
     def end_upload(self, op: int) -> None:
         """Takes in that nobody reads the pages of an upload any more."""
-        self.exchange.end_upload(op)
+        self.uploads.end_upload(op)
 
     def adopt(self, runs: Iterable[PageRun]) -> int:
         """Makes pages findable that a former process left on the host.
@@ -389,3 +392,4 @@ class CacheManager:
         self.versions.tree_epoch += 1
         if self._writes_through:
             self.transfers.enqueue(end)
+            self.uploads.offer(end, end.digests[-pages.size :])

@@ -68,6 +68,29 @@ class RecentDigests:
                 del self._digests[next(iter(self._digests))]
 
 
+class Lost(RecentDigests):
+    """What left the cache: remembers the last so many pages, and counts those that a store was to have.
+
+    Attributes:
+        awaited: Pages that are cached and wait to be copied to a store.
+        num_awaited_lost: Pages that left while they waited.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited: set[bytes] = set()
+        self.num_awaited_lost = 0
+
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Takes in that pages left the cache."""
+        digests = list(digests)
+        super().add(digests)
+        if self.awaited:
+            lost = self.awaited.intersection(digests)
+            self.awaited -= lost
+            self.num_awaited_lost += len(lost)
+
+
 def explain(
     tree: RadixTree,
     root: Node,

@@ -21,6 +21,7 @@ class OpKind(IntEnum):
     STORE = 1  # device to host
     PREFETCH = 2  # store to host
     UPLOAD = 3  # host to store
+    STAGE = 4  # device to host, on the way to the store
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +33,7 @@ class Op:
         kind: Where its bytes go.
         hold: Keeps its nodes, and ends at the last of them.
         host_pages: int32 ``[n]``. Its pages on the host.
-        read_pages: int32 ``[n]``. Pages on the device that it reads: of a store.
+        read_pages: int32 ``[n]``. Pages on the device that it reads: of a store or a stage.
         readers: Receipts that wait for it; of a load.
         blocked: Nodes that can be stored when it is settled.
         orphans: Device pages that left the tree while it read or wrote them.
@@ -106,7 +107,7 @@ class Ops:
         self.num_loads -= op.kind is OpKind.LOAD
         self.num_in_flight[op.kind] -= op.host_pages.size
         for pages in op.orphans:
-            self._tiers.give(pages)
+            self._free_device(pages)
         for pages in op.host_orphans:
             self.free_host(pages)
         return op
@@ -133,7 +134,7 @@ class Ops:
         node.host_ready_op = 0
 
     def _free_device(self, pages: Int32Array) -> None:
-        """Frees device pages of no node in flight; a store that a flush of the host made pointless may still read them."""
+        """Frees device pages of no node in flight; a stage, or a store that a flush made pointless, may still read them."""
         for op in self._ops.values():
             if op.read_pages.size and pages.size:
                 is_read = np.isin(pages, op.read_pages)

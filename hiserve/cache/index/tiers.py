@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.cache.index.eviction import Eviction
-from hiserve.cache.index.misses import RecentDigests
+from hiserve.cache.index.misses import Lost
 from hiserve.cache.index.node import NO_PAGES, Node
 from hiserve.cache.index.pages import PageAllocator
 from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
@@ -63,6 +63,7 @@ class TierPages:
         events: Pages that can be read on this tier, or cannot any more.
         num_evictable: Pages that eviction could free, in time.
         num_evicted: Pages it did free.
+        num_reserved: Of the free and evictable ones, those that are left for staged uploads (see ``Uploads``).
         last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.
     """
 
@@ -81,12 +82,13 @@ class TierPages:
         self.events = PrefixEvents()
         self.num_evictable = 0
         self.num_evicted = 0
+        self.num_reserved = 0
         self.last_step: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
 
     @property
     def num_available(self) -> int:
-        """Pages that ``take`` could get now."""
-        return self.pages.num_free + self.num_evictable
+        """Pages that may be taken to cache something."""
+        return max(0, self.pages.num_free + self.num_evictable - self.num_reserved)
 
     def publish(self, node: Node, start: int = 0) -> None:
         """Tells that the pages of a node, from the one at ``start`` on, can be read here."""
@@ -138,7 +140,7 @@ class Tiers:
         self.host = host
         self.versions = Versions()
         self.clock = 0
-        self.lost = RecentDigests()
+        self.lost = Lost()
         self.freed_host: list[Int32Array] = []
         self.num_unbacked = 0
 
@@ -162,9 +164,17 @@ class Tiers:
         assert taken is not None, f"{wanted.size} pages wanted, {self.device.pages.num_free} free after eviction"
         return taken
 
-    def take_host(self, count: int) -> Int32Array:
-        """Takes ``count`` host pages, evicting if need be; there must be so many available."""
-        short = count - self.host.pages.num_free
+    def take_host(self, count: int, *, num_left: int | None = None) -> Int32Array:
+        """Takes ``count`` host pages, evicting if need be; there must be so many available.
+
+        Args:
+            count: Pages.
+            num_left: Pages that are to stay free, as far as eviction can help; those that are reserved unless given.
+        """
+        host = self.host
+        num_left = host.num_reserved if num_left is None else num_left
+        short = count - host.pages.num_free
+        short = max(short, min(short + num_left, host.num_evictable))
         if short > 0:
             self.evict_host(short)
         taken = self.host.pages.take_any(count)
@@ -257,6 +267,7 @@ class Tiers:
             or node.pending_op
             or (parent.num_locks, parent.num_host_locks) != (node.num_locks, node.num_host_locks)
             or (parent.last_used, parent.priority) != (node.last_used, node.priority)
+            or (parent.digests[-1] in self.lost.awaited) != (node.digests[0] in self.lost.awaited)
         ):
             return
         self.tree.join(node)

@@ -6,12 +6,12 @@ from collections import deque
 
 import numpy as np
 
-from hiserve.cache.index.exchange import Exchange
 from hiserve.cache.index.holds import Holds, Receipt, path
 from hiserve.cache.index.node import NO_PAGES, Node
 from hiserve.cache.index.ops import Op, OpKind, Ops, carriers
 from hiserve.cache.index.removal import Removal
 from hiserve.cache.index.tiers import Tiers
+from hiserve.cache.index.uploads import Uploads
 from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from hiserve.core.plan import Int32Array
 
@@ -29,7 +29,7 @@ class Transfers:
         holds: Keep the nodes of a copy where they are.
         ops: The copies in flight.
         removal: Takes out what failed to load.
-        exchange: Uploads what was stored.
+        uploads: Is offered what was stored; None where it is offered what is published.
 
     Attributes:
         num_loaded: Pages that reached the device.
@@ -39,13 +39,12 @@ class Transfers:
         num_without_room: Pages that were not stored because no host page could be freed.
     """
 
-    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, removal: Removal, exchange: Exchange) -> None:
+    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, removal: Removal, uploads: Uploads | None) -> None:
         self._tiers = tiers
         self._holds = holds
         self._ops = ops
         self._removal = removal
-        self._exchange = exchange
-        self._runs: dict[int, PageRun] = {}
+        self._uploads = uploads
         self._queue: deque[Node] = deque()
         self._sweep_at = 1024
         self.num_loaded = 0
@@ -160,9 +159,8 @@ class Transfers:
                 lost = self._fail_load(nodes)
         else:
             self._end_store(nodes, ok=ok)
-            run = self._runs.pop(number)
-            if ok and sum(node.num_pages for node in nodes) == run.pages.size:
-                self._exchange.begin_upload(op.hold.node, run)
+            if ok and self._uploads is not None and nodes:
+                self._uploads.offer(nodes[-1], [digest for node in nodes for digest in node.digests])
         self._holds.drop(op.hold)
         if op.kind is OpKind.STORE and ok:
             for node in nodes:
@@ -197,7 +195,6 @@ class Transfers:
             digests=[digest for node in chain for digest in node.digests],
             key=b"".join(node.key for node in chain),
         )
-        self._runs[op.number] = run
         after_step = max(node.written_step for node in chain)
         return PageCopy(op.number, CopyKind.STORE, pages, host_pages, after_step, run)
 

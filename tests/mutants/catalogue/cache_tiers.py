@@ -11,6 +11,8 @@ HOLDS = "hiserve/cache/index/holds.py"
 OPS = "hiserve/cache/index/ops.py"
 REMOVAL = "hiserve/cache/index/removal.py"
 TRANSFERS = "hiserve/cache/index/transfers.py"
+UPLOADS = "hiserve/cache/index/uploads.py"
+OF_UPLOADS = "tests/unit/cache/test_uploads.py::"
 EXCHANGE = "hiserve/cache/index/exchange.py"
 MISSES = "hiserve/cache/index/misses.py"
 PAGES = "hiserve/cache/index/pages.py"
@@ -400,15 +402,43 @@ MUTANTS = [
     ),
     Mutant(
         name="uploads keep as many pages as they like",
-        file=EXCHANGE,
-        old="if self._num_upload_pages + run.pages.size > self._max_upload_pages:",
-        new="if not self._max_upload_pages:",
+        file=UPLOADS,
+        old="room = min(self._max_pages - self._num_pages, MAX_RUN_PAGES)",
+        new="room = min(self._max_pages, MAX_RUN_PAGES)",
         test=OF_TIERS + "test_uploads_keep_their_pages_and_are_as_many_as_they_may",
     ),
     Mutant(
+        name="what the host has no page for never gets to the store",
+        file=UPLOADS,
+        old="        return not (node.pending_op or node.host_pages.size or is_next)\n",
+        new="        return False\n",
+        test=OF_UPLOADS + "test_a_full_host_is_passed_by",
+    ),
+    Mutant(
+        name="stores take the pages that staged uploads need",
+        file="hiserve/cache/index/tiers.py",
+        old="return max(0, self.pages.num_free + self.num_evictable - self.num_reserved)",
+        new="return self.pages.num_free + self.num_evictable",
+        test=OF_UPLOADS + "test_a_full_host_is_passed_by",
+    ),
+    Mutant(
+        name="a page that a stage reads is free when a store of it ends",
+        file="hiserve/cache/index/ops.py",
+        old="        for pages in op.orphans:\n            self._free_device(pages)\n",
+        new="        for pages in op.orphans:\n            self._tiers.give(pages)\n",
+        test=OF_UPLOADS + "test_a_page_that_both_a_store_and_a_stage_read_is_free_when_both_have_ended",
+    ),
+    Mutant(
+        name="pages that left before they were uploaded are not counted",
+        file="hiserve/cache/index/misses.py",
+        old="            self.num_awaited_lost += len(lost)\n",
+        new="",
+        test=OF_UPLOADS + "test_what_leaves_the_cache_before_it_was_read_is_counted_once",
+    ),
+    Mutant(
         name="uploads that ended still count",
-        file=EXCHANGE,
-        old="        self._num_upload_pages -= op.host_pages.size\n",
+        file=UPLOADS,
+        old="        self._num_pages -= op.host_pages.size\n",
         new="",
         test=OF_TIERS + "test_uploads_keep_their_pages_and_are_as_many_as_they_may",
     ),

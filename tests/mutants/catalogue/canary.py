@@ -117,11 +117,4 @@ MUTANTS = [
         new="            if False:",
         test=OF_MATRIX + "[garbled_pages-0_over-depth_0-greedy]",
     ),
-    Mutant(
-        name="what was stored is remembered for ever",
-        file="hiserve/cache/index/transfers.py",
-        old="run = self._runs.pop(number)",
-        new="run = self._runs[number]",
-        test="tests/e2e/test_soak.py::test_an_engine_of_this_process_neither_errs_nor_leaks[15.0]",
-    ),
 ]

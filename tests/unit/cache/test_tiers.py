@@ -564,24 +564,26 @@ def test_uploads_keep_their_pages_and_are_as_many_as_they_may() -> None:
     cache = new_cache(max_upload_pages=2)
     backed(cache, 1, 2)
     backed(cache, 3)
-    (upload,) = cache.take_uploads()
-    assert upload.run.digests == digests(1, 2) and cache.exchange.num_not_uploaded == 1
-    assert cache.take_uploads() == []
+    ((upload,), _) = cache.take_uploads()
+    assert upload.run.digests == digests(1, 2) and cache.uploads.num_waiting == 1
+    assert cache.take_uploads() == ([], [])
+    assert not cache.uploads.has_uploads
     squeeze(cache)
     squeeze_host(cache)
     assert (cached(cache, 1, 2), cached(cache, 3)) == ((0, 2), (0, 0))
+    assert (cache.uploads.num_waiting, cache.uploads.num_not_uploaded) == (0, 1)
     with pytest.raises(AssertionError, match="no prefetch"):
         cache.abort_prefetch(upload.op)
     cache.end_upload(upload.op)
     backed(cache, 4, 5)
-    assert len(cache.take_uploads()) == 1
+    assert len(cache.take_uploads()[0]) == 1
 
 
 def test_a_host_page_that_is_being_uploaded_outlives_a_flush_and_its_request() -> None:
     cache = new_cache(max_upload_pages=9)
     receipt = serve(cache, 1, 2)
     store(cache)
-    (upload,) = cache.take_uploads()
+    ((upload,), _) = cache.take_uploads()
     cache.flush()
     cache.release(receipt)
     squeeze(cache)

@@ -33,6 +33,7 @@ class Traffic:
         self.cache = new_cache(24, 20, max_upload_pages=4)
         self.counts = CacheCounts(self.cache)
         self.open: dict[int, PageCopy] = {}
+        self.stages: set[int] = set()
         self.receipts: list[Receipt] = []
         self.pages_open = dict.fromkeys(KINDS, 0)
 
@@ -46,6 +47,7 @@ class Traffic:
     def finish(self) -> None:
         while self.open:
             self._end()
+            self._upload()
             self.check()
 
     def check(self) -> None:
@@ -56,8 +58,8 @@ class Traffic:
             assert all(count > 0 for count in stats.unfulfilled.values()), (kind, stats)
         in_flight = dict.fromkeys(KINDS, 0)
         for copy in self.open.values():
-            in_flight[KINDS[copy.kind]] += copy.host_pages.size
-        waiting = sum(run.run.pages.size for run in self.cache.exchange._uploads)
+            in_flight[KINDS[copy.kind]] += copy.host_pages.size if copy.op not in self.stages else 0
+        waiting = sum(run.run.pages.size for run in self.cache.uploads._uploads)
         in_flight["uploads"] += waiting
         assert in_flight == {kind: stats.num_in_flight for kind, stats in told.items()}
 
@@ -93,8 +95,12 @@ class Traffic:
             self._begin(copy)
 
     def _upload(self) -> None:
-        for run in self.cache.take_uploads():
+        uploads, stages = self.cache.take_uploads()
+        for run in uploads:
             self._begin_run(CopyKind.UPLOAD, run)
+        for stage in stages:
+            self._begin(stage)
+            self.stages.add(stage.op)
 
     def _prefetch(self) -> None:
         self._begin_run(CopyKind.PREFETCH, self.cache.begin_prefetch(b"tenant", prompt(*self._prompt()), 4))
@@ -107,6 +113,9 @@ class Traffic:
         reason = self.random.choice(["", "", "", "broken", "checksum"])
         arrived = size if not reason else self.random.randint(0, size)
         ack = CopyAck(copy.op, reason, PAGE_BYTES * (size if not reason else 0), 0.5, arrived)
+        if copy.op in self.stages:
+            self.cache.end_stage(copy.op, ok=ack.is_ok)
+            return
         match copy.kind:
             case CopyKind.PREFETCH:
                 self.cache.end_prefetch(copy.op, arrived)

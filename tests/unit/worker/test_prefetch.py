@@ -319,8 +319,8 @@ def test_a_prefetch_that_cannot_be_placed_ends_at_once() -> None:
 
 
 def test_of_a_prefix_that_is_too_long_for_the_host_comes_what_has_a_place() -> None:
-    desk = Desk("wait", num_host_pages=4)
-    held = desk.cache.tiers.take_host(2)
+    desk = Desk("wait", num_host_pages=4)  # three and page 0; one is left for uploads
+    held = desk.cache.tiers.take_host(1)
     desk.fetch(1, 5, 6, 7)
     assert [copy.host_pages.size for copy in desk.copies.values()] == [1]
     assert desk.is_awaited(1)

@@ -1,0 +1,208 @@
+"""Pages on their way to a store: from the host, or from the device past a host that has no page free."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from hiserve.cache.index.exchange import RunOp, is_ready_on_host
+from hiserve.cache.index.holds import Holds, path
+from hiserve.cache.index.node import Node
+from hiserve.cache.index.ops import OpKind, Ops
+from hiserve.cache.index.tiers import Tiers
+from hiserve.core.copies import CopyKind, PageCopy, PageRun
+from hiserve.core.plan import Int32Array
+
+MAX_RUN_PAGES = 256  # of one upload
+MAX_STAGED_PAGES = 64  # host pages taken for what passes through them
+RESERVED_SHARE = 8  # of the host pages, one in so many is left for those, up to as many
+MAX_LOOKED = 64  # nodes that one call looks at
+
+Part = tuple[Node, int, int]  # pages of a node: the first, and the end
+
+
+class Uploads:
+    """Gives a store every page that is offered, parents before children, each once.
+
+    A page waits (``Lost.awaited``) until its copy to the store begins, which reads it on the host. A page that the
+    host lacks, and has no free page for, is staged: copied to a host page where nobody finds it, and from there to the
+    store.
+
+    Args:
+        tiers: What lies where.
+        holds: Keep what is read.
+        ops: The copies in flight.
+        max_pages: Host pages that uploads may keep from eviction; 0 without a store.
+
+    Attributes:
+        num_not_staged: Pages that were to be staged and did not reach the host.
+    """
+
+    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, max_pages: int) -> None:
+        self._tiers = tiers
+        self._holds = holds
+        self._ops = ops
+        self._max_pages = max_pages
+        num_reserved = max(1, min(MAX_STAGED_PAGES, max_pages, tiers.host.pages.num_pages // RESERVED_SHARE))
+        tiers.host.num_reserved = num_reserved if max_pages else 0
+        self._awaited = tiers.lost.awaited
+        self._queue: OrderedDict[Node, None] = OrderedDict()
+        self._sweep_at = 1024
+        self._is_stuck = False
+        self._num_pages = 0  # of ops in flight
+        self._stages: dict[int, PageRun] = {}
+        self._staged: dict[int, int] = {}  # pages of uploads that nobody finds, by op
+        self._uploads: list[RunOp] = []
+        self._copies: list[PageCopy] = []
+        self.num_not_staged = 0
+
+    @property
+    def has_uploads(self) -> bool:
+        """Whether ``take`` may have something to tell."""
+        can_begin = bool(self._queue) and not self._is_stuck and self._num_pages < self._max_pages
+        return can_begin or bool(self._uploads)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages that wait."""
+        return len(self._awaited)
+
+    @property
+    def num_not_uploaded(self) -> int:
+        """Pages that were offered and of which no copy to the store began, nor will."""
+        return self._tiers.lost.num_awaited_lost + self.num_not_staged
+
+    def offer(self, end: Node, digests: list[bytes]) -> None:
+        """Takes in new pages, the last ones down to the end of a node; without a store nothing happens."""
+        if not self._max_pages:
+            return
+        self._awaited.update(digests)
+        self._queue[end] = None
+        self._is_stuck = False
+        if len(self._queue) >= self._sweep_at:
+            self._queue = OrderedDict.fromkeys(node for node in self._queue if self._waiting(node))
+            self._sweep_at = max(1024, 2 * len(self._queue))
+
+    def take(self) -> tuple[list[RunOp], list[PageCopy]]:
+        """Begins what can begin.
+
+        Returns:
+            What to write to the store from host pages, which stay until ``end_upload``; and copies from the device to
+            the host, each to be ended by ``end_stage``.
+        """
+        for _ in range(min(len(self._queue), MAX_LOOKED)):
+            room = min(self._max_pages - self._num_pages, MAX_RUN_PAGES)
+            if room <= 0:
+                break
+            node, _ = self._queue.popitem(last=False)
+            parts = self._waiting(node)
+            if not parts:
+                continue
+            if is_ready_on_host(parts[0][0]):
+                self._upload(_leading(parts, room, on_host=True))
+            elif self._must_stage(node, parts[0][0]):
+                host = self._tiers.host
+                room = min(room, host.pages.num_free + host.num_evictable, MAX_STAGED_PAGES - self._num_staged)
+                if room > 0:
+                    self._stage(_leading(parts, room, on_host=False))
+            if self._waiting(node):
+                self._queue[node] = None
+        uploads, copies = self._uploads, self._copies
+        self._uploads, self._copies = [], []
+        self._is_stuck = not uploads and not copies
+        return uploads, copies
+
+    def end_stage(self, number: int, *, ok: bool) -> None:
+        """Takes in how a copy to the host ended; what arrived is uploaded from there."""
+        tiers, op, run = self._tiers, self._ops.end(number), self._stages.pop(number)
+        if ok:
+            *_, root = path(op.hold.node)
+            upload = self._ops.begin(OpKind.UPLOAD, self._holds.lock_host(tiers.tree.keep_root(root)), run.pages)
+            upload.host_orphans.append(run.pages)  # nobody else gives them back
+            self._staged[upload.number] = run.pages.size
+            self._uploads.append(RunOp(upload.number, run))
+        else:
+            tiers.give_host(run.pages)
+            self._num_pages -= run.pages.size
+            self.num_not_staged += run.pages.size
+        self._holds.drop(op.hold)
+        self._is_stuck = False
+
+    def end_upload(self, number: int) -> None:
+        """Takes in that nobody reads the pages of an upload any more."""
+        op = self._ops.end(number)
+        assert op.kind is OpKind.UPLOAD, f"op {number} is no upload"
+        self._staged.pop(number, None)
+        self._num_pages -= op.host_pages.size
+        self._holds.drop(op.hold)
+        self._is_stuck = False
+
+    @property
+    def _num_staged(self) -> int:
+        return sum(run.pages.size for run in self._stages.values()) + sum(self._staged.values())
+
+    def _waiting(self, node: Node) -> list[Part]:
+        """Returns the pages that wait at the end of a path, or of what is left of it, first to last."""
+        while not node.num_pages and node.parent is not None:
+            node = node.parent
+        parts: list[Part] = []
+        while node.parent is not None and node.digests[-1] in self._awaited:
+            start = node.num_pages - 1
+            while start and node.digests[start - 1] in self._awaited:
+                start -= 1
+            parts.append((node, start, node.num_pages))
+            if start:
+                break
+            node = node.parent
+        return parts[::-1]
+
+    def _must_stage(self, end: Node, node: Node) -> bool:
+        """Whether the device alone has a node, and the host will not have it soon."""
+        host = self._tiers.host
+        is_next = end.is_queued and host.pages.num_free > host.num_reserved
+        return not (node.pending_op or node.host_pages.size or is_next)
+
+    def _upload(self, parts: list[Part]) -> None:
+        run = self._run_of(parts, np.concatenate([node.host_pages[start:end] for node, start, end in parts]))
+        op = self._ops.begin(OpKind.UPLOAD, self._holds.lock_host(parts[-1][0]), run.pages)
+        self._uploads.append(RunOp(op.number, run))
+
+    def _stage(self, parts: list[Part]) -> None:
+        pages = np.concatenate([node.pages[start:end] for node, start, end in parts])
+        after_step = max(node.written_step for node, _, _ in parts)
+        hold = self._holds.lock(parts[-1][0])
+        run = self._run_of(parts, self._tiers.take_host(pages.size, num_left=0))
+        op = self._ops.begin(OpKind.STAGE, hold, run.pages, pages)
+        self._stages[op.number] = run
+        self._copies.append(PageCopy(op.number, CopyKind.STORE, pages, run.pages, after_step, run))
+
+    def _run_of(self, parts: list[Part], pages: Int32Array) -> PageRun:
+        """Returns what pages hold that wait no more."""
+        first, start, _ = parts[0]
+        assert first.parent is not None
+        *_, root = path(first)
+        page_bytes = self._tiers.tree.page_bytes
+        digests = [digest for node, start, end in parts for digest in node.digests[start:end]]
+        self._awaited.difference_update(digests)
+        self._num_pages += pages.size
+        return PageRun(
+            pages=pages,
+            namespace=root.digests[0],
+            parent=first.digests[start - 1] if start else first.parent.digests[-1],
+            digests=digests,
+            key=b"".join(node.key[start * page_bytes : end * page_bytes] for node, start, end in parts),
+        )
+
+
+def _leading(parts: list[Part], room: int, *, on_host: bool) -> list[Part]:
+    """Returns the first ``room`` pages, as far as the host has them or, likewise, the device alone."""
+    leading: list[Part] = []
+    for node, start, end in parts:
+        is_there = is_ready_on_host(node) if on_host else not (node.host_pages.size or node.pending_op)
+        if not (room and is_there):
+            break
+        end = min(end, start + room)
+        leading.append((node, start, end))
+        room -= end - start
+    return leading

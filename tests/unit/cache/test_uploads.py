@@ -1,0 +1,192 @@
+"""What waits for a store, what is read where, what passes a full host, and what is lost count of: nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from hiserve.cache.index import uploads
+from hiserve.cache.index.exchange import RunOp
+from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.cache.index.tiers import Tier
+from hiserve.core.copies import CopyKind, PageCopy
+from tests.helpers.tiers import backed, cached, digests, is_whole, new_cache, serve, squeeze, store
+
+Digests = list[bytes]
+
+
+def told(orders: list[RunOp] | list[PageCopy]) -> list[Digests]:
+    return [order.run.digests for order in orders if order.run is not None]
+
+
+def end_all(cache: CacheManager) -> list[Digests]:
+    """Lets all that waits get to the store; returns what was written there, in its order."""
+    written: list[Digests] = []
+    while cache.uploads.has_uploads:
+        begun, stages = cache.take_uploads()
+        for upload in begun:
+            written += told([upload])
+            cache.end_upload(upload.op)
+        for stage in stages:
+            cache.end_stage(stage.op, ok=True)
+    return written
+
+
+def full_of(cache: CacheManager, first: int) -> None:
+    """Fills the host with pages that the device has, too, so that none of them may go; the reserve stays."""
+    for page in range(first, first + cache.host.num_available):
+        serve(cache, page)
+    store(cache)
+    end_all(cache)
+    assert cache.host.num_available == 0 and not cache.uploads.num_waiting
+
+
+def test_a_full_host_is_passed_by() -> None:
+    """Upload without a host page: the reserve is all that the copies go through."""
+    cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
+    full_of(cache, 100)
+    serve(cache, *range(1, 8))
+    assert store(cache) == []
+    begun, stages = cache.take_uploads()
+    assert not begun and told(stages) == [digests(1, 2)]  # two pages are reserved
+    (stage,) = stages
+    assert stage.kind is CopyKind.STORE and set(stage.device_pages) < set(cache.holds.receipts[-1].node.pages)
+    cache.end_stage(stage.op, ok=True)
+    ((upload,), _) = cache.take_uploads()
+    assert upload.run is stage.run
+    assert cached(cache, 1, 2) == (2, 0)
+    cache.end_upload(upload.op)
+    assert end_all(cache) == [digests(*range(1, 8))[at : at + 2] for at in (2, 4, 6)]
+    assert cache.uploads.num_not_uploaded == cache.uploads.num_waiting == 0
+
+
+def test_a_staged_page_that_leaves_the_device_meanwhile_is_uploaded_all_the_same() -> None:
+    cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
+    full_of(cache, 100)
+    cache.release(serve(cache, 1, 2))
+    (_, (stage,)) = cache.take_uploads()
+    squeeze(cache)
+    assert cached(cache, 1, 2) == (2, 0), "a copy reads these pages"
+    cache.flush()
+    cache.end_stage(stage.op, ok=True)
+    assert end_all(cache) == [digests(1, 2)]
+    assert cached(cache, 1, 2) == (0, 0)
+
+
+def test_a_page_that_both_a_store_and_a_stage_read_is_free_when_both_have_ended() -> None:
+    cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
+    full_of(cache, 100)
+    cache.release(serve(cache, 1, 2))
+    (_, (stage,)) = cache.take_uploads()
+    cache.flush(Tier.HOST)
+    receipt = serve(cache, 1, 2)
+    cache.keep(receipt)
+    cache.release(receipt)
+    (copy,) = (each for each in cache.begin_stores(99) if set(each.device_pages) == set(stage.device_pages))
+    cache.flush()
+    cache.settle(copy.op, ok=False)
+    read = set(stage.device_pages.tolist())
+    assert read.isdisjoint(cache.pages.free_pages().tolist())
+    cache.end_stage(stage.op, ok=False)
+    assert read <= set(cache.pages.free_pages().tolist())
+
+
+def test_what_the_host_is_about_to_get_is_not_staged() -> None:
+    cache = new_cache(max_upload_pages=9)
+    cache.release(serve(cache, 1, 2))
+    assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
+    (copy,) = cache.begin_stores(9)
+    assert cache.take_uploads() == ([], [])
+    cache.settle(copy.op, ok=True)
+    begun, stages = cache.take_uploads()
+    assert told(begun) == [digests(1, 2)] and not stages
+
+
+def test_a_page_whose_store_failed_is_staged() -> None:
+    cache = new_cache(max_upload_pages=9)
+    cache.release(serve(cache, 1, 2))
+    (copy,) = cache.begin_stores(9)
+    cache.settle(copy.op, ok=False)
+    assert end_all(cache) == [digests(1, 2)]
+    assert is_whole(cache)
+
+
+def test_every_page_is_written_once_and_after_the_page_before_it() -> None:
+    cache = new_cache(num_pages=64, num_host_pages=33, max_upload_pages=3)
+    written: list[bytes] = []
+    receipt = serve(cache, 1)
+    for end in range(2, 12):
+        cache.release(receipt)
+        receipt = serve(cache, *range(1, end))
+        if end % 3 == 0:
+            store(cache)
+        if end % 4 == 0:
+            written += [each for run in end_all(cache) for each in run]
+    store(cache)
+    written += [each for run in end_all(cache) for each in run]
+    assert written == digests(*range(1, 11))
+    cache.release(receipt)
+    assert is_whole(cache)
+
+
+def test_what_leaves_the_cache_before_it_was_read_is_counted_once() -> None:
+    cache = new_cache(num_host_pages=9, max_upload_pages=1)
+    backed(cache, 1)
+    ((upload,), _) = cache.take_uploads()
+    backed(cache, 2, 3)
+    cache.release(serve(cache, 4))
+    assert cache.take_uploads() == ([], [])  # a single page at a time
+    cache.flush()
+    assert (cache.uploads.num_not_uploaded, cache.uploads.num_waiting) == (3, 0)
+    cache.end_upload(upload.op)
+    assert end_all(cache) == []
+    assert is_whole(cache)
+
+
+def test_a_stage_that_fails_is_counted_and_gives_its_pages_back() -> None:
+    cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
+    full_of(cache, 100)
+    free = cache.host.pages.num_free
+    cache.release(serve(cache, 1))
+    (_, (stage,)) = cache.take_uploads()
+    assert cache.host.pages.num_free == free - 1
+    cache.end_stage(stage.op, ok=False)
+    assert cache.host.pages.num_free == free
+    assert cache.uploads.num_not_uploaded == 1 and not cache.uploads.has_uploads
+
+
+def test_of_pages_chosen_by_use_only_those_on_the_host_are_uploaded() -> None:
+    cache = new_cache(admission=HostAdmission.SELECTIVE, max_upload_pages=9)
+    cache.release(serve(cache, 1, 2))
+    store(cache)
+    assert end_all(cache) == []
+    cache.release(serve(cache, 1, 2))
+    store(cache)
+    assert end_all(cache) == [digests(1, 2)]
+
+
+def test_without_a_store_nothing_waits() -> None:
+    cache = new_cache()
+    backed(cache, 1, 2)
+    assert cache.take_uploads() == ([], []) and not cache.uploads.num_waiting and not cache.host.num_reserved
+
+
+def test_the_queue_does_not_grow_while_a_store_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = new_cache(num_pages=16, num_host_pages=9, max_upload_pages=1)
+    backed(cache, 1)
+    ((upload,), _) = cache.take_uploads()
+    for page in range(10, 3000):
+        cache.release(serve(cache, page, page + 10_000))
+        cache.take_uploads()
+    assert len(cache.uploads._queue) <= 1024 and cache.uploads.num_waiting <= 16
+    cache.end_upload(upload.op)
+
+
+def test_what_passes_the_host_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "MAX_STAGED_PAGES", 3)
+    cache = new_cache(num_pages=200, num_host_pages=100, max_upload_pages=50)
+    assert cache.host.num_reserved == 3
+    full_of(cache, 1000)
+    cache.release(serve(cache, *range(1, 9)))
+    (_, stages) = cache.take_uploads()
+    assert [len(run) for run in told(stages)] == [3]
+    assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
