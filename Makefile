@@ -1,40 +1,45 @@
-# hiserve: make demo | test | test-long | test-clients | mutants | bench | nano-heads
+# hiserve: make demo | test | test-long | test-clients | test-matrix | test-gpu | mutants | bench | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
-IN_CI := not gpu and not long and not clients
+INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
+ARGS ?=
 
-.PHONY: demo test test-long test-clients mutants check bench nano-heads clean
+.PHONY: demo test test-long test-clients test-matrix test-gpu mutants check bench nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
+	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e .
+	$(BIN)/python $(INSTALL) -e .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev]"
+	@echo "installing the tools of development into $(VENV)"
+	$(BIN)/python $(INSTALL) -e ".[dev]"
 	touch $@
 
 demo: $(VENV)/.installed  ## a multi-turn chat with the embedded model, over HTTP
 	$(BIN)/python examples/demo.py
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/python -m tools.suite --checks
 
-test: check  ## everything CI runs: what shares the machine, then what does not
-	$(BIN)/python -m pytest -m "$(IN_CI) and not alone" -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m "$(IN_CI) and alone"
+test: $(VENV)/.installed-dev  ## everything CI runs, with one verdict: checks, what shares the machine, what does not
+	$(BIN)/python -m tools.suite $(ARGS)
+
+test-matrix:  ## the suite on each Python that is there, with each torch
+	$(PYTHON) -m tools.matrix --pip-args="$(PIP_ARGS)" $(ARGS)
+
+test-gpu: $(VENV)/.installed-dev  ## the GPU suite; its log goes to benchmarks/results (COMMIT=... without a checkout)
+	$(BIN)/python -m tools.gpu_suite $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
 
 test-long: $(VENV)/.installed-dev  ## the full products and the soaks
 	$(BIN)/python -m pytest -m long --timeout 3600
 
 .venv-clients/.installed: pyproject.toml  # of their own: they want an older openai
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e ".[dev,clients]"
+	.venv-clients/bin/python $(INSTALL) -e ".[dev,clients]"
 	touch $@
 
 test-clients: .venv-clients/.installed  ## the clients that are too heavy for CI
@@ -60,4 +65,4 @@ nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf $(VENV) .venv-clients build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-matrix build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,136 @@
+"""The suite, the matrix and the log of GPU runs: each half runs, each failure counts, and nothing tested is a failure."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import suite
+from tools.matrix import TRITON_OF_TORCH, Cell, find_interpreters, run_cells
+from tools.pytest_run import Outcome, Run, run_pytest, verdict
+
+TESTS = """
+import pytest
+
+def test_passes(): pass
+
+@pytest.mark.parametrize("value", [1, 2])
+def test_fails(value): assert value == 1
+
+@pytest.fixture
+def broken():
+    yield
+    raise RuntimeError
+
+def test_fails_and_its_teardown_too(broken): assert False
+
+@pytest.mark.skip
+def test_is_skipped(): pass
+"""
+
+
+def a_run(exit_code: int, **counts: int) -> Run:
+    outcomes = [Outcome(f"{kind} {number}", kind, 0.0) for kind, count in counts.items() for number in range(count)]
+    return Run(["pytest"], outcomes, exit_code)
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """What the halves of the suite will give, in order; its checks pass."""
+    runs: list[Run] = []
+    monkeypatch.setattr(suite, "run_pytest", lambda arguments: runs.pop(0))
+    monkeypatch.setattr(suite, "run_checks", lambda names: [])
+    return runs
+
+
+def test_what_became_of_each_test_is_read_from_pytest(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    run = run_pytest(["-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"], cwd=tmp_path)
+    assert run.exit_code == 1
+    assert run.counts == {"passed": 2, "failed": 2, "skipped": 1}
+    found = {each.name.partition("::")[2]: each.outcome for each in run.outcomes}
+    assert found["test_fails[1]"] == "passed" and found["test_fails[2]"] == "failed"
+    assert verdict(run.counts) == "2 passed, 2 failed, 1 skipped"
+
+
+def test_a_run_that_could_not_report_has_failed_and_one_that_selects_nothing_has_not(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text("import nothing_of_that_name")
+    common = ("-q", "-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider")
+    assert run_pytest(common, cwd=tmp_path).counts["failed"] == 1
+    assert run_pytest([*common, "--no-such-option"], cwd=tmp_path).counts == {"failed": 1}
+    (tmp_path / "test_some.py").write_text(TESTS)
+    assert run_pytest([*common, "-k", "nobody"], cwd=tmp_path).counts == {}
+
+
+@pytest.mark.parametrize(
+    ("runs", "said", "code"),
+    [
+        ([a_run(0, passed=3), a_run(0, passed=2)], "5 passed, 0 failed", 0),
+        ([a_run(1, passed=3, failed=1), a_run(0, passed=2, skipped=1)], "5 passed, 1 failed, 1 skipped", 1),
+        ([a_run(0, passed=3), a_run(3)], "3 passed, 1 failed", 1),
+        ([a_run(5), a_run(5)], "0 passed, 0 failed", 1),
+    ],
+)
+def test_both_halves_run_and_the_last_line_is_one_verdict(
+    halves: list[Run], capsys: pytest.CaptureFixture[str], runs: list[Run], said: str, code: int
+) -> None:
+    halves += runs
+    assert suite.main([]) == code
+    assert not halves, "a half did not run"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_a_check_that_fails_is_named_and_keeps_no_test_from_running(
+    halves: list[Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halves += [a_run(0, passed=3), a_run(0, passed=2)]
+    monkeypatch.setattr(suite, "run_checks", lambda names: ["types"])
+    assert suite.main([]) == 1
+    assert not halves
+    assert capsys.readouterr().out.splitlines()[-2:] == ["failed: types", "5 passed, 1 failed"]
+
+
+def test_every_test_of_ci_is_in_one_half() -> None:
+    shared, alone = (half[half.index("-m") + 1] for half in suite.HALVES)
+    assert (shared, alone) == (f"{suite.IN_CI} and not alone", f"{suite.IN_CI} and alone")
+
+
+# --- the matrix ---------------------------------------------------------------------------------
+
+
+def test_missing_interpreters_are_named_and_the_others_are_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    found = find_interpreters(("2.6", "2.7"), which={"python2.7": "/bin/python2.7"}.get)
+    assert found == {"2.6": None, "2.7": "/bin/python2.7"}
+    cells: list[Cell] = []
+
+    def prepare(cell: Cell) -> str:
+        cells.append(cell)
+        if cell.torch == "2.12":
+            raise subprocess.CalledProcessError(1, "pip")
+        return cell.interpreter
+
+    assert run_cells(found, ["2.11", "2.12"], prepare, lambda python: [a_run(0, passed=2), a_run(0, passed=1)]) == 1
+    assert [(cell.interpreter, cell.torch) for cell in cells] == [
+        ("/bin/python2.7", "2.11"),
+        ("/bin/python2.7", "2.12"),
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert "Python 2.6: not tested, there is no python2.6 on PATH" in lines
+    assert "Python 2.7, torch 2.11, triton 3.6.0: 3 passed, 0 failed" in lines
+    assert lines[-1] == "3 passed, 1 failed"
+
+
+def test_a_matrix_that_found_no_interpreter_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    def never(argument: object) -> list[Run]:
+        raise AssertionError(argument)
+
+    assert run_cells({"2.6": None}, ["2.11"], never, never) == 1  # type: ignore[arg-type]
+    assert "none of Python 2.6 was found" in capsys.readouterr().out
+
+
+def test_the_matrix_has_all_that_pyproject_allows() -> None:
+    text = (suite.ROOT / "pyproject.toml").read_text()
+    assert '"torch>=2.11,<2.14"' in text and 'requires-python = ">=3.11"' in text
+    assert list(TRITON_OF_TORCH) == ["2.11", "2.12", "2.13"]

@@ -1,0 +1,136 @@
+"""Runs the suite on each Python with each torch: ``python -m tools.matrix [--python 3.12] [--torch 2.13] [-- PYTEST ARGUMENTS]``.
+
+Each pair gets a virtual environment in ``.venv-matrix``, with the Triton that torch's CUDA build requires, which pip brings
+most people. ``PIP_ARGS`` are passed with ``--pip-args``. The suite of `make test` itself runs with the newest of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.pytest_run import ROOT, Run, run_pytest, verdict
+from tools.suite import HALVES
+
+PYTHONS = ("3.11", "3.12", "3.13")
+TRITON_OF_TORCH = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1"}
+FOLDER = ROOT / ".venv-matrix"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One environment.
+
+    Attributes:
+        python: Version, ``3.12``.
+        interpreter: Its executable.
+        torch: Version, ``2.13``.
+    """
+
+    python: str
+    interpreter: str
+    torch: str
+
+    @property
+    def name(self) -> str:
+        """What is said of it."""
+        return f"Python {self.python}, torch {self.torch}, triton {TRITON_OF_TORCH[self.torch]}"
+
+
+def find_interpreters(
+    versions: Sequence[str], which: Callable[[str], str | None] = shutil.which
+) -> dict[str, str | None]:
+    """Returns the executable of each version; None where there is none.
+
+    Args:
+        versions: ``3.12`` and the like.
+        which: Finds a command.
+    """
+    own = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return {each: which(f"python{each}") or (sys.executable if each == own else None) for each in versions}
+
+
+def install(cell: Cell, pip_args: Sequence[str]) -> str:
+    """Makes the environment; returns its interpreter.
+
+    Raises:
+        CalledProcessError: It cannot be installed.
+    """
+    folder = FOLDER / f"python{cell.python}-torch{cell.torch}"
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        subprocess.run([cell.interpreter, "-m", "venv", str(folder)], check=True)
+    wanted = (f"torch=={cell.torch}.*", f"triton=={TRITON_OF_TORCH[cell.torch]}", "-e", ".[dev]")
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    subprocess.run([*pip, *pip_args, *wanted], cwd=ROOT, check=True)
+    return python
+
+
+def run_suite(python: str, arguments: Sequence[str]) -> list[Run]:
+    """Runs both halves of the suite."""
+    return [run_pytest([*half, *arguments], python) for half in HALVES]
+
+
+def run_cells(
+    interpreters: dict[str, str | None],
+    torches: Sequence[str],
+    prepare: Callable[[Cell], str],
+    test: Callable[[str], list[Run]],
+) -> int:
+    """Tests every pair and prints a line for each, then the verdict; returns 0 if nothing failed and something passed.
+
+    Args:
+        interpreters: As of ``find_interpreters``.
+        torches: Versions.
+        prepare: Installs a pair; returns its interpreter.
+        test: Runs the suite with it.
+    """
+    lines, total = [], Counter[str]()
+    for version, interpreter in interpreters.items():
+        if interpreter is None:
+            lines.append(f"Python {version}: not tested, there is no python{version} on PATH")
+            continue
+        for torch in torches:
+            cell = Cell(version, interpreter, torch)
+            print(f"--- {cell.name}", flush=True)
+            try:
+                counts: Counter[str] = sum((run.counts for run in test(prepare(cell))), Counter())
+            except subprocess.CalledProcessError as failure:
+                total["failed"] += 1
+                lines.append(f"{cell.name}: cannot be installed, {failure}")
+                continue
+            total += counts
+            lines.append(f"{cell.name}: {verdict(counts)}")
+    print()
+    print("\n".join(lines))
+    if not any(interpreters.values()):
+        print(f"none of Python {', '.join(interpreters)} was found: install one, or pass --python VERSION")
+    print(verdict(total))
+    return int(bool(total["failed"]) or not total["passed"])
+
+
+def main() -> int:
+    """Runs the matrix."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", action="append", help="a version, 3.12; may be repeated; default: all")
+    parser.add_argument("--torch", action="append", choices=TRITON_OF_TORCH, help="may be repeated; default: all")
+    parser.add_argument("--pip-args", default="", help="further arguments of pip install, in one string")
+    parser.add_argument("pytest", nargs="*", help="further arguments of pytest")
+    given = parser.parse_args()
+    return run_cells(
+        find_interpreters(given.python or PYTHONS),
+        given.torch or list(TRITON_OF_TORCH),
+        lambda cell: install(cell, shlex.split(given.pip_args)),
+        lambda python: run_suite(python, given.pytest),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

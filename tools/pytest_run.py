@@ -1,0 +1,87 @@
+"""Runs pytest and returns what became of each test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+NO_TESTS = 5  # exit code of pytest when none was selected
+KINDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One test.
+
+    Attributes:
+        name: Its module and its name, ``tests.unit.test_cli::test_version``.
+        outcome: ``passed``, ``failed`` or ``skipped``.
+        seconds: Wall time, fixtures included.
+    """
+
+    name: str
+    outcome: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of pytest.
+
+    Attributes:
+        command: What was run.
+        outcomes: In the order in which the tests ended.
+        exit_code: pytest's.
+    """
+
+    command: list[str]
+    outcomes: list[Outcome]
+    exit_code: int
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Tests by outcome. A run that ended before it could report counts as one failed test."""
+        found = Counter(each.outcome for each in self.outcomes)
+        if self.exit_code not in (0, NO_TESTS) and not found["failed"]:
+            found["failed"] = 1
+        return found
+
+
+def run_pytest(arguments: Sequence[str], python: str = sys.executable, cwd: Path = ROOT) -> Run:
+    """Runs pytest in a process of its own, which writes to this terminal.
+
+    Args:
+        arguments: Of pytest.
+        python: Interpreter that has pytest.
+        cwd: Folder to run in.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [python, "-m", "pytest", *arguments]
+        done = subprocess.run([*command, f"--junitxml={report}"], cwd=cwd, check=False)
+        outcomes = read_report(report) if report.exists() else []
+    return Run(command, outcomes, done.returncode)
+
+
+def read_report(path: Path) -> list[Outcome]:
+    """Reads a JUnit XML file of pytest. A test that fails and whose teardown fails too is one failed test."""
+    found: dict[str, Outcome] = {}
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        outcome = next((KINDS[child.tag] for child in case if child.tag in KINDS), "passed")
+        if name not in found or outcome == "failed":
+            found[name] = Outcome(name, outcome, round(float(case.get("time", 0)), 3))
+    return list(found.values())
+
+
+def verdict(counts: Counter[str]) -> str:
+    """Returns the closing line, ``12 passed, 1 failed, 2 skipped``."""
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    return f"{counts['passed']} passed, {counts['failed']} failed{skipped}"
