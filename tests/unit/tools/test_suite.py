@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools import suite
+from tools import gpu_suite, suite
 from tools.matrix import TRITON_OF_TORCH, Cell, find_interpreters, run_cells
 from tools.pytest_run import Outcome, Run, run_pytest, verdict
 
@@ -134,3 +136,33 @@ def test_the_matrix_has_all_that_pyproject_allows() -> None:
     text = (suite.ROOT / "pyproject.toml").read_text()
     assert '"torch>=2.11,<2.14"' in text and 'requires-python = ">=3.11"' in text
     assert list(TRITON_OF_TORCH) == ["2.11", "2.12", "2.13"]
+
+
+# --- the log of the GPU suite -------------------------------------------------------------------
+
+
+def test_the_log_of_a_gpu_run_says_what_ran_where_and_what_became_of_each_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.json"
+    monkeypatch.setattr(gpu_suite, "run_pytest", lambda arguments: a_run(1, passed=2, failed=1, skipped=3))
+    monkeypatch.setattr("sys.argv", ["gpu_suite", "--commit", "abc1234", "--output", str(log)])
+    assert gpu_suite.main() == 1
+    said = json.loads(log.read_text())
+    assert list(said) == ["date", "hardware", "versions", "commit", "command", "verdict", "counts", "tests"]
+    assert (said["commit"], said["counts"]) == ("abc1234", {"passed": 2, "failed": 1, "skipped": 3})
+    assert said["tests"][0] == {"name": "passed 0", "outcome": "passed", "seconds": 0.0} and len(said["tests"]) == 6
+    assert said["versions"]["torch"] and said["hardware"]
+    assert capsys.readouterr().out.splitlines()[-1] == said["verdict"] == "2 passed, 1 failed, 3 skipped"
+
+
+# --- make ---------------------------------------------------------------------------------------
+
+
+def test_an_install_shows_what_pip_does() -> None:
+    make = ["make", "--dry-run", "--always-make", "VENV=nowhere", "demo"]
+    mine = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "PIP_ARGS")}
+    said = subprocess.run(make, cwd=suite.ROOT, env=mine, capture_output=True, text=True, check=True).stdout
+    assert "installing hiserve and PyTorch into nowhere; a first time takes some minutes" in said
+    (install,) = [line for line in said.splitlines() if "-m pip install" in line]
+    assert install.endswith("-e .") and "quiet" not in install and " -q" not in install
