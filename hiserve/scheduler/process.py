@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import sys
@@ -82,6 +83,8 @@ class Service:
         self._num_malformed = 0
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
+        timeouts = config.scheduler.queue_timeout_s, config.scheduler.request_timeout_s
+        self._soonest_s = min(filter(None, timeouts), default=math.inf)  # no deadline of a new request is nearer
         self._replicas = config.parallel.replicas
         index = PrefixIndex(self._page_size, chain_of(is_strong=config.cache.store is not None))
         self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), index, config.scheduler)
@@ -132,13 +135,20 @@ class Service:
                 self._end(0)
 
     def _set_timer(self) -> None:
-        """Wakes up at the next deadline; it may have passed without need by then."""
+        """Wakes up at the next deadline; it may have passed without need by then.
+
+        Deadlines come in the order of acceptance: none that a batch brings is before one that is awaited.
+        """
+        loop = asyncio.get_running_loop()
         if self._timer is not None:
+            if self._timer.when() <= loop.time() + self._soonest_s:
+                return
             self._timer.cancel()
         delay_s = self._dispatcher.seconds_to_deadline()
-        self._timer = None if delay_s is None else asyncio.get_running_loop().call_later(delay_s, self._expire)
+        self._timer = None if delay_s is None else loop.call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
+        self._timer = None
         self._dispatcher.expire()
         self._set_timer()
 

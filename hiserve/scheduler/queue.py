@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,8 +37,8 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self._in_order: dict[int, Waiting] = {}
-        self._by_rank: dict[int, dict[int, Waiting]] = {}
+        self._in_order: OrderedDict[int, Waiting] = OrderedDict()
+        self._by_rank: dict[int, OrderedDict[int, Waiting]] = {}
         self._num_pushed = 0
         self._num_gone = 0
         self.num_tokens = 0
@@ -46,16 +47,18 @@ class _Line:
         return len(self._in_order)
 
     def push(self, waiting: Waiting) -> None:
-        uid = waiting.entry.uid
         waiting.number, self._num_pushed = self._num_pushed, self._num_pushed + 1
-        self._in_order[uid] = self._by_rank.setdefault(waiting.rank, {})[uid] = waiting
-        self.num_tokens += len(waiting.entry.prompt)
+        self._add(waiting)
 
     def put_back(self, waiting: Waiting) -> None:
-        uid, rank = waiting.entry.uid, waiting.rank
         waiting.number = self._num_gone - MAX_OVERTAKEN
-        self._in_order = {uid: waiting, **self._in_order}
-        self._by_rank[rank] = {uid: waiting, **self._by_rank.get(rank, {})}
+        self._add(waiting)
+        self._in_order.move_to_end(waiting.entry.uid, last=False)
+        self._by_rank[waiting.rank].move_to_end(waiting.entry.uid, last=False)
+
+    def _add(self, waiting: Waiting) -> None:
+        uid = waiting.entry.uid
+        self._in_order[uid] = self._by_rank.setdefault(waiting.rank, OrderedDict())[uid] = waiting
         self.num_tokens += len(waiting.entry.prompt)
 
     def remove(self, uid: int) -> None:

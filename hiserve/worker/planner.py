@@ -369,6 +369,7 @@ class Planner:
         columns = self._rows
         request, receipt, private = columns.close(row)
         self._loading.forget(row)
+        self._stops.clear(row)
         request.lose_row(columns.tokens[row, : columns.known[row]].copy())
         request.cached = columns.cached.pop(row, None)
         if private.size:

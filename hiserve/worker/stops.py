@@ -37,6 +37,12 @@ class Stops:
         self._num_tokens[row] = len(stops)
         self._most = int(self._num_tokens.max())
 
+    def clear(self, row: int) -> None:
+        """Forgets what ended the reply of a tenant that has left the row."""
+        if self._num_tokens[row]:
+            self._num_tokens[row] = 0
+            self._most = int(self._num_tokens.max())
+
     def cut(self, rows: NDArray[np.int64], counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
         """Cuts each row's new tokens after the first that ends its reply.
 

@@ -157,6 +157,19 @@ def test_who_lost_a_worker_goes_first_of_the_caller_whatever_the_policy(policy: 
     assert queue.num_tokens == len(queue) == 0
 
 
+def test_who_goes_back_to_the_front_moves_nobody_else() -> None:
+    """A worker that dies gives back hundreds of requests, before hundreds that wait: each costs the same."""
+    desk = Desk(rows=1)
+    for uid in range(1, 8):
+        desk.submit(uid)
+    queue = desk.dispatcher.queue
+    (line,) = queue._lines.values()
+    in_order, of_rank = line._in_order, line._by_rank[0]
+    queue.put_back([queue.remove(uid) for uid in (5, 6)])
+    assert line._in_order is in_order and line._by_rank[0] is of_rank, "all that waits was written anew"
+    assert list(in_order) == list(of_rank) == [5, 6, 3, 4, 7], "the first two run, or are next"
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_no_policy_lets_a_request_starve(policy: str) -> None:
     desk = Desk(POLICIES[policy](), rows=1)

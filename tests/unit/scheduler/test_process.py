@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from hiserve.config import make_config
+from hiserve.core.request import SamplingParams
 from hiserve.errors import EngineError
 from hiserve.messages.channels import Link
-from hiserve.messages.codec import Decoder
-from hiserve.messages.types import Failed, Halted, StartFailed, ToClient, Tokens
+from hiserve.messages.codec import Decoder, encode
+from hiserve.messages.types import Failed, Generate, Halted, Ready, StartFailed, ToClient, Tokens
 from hiserve.scheduler.process import Service
 
 pytestmark = pytest.mark.alone
@@ -25,10 +26,10 @@ NO_WORKER = ("/does/not/exist",)
 class SlowClient:
     """A service whose client has stopped reading."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: object) -> None:
         self._link = Link.bind()
         self._scheduler_link = Link.connect(self._link.endpoint)
-        self.service = Service(make_config(host_cache_gib=0), self._scheduler_link, NO_WORKER)
+        self.service = Service(make_config(host_cache_gib=0, **settings), self._scheduler_link, NO_WORKER)
         self._decoder = Decoder[ToClient](ToClient)
         self.news: list[str] = []
         self.num_messages = 0
@@ -110,6 +111,29 @@ async def test_a_client_is_told_when_no_worker_is_left() -> None:
     client.service.worker_abandoned(0, EngineError("worker 0 died (exit code 71)."))
     await client.read_all(1)
     assert client.news == ["halted: no worker is left: worker 0 died (exit code 71)."]
+    client.close()
+
+
+async def test_while_a_deadline_is_awaited_batches_do_not_look_for_one() -> None:
+    client = SlowClient(queue_timeout_s=60.0, request_timeout_s=600.0)
+    dispatcher, looks = client.service._dispatcher, 0
+    dispatcher.worker_ready(0, Ready(1, 0, 1, 64, 10, 16, b"n" * 16, {}))
+    look = dispatcher.seconds_to_deadline
+
+    def counted() -> float | None:
+        nonlocal looks
+        looks += 1
+        return look()
+
+    dispatcher.seconds_to_deadline = counted  # type: ignore[method-assign]
+    for uid in range(1, 40):
+        client.service._receive([encode(Generate(uid, SamplingParams(max_tokens=5)), np.arange(4, dtype=np.int32))])
+    timer = client.service._timer
+    assert timer is not None
+    # Those that a worker gets have far deadlines; that of the first to wait is nearer, and is awaited from then on.
+    assert looks <= 4, f"{looks} times in 39 batches"
+    assert 50 < timer.when() - asyncio.get_running_loop().time() <= 60
+    timer.cancel()
     client.close()
 
 

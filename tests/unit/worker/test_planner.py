@@ -128,6 +128,18 @@ def test_a_requests_own_stop_token_ends_its_reply_and_no_other(ignore_eos: bool)
     assert steps.ends == {1: FinishReason.STOP, 2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
 
 
+def test_when_the_last_request_with_stop_tokens_has_left_steps_compare_with_none() -> None:
+    steps = Steps(num_pages=30, budget=64)
+    steps.add(1, prompt(10), 3, stop_token_ids=(501, 502, 503))
+    steps.add(2, prompt(10), 6, stop_token_ids=(501,))
+    steps.add(3, prompt(10), 9)
+    found = []
+    while steps.planner.has_work:
+        steps.step()
+        found.append(steps.planner._stops._most)
+    assert sorted(set(found), reverse=True) == [3, 1, 0]
+
+
 def test_a_row_forgets_the_stop_tokens_of_the_tenant_before() -> None:
     out = oracle(prompt(10), 6)
     steps = Steps(num_pages=30, budget=64, max_rows=2)
