@@ -21,7 +21,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: Unique within the model.
         codec: What a row is. ``kv``: one key and one value vector per KV head. ``token_position``: the token id in
             the place of the key, its position in that of the value. ``boundary``: the keys of a page are one vector of
-            the page; of the values nothing is used.
+            the page; the first of its values is 1 if what drafts has computed the page.
         num_layers: Layers in the group; a layer's index within the group is its slice.
         num_kv_heads: KV heads per layer.
         head_dim: Elements per head.
@@ -48,9 +48,10 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def boundary_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
-    """Returns the group that keeps a vector of ``size`` elements for each page: what drafting goes on with behind it."""
+    """Returns the group of what drafting goes on with behind each page: a vector of ``size`` elements, and a mark."""
+    head_dim = max(1, -(-size // page_size))
     return CacheGroupSpec(
-        name="boundary", num_layers=1, num_kv_heads=1, head_dim=-(-size // page_size), dtype=dtype, codec="boundary"
+        name="boundary", num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype=dtype, codec="boundary"
     )
 
 

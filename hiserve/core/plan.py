@@ -48,6 +48,10 @@ def _empty() -> Int32Array:
     return np.empty(0, dtype=np.int32)
 
 
+def _none() -> BoolArray:
+    return np.empty(0, dtype=np.bool_)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TableWrites:
     """Page-table entries to write before the step, as four parallel columns.
@@ -61,12 +65,14 @@ class TableWrites:
         pages: int32 ``[W]``. The page, never 0 (the sink).
         owners: int32 ``[W]``. Number of the allocation that handed the page out.
             The device keeps ``page_owner[page]``; an entry whose owner differs is stale.
+        are_new: bool ``[W]``. The page was handed out for tokens that are to be computed. Without elements, none was.
     """
 
     rows: Int32Array = field(default_factory=_empty)
     indices: Int32Array = field(default_factory=_empty)
     pages: Int32Array = field(default_factory=_empty)
     owners: Int32Array = field(default_factory=_empty)
+    are_new: BoolArray = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +96,7 @@ class BatchPlan:
         max_len: int32 ``[B]``. Upper bound of the row's length after the step (the exact
             length lives on the device).
         num_propose: Drafts to propose, once the step is done, for each row that samples.
+        is_cold: What drafts does nothing behind the step, and so leaves its tokens out; ``num_propose`` is 0.
         host_release: int32 ``[H]``. Host pages given back, before the copies.
         copies: Copies between tiers to start. The step reads nothing that they write but what it waits for.
         waits: Loads, of this plan or before, whose bytes the step's forward reads: it waits for them on the device.
@@ -106,6 +113,7 @@ class BatchPlan:
     num_scored: Int32Array
     max_len: Int32Array
     num_propose: int = 0
+    is_cold: bool = False
     release: Int32Array = field(default_factory=_empty)
     admit: tuple[RowAdmit, ...] = ()
     table: TableWrites = field(default_factory=TableWrites)

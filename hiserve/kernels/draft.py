@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
+from hiserve.kernels.draft_window import draft_window, note_drafted
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.ngram import draft_ngrams
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowState
 
-__all__ = ["draft_features", "draft_inputs", "draft_ngrams", "keep_features"]
+__all__ = ["draft_features", "draft_inputs", "draft_ngrams", "draft_window", "keep_features", "note_drafted"]
 
 _TABLE_BLOCK = 4096
 _TOKEN_BLOCK = 256

@@ -64,6 +64,24 @@ class StepFeatures:
     page_size: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftProgress:
+    """What a head has computed of rows and pages: it does not follow every step.
+
+    A page is drafted where a head has computed all of its places, each in the step that computed the token itself. A
+    head attends over a row's pages from some page on, behind the last that is not drafted.
+
+    Attributes:
+        is_drafted: ``[num_pages]``, of any type. 1 for a page that is drafted; anything else is none.
+        start_page: int64 ``[R]``, by row number. Page of the row's table that its drafts attend from.
+        taken_len: int64 ``[R]``. Tokens of the row that were computed when the head took part last.
+    """
+
+    is_drafted: Tensor
+    start_page: Tensor
+    taken_len: Tensor
+
+
 class DraftOps(Protocol):
     """Work of fixed shape that waits for nothing, and so can be recorded in a graph.
 
@@ -131,6 +149,45 @@ class DraftOps(Protocol):
         Args:
             step: What is kept in it is changed, but for rows that failed the check.
             state: The rows after the step: drafts that were refused do not count as computed.
+        """
+
+    def note_drafted(self, step: StepFeatures, state: RowState, progress: DraftProgress) -> None:
+        """Notes that a head takes part in a step: which pages are drafted then, and where rows' drafts attend from.
+
+        A step that begins where a page does goes on behind the row's last page that is not drafted. One that begins
+        inside a page goes on if the head took part in the row's step before; else neither that page nor what the step
+        computes counts as drafted. Rows that failed the check change nothing but what stands for row 0 and the sink.
+
+        Args:
+            step: Its features are not read.
+            state: The rows after the step.
+            progress: Changed.
+        """
+
+    def draft_window(
+        self,
+        rows: Tensor,
+        first: Tensor,
+        legal: Tensor,
+        made: DraftMetadata,
+        progress: DraftProgress,
+        *,
+        page_size: int,
+    ) -> DraftMetadata:
+        """Leaves out the pages that a forward of a head is not to attend over: those before the rows' ``start_page``.
+
+        A page with a place of the forward itself always counts.
+
+        Args:
+            rows: int64 ``[B]``. Row numbers.
+            first: int64 ``[B]``. Place of each row's first token; of an illegal row anything.
+            legal: bool ``[B]``.
+            made: Of these rows, from ``draft_inputs``. Unchanged.
+            progress: Unchanged.
+            page_size: Tokens per page.
+
+        Returns:
+            The same tokens, places and slots; ``kv_lens`` and ``page_table`` of the pages that are left.
         """
 
     def draft_ngrams(

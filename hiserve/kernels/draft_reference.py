@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepFeatures
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowState
 
@@ -86,6 +88,42 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
     pages = _pages_of(ends - 1, token_rows, step)
     index = _step_tokens(step).clamp_(min=0)
     _write(step.boundary_pages, pages, features.index_select(0, index), is_end & (pages != SINK_PAGE))
+
+
+def note_drafted(step: StepFeatures, state: RowState, progress: DraftProgress) -> None:
+    """Notes that a head takes part in a step."""
+    rows, legal, page_size = step.rows, step.legal, step.page_size
+    first, table = step.first * legal, step.page_table
+    pages, entries = table.reshape(-1).long(), torch.arange(table.shape[1], device=table.device)
+    first_page, computed_len = first // page_size, state.computed_len.index_select(0, rows)
+    is_drafted = progress.is_drafted.index_select(0, pages).view_as(table) == 1
+    is_missing = ~(is_drafted & (table != SINK_PAGE)) & (entries < first_page[:, None])
+    behind_missing = (is_missing * (entries + 1)).amax(1)
+    ends = first + step.qo_indptr.diff()
+    behind_step = (ends + (page_size - 1)) // page_size
+    goes_on = progress.taken_len.index_select(0, rows) == first
+    start = torch.where(goes_on, progress.start_page.index_select(0, rows), behind_step)
+    start = torch.where(first % page_size == 0, behind_missing, start)
+    # What begins in a page that is left out sees what nobody computed there.
+    start = torch.where(start > first_page, torch.maximum(start, behind_step), start)
+    is_own = torch.where(legal, rows, 0)
+    progress.start_page.index_copy_(0, is_own, start * legal)
+    progress.taken_len.index_copy_(0, is_own, computed_len * legal)
+    is_done = (entries >= torch.maximum(start, first_page)[:, None]) & (table != SINK_PAGE) & legal[:, None]
+    is_done &= (entries + 1) * page_size <= computed_len[:, None]
+    done = is_done.view(-1)
+    progress.is_drafted.index_copy_(0, torch.where(done, pages, SINK_PAGE), done.to(progress.is_drafted.dtype))
+
+
+def draft_window(
+    rows: Tensor, first: Tensor, legal: Tensor, made: DraftMetadata, progress: DraftProgress, *, page_size: int
+) -> DraftMetadata:
+    """Leaves out the pages that a forward of a head is not to attend over."""
+    width = made.page_table.shape[1]
+    last = torch.minimum(first, made.kv_lens - 1) // page_size
+    skipped = torch.minimum(progress.start_page.index_select(0, rows), last) * legal
+    entries = (torch.arange(width, device=rows.device) + skipped[:, None]).clamp_(max=width - 1)
+    return replace(made, kv_lens=made.kv_lens - skipped * page_size, page_table=made.page_table.gather(1, entries))
 
 
 def _step_tokens(step: StepFeatures) -> Tensor:

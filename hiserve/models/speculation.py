@@ -57,9 +57,7 @@ def page_groups(config: Config, model: ModelConfig, draft: DraftConfig | None) -
     """
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
-        drafts = draft.kv_groups(dtype)
-        if draft.feature_size:
-            drafts = (*drafts, boundary_group(draft.feature_size, config.cache.page_size, dtype))
+        drafts = (*draft.kv_groups(dtype), boundary_group(draft.feature_size, config.cache.page_size, dtype))
     return (*model.kv_groups(dtype), *drafts, *debug_groups(config))
 
 

@@ -138,7 +138,7 @@ class Dispatch:
 
     def propose(self, plan: BatchPlan, ran: Ran) -> None:
         """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""
-        if self._proposer is None:
+        if self._proposer is None or plan.is_cold:
             return
         if ran.drafts is not None:
             ran.drafts.propose(plan.num_propose, is_greedy=ran.is_greedy)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
@@ -34,6 +35,9 @@ class DeviceRows:
         relocation_version: Of the latest plan that was applied; 0 before the first.
         has_moved: A page of a live row had moved between the planning of the step before and that of this one.
         sampling: Sampling parameters.
+        taken_len: int64 ``[R]``, as in ``DraftProgress``: 0 for a row that changes hands.
+        is_drafted: ``[num_pages]``, as in ``DraftProgress``: 0 once a page is handed out for tokens that are to be
+            computed. None where no page has anything to draft with.
 
     Args:
         max_rows: Requests at a time.
@@ -62,6 +66,7 @@ class DeviceRows:
         self.tokens = torch.zeros((num_rows, max_len), dtype=torch.int32, device=self.device)
         self.computed_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.known_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
+        self.taken_len = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
         self.page_table = torch.full((num_rows, max_pages), SINK_PAGE, dtype=torch.int32, device=self.device)
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
@@ -77,6 +82,7 @@ class DeviceRows:
         self.relocation_version = 0
         self.has_moved = False
         self.sampling = SamplingRows(num_rows, self.device, eos_token_ids)
+        self.is_drafted: Tensor | None = None
 
     def apply(self, plan: BatchPlan) -> None:
         """Gives rows back, admits requests, writes page tables, in this order.
@@ -114,7 +120,7 @@ class DeviceRows:
 
     def forget(self) -> None:
         """Makes rows and pages nobody's again."""
-        for lengths in (self.tokens, self.computed_len, self.known_len):
+        for lengths in (self.tokens, self.computed_len, self.known_len, self.taken_len):
             lengths.zero_()
         self.page_table.fill_(SINK_PAGE)
         for owners in (self.entry_owner, self.page_owner):
@@ -127,6 +133,7 @@ class DeviceRows:
         (rows,) = upload((host_rows.astype(np.int64),), self.device)
         self.computed_len.index_fill_(0, rows, 0)
         self.known_len.index_fill_(0, rows, 0)
+        self.taken_len.index_fill_(0, rows, 0)
         self.page_table.index_fill_(0, rows, SINK_PAGE)
         self.entry_owner.index_fill_(0, rows, NO_OWNER)
 
@@ -149,7 +156,11 @@ class DeviceRows:
         low, high = int(writes.pages.min()), int(writes.pages.max())
         assert SINK_PAGE < low <= high < self.num_pages, f"pages {low} to {high} of a pool of {self.num_pages}"
         flat = writes.rows.astype(np.int64) * self.page_table.shape[1] + writes.indices
-        entries, pages, owners = upload((flat, writes.pages, writes.owners), self.device)
+        is_marked = self.is_drafted is not None
+        new = writes.pages[writes.are_new].astype(np.int64) if is_marked and writes.are_new.size else flat[:0]
+        entries, pages, owners, new_pages = upload((flat, writes.pages, writes.owners, new), self.device)
+        if self.is_drafted is not None and new.size:
+            self.is_drafted.index_fill_(0, new_pages, 0)
         self.page_table.view(-1).index_copy_(0, entries, pages)
         self.entry_owner.view(-1).index_copy_(0, entries, owners)
         self.page_owner.index_copy_(0, pages.long(), owners)

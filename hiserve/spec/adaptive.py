@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.core.plan import Int32Array
+from hiserve.spec.cold import Phase, Warmth
 
 FloatArray = NDArray[np.float64]
 
@@ -66,6 +67,12 @@ class StepCosts:
         """Returns which of the C tiers stands for so many drafts."""
         return int(np.searchsorted(self.tiers[:-1], num_draft))
 
+    def shares(self, bucket: int) -> FloatArray:
+        """Returns what taking part costs for each tier, of a step that nothing drafts for, float64 ``[C]``."""
+        plain = float(self.verify[bucket, 0])
+        shares: FloatArray = self.seconds(bucket, 0.0) / plain - 1
+        return shares
+
     def further(self, bucket: int, num_stored: float) -> FloatArray:
         """Returns what all drafts but the first take, float64 ``[C]``; ``num_stored`` is of all rows."""
         further: FloatArray = np.maximum(self.tiers - 1, 0) * (self.draft[bucket] + self.draft_token * num_stored)
@@ -102,6 +109,11 @@ class Acceptance:
         share = num_rows / (WINDOW_ROWS + WINDOW_STEPS * num_rows)
         self._reached += _num_with(np.minimum(num_draft, counts), self._max_draft) - share * self._reached
         self._accepted += _num_with(counts - 1, self._max_draft) - share * self._accepted
+        self._update()
+
+    def forget(self) -> None:
+        """Knows nothing any more."""
+        self._reached[:] = self._accepted[:] = 0.0
         self._update()
 
     def _update(self) -> None:
@@ -190,12 +202,18 @@ class DraftController:
 
     A choice may be verified any number of steps later; what is recorded need not be what was chosen last.
 
+    Where no drafts are best for long, what drafts goes cold: it does nothing behind a step. ``spec.cold`` says when it is
+    tried again.
+
     Args:
         costs: Measured at start, for at least one draft.
+        warm_steps: That a cold head takes part in before its drafts are worth something; None if it is never cold.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, warm_steps: int | None = None) -> None:
         self._costs = costs
+        self._warmth = None if warm_steps is None else Warmth(warm_steps)
+        self._num_rows, self._price = 0, 0.0  # of a trial, for batches of so many rows
         self._times = Times(costs)
         self._acceptance = Acceptance(costs.max_draft)
         self._credit = np.zeros(costs.tiers.size)  # steps that may be lost to probes
@@ -219,6 +237,32 @@ class DraftController:
         """What is chosen for batches like the last, probes aside."""
         return int(self._costs.tiers[self._kept[self._bucket]])
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether what drafts does nothing behind the next step."""
+        return self._warmth is not None and self._warmth.phase is Phase.COLD
+
+    def stays_cold(self, allowed: Int32Array) -> bool:
+        """Takes in a step before drafts are chosen for it; there are none to choose while it returns True.
+
+        Args:
+            allowed: As in ``choose``.
+        """
+        warmth = self._warmth
+        if warmth is None or warmth.phase is not Phase.COLD:
+            return False
+        if allowed.size != self._num_rows:
+            self._num_rows, bucket = allowed.size, self._costs.bucket(allowed.size)
+            shares = self._costs.shares(bucket)
+            self._price = warmth.price(allowed.size, float(shares[0]), float(shares[1]))
+            if bucket != self._bucket:
+                self._bucket = bucket
+                if self._expect_rates(allowed, 0.0)[1].argmax():  # what little was learned says that drafts pay here
+                    warmth.wake()
+                    return False
+        warmth.save(allowed.size, self._price)
+        return warmth.phase is Phase.COLD
+
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
         """Returns how many drafts to make for the next step, at most.
 
@@ -227,14 +271,39 @@ class DraftController:
             mean_context: Tokens stored of a row.
         """
         most = int(allowed.max(initial=0))
-        if most == 0:
+        if most == 0 or self.is_cold:
             return 0
         bucket = self._bucket = self._costs.bucket(allowed.size)
+        warmth = self._warmth
+        if warmth is None:
+            return self._choose(bucket, allowed, mean_context)
+        if warmth.phase is not Phase.WARM:
+            was, phase = warmth.phase, warmth.advance()
+            if phase is Phase.TRIAL and was is not Phase.TRIAL:
+                self._acceptance.forget()
+                self._age[bucket] = DWELL_STEPS  # what it finds counts at once
+            if phase is not Phase.WARM:
+                return min(most, int(self._costs.tiers[1])) if phase is Phase.TRIAL else 0
+            if was is Phase.VERDICT and not self._pays(bucket, allowed, mean_context):
+                warmth.chill()
+                return 0
+        chosen = self._choose(bucket, allowed, mean_context)
+        self._num_rows = 0
+        warmth.rest(is_idle=self._kept[bucket] == 0, keep_share=float(self._costs.shares(bucket)[0]))
+        return 0 if self.is_cold else chosen
+
+    def _pays(self, bucket: int, allowed: Int32Array, mean_context: float) -> bool:
+        """Whether drafts are worth it by the table alone: the few times of a trial may be those of stalls."""
+        tokens = self._expect_rates(allowed, mean_context)[0]
+        seconds = self._costs.seconds(bucket, allowed.size * mean_context)[: tokens.size]
+        return bool((tokens / seconds).argmax())
+
+    def _choose(self, bucket: int, allowed: Int32Array, mean_context: float) -> int:
+        """As ``choose``, for a warm head."""
         self._age[bucket] += 1
-        num_tiers = int(np.searchsorted(self._costs.tiers, most, side="right"))
-        tokens = self._expect_tokens(allowed)[:num_tiers]
+        tokens, rates = self._expect_rates(allowed, mean_context)
+        num_tiers = rates.size
         seconds = self._times.expect(allowed.size, mean_context)[:num_tiers]
-        rates = tokens / seconds
         best = int(rates.argmax())
         kept, age = self._kept[bucket], self._age[bucket]
         kept = kept if kept < num_tiers else best
@@ -243,6 +312,13 @@ class DraftController:
             self._kept[bucket], self._age[bucket] = best, 0
             return self.num_draft
         return int(self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])])
+
+    def _expect_rates(self, allowed: Int32Array, mean_context: float) -> tuple[FloatArray, FloatArray]:
+        """Returns the tokens, and the tokens per second, of each tier that rows may have, float64 ``[n]`` with n >= 1."""
+        num_tiers = int(np.searchsorted(self._costs.tiers, allowed.max(initial=0), side="right"))
+        tokens = self._expect_tokens(allowed)[:num_tiers]
+        rates: FloatArray = tokens / self._times.expect(allowed.size, mean_context)[:num_tiers]
+        return tokens, rates
 
     def record(
         self, num_draft: Int32Array, counts: Int32Array, num_made: int, mean_context: float, seconds: float | None

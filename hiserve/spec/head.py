@@ -5,6 +5,9 @@ that computed a row's places c to c + n - 1 thus lets the head compute c to c + 
 gives the first draft. Place c, which the step before computed too, is computed again: nothing needs to be known of how
 a row came there, by a prompt, a cached prefix, or a step without drafts. The idea of the features is EAGLE's (Li et al.,
 arXiv:2401.15077); the slot convention is ours: a page's draft part depends on nothing behind the page.
+
+The head need not take part in every step. Pages with a token whose step it left out are not drafted, wherever they move,
+and drafts attend over what stands behind the last of them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.drafts import DraftPieces, DraftStep
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, DraftProgress, StepFeatures
 from hiserve.kernels.step_ops import RowState, StepOps
 from hiserve.models.draft import DraftHead
 from hiserve.sampling.params import SamplingRows
@@ -33,11 +36,15 @@ class DraftPool:
     Attributes:
         layers: Keys and values of its layers, in the pages of the tokens that they embed.
         boundary: ``[num_pages, F]``. What the model showed of the last token of each page.
+        is_drafted: ``[num_pages]`` and
+        taken_len: int64 ``[R]``, as ``DraftProgress`` has them.
         page_size: Tokens per page.
     """
 
     layers: Sequence[LayerKV]
     boundary: Tensor
+    is_drafted: Tensor
+    taken_len: Tensor
     page_size: int
 
 
@@ -98,7 +105,13 @@ class HeadProposer:
         self._ops = draft_ops
         self._max_kv_len = state.page_table.shape[1] * pool.page_size  # drafts past a row's end see its last pages
         # Of the last computed token of each row, what the model showed.
-        self._last = pool.boundary.new_zeros((state.tokens.shape[0], head.feature_size))
+        num_rows = state.tokens.shape[0]
+        self._last = pool.boundary.new_zeros((num_rows, head.feature_size))
+        self._progress = DraftProgress(
+            is_drafted=pool.is_drafted,
+            start_page=torch.zeros(num_rows, dtype=torch.int64, device=state.tokens.device),
+            taken_len=pool.taken_len,
+        )
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and what the head needs of the step's tokens."""
@@ -180,22 +193,20 @@ class HeadProposer:
             max_kv_len: Upper bound of what any row attends over, were there no end to it; None is that of the layout.
         """
         layout = chain.layout if max_kv_len is None else chain.layout.within(min(max_kv_len, self._max_kv_len))
-        made = self._inputs(chain.rows, chain.places - 1, chain.legal, layout)
+        first = chain.places - 1
+        made = self._inputs(chain.rows, first, chain.legal, layout)
+        made = self._window(chain.rows, first, chain.legal, made)
         logits, carried = self._run(made, layout, chain.carried, layout.token_rows, attention)
         chain.logits.copy_(logits)
         chain.carried.copy_(carried)
 
     def _take_in(self, step: DraftStep, layout: Layout) -> tuple[DraftMetadata, Tensor]:
+        """Returns what a forward over a step takes, with what the model showed of the token before each."""
         made = self._inputs(step.rows, step.first, step.legal, layout)
-        return made, self._features(step, made, layout)
-
-    def _features(self, step: DraftStep, made: DraftMetadata, layout: Layout) -> Tensor:
-        """Returns what the model showed of the token before each draft token, and keeps what later steps take."""
-        if not self._head.feature_size:
-            return self._last.new_empty((layout.token_rows.shape[0], 0))
-        assert step.features is not None, f"the model showed nothing of layers {self.taps}"
+        assert step.features is not None or not self.taps, f"the model showed nothing of layers {self.taps}"
+        nothing = self._last.new_empty((layout.token_rows.shape[0], 0))
         shown = StepFeatures(
-            features=self._head.fuse(step.features),
+            features=nothing if step.features is None else self._head.fuse(step.features),
             last=self._last,
             boundary_pages=self._pool.boundary,
             rows=step.rows,
@@ -207,9 +218,15 @@ class HeadProposer:
             page_table=made.page_table,
             page_size=self._pool.page_size,
         )
-        features = self._ops.draft_features(shown)
-        self._ops.keep_features(shown, self._state)
-        return features
+        features = nothing
+        if self._head.feature_size:
+            features = self._ops.draft_features(shown)
+            self._ops.keep_features(shown, self._state)
+        self._ops.note_drafted(shown, self._state, self._progress)
+        return self._window(step.rows, step.first, step.legal, made), features
+
+    def _window(self, rows: Tensor, first: Tensor, legal: Tensor, made: DraftMetadata) -> DraftMetadata:
+        return self._ops.draft_window(rows, first, legal, made, self._progress, page_size=self._pool.page_size)
 
     def _inputs(self, rows: Tensor, first: Tensor, legal: Tensor, layout: Layout) -> DraftMetadata:
         page_size, state = self._pool.page_size, self._state

@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
 
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less than a supervisor waits
+WARM_TOKENS = 16  # of a row, that a head which was cold attends over before its drafts are tried
 UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
@@ -119,7 +120,7 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         runners = _runners(config, model, model_config, draft, pool, rows, proposer)
-        controller = _controller(config, runners, rows, findings)
+        controller = _controller(config, runners, rows, findings, has_head=head is not None)
     depth = _depth(config, runners)
     facts = EngineFacts(
         max_running=max_rows,
@@ -157,16 +158,19 @@ def _depth(config: Config, runners: Dispatch) -> int:
     return depth
 
 
-def _controller(config: Config, runners: Dispatch, rows: DeviceRows, findings: Findings) -> DraftController | None:
+def _controller(
+    config: Config, runners: Dispatch, rows: DeviceRows, findings: Findings, *, has_head: bool
+) -> DraftController | None:
     """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
     tiers = config.spec.tiers
     if len(tiers) == 1:
         return None
+    warm_steps = WARM_TOKENS + config.cache.page_size if has_head else None  # it attends from the next page on
     if findings.draft_times is not None:
-        return DraftController(unpack(findings.draft_times))
+        return DraftController(unpack(findings.draft_times), warm_steps)
     with torch.inference_mode():
         costs = DraftMeter(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
-    return DraftController(costs)
+    return DraftController(costs, warm_steps)
 
 
 def _planner(config: Config, cache: CacheManager, model: ModelConfig, controller: DraftController | None) -> Planner:

@@ -29,12 +29,21 @@ class DraftChoice:
         self._num_draft = num_draft
         self._controller = controller
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether what drafts does nothing behind the next step."""
+        return self._controller is not None and self._controller.is_cold
+
     def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
         """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
         columns = self._rows
         if not (self._num_draft and rows.size):
             return 0
         allowed = columns.max_draft[rows]
+        if self._controller is not None and is_allowed and self._controller.stays_cold(allowed):
+            columns.drafted[rows] = 0
+            self._counts.chose(0)
+            return 0
         most = self._num_draft if is_allowed else 0
         if self._controller is not None and is_allowed:
             most = self._controller.choose(allowed, self._mean_context(rows))
@@ -49,8 +58,11 @@ class DraftChoice:
         Of rows that all have some, and of which none may have more than the others, the least that one has: it differs
         where the choice changed while some rows were left out of a step, and rows of one width are one graph.
         """
-        drafted, most = self._rows.drafted[rows], self._rows.max_draft[rows]
-        if drafted.size and (most == most[0]).all() and (least := drafted.min()):
+        drafted = self._rows.drafted[rows]
+        if not drafted.any():
+            return drafted
+        most = self._rows.max_draft[rows]
+        if (most == most[0]).all() and (least := drafted.min()):
             return np.full_like(drafted, least)
         return drafted
 
@@ -66,7 +78,7 @@ class DraftChoice:
             counts: int32 ``[S]``. Those accepted + 1.
             seconds: The step took; None if it computed prompts.
         """
-        if self._controller is not None and rows.size:
+        if self._controller is not None and rows.size and not (plan.is_cold and not num_draft.any()):
             made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())
             self._controller.record(num_draft, counts, made, self._mean_context(rows), seconds)
 

@@ -33,14 +33,18 @@ def open_proposer(
     ops = draft_ops_for(rows.device)
     if draft is None or head is None:
         return NgramProposer(rows.state, ops) if config.spec.spec == "ngram" else None
-    layers, page_size = pool.layers("draft"), config.cache.page_size
-    # Without features there is no boundary: a vector of no elements for each page.
-    boundary = layers[0].k.new_empty((rows.num_pages, 0))
-    if head.feature_size:
-        boundary = pool.layers("boundary")[0].k.view(rows.num_pages, -1)[:, : head.feature_size]
+    (of_pages,) = pool.layers("boundary")
+    boundary, marks = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
+    rows.is_drafted = marks[:, 0]
     return HeadProposer(
         head,
-        DraftPool(layers, boundary, page_size),
+        DraftPool(
+            layers=pool.layers("draft"),
+            boundary=boundary[:, : head.feature_size],
+            is_drafted=rows.is_drafted,
+            taken_len=rows.taken_len,
+            page_size=config.cache.page_size,
+        ),
         _attention(config, draft, rows),
         rows.state,
         rows.sampling,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.plan import Int32Array, TableWrites
+from hiserve.core.plan import BoolArray, Int32Array, TableWrites
 
 Int64Array = NDArray[np.int64]
 
@@ -18,9 +18,17 @@ class TableJournal:
     """
 
     def __init__(self) -> None:
-        self._writes: list[tuple[Int64Array, Int64Array, NDArray[np.integer], Int32Array]] = []
+        self._writes: list[tuple[Int64Array, Int64Array, NDArray[np.integer], Int32Array, BoolArray]] = []
 
-    def write(self, rows: Int64Array, admissions: Int64Array, indices: NDArray[np.integer], pages: Int32Array) -> None:
+    def write(
+        self,
+        rows: Int64Array,
+        admissions: Int64Array,
+        indices: NDArray[np.integer],
+        pages: Int32Array,
+        *,
+        are_new: bool = False,
+    ) -> None:
         """Records that entry ``indices[i]`` of row ``rows[i]``'s table is now ``pages[i]``.
 
         Args:
@@ -28,8 +36,9 @@ class TableJournal:
             admissions: int64 ``[n]``. Tenancy of each row.
             indices: int32 or int64 ``[n]``.
             pages: int32 ``[n]``.
+            are_new: They were handed out for tokens that are to be computed.
         """
-        self._writes.append((rows, admissions, indices, pages))
+        self._writes.append((rows, admissions, indices, pages, np.full(pages.size, are_new)))
 
     def take(self, admissions: Int64Array, owners: Int32Array) -> TableWrites:
         """Returns what still concerns the rows' present tenants, and starts afresh.
@@ -40,9 +49,11 @@ class TableJournal:
         """
         if not self._writes:
             return TableWrites()
-        rows, tenancies, indices, pages = self._writes[0]
+        rows, tenancies, indices, pages, are_new = self._writes[0]
         if len(self._writes) > 1:
-            rows, tenancies, indices, pages = (np.concatenate(column) for column in zip(*self._writes, strict=True))
+            rows, tenancies, indices, pages, are_new = (
+                np.concatenate(column) for column in zip(*self._writes, strict=True)
+            )
         self._writes = []
         live = admissions[rows] == tenancies
         pages = pages[live]
@@ -51,4 +62,5 @@ class TableJournal:
             indices=indices[live].astype(np.int32),
             pages=pages,
             owners=owners[pages],
+            are_new=are_new[live],
         )

@@ -234,6 +234,7 @@ class Planner:
         computed = columns.computed[rows] + share.num_new
         columns.computed[rows] = computed
         columns.pending[rows] += share.samples + share.num_draft
+        num_propose = self._choice.propose(rows[share.samples], is_allowed=not self._limits.is_reduced)
         plan = BatchPlan(
             step_id=self._step_id,
             rows=rows.astype(np.int32),
@@ -242,7 +243,8 @@ class Planner:
             samples=share.samples,
             num_scored=share.num_scored,
             max_len=computed,
-            num_propose=self._choice.propose(rows[share.samples], is_allowed=not self._limits.is_reduced),
+            num_propose=num_propose,
+            is_cold=self._choice.is_cold,
             release=np.array(self._released, dtype=np.int32),
             admit=tuple(admit),
             copies=copies + exchanged,

@@ -44,14 +44,16 @@ class PageTables:
         if pages is None:
             return False
         columns.num_pages[rows] = held + 1  # of a row's entries the last one counts
-        self.write(rows, held, pages)
+        self.write(rows, held, pages, are_new=True)
         return True
 
-    def write(self, rows: NDArray[np.int64], indices: NDArray[np.integer], pages: Int32Array) -> None:
-        """Changes entries; one row per entry."""
+    def write(
+        self, rows: NDArray[np.int64], indices: NDArray[np.integer], pages: Int32Array, *, are_new: bool = False
+    ) -> None:
+        """Changes entries; one row per entry. New pages are those whose tokens are to be computed."""
         columns = self._rows
         columns.page_table[rows, indices] = pages
-        self._journal.write(rows, columns.admission[rows], indices, pages)
+        self._journal.write(rows, columns.admission[rows], indices, pages, are_new=are_new)
 
     def publish(self, rows: NDArray[np.int64], step_id: int) -> None:
         """Publishes every page that became full with a step; dedup may move a row to pages that were there before."""

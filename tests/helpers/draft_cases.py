@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels import step_reference
-from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepFeatures
 from hiserve.kernels.step_ops import RowState
 from tests.helpers.step_cases import STALE, random_case
 
@@ -29,6 +29,7 @@ class DraftCase:
     features: Tensor
     last: Tensor
     boundary_pages: Tensor
+    progress: DraftProgress
     state: RowState
     page_size: int
     width: int
@@ -65,6 +66,11 @@ class DraftCase:
             self.page_size,
         )
 
+    def old_progress(self) -> DraftProgress:
+        """What was drafted before the step; a copy, its marks as far apart as those of pages."""
+        marks = self.progress.is_drafted[:, None].repeat(1, 3)[:, 0]
+        return DraftProgress(marks, self.progress.start_page.clone(), self.progress.taken_len.clone())
+
     def drafting(self, index: int) -> DraftCase:
         """The forward of one draft of each row, the ``index``-th."""
         each_row = torch.arange(len(self.rows))
@@ -79,6 +85,7 @@ class DraftCase:
             features=self.features,
             last=self.last,
             boundary_pages=self.boundary_pages,
+            progress=self.progress,
             state=self.state,
             page_size=self.page_size,
             width=self.width,
@@ -101,6 +108,15 @@ def draft_case(generator: torch.Generator) -> DraftCase:
     token_rows = torch.arange(len(num)).repeat_interleave(num)
     kept = torch.randn(len(state.tokens) + num_pages, NUM_FEATURES, generator=generator)
     kept[0] = kept[len(state.tokens)] = 0  # row 0 and the sink keep nothing
+    num_rows = len(state.tokens)
+    taken_len = torch.zeros(num_rows, dtype=torch.int64).index_copy_(0, columns.rows, first)
+    taken_len[0] = 0
+    progress = DraftProgress(
+        is_drafted=(torch.rand(num_pages, generator=generator) < 0.7).float(),
+        start_page=torch.randint(0, 3, (num_rows,), generator=generator),
+        taken_len=torch.where(torch.rand(num_rows, generator=generator) < 0.5, taken_len, 0),
+    )
+    progress.is_drafted[0] = progress.start_page[0] = 0
     return DraftCase(
         rows=columns.rows,
         first=torch.where(made.legal, first, STALE),
@@ -112,6 +128,7 @@ def draft_case(generator: torch.Generator) -> DraftCase:
         features=torch.randn(num_tokens, 2 * NUM_FEATURES, generator=generator)[:, :NUM_FEATURES],
         last=kept[: len(state.tokens)],
         boundary_pages=kept[len(state.tokens) :],
+        progress=progress,
         state=state,
         page_size=step.page_size,
         width=step.width,

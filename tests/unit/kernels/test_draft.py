@@ -19,22 +19,30 @@ NUM_CASES = 100
 PROGRAM = """
 import torch
 from dataclasses import fields
-from hiserve.kernels import draft, draft_reference
+from hiserve.kernels import draft, draft_reference, draft_window
 from tests.helpers.draft_cases import draft_case
 
 torch.set_num_threads(1)
 
 def run(ops, case, out):
     made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width, out=out)
-    tensors = [getattr(made, each.name) for each in fields(made)]
+    tensors, progress = [getattr(made, each.name) for each in fields(made)], case.old_progress()
     if case.features.shape[0] + len(case.rows) == len(case.token_rows):
         arguments = case.step_features(made.page_table)
         tensors.append(ops.draft_features(arguments))
         ops.keep_features(arguments, case.state)
         tensors += [arguments.last, arguments.boundary_pages]
+        if out is None:
+            ops.note_drafted(arguments, case.state, progress)
+            tensors += [getattr(progress, each.name) for each in fields(progress)]
+    if out is None:
+        left = ops.draft_window(case.rows, case.first, case.legal, made, progress, page_size=case.page_size)
+        used = torch.arange(case.width) * case.page_size < left.kv_lens[:, None]
+        tensors += [left.kv_lens, left.page_table * used]
     return tensors
 
 generator = torch.Generator().manual_seed(SEED)
+draft_window._TABLE_BLOCK = 2
 draft._TABLE_BLOCK, draft._TOKEN_BLOCK, draft._FEATURE_BLOCK = 2, 32, 2
 for number in range(NUM_CASES):
     case = draft_case(generator)
