@@ -97,6 +97,7 @@ class Acceptance:
 
     def __init__(self, max_draft: int) -> None:
         self._max_draft = max_draft
+        self._prior = PRIOR
         # Of the rows that verified a draft at a place: those whose drafts before it were accepted, and it as well.
         self._reached = np.zeros(max_draft)
         self._accepted = np.zeros(max_draft)
@@ -112,13 +113,14 @@ class Acceptance:
         self._update()
 
     def forget(self) -> None:
-        """Knows nothing any more."""
+        """Knows nothing any more, and expects nothing."""
+        self._prior = 0.0
         self._reached[:] = self._accepted[:] = 0.0
         self._update()
 
     def _update(self) -> None:
         """``chances``, float64 ``[K]``: that a row's drafts up to each place are accepted."""
-        after, all_so_far, chances = PRIOR, 1.0, []
+        after, all_so_far, chances = self._prior, 1.0, []
         for reached, accepted in zip(self._reached.tolist(), self._accepted.tolist(), strict=True):
             after = (accepted + PRIOR_ROWS * after) / (reached + PRIOR_ROWS)
             all_so_far *= after
@@ -257,7 +259,7 @@ class DraftController:
             self._price = warmth.price(allowed.size, float(shares[0]), float(shares[1]))
             if bucket != self._bucket:
                 self._bucket = bucket
-                if self._expect_rates(allowed, 0.0)[1].argmax():  # what little was learned says that drafts pay here
+                if self._pays(allowed, self._times.expect(allowed.size, 0.0)):  # as far as is known
                     warmth.wake()
                     return False
         warmth.save(allowed.size, self._price)
@@ -273,52 +275,54 @@ class DraftController:
         most = int(allowed.max(initial=0))
         if most == 0 or self.is_cold:
             return 0
-        bucket = self._bucket = self._costs.bucket(allowed.size)
-        warmth = self._warmth
-        if warmth is None:
-            return self._choose(bucket, allowed, mean_context)
-        if warmth.phase is not Phase.WARM:
+        bucket, warmth = self._costs.bucket(allowed.size), self._warmth
+        self._bucket = bucket
+        if warmth is not None and warmth.phase is not Phase.WARM:
             was, phase = warmth.phase, warmth.advance()
             if phase is Phase.TRIAL and was is not Phase.TRIAL:
                 self._acceptance.forget()
                 self._age[bucket] = DWELL_STEPS  # what it finds counts at once
             if phase is not Phase.WARM:
                 return min(most, int(self._costs.tiers[1])) if phase is Phase.TRIAL else 0
-            if was is Phase.VERDICT and not self._pays(bucket, allowed, mean_context):
+            # By the table alone: the few times of a trial may be those of stalls.
+            if was is Phase.VERDICT and not self._pays(
+                allowed, self._costs.seconds(bucket, allowed.size * mean_context)
+            ):
                 warmth.chill()
                 return 0
-        chosen = self._choose(bucket, allowed, mean_context)
-        self._num_rows = 0
-        warmth.rest(is_idle=self._kept[bucket] == 0, keep_share=float(self._costs.shares(bucket)[0]))
-        return 0 if self.is_cold else chosen
+        seconds = self._times.expect(allowed.size, mean_context)
+        chosen = self._choose(bucket, allowed, seconds)
+        if warmth is not None:
+            self._num_rows = 0
+            warmth.rest(is_idle=not self._pays(allowed, seconds), keep_share=float(self._costs.shares(bucket)[0]))
+        if self.is_cold:
+            self._kept[bucket] = chosen = 0
+        return chosen
 
-    def _pays(self, bucket: int, allowed: Int32Array, mean_context: float) -> bool:
-        """Whether drafts are worth it by the table alone: the few times of a trial may be those of stalls."""
-        tokens = self._expect_rates(allowed, mean_context)[0]
-        seconds = self._costs.seconds(bucket, allowed.size * mean_context)[: tokens.size]
-        return bool((tokens / seconds).argmax())
-
-    def _choose(self, bucket: int, allowed: Int32Array, mean_context: float) -> int:
-        """As ``choose``, for a warm head."""
+    def _choose(self, bucket: int, allowed: Int32Array, seconds: FloatArray) -> int:
+        """As ``choose``, where each of the C tiers takes so many seconds."""
         self._age[bucket] += 1
-        tokens, rates = self._expect_rates(allowed, mean_context)
-        num_tiers = rates.size
-        seconds = self._times.expect(allowed.size, mean_context)[:num_tiers]
+        tokens = self._expect_tokens(allowed)[: self._num_tiers(allowed)]
+        seconds = seconds[: tokens.size]
+        rates = tokens / seconds
         best = int(rates.argmax())
         kept, age = self._kept[bucket], self._age[bucket]
-        kept = kept if kept < num_tiers else best
+        kept = kept if kept < tokens.size else best
         needed = max(LEAST_GAIN, MIN_GAIN * min(1.0, 5 * DWELL_STEPS / age))
         if age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[kept]:
             self._kept[bucket], self._age[bucket] = best, 0
             return self.num_draft
         return int(self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])])
 
-    def _expect_rates(self, allowed: Int32Array, mean_context: float) -> tuple[FloatArray, FloatArray]:
-        """Returns the tokens, and the tokens per second, of each tier that rows may have, float64 ``[n]`` with n >= 1."""
-        num_tiers = int(np.searchsorted(self._costs.tiers, allowed.max(initial=0), side="right"))
-        tokens = self._expect_tokens(allowed)[:num_tiers]
-        rates: FloatArray = tokens / self._times.expect(allowed.size, mean_context)[:num_tiers]
-        return tokens, rates
+    def _pays(self, allowed: Int32Array, seconds: FloatArray) -> bool:
+        """Whether any of the C tiers, which take so many seconds, gives more tokens per second than there are without a head."""
+        num_tiers, keep_share = self._num_tiers(allowed), self._costs.shares(self._bucket)[0]
+        rates = self._expect_tokens(allowed)[:num_tiers] / seconds[:num_tiers]
+        return bool(rates[1:].max(initial=0.0) > (1 + keep_share) * rates[0])
+
+    def _num_tiers(self, allowed: Int32Array) -> int:
+        """Returns how many of the C tiers some row may have."""
+        return int(np.searchsorted(self._costs.tiers, allowed.max(initial=0), side="right"))
 
     def record(
         self, num_draft: Int32Array, counts: Int32Array, num_made: int, mean_context: float, seconds: float | None
