@@ -39,9 +39,14 @@ class Held:
     """As ``DraftController``, and always chooses the same number: an engine has the graphs of all of them."""
 
     times_own_drafts = False
+    is_cold = False
 
     def __init__(self, num_draft: int) -> None:
         self._num_draft = num_draft
+
+    def stays_cold(self, allowed: Int32Array) -> bool:
+        """Returns False: what drafts takes part in every step."""
+        return False
 
     def choose(self, allowed: Int32Array, mean_context: float) -> int:
         """Returns the number, whatever the rows are."""

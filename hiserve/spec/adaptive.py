@@ -294,9 +294,9 @@ class DraftController:
         chosen = self._choose(bucket, allowed, seconds)
         if warmth is not None:
             self._num_rows = 0
-            warmth.rest(is_idle=not self._pays(allowed, seconds), keep_share=float(self._costs.shares(bucket)[0]))
-        if self.is_cold:
-            self._kept[bucket] = chosen = 0
+            keep_share = float(self._costs.shares(bucket)[0])
+            if warmth.rest(is_idle=not self._pays(allowed, seconds), keep_share=keep_share):
+                self._kept[bucket] = chosen = 0
         return chosen
 
     def _choose(self, bucket: int, allowed: Int32Array, seconds: FloatArray) -> int:

@@ -53,11 +53,18 @@ class Warmth:
         """
         return (self._warm_steps + LAG_STEPS) * keep_share + _trial_steps(num_rows) * draft_share
 
-    def rest(self, *, is_idle: bool, keep_share: float) -> None:
-        """Takes in a step of a warm head, for which no drafts or some were the best."""
+    def rest(self, *, is_idle: bool, keep_share: float) -> bool:
+        """Takes in a step of a warm head, whose drafts pay or do not; returns whether it goes cold.
+
+        Args:
+            is_idle: They do not.
+            keep_share: What taking part costs, of a step.
+        """
         self._num_idle = self._num_idle + 1 if is_idle else 0
         if self._num_idle > COLD_AFTER and keep_share > MIN_SHARE:
             self.chill()
+            return True
+        return False
 
     def chill(self) -> None:
         """Lets the head go cold."""
