@@ -42,10 +42,14 @@ class Changing:
     """As ``DraftController``; chooses another number of drafts every few steps, whatever pays."""
 
     times_own_drafts = False
+    is_cold = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._chosen = 0
+
+    def stays_cold(self, *_: Any) -> bool:
+        return False
 
     def choose(self, *_: Any) -> int:
         if self._rng.random() < 0.4:

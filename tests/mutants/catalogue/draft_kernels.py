@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         name="draft twin: an illegal row keeps its pages",
         file=TWINS,
-        old=" & legal[:, None]\n",
-        new="\n",
+        old="(table < num_pages) & legal[:, None]\n",
+        new="(table < num_pages)\n",
         test=INPUTS,
     ),
     Mutant(

@@ -147,15 +147,15 @@ MUTANTS = [
     Mutant(
         name="a tier is chosen that nobody may have",
         file=ADAPTIVE,
-        old='np.searchsorted(self._costs.tiers, most, side="right"))',
-        new="np.searchsorted(self._costs.tiers, most) + 1)",
+        old='np.searchsorted(self._costs.tiers, allowed.max(initial=0), side="right"))',
+        new="np.searchsorted(self._costs.tiers, allowed.max(initial=0)) + 1)",
         test=OF_TESTS + "test_only_tiers_are_chosen",
     ),
     Mutant(
         name="a request that allows fewer gets none",
         file=ADAPTIVE,
-        old="if kept < num_tiers else best",
-        new="if kept < num_tiers else 0",
+        old="if kept < tokens.size else best",
+        new="if kept < tokens.size else 0",
         test=OF_TESTS + "test_only_tiers_are_chosen",
     ),
     # --- probes ---
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         name="what one batch keeps, all keep",
         file=ADAPTIVE,
-        old="bucket = self._bucket = self._costs.bucket(allowed.size)",
-        new="bucket = self._bucket = 0",
+        old="bucket, warmth = self._costs.bucket(allowed.size), self._warmth",
+        new="bucket, warmth = 0, self._warmth",
         test=OF_TESTS + "test_what_one_batch_keeps_holds_no_other_back",
     ),
 ]

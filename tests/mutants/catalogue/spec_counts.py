@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         name="the controller hears of no step",
         file=CHOICE,
-        old="if self._controller is not None and rows.size:",
-        new="if False:",
+        old="if self._controller is not None and rows.size and",
+        new="if False and",
         test=OF_CHOICE + "test_each_step_proposes_what_is_chosen_for_it_and_verifies_what_was_chosen_before",
     ),
     Mutant(

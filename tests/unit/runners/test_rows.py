@@ -131,3 +131,19 @@ def test_rows_know_whether_a_page_has_moved_since_the_plan_before(rows: DeviceRo
         rows.apply(replace(plan(), relocation_version=version))
         moved.append(rows.has_moved)
     assert moved == [False, False, True, False, True]
+
+
+def test_a_page_handed_out_for_new_tokens_has_not_been_drafted(rows: DeviceRows) -> None:
+    """A page of a prefix, or one that is loaded, says itself whether it has."""
+    rows.is_drafted = torch.ones((8, 2))[:, 1]
+    writes = plan(writes=[(1, 0, 5, 31), (1, 1, 3, 32), (2, 0, 7, 33)])
+    rows.apply(replace(writes, table=replace(writes.table, are_new=np.array([False, True, True]))))
+    assert rows.is_drafted.tolist() == [1, 1, 1, 0, 1, 1, 1, 0]
+    rows.apply(plan(writes=[(1, 0, 4, 34)]))
+    assert rows.is_drafted.sum() == 6
+
+
+def test_nothing_of_a_rows_next_tenant_was_taken_in(rows: DeviceRows) -> None:
+    rows.taken_len.fill_(6)
+    rows.apply(plan(release=[2], admit=[admit(1, [7, 8])]))
+    assert rows.taken_len.tolist() == [6, 0, 0, 6]
