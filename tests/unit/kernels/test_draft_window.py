@@ -23,7 +23,7 @@ class Row:
 
     page_size: int
     computed: int = 0
-    is_computed: list[bool] = field(default_factory=list)  # by the head, in the step that computed the token
+    is_computed: list[bool] = field(default_factory=list)  # by the head, in the token's step, beside such tokens alone
 
     def __post_init__(self) -> None:
         table = torch.zeros((2, NUM_PAGES), dtype=torch.int32)
@@ -43,9 +43,9 @@ class Row:
     def step(self, num_new: int, num_refused: int, *, is_cold: bool) -> DraftMetadata | None:
         """Computes tokens, of which the last are drafts that were refused; returns what the head attends over."""
         first, self.computed = self.computed, self.computed + num_new - num_refused
-        self.is_computed += [not is_cold] * (num_new - num_refused)
         self.state.computed_len[1] = self.computed
         if is_cold:
+            self.is_computed += [False] * (num_new - num_refused)
             return None
         rows, legal, firsts = torch.tensor([1]), torch.tensor([True]), torch.tensor([first])
         num, offsets = torch.tensor([num_new + 1]), torch.arange(num_new + 1)
@@ -67,7 +67,10 @@ class Row:
             self.page_size,
         )
         twins.note_drafted(shown, self.state, self.progress)
-        return twins.draft_window(rows, firsts, legal, made, self.progress, page_size=self.page_size)
+        left = twins.draft_window(rows, firsts, legal, made, self.progress, page_size=self.page_size)
+        begin = first + num_new + 1 - int(left.kv_lens)
+        self.is_computed += [all(self.is_computed[begin:first])] * (num_new - num_refused)
+        return left
 
     def marks(self) -> list[bool]:
         """Of the pages that are full."""
