@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -15,6 +16,13 @@ from hiserve.attention.paired import PairedAttention
 from hiserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+class LaterAttention(Attention, Protocol):
+    """A backend whose kernels may still be compiled."""
+
+    def is_ready(self) -> bool:
+        """Whether it may plan; loads the kernels when their compilers have ended. Not while a graph is captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,15 @@ class _Backend:
 
     def open(self, shape: AttentionShape) -> Attention:
         """Imports its module and makes it."""
-        return cast("Attention", getattr(importlib.import_module(self.module), self.name)(shape))
+        return cast("Attention", self._class(shape))
+
+    def open_later(self, shape: AttentionShape) -> LaterAttention:
+        """As ``open``, without waiting for its compilers."""
+        return cast("LaterAttention", self._class(shape, waits=False))
+
+    @property
+    def _class(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.name)
 
 
 # The first that can do what another cannot is the one that its error names.
@@ -106,7 +122,14 @@ _BACKENDS = {
 }
 
 
-def open_attention(name: str, shape: AttentionShape, device: torch.device, *, has_trees: bool = False) -> Attention:
+def open_attention(
+    name: str,
+    shape: AttentionShape,
+    device: torch.device,
+    *,
+    has_trees: bool = False,
+    is_serving: Callable[[], bool] | None = None,
+) -> Attention:
     """Imports and makes a backend.
 
     Args:
@@ -114,12 +137,14 @@ def open_attention(name: str, shape: AttentionShape, device: torch.device, *, ha
         shape: Of the model.
         device: Where the pool lies.
         has_trees: Steps may have tree masks.
+        is_serving: Whether steps are those of requests. Where it is given, ``auto`` waits for no compiler: from then on,
+            and when the compilers have ended, FlashInfer computes the prompts, which Triton computes before.
 
     Raises:
         ConfigError: It is not installed or cannot do what is asked; says which backend would do.
     """
     if name == "auto":
-        return _open_fastest(shape, device, has_trees)
+        return _open_fastest(shape, device, has_trees, is_serving)
     backend = _BACKENDS[name]
     refusal = backend.refusal(shape, device, has_trees)
     if refusal is not None:
@@ -154,7 +179,9 @@ def open_draft_attention(name: str, shape: AttentionShape, device: torch.device)
     return _BACKENDS[best].open(shape)
 
 
-def _open_fastest(shape: AttentionShape, device: torch.device, has_trees: bool) -> Attention:
+def _open_fastest(
+    shape: AttentionShape, device: torch.device, has_trees: bool, is_serving: Callable[[], bool] | None
+) -> Attention:
     """Opens the fastest of those that fit, or of two of them each where it is fastest.
 
     Nothing is measured here: on an H200 the order was the same for every shape that was measured, with heads of 128
@@ -167,7 +194,12 @@ def _open_fastest(shape: AttentionShape, device: torch.device, has_trees: bool) 
     if "flashinfer" not in fits[1:] or not is_hopper(device):
         return fastest
     try:
-        return PairedAttention(decoding=fastest, prompts=_BACKENDS["flashinfer"].open(shape))
+        if is_serving is None:
+            return PairedAttention(decoding=fastest, prompts=_BACKENDS["flashinfer"].open(shape))
+        prompts = _BACKENDS["flashinfer"].open_later(shape)
+        if prompts.is_ready():
+            return PairedAttention(decoding=fastest, prompts=prompts)
+        return PairedAttention(fastest, prompts, lambda: is_serving() and prompts.is_ready())
     except (ConfigError, ImportError) as error:
         logger.warning("prompts are computed by %s, which is slower: %s", fits[0], error)
         return fastest

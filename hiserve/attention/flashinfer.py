@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape, is_hopper
-from hiserve.attention.flashinfer_calls import Chunks, Decode, Prompts, RowLengths, Rows
+from hiserve.attention.compiling import Building
+from hiserve.attention.flashinfer_calls import Chunks, Decode, Prompts, RowLengths, Rows, builds
 from hiserve.attention.flashinfer_graph import GraphAttention, PageList, Workspace, as_pages
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
@@ -36,10 +38,11 @@ class FlashInferAttention:
     from the model; all others over their pages. Schedules are made on the host, hence from host lengths. Plans take
     turns at two sets of schedules, and each waits until that of the last but one has been copied.
 
-    Compiles its kernels when it is made, or finds them compiled: minutes the first time.
+    Compiles its kernels when it is made, side by side, or finds them compiled: a minute the first time.
 
     Args:
         shape: Of the model; without sinks and hidden positions.
+        waits: For the compilers. Otherwise nothing may be planned before ``is_ready``.
 
     Raises:
         ConfigError: The kernels cannot be compiled on this machine.
@@ -47,27 +50,42 @@ class FlashInferAttention:
 
     needs_host_lengths = True
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
         self._shape = shape
         self._workspace = Workspace(shape, torch.device("cuda", torch.cuda.current_device()))
         self._turns = [_Turn(shape, self._workspace) for _ in range(_NUM_TURNS)]
         self._num_plans = 0
         self._parts: list[_Part] = []
         self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
-        logger.info(
-            "loading flashinfer's kernels; it compiles those that this machine never had, a minute or more each"
-        )
-        begin = time.perf_counter()
-        try:
+        self._begin_s = time.perf_counter()
+        self._is_loaded = self._is_broken = False
+        with _advice():
+            building = builds(shape, _prefill(self._workspace.device))
+        if building:
+            logger.info(
+                "flashinfer compiles %d libraries that this machine never had, for a minute or so", len(building)
+            )
+        self._building = Building(building)
+        if waits or not building:
+            self._load()
+
+    def is_ready(self) -> bool:
+        """Whether it may plan. The first call after the compilers have ended loads what they made, in a second or so."""
+        if not self._is_loaded and not self._is_broken and self._building.is_done:
+            try:
+                self._load()
+            except ConfigError as error:
+                self._is_broken = True
+                logger.warning("prompts stay with the backend that decodes, which is slower: %s", error)
+        return self._is_loaded
+
+    def _load(self) -> None:
+        with _advice():
+            self._building.wait()
             for turn in self._turns:
-                turn.compile()
-        except (RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"flashinfer cannot compile its kernels: {(str(error).splitlines() or [''])[0]}. "
-                "Install nvcc and ninja, or use triton: --attention-backend triton.",
-                param="attention_backend",
-            ) from error
-        logger.info("flashinfer's kernels were there after %.0f s", time.perf_counter() - begin)
+                turn.load()
+        self._is_loaded = True
+        logger.info("flashinfer's kernels were there after %.0f s", time.perf_counter() - self._begin_s)
 
     def captured(self, num_rows: int, width: int) -> Attention:
         """Returns a backend with buffers of its own."""
@@ -104,6 +122,23 @@ class FlashInferAttention:
         return out
 
 
+@contextmanager
+def _advice() -> Iterator[None]:
+    """Turns what compilers say into what the user can do."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"flashinfer cannot compile its kernels: {(str(error).splitlines() or [''])[0]}. "
+            "Install nvcc and ninja, or use triton: --attention-backend triton.",
+            param="attention_backend",
+        ) from error
+
+
+def _prefill(device: torch.device) -> str:
+    return "fa3" if is_hopper(device) else "fa2"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
     """Rows of one kind, scheduled.
@@ -127,7 +162,7 @@ class _Turn:
         self._device = workspace.device
         group = shape.num_heads // shape.num_kv_heads
         partials = workspace.partials(workspace.num_programs * group, _MAX_TILE)
-        prefill = "fa3" if is_hopper(workspace.device) else "fa2"
+        prefill = _prefill(workspace.device)
         windows = shape.distinct_windows
         self._decode = {window: Decode(shape, window, partials) for window in windows}
         self._prompts = {window: Prompts(shape, window, partials, prefill) for window in windows}
@@ -135,8 +170,8 @@ class _Turn:
         self._short_chunks = {window: Chunks(shape, window, partials, "fa2") for window in windows}
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def compile(self) -> None:
-        """Schedules one row of each kind, which loads the kernels, and compiles those that never were."""
+    def load(self) -> None:
+        """Schedules one row of each kind, which loads the kernels."""
         q_lens = np.array([1, 2, 2, _MAX_SHORT + 1], dtype=np.int32)
         self.plan(q_lens, q_lens + np.array([0, 0, 1, 1], dtype=np.int32))
 

@@ -6,7 +6,9 @@ stages a schedule in one pinned buffer: it must have reached the device before t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +19,7 @@ from flashinfer import (
     BatchPrefillWithRaggedKVCacheWrapper,
     fast_decode_plan,
 )
+from flashinfer.jit import gen_batch_decode_module, gen_batch_prefill_module
 from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
@@ -117,9 +120,8 @@ class Decode:
                 "paged_kv_indices_buffer": buffers.indices,
                 "paged_kv_last_page_len_buffer": buffers.last_page_len,
             }
-        uses_tensor_cores = shape.num_heads // shape.num_kv_heads >= _MIN_TENSOR_CORE_GROUP
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
-            partials, "NHD", use_tensor_cores=uses_tensor_cores, backend="fa2", **of_graph
+            partials, "NHD", use_tensor_cores=_uses_tensor_cores(shape), backend="fa2", **of_graph
         )
         if buffers is not None:
             self._wrapper.reset_workspace_buffer(partials, _graph_schedule(partials))
@@ -217,6 +219,38 @@ class Chunks:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
         """As ``Rows.attend``, over the pool."""
         self._wrapper.run(q, pool, out=out)
+
+
+def builds(shape: AttentionShape, prefill: str) -> list[Callable[[], None]]:
+    """Returns what compiles the libraries that a model's rows need and this machine never had, one each.
+
+    The arguments are those by which the schedules of this version ask for their libraries; one that is not built here
+    is compiled when it is first asked for.
+
+    Args:
+        shape: Of the model.
+        prefill: ``fa2`` or ``fa3``, for prompts and long chunks.
+    """
+    specs = []
+    for has_window in sorted({window is not None for window in shape.distinct_windows}):
+        positions, has_soft_cap, reduces_in_fp16 = 0, False, False
+        of_model = (
+            *[shape.dtype] * 3,
+            torch.int32,
+            shape.head_dim,
+            shape.head_dim,
+            positions,
+            has_window,
+            has_soft_cap,
+        )
+        specs += [gen_batch_prefill_module(kind, *of_model, reduces_in_fp16) for kind in sorted({"fa2", prefill})]
+        if not _uses_tensor_cores(shape):  # otherwise it decodes with the library of fa2
+            specs.append(gen_batch_decode_module(*of_model))
+    return [partial(spec.build, verbose=False) for spec in specs if not spec.is_compiled]
+
+
+def _uses_tensor_cores(shape: AttentionShape) -> bool:
+    return shape.num_heads // shape.num_kv_heads >= _MIN_TENSOR_CORE_GROUP
 
 
 def _of_model(shape: AttentionShape, window: int | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,13 +21,17 @@ class PairedAttention:
     Args:
         decoding: For rows that decode, and for graphs.
         prompts: For the rows behind them.
+        has_prompts: Whether ``prompts`` may plan; asked at each plan until it may. Until then ``decoding`` computes all
+            rows. No graph holds what ``prompts`` launches, so that the change is one between two steps.
     """
 
-    def __init__(self, decoding: Attention, prompts: Attention) -> None:
+    def __init__(self, decoding: Attention, prompts: Attention, has_prompts: Callable[[], bool] = lambda: True) -> None:
         self.needs_host_lengths = decoding.needs_host_lengths
         self._decoding = decoding
         self._prompts = prompts
         self._num_tokens = 0  # of the rows that decode
+        self._may_split = has_prompts
+        self._is_split = False  # once and for all
         self._has_prompts = False
 
     def captured(self, num_rows: int, width: int) -> Attention | None:
@@ -41,6 +46,11 @@ class PairedAttention:
         """Plans the parts that there are; a part that is the whole batch without a launch."""
         num_rows, num_decode = len(inputs.q_lens), inputs.num_decode
         self._num_tokens = int(inputs.q_lens[:num_decode].sum())
+        self._is_split = self._is_split or self._may_split()
+        if not self._is_split:
+            self._has_prompts = False
+            self._decoding.plan(inputs)
+            return
         self._has_prompts = num_decode < num_rows
         if num_decode:
             self._decoding.plan(_cut(inputs, 0, num_decode) if self._has_prompts else inputs)

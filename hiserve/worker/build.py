@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -200,6 +201,7 @@ def _runners(
 ) -> Dispatch:
     """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
+    is_serving = threading.Event()
     runners = make_runners(
         config.runner,
         model,
@@ -210,6 +212,7 @@ def _runners(
         widths=config.spec.widths,
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
         proposer=proposer,
+        is_serving=is_serving.is_set,
     )
     if rows.device.type == "cuda":
         rehearse_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=config.spec.tiers[-1])
@@ -232,6 +235,7 @@ def _runners(
             num_draft=config.spec.tiers[-1],
             budget_bytes=sum(budget.values()),
         )
+    is_serving.set()
     return runners
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,6 +40,7 @@ def make_runners(
     widths: Sequence[int] = (1,),
     canary: Canary | None = None,
     proposer: Proposer | None = None,
+    is_serving: Callable[[], bool] | None = None,
 ) -> Dispatch:
     """Opens the attention backend and captures the graphs.
 
@@ -53,11 +54,12 @@ def make_runners(
         widths: Tokens of each row, one of them known and the others drafts, for which whole steps are captured.
         canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.
         proposer: Drafts what follows each step.
+        is_serving: As ``open_attention`` takes it.
 
     Raises:
         ConfigError: The backend is not installed or does not support the model.
     """
-    attention = open_attention(settings.attention_backend, shape, rows.device)
+    attention = open_attention(settings.attention_backend, shape, rows.device, is_serving=is_serving)
     eager = EagerRunner(model, layers, attention)
     if settings.graphs == "off" or canary is not None:
         return Dispatch(rows, eager, canary=canary, proposer=proposer)

@@ -65,7 +65,7 @@ def settings(proposer: str, depth: int, **others: Any) -> dict[str, Any]:
 def open_with(patch: pytest.MonkeyPatch, make: Make) -> None:
     """Gives models this attention, whatever is asked for."""
 
-    def open_attention(name: str, shape: AttentionShape, device: object) -> Attention:
+    def open_attention(name: str, shape: AttentionShape, device: object, **_: Any) -> Attention:
         return make(ReferenceAttention(shape))
 
     patch.setattr(runners, "open_attention", open_attention)

@@ -47,7 +47,7 @@ def allow_recording(
         stacked.append(StackedExperts(*weights))
         return stacked[-1]
 
-    def open_recordable(name: str, shape: AttentionShape, device: torch.device) -> Attention:
+    def open_recordable(name: str, shape: AttentionShape, device: torch.device, **_: Any) -> Attention:
         return attention(ReferenceAttention(shape))
 
     def open_draft(name: str, shape: AttentionShape, device: torch.device) -> Attention:

@@ -215,6 +215,21 @@ MUTANTS = [
         "test_a_size_that_no_model_has_is_refused_before_anything_is_built_of_it",
     ),
     Mutant(
+        name="prompts change their backend while graphs are captured",
+        file="hiserve/attention/backends.py",
+        old="lambda: is_serving() and prompts.is_ready()",
+        new="lambda: prompts.is_ready()",
+        test="tests/unit/attention/test_backends.py::test_auto_waits_for_no_compiler_when_requests_are_to_be_served",
+    ),
+    Mutant(
+        name="prompts change their backend back",
+        file="hiserve/attention/paired.py",
+        old="self._is_split = self._is_split or self._may_split()",
+        new="self._is_split = self._may_split()",
+        test="tests/unit/attention/test_paired.py::"
+        "test_until_prompts_have_a_backend_the_other_computes_them_and_the_change_is_between_two_steps",
+    ),
+    Mutant(
         name="weights are not read in the order of the files",
         file="hiserve/models/reading.py",
         old="sorted(wanted, key=lambda each: (each[0].path, each[0].begin))",

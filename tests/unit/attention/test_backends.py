@@ -150,6 +150,29 @@ def test_auto_is_triton_alone_on_other_devices(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(open_attention("auto", SHAPE, CUDA), Fake)
 
 
+@pytest.mark.parametrize("has_compiled", [False, True])
+def test_auto_waits_for_no_compiler_when_requests_are_to_be_served(hopper: dict[str, Any], has_compiled: bool) -> None:
+    """Prompts change their backend when steps are those of requests and the compilers have ended, and not back."""
+    state = {"compiled": has_compiled, "serving": False}
+
+    class Slow(Fake):
+        def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
+            assert not waits
+            super().__init__(shape)
+
+        def is_ready(self) -> bool:
+            return state["compiled"]
+
+    hopper["FlashInferAttention"] = Slow
+    attention = open_attention("auto", SHAPE, CUDA, is_serving=lambda: state["serving"])
+    assert isinstance(attention, PairedAttention)
+    may_split = [attention._may_split()]
+    for step in ({"compiled": True}, {"compiled": False, "serving": True}, {"compiled": True}):
+        state.update(step)
+        may_split.append(attention._may_split())
+    assert may_split == ([True] * 4 if has_compiled else [False, False, False, True])
+
+
 @pytest.mark.parametrize("error", [ConfigError("no nvcc"), ImportError("no nvcc")])
 def test_auto_goes_on_with_triton_where_flashinfer_cannot_be_compiled(
     hopper: dict[str, Any], error: Exception, caplog: pytest.LogCaptureFixture

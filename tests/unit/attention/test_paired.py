@@ -98,3 +98,36 @@ def test_graphs_have_what_rows_that_decode_have() -> None:
     assert PairedAttention(decoding, prompts).captured(4, 1) is decoding
     assert PairedAttention(Recorded(case, needs_host_lengths=True), prompts).needs_host_lengths
     assert PairedAttention(ReferenceAttention(case.shape), prompts).captured(4, 1) is None
+
+
+def test_until_prompts_have_a_backend_the_other_computes_them_and_the_change_is_between_two_steps() -> None:
+    case, may_split = Case(DECODES + PROMPTS, adjacent=False), [False]
+    case.inputs = dataclasses.replace(case.inputs, num_decode=3)
+    decoding, prompts = Recorded(case), Recorded(case)
+    attention = PairedAttention(decoding, prompts, lambda: may_split[0])
+    wanted = case.oracle()[0]
+
+    def check() -> None:
+        torch.testing.assert_close(case.run(attention).double(), wanted, atol=2e-5, rtol=2e-5)
+
+    check()
+    assert (len(decoding.planned[-1].q_lens), prompts.planned) == (6, [])
+    assert attention.captured(3, 1) is decoding
+    assert attention.ragged() is decoding
+    plan = attention.plan
+
+    def plan_then_allow(inputs: ForwardInputs) -> None:
+        plan(inputs)
+        may_split[0] = True  # behind the plan, before the layers of the step
+
+    attention.plan = plan_then_allow  # type: ignore[method-assign]
+    check()
+    assert prompts.num_tokens == []
+    attention.plan = plan  # type: ignore[method-assign]
+    check()
+    assert (len(decoding.planned[-1].q_lens), len(prompts.planned[-1].q_lens)) == (3, 3)
+    may_split[0] = False
+    check()
+    assert len(prompts.planned) == 2, "prompts do not change back"
+    assert attention.captured(3, 1) is decoding
+    assert attention.ragged() is decoding

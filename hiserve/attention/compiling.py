@@ -1,0 +1,44 @@
+"""Compilers that run beside the engine: several at once, each in processes of its own, without the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+
+
+class Building:
+    """Runs builds, each in a thread of its own, from now on. A process that ends does not wait for them.
+
+    Args:
+        builds: Each waits for a compiler. They use no device, and no two of them write the same files.
+    """
+
+    def __init__(self, builds: Sequence[Callable[[], object]]) -> None:
+        self._ends: list[Future[None]] = [Future() for _ in builds]
+        for build, end in zip(builds, self._ends, strict=True):
+            threading.Thread(target=_run, args=(build, end), name="compile", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every build has ended, well or not."""
+        return all(end.done() for end in self._ends)
+
+    def wait(self) -> None:
+        """Waits for every build.
+
+        Raises:
+            Exception: Of the first, in their order, that failed.
+        """
+        wait(self._ends)
+        for end in self._ends:
+            end.result()
+
+
+def _run(build: Callable[[], object], end: Future[None]) -> None:
+    try:
+        build()
+    except Exception as error:  # noqa: BLE001 - the future carries it to whoever waits
+        end.set_exception(error)
+    else:
+        end.set_result(None)
