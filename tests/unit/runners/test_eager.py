@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -77,8 +78,8 @@ class Waited:
 def test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others(tmp_path: Path) -> None:
     save_llama(tmp_path)
     engine, planner = prefilled(tmp_path)
-    transfers = Waited()
-    executor = Executor(Dispatch(engine.rows, engine.runner), engine.rows, copier=Copier(transfers, None))  # type: ignore[arg-type]
+    transfers, host = Waited(), SimpleNamespace(touch=SimpleNamespace(pace=SimpleNamespace(step=lambda: None)))
+    executor = Executor(Dispatch(engine.rows, engine.runner), engine.rows, copier=Copier(transfers, host))  # type: ignore[arg-type]
     loads = tuple(PageCopy(op, CopyKind.LOAD, int32([op]), int32([op]), 0) for op in (40, 41, 42))
     plan = dataclasses.replace(planner.step({1: 8}), copies=loads, waits=(40, 42))
     executor.submit(plan).result()
