@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.attention import flashinfer
 from hiserve.core.forward import ForwardInputs
 from hiserve.models.config import NANO
 from tests.helpers.cache_paths import SETTINGS, pool
@@ -45,6 +44,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_flashinfer_plans_with_exact_lengths_and_keeps_the_margin_of_the_reference(
     specs: dict[str, str], nano: Path, kind: str, graphs: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from hiserve.attention import flashinfer  # needs the package
+
     exact: list[bool] = []
     plan = flashinfer.FlashInferAttention.plan
 

@@ -16,6 +16,13 @@ PADDING = TESTS + "test_rows_that_pad_a_batch_change_not_one_bit_of_the_others"
 REPLAYS = TESTS + "test_a_graph_splits_rows_by_the_lengths_of_each_replay"
 
 MUTANTS = [
+    Mutant(
+        name="a slot is found by 32 bits",
+        file="hiserve/kernels/attention_decode.py",
+        old="(page.to(tl.int64) * SHAPE.page_size",
+        new="(page * SHAPE.page_size",
+        test="tests/unit/kernels/test_large_pools.py::test_slots_beyond_what_32_bits_count_are_found",
+    ),
     # --- attention ---
     Mutant(
         name="decode: keys past the end of a row are read",

@@ -18,6 +18,13 @@ OF_PIECES = OF_GRAPHS + "test_pieces_over_garbage_give_the_tokens_of_eager_steps
 
 MUTANTS = [
     Mutant(
+        name="a graph is launched while another device is current",
+        file="hiserve/runners/capture.py",
+        old="        with torch.cuda.device(self._device):\n            self._graph.replay()\n",
+        new="        self._graph.replay()\n",
+        test="tests/unit/runners/test_capture.py::test_a_graph_is_launched_while_its_own_device_is_current",
+    ),
+    Mutant(
         name="rows that pad a batch are a row that runs",
         file=GRAPH,
         old="host[0, :num_rows], host[0, num_rows:] = plan.rows, 0",

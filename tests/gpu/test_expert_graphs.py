@@ -1,0 +1,68 @@
+"""Experts on CUDA in graphs: who computes a token is decided on the device, in each replay anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.layers import moe
+from tests.helpers.cuda import fill_freed_memory, generate, graph_engine, poison, prompts_of, verdicts
+from tests.helpers.models import save_family
+from tests.helpers.scripted import verify
+
+pytestmark = pytest.mark.gpu
+
+NUM_NEW, WIDTH = 40, 4
+LENGTHS = [39, 3, 41, 200, 80, 17, 64]
+MODELS: dict[str, dict[str, Any]] = {"mixtral": {}, "qwen3_moe": {}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_in_graphs_compute_what_the_reference_does(tmp_path: Path, name: str) -> None:
+    """Decode and verify steps, mixed steps and pieces, over garbage; tokens of float64 on the device, without graphs."""
+    save_family(name, tmp_path, head_dim=64, **MODELS[name])
+    prompts = prompts_of(LENGTHS, seed=8, vocab=320)
+    reference = graph_engine(tmp_path, "off", "float64", attention="reference")
+    expected = generate(reference, prompts, NUM_NEW)
+    reference.executor.close()
+    assert len({token for tokens in expected.values() for token in tokens}) >= 20
+    for graphs in ("off", "all"):
+        subject = graph_engine(tmp_path, graphs, "float32", widths=(1, WIDTH) if graphs == "all" else (1,))
+        if graphs == "all":
+            fill_freed_memory(subject)
+            poison(subject)
+        for _ in range(2):  # over rows that others had
+            assert generate(subject, prompts, NUM_NEW) == expected, graphs
+        assert verify(subject, prompts, expected, WIDTH) == expected, graphs
+        counts = verdicts(subject)
+        subject.executor.close()
+        if graphs == "all":
+            assert counts["replay/decode"] == 2 * (NUM_NEW - 1)
+            assert counts["replay/verify"] >= NUM_NEW // WIDTH
+            assert counts.get("replay/mixed", 0) + counts.get("replay/piecewise", 0) > 0
+            assert "eager/capture_failed" not in counts
+
+
+def test_a_replay_routes_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph, other tokens each time: the experts that a replay chooses differ from those of its capture."""
+    save_family("qwen3_moe", tmp_path, head_dim=64)
+    chosen: list[torch.Tensor] = []
+    call = moe.StackedExperts.__call__
+
+    def watch(self: Any, x: torch.Tensor, shares: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        chosen.append(experts)
+        return call(self, x, shares, experts)
+
+    monkeypatch.setattr(moe.StackedExperts, "__call__", watch)
+    subject = graph_engine(tmp_path, "decode", "float32", max_rows=4)
+    in_graphs = [each for each in chosen if each.shape[0] == 4][-1:]  # of the last capture of four rows
+    generate(subject, prompts_of([5, 9, 17, 30], seed=3, vocab=320), 3)
+    seen = []
+    for seed in range(4):
+        generate(subject, prompts_of([5, 9, 17, 30], seed=seed, vocab=320), 3)
+        seen.append(in_graphs[0].tolist())
+    subject.executor.close()
+    assert len({str(each) for each in seen}) > 1, seen

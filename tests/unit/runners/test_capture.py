@@ -1,0 +1,34 @@
+"""Where graphs are launched, as far as that can be seen without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hiserve.runners.capture import Graph
+
+
+def test_a_graph_is_launched_while_its_own_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would go to a stream of another device, whatever device the launching thread was left with."""
+    entered: list[torch.device] = []
+    launched: list[tuple[torch.device, ...]] = []
+
+    @contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        entered.append(which)
+        yield
+        entered.pop()
+
+    class Launched:
+        def replay(self) -> None:
+            launched.append(tuple(entered))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    graph: Any = Graph.__new__(Graph)
+    graph._graph, graph._device = Launched(), torch.device("cuda", 1)
+    graph.replay()
+    assert launched == [(torch.device("cuda", 1),)] and not entered
