@@ -6,17 +6,24 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.chat import ChatRequest
-from hiserve.text.replies import Replies, encode_chat
+from hiserve.text.cuts import Cuts
+from hiserve.text.replies import Replies, chat_steps
+from hiserve.text.steps import Render, Steps, Wanted, text_steps
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.turns import Turns
 
 # Encoding this many characters takes about 5 ms; longer texts go to a thread, and so do templates that run longer.
 INLINE_CHARS = 20_000
 INLINE_S = 0.02
+STEP_CHARS = 200  # what the encoding of an empty text costs
+
+_T = TypeVar("_T")
 
 
 class Prompts:
@@ -35,6 +42,8 @@ class Prompts:
         self._tokenizer = tokenizer
         self._template = template
         self._replies = replies
+        self._cuts = Cuts(tokenizer)
+        self._turns = Turns(num_threads)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hiserve-encode")
 
     def hides_tools(self, chat: ChatRequest) -> bool:
@@ -53,58 +62,88 @@ class Prompts:
         add_special_tokens: bool = True,
         truncate: int | None = None,
         param: str = "prompt",
+        caller: int = 0,
     ) -> Int32Array:
         """Returns the ids of a plain prompt, int32 ``[n]``.
 
         Args:
             text: Without lone surrogates.
-            max_tokens: Context length; a text that cannot fit it is refused before it is encoded.
+            max_tokens: Context length; of a text that does not fit it, no more is encoded.
             add_special_tokens: Add what the tokenizer puts around a text (such as a start token).
-            truncate: Keep the last so many tokens; -1 keeps as many as leave room for one more. The text may
-                then be of any length.
+            truncate: Keep the last so many tokens; -1 keeps as many as leave room for one more. Only the end of the text
+                is encoded then, as far as it counts.
             param: The request field it came from.
+            caller: Whose text it is; callers take turns.
 
         Raises:
             ContextLengthError: The text is far too long.
         """
         self._check_length(len(text), max_tokens, truncate, param=param)
-        encode = partial(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        ids = encode() if len(text) <= INLINE_CHARS else await self._in_thread(encode)
-        return truncated(ids, truncate, max_tokens)
+        wanted = _wanted(max_tokens, truncate, param)
+        steps = text_steps(text, self._cuts, wanted, add_special_tokens=add_special_tokens)
+        return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def encode_chat(
-        self, chat: ChatRequest, *, namespace: bytes, max_tokens: int, truncate: int | None = None
+        self, chat: ChatRequest, *, namespace: bytes, max_tokens: int, truncate: int | None = None, caller: int = 0
     ) -> Int32Array:
         """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
 
         Args:
             chat: The conversation.
             namespace: Digest that keeps tenants apart.
-            max_tokens: Context length; messages that cannot fit it are refused before they are encoded.
+            max_tokens: Context length; of messages that do not fit it, no more is encoded.
             truncate: As for ``encode_text``.
+            caller: As for ``encode_text``.
 
         Raises:
             RequestError: The model has no chat template, or it refuses these messages.
             ContextLengthError: The messages are far too long.
         """
-        template = self._template
-        if template is None:
+        if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions.", param="messages")
         shown = sum(len(message["content"]) for message in chat.messages)
         self._check_length(shown, max_tokens, truncate, param="messages")
         known = self._replies.recall(namespace, chat)
-        num_chars = chat.num_chars
         max_chars = max_tokens * self._tokenizer.max_token_chars
         if truncate is not None:
-            max_chars = max(max_chars, 4 * num_chars)
-        encode = partial(encode_chat, chat, known, template, self._tokenizer, max_chars=max_chars)
-        if num_chars <= INLINE_CHARS:
+            max_chars = max(max_chars, 4 * chat.num_chars)
+        wanted = _wanted(max_tokens, truncate, "messages")
+        steps = chat_steps(chat, known, self._cuts, wanted, max_chars=max_chars)
+        return truncated(await self._run(steps, caller), truncate, max_tokens)
+
+    async def _run(self, steps: Steps, caller: int) -> Int32Array:
+        """Runs steps, each where it holds nobody up; the event loop goes round between them."""
+        done: Any = None
+        num_chars = 0
+        while True:
             try:
-                return truncated(encode(max_s=INLINE_S), truncate, max_tokens)
+                step = steps.send(done)
+            except StopIteration as end:
+                ids: Int32Array = end.value
+                return ids
+            if isinstance(step, Render):
+                done = await self._render(step, caller)
+                continue
+            num_chars += len(step.text) + STEP_CHARS
+            encode = partial(self._tokenizer.encode, step.text, add_special_tokens=step.add_special_tokens)
+            if len(step.text) > INLINE_CHARS:
+                done = await self._in_thread(encode, caller)
+            else:
+                done = encode()
+            if num_chars > INLINE_CHARS:
+                await asyncio.sleep(0)
+                num_chars = 0
+
+    async def _render(self, step: Render, caller: int) -> str:
+        assert self._template is not None, "a conversation without a template"
+        render = partial(self._template.render, step.chat, max_chars=step.max_chars)
+        if step.chat.num_chars <= INLINE_CHARS:
+            try:
+                return render(max_s=INLINE_S)
             except RequestError as error:
                 if error.code != TOO_SLOW:
                     raise
-        return truncated(await self._in_thread(encode), truncate, max_tokens)
+        return await self._in_thread(render, caller)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
@@ -134,8 +173,16 @@ class Prompts:
                 param=param,
             )
 
-    async def _in_thread(self, encode: Callable[[], Int32Array]) -> Int32Array:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+    async def _in_thread(self, work: Callable[[], _T], caller: int) -> _T:
+        async with self._turns.take(caller):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _wanted(max_tokens: int, truncate: int | None, param: str) -> Wanted:
+    """Returns how much of a prompt counts; one token more than fits is enough to refuse it."""
+    if truncate is None:
+        return Wanted(max_tokens, param=param)
+    return Wanted(min(max_tokens, max_tokens - 1 if truncate == -1 else truncate), from_end=True, param=param)
 
 
 def truncated(ids: Int32Array, truncate: int | None, max_tokens: int) -> Int32Array:

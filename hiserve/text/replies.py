@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from hiserve.config import MAX_INT32
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.chat import ChatRequest
+from hiserve.text.cuts import Cuts
+from hiserve.text.steps import Render, Steps, Wanted, join_steps, run_steps
 from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
@@ -113,6 +115,31 @@ def encode_chat(
     max_chars: int | None = None,
     max_s: float = RENDER_S,
 ) -> Int32Array:
+    """Runs ``chat_steps`` here and now; no prompt is too long.
+
+    Args:
+        chat: The conversation.
+        known: As for ``chat_steps``.
+        template: The model's template.
+        tokenizer: The model's tokenizer.
+        max_chars: As for ``chat_steps``.
+        max_s: Longest the template may run, in seconds.
+
+    Raises:
+        RequestError: The template refuses the messages.
+    """
+    steps = chat_steps(chat, known, Cuts(tokenizer), Wanted(MAX_INT32), max_chars=max_chars)
+    return run_steps(steps, tokenizer, template, max_s)
+
+
+def chat_steps(
+    chat: ChatRequest,
+    known: Mapping[int, Int32Array],
+    cuts: Cuts,
+    wanted: Wanted,
+    *,
+    max_chars: int | None = None,
+) -> Steps:
     """Renders a conversation and encodes it, with known ids in the places of known replies.
 
     The template is rendered a second time with stand-ins for the known contents. If putting the contents
@@ -127,26 +154,25 @@ def encode_chat(
     Args:
         chat: The conversation.
         known: Ids of some assistant messages, by index. Those that do not decode to the text are not used.
-        template: The model's template.
-        tokenizer: The model's tokenizer.
+        cuts: Where texts may be cut, for the model's tokenizer.
+        wanted: How much of the prompt counts.
         max_chars: As for ``ChatTemplate.render``.
-        max_s: The same.
 
     Returns:
         The prompt, int32 ``[n]``.
 
     Raises:
+        ContextLengthError: The prompt is too long.
         RequestError: The template refuses the messages.
     """
-    text = template.render(chat, max_chars=max_chars, max_s=max_s)
-    usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, tokenizer)}
-    pieces = _split(text, chat, usable, partial(template.render, max_s=max_s)) if usable else [text]
-    return np.concatenate(
-        [
-            usable[int(piece)] if at % 2 else tokenizer.encode(piece, add_special_tokens=False)
-            for at, piece in enumerate(pieces)
-        ]
-    )
+    text: str = yield Render(chat, max_chars)
+    usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, cuts.tokenizer)}
+    pieces = [text]
+    if usable:
+        marked: str = yield Render(_marked(chat, usable), None)
+        pieces = _split(text, marked, chat, usable)
+    parts = [usable[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)]
+    return (yield from join_steps(parts, cuts, wanted))
 
 
 def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -> bool:
@@ -155,15 +181,17 @@ def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -
     return is_verbatim and tokenizer.decode(ids, skip_hidden=False) == content
 
 
-def _split(
-    text: str, chat: ChatRequest, chosen: Mapping[int, Int32Array], render: Callable[[ChatRequest], str]
-) -> list[str]:
-    """Returns text, index, text, index, ..., text; or the text alone when the template does more than insert."""
+def _marked(chat: ChatRequest, chosen: Collection[int]) -> ChatRequest:
+    """Returns the conversation with stand-ins for the chosen contents."""
     messages = [
         {**message, "content": _STAND_IN.format(i)} if i in chosen else message
         for i, message in enumerate(chat.messages)
     ]
-    marked = render(msgspec.structs.replace(chat, messages=messages))
+    return msgspec.structs.replace(chat, messages=messages)
+
+
+def _split(text: str, marked: str, chat: ChatRequest, chosen: Collection[int]) -> list[str]:
+    """Returns text, index, text, index, ..., text; or the text alone when the template does more than insert."""
     pieces = _STAND_IN_PATTERN.split(marked)
     if any(int(i) not in chosen for i in pieces[1::2]):
         return [text]

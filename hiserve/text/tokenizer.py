@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,26 @@ class Tokenizer:
         except Exception as error:  # the library raises no narrower type
             raise ModelError(f"tokenizer.json in {str(folder)!r} cannot be read: {error}.", param="model") from error
         return cls(backend, eos_token_ids)
+
+    @property
+    def added_tokens(self) -> list[tokenizers.AddedToken]:
+        """Tokens that are found in a text before it is split."""
+        return list(self._backend.get_added_tokens_decoder().values())
+
+    def words(self, text: str) -> list[str]:
+        """Returns the words in which tokens are looked for; the whole text where the tokenizer does not split it."""
+        normalizer, splitter = self._backend.normalizer, self._backend.pre_tokenizer
+        normalized = text if normalizer is None else normalizer.normalize_str(text)
+        return [normalized] if splitter is None else [word for word, _ in splitter.pre_tokenize_str(normalized)]
+
+    @cached_property
+    def around(self) -> tuple[list[int], list[int]] | None:
+        """Ids that are put in front of a text and behind it; None where they are not the same for each text."""
+        bare, whole = (self.encode("x", add_special_tokens=adds).tolist() for adds in (False, True))
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return whole[:at], whole[at + len(bare) :]
+        return None
 
     @property
     def decoder(self) -> dict[str, Any]:

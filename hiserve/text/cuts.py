@@ -1,0 +1,157 @@
+"""Where a text may be cut so that its parts, encoded one by one, have the tokens of the whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from itertools import product
+
+from hiserve.core.plan import Int32Array
+from hiserve.errors import ContextLengthError
+from hiserve.text.tokenizer import Tokenizer
+
+# Letters of several scripts: a range of regular expressions, and examples.
+SCRIPTS = {
+    "A-Za-z": "ezQ",
+    "À-ÖØ-öø-ɏ": "é",
+    "Α-Ρα-ρ": "λ",
+    "А-яЁё": "д",
+    "א-ת": "מ",
+    "ء-غف-ي": "م",
+    "अ-ह": "ह",
+    "ก-ฮ": "น",
+    "一-龥": "国",
+    "ぁ-ゖァ-ヺ": "は",
+    "가-힣": "글",
+}
+# A cut is between a letter and one of these.
+FOLLOWERS = " \n，。、！？"
+# Stands before each part but the first, as the letter before the cut did, and its tokens are taken out again.
+ANCHOR = "x"
+# Of a text that is encoded at once because there is no cut in it: about a second of a thread.
+MAX_WHOLE_CHARS = 2**18
+_WINDOW = 4096
+_MOST_MARKS = 64
+_LEFT = ("", "the 12", "I'", "\n…", "naïve")
+_RIGHT = ("", "the", " \n", "'s 12? 日")
+
+
+class Cuts:
+    """The places where texts may be cut, for one tokenizer.
+
+    A tokenizer splits a text into words by a pattern, and words into tokens. A cut is right where a word ends whatever
+    stands before and after: in the patterns of all common models between a letter and a space, a line break or a full
+    stop of Chinese. A tokenizer without words cuts wherever no token of its vocabulary has both characters side by side. Before a special
+    token, such as the one that ends a message, a word ends too.
+    Which of these places a tokenizer has is found out on examples; each must also give the same tokens.
+
+    Args:
+        tokenizer: Encodes the examples.
+
+    Attributes:
+        tokenizer: The same.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    @cached_property
+    def num_anchor(self) -> int:
+        """Tokens of ``ANCHOR``."""
+        return self._encode(ANCHOR).size
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is any; otherwise a text must be encoded whole."""
+        return self._pattern is not None
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        added = sorted(self.tokenizer.added_tokens, key=lambda token: not token.special)
+        if any(token.rstrip and token.content[-1:].isalpha() for token in added):
+            return None
+        contents, places = [token.content for token in added], []
+        for letters, examples in SCRIPTS.items():
+            followers = [mark for mark in FOLLOWERS if self._is_cut(contents, letters, examples, mark)]
+            if followers:
+                places.append(f"(?<=[{letters}])[{''.join(followers)}]")
+        marks = [re.escape(mark) for mark in contents[:_MOST_MARKS] if self._is_mark(mark, contents)]
+        places += [f"(?={'|'.join(marks)})"] if marks else []
+        return re.compile("|".join(places)) if places else None
+
+    def first(self, text: str, start: int, end: int) -> int | None:
+        """Returns the first cut in ``[start, end)``; None if there is none."""
+        found = self._pattern and self._pattern.search(text, start, end)
+        return found.start() if found else None
+
+    def last(self, text: str, start: int, end: int) -> int | None:
+        """Returns the last cut in ``[start, end)``; None if there is none."""
+        for window_end in range(end, start, -_WINDOW) if self._pattern else ():
+            window = max(start, window_end - _WINDOW), window_end
+            found = [match.start() for match in self._pattern.finditer(text, *window)]  # type: ignore[union-attr]
+            if found:
+                return found[-1]
+        return None
+
+    def _is_cut(self, added: list[str], letters: str, examples: str, mark: str) -> bool:
+        """Says whether a text may be cut between any of these letters and a mark."""
+        across = re.compile(f"[{letters}][{mark}{'▁' if mark == ' ' else ''}]")
+        if any(map(across.search, added)):
+            return False
+        texts = [(left + letter, mark + right) for left, letter, right in product(_LEFT, examples, _RIGHT)]
+        has_words = all(self._are_words_cut(left, right) for left, right in texts)
+        if not has_words and any(map(across.search, self.tokenizer.vocab.values())):
+            return False
+        return all(self._are_tokens_cut(left, right) for left, right in texts)
+
+    def _is_mark(self, mark: str, added: list[str]) -> bool:
+        """Says whether a text may be cut before a token that is found before words are, wherever it stands."""
+        ends = {other[at:] for other in added for at in range(1, len(other))}
+        is_apart = not any(mark.startswith(end) for end in ends if end) and not any(
+            mark in other[1:] for other in added
+        )
+        return is_apart and all(self._are_tokens_cut(left, mark + right) for left, right in product(_LEFT, _RIGHT))
+
+    def _are_words_cut(self, left: str, right: str) -> bool:
+        words, before, after = map(self.tokenizer.words, (left + right, left, ANCHOR + right))
+        return bool(before + after[1:] == words)
+
+    def _are_tokens_cut(self, left: str, right: str) -> bool:
+        whole, before, after = map(self._encode, (left + right, left, ANCHOR + right))
+        return [*before.tolist(), *after[self.num_anchor :].tolist()] == whole.tolist()
+
+    def _encode(self, text: str) -> Int32Array:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def ranges(text: str, cuts: Cuts, size: Callable[[], int], *, from_end: bool, param: str) -> Iterator[tuple[int, int]]:
+    """Yields where the parts of a text are, ``[start, end)``, one behind the other or from the end backwards.
+
+    Args:
+        text: Any text.
+        cuts: Where it may be cut.
+        size: Returns about how many characters the next part shall have; it has more where there is no cut.
+        from_end: Begin with the last part.
+        param: The request field that the text came from.
+
+    Raises:
+        ContextLengthError: There is no cut for so long that encoding what is between them would take too long.
+    """
+    done, length = 0, len(text)
+    while done < length:
+        wanted, most = done + size(), min(length, done + MAX_WHOLE_CHARS)
+        cut = None
+        if wanted < length:
+            cut = (
+                cuts.last(text, max(1, length - most), length - wanted) if from_end else cuts.first(text, wanted, most)
+            )
+        taken = length if cut is None else length - cut if from_end else cut
+        if taken - done > MAX_WHOLE_CHARS and cuts.exist:
+            raise ContextLengthError(
+                f"the prompt has {MAX_WHOLE_CHARS} characters without a place where it could be divided, such as a space "
+                "behind a letter. Divide or shorten it.",
+                param=param,
+            )
+        yield (length - taken, length - done) if from_end else (done, taken)
+        done = taken

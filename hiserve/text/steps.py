@@ -1,0 +1,138 @@
+"""Encoding as steps: what is to be done next is yielded, and whoever runs the steps decides where each is done.
+
+Offline each step runs at once. The server runs short ones in its event loop and others in threads or in a process of
+their own, and lets its callers take turns between any two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.errors import ContextLengthError
+from hiserve.text.chat import ChatRequest
+from hiserve.text.cuts import ANCHOR, Cuts, ranges
+from hiserve.text.template import RENDER_S, ChatTemplate
+from hiserve.text.tokenizer import Tokenizer
+
+# About 30 ms of a thread, and 10 MB.
+PIECE_CHARS = 2**16
+# A text has rarely more characters for each token; if it has, more is encoded.
+TOKEN_CHARS = 6
+
+
+class Encode(NamedTuple):
+    """Find the token ids of a text; the answer is int32 ``[n]``."""
+
+    text: str
+    add_special_tokens: bool
+
+
+class Render(NamedTuple):
+    """Apply the chat template; the answer is the text. ``max_chars`` as for ``ChatTemplate.render``."""
+
+    chat: ChatRequest
+    max_chars: int | None
+
+
+class Wanted(NamedTuple):
+    """How much of a prompt counts.
+
+    Attributes:
+        most: Tokens. A prompt with more is refused, or loses its start.
+        from_end: It loses its start.
+        param: The request field that it came from.
+    """
+
+    most: int
+    from_end: bool = False
+    param: str = "prompt"
+
+
+Steps = Generator[Encode | Render, Any, Int32Array]
+
+
+def text_steps(text: str, cuts: Cuts, wanted: Wanted, *, add_special_tokens: bool) -> Steps:
+    """Encodes a plain text, as far as it counts; returns its ids, int32 ``[n]``.
+
+    Raises:
+        ContextLengthError: It is too long.
+    """
+    is_long = len(text) > PIECE_CHARS and cuts.exist
+    around = None if not is_long else cuts.tokenizer.around if add_special_tokens else ([], [])
+    if around is None:
+        ids: Int32Array = yield Encode(text, add_special_tokens)
+        return ids[-wanted.most :] if wanted.from_end else ids
+    before, after = (np.array(ids, dtype=np.int32) for ids in around)
+    return (yield from join_steps([before, text, after], cuts, wanted))
+
+
+def join_steps(parts: Sequence[str | Int32Array], cuts: Cuts, wanted: Wanted) -> Steps:
+    """Encodes the texts among the parts of a prompt, as far as they count; returns all ids, int32 ``[n]``.
+
+    A long text is encoded piece by piece: no more of it than can count, and never so much that it takes long.
+
+    Args:
+        parts: Texts, and ids int32 ``[n]`` that are known.
+        cuts: Where texts may be cut.
+        wanted: How much counts.
+
+    Raises:
+        ContextLengthError: The prompt is too long.
+    """
+    found: list[Int32Array] = []
+    num_found = 0
+
+    def size() -> int:
+        if not wanted.from_end:
+            return PIECE_CHARS
+        return min(PIECE_CHARS, TOKEN_CHARS * max(0, wanted.most - num_found) + PIECE_CHARS // 64)
+
+    for part in reversed(parts) if wanted.from_end else parts:
+        spans = (
+            ranges(part, cuts, size, from_end=wanted.from_end, param=wanted.param)
+            if isinstance(part, str)
+            else [(0, 0)]
+        )
+        for start, end in spans:
+            if isinstance(part, str):
+                ids = yield Encode(part[start:end] if start == 0 else ANCHOR + part[start:end], False)
+                ids = ids if start == 0 else ids[cuts.num_anchor :]
+            else:
+                ids = part
+            found.append(ids)
+            num_found += ids.size
+            if wanted.from_end and num_found >= wanted.most:
+                return np.concatenate(found[::-1])[-wanted.most :]
+            if num_found > wanted.most:
+                raise ContextLengthError(
+                    f"the prompt is too long: its first {num_found} tokens are more than this model's maximum context "
+                    f"length, which is {wanted.most} tokens. Shorten it.",
+                    param=wanted.param,
+                )
+    return np.concatenate(found[::-1] if wanted.from_end else found) if found else np.empty(0, dtype=np.int32)
+
+
+def run_steps(
+    steps: Steps, tokenizer: Tokenizer, template: ChatTemplate | None = None, max_s: float = RENDER_S
+) -> Int32Array:
+    """Runs steps one after the other, here and now; returns the ids, int32 ``[n]``.
+
+    Raises:
+        RequestError: The template refuses the messages, or the prompt is too long.
+    """
+    done: Any = None
+    while True:
+        try:
+            step = steps.send(done)
+        except StopIteration as end:
+            ids: Int32Array = end.value
+            return ids
+        if isinstance(step, Encode):
+            done = tokenizer.encode(step.text, add_special_tokens=step.add_special_tokens)
+        else:
+            assert template is not None, "a conversation without a template"
+            done = template.render(step.chat, max_chars=step.max_chars, max_s=max_s)

@@ -1,0 +1,206 @@
+"""A prompt is encoded as far as it counts, and what is encoded has the tokens of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import tokenizers
+from hypothesis import example, given, seed, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
+
+from hiserve.errors import ContextLengthError
+from hiserve.models.config import find_model
+from hiserve.text import cuts, steps
+from hiserve.text.cuts import Cuts
+from hiserve.text.steps import Encode, Wanted, run_steps, text_steps
+from hiserve.text.tokenizer import Tokenizer
+from tests.helpers import tiny_text
+
+SEED = 20261122
+CORPUS = [
+    *tiny_text.CORPUS,
+    "我想订一个房间，谢谢。请问？ 可以、",
+    "don't it's 12345 we'll",
+    "Привет мир, как дела",
+] * 2
+# How families of models split a text into words.
+PATTERNS = {
+    "contractions, words, numbers, marks": r"'s|'t|'re|'ll| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "three digits": r"(?i:'s|'t|'re|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "capitals": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}\p{M}]*[\p{Ll}\p{Lo}\p{M}]+(?i:'s|'t)?|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "ideographs": r"\p{N}{1,3}|[一-龥぀-ヿ]+|[!-/:-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+",
+}
+# It splits where it depends on what stands before, however far away.
+THREES = r"[\s\S]{1,3}"
+
+
+def trained(split: pre_tokenizers.PreTokenizer | None, **changes: object) -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    if split is not None:
+        backend.pre_tokenizer = split
+    for name, value in changes.items():
+        setattr(backend, name, value)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in tiny_text.SPECIAL],
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return Tokenizer(backend)
+
+
+def by_pattern(pattern: str) -> Tokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    both = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    around = processors.TemplateProcessing(
+        single="<|bos|> $A <|end|>", special_tokens=[("<|bos|>", tiny_text.BOS), ("<|end|>", tiny_text.END)]
+    )
+    return trained(both, post_processor=around, normalizer=normalizers.NFC())
+
+
+def unigram() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.NFKC()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=300, show_progress=False, unk_token="<unk>", special_tokens=["<unk>"])
+    backend.train_from_iterator(CORPUS, trainer)
+    return Tokenizer(backend)
+
+
+def word_piece() -> Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=300, show_progress=False, special_tokens=["[UNK]", "[CLS]", "[SEP]"])
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return Tokenizer(backend)
+
+
+MADE: dict[str, Callable[[], Tokenizer]] = {
+    "the embedded model": lambda: Tokenizer.load(find_model("hiserve-nano")),
+    "byte level": tiny_text.byte_level,
+    "start token": tiny_text.with_start_token,
+    "byte fallback, no words": tiny_text.byte_fallback,
+    "spaces as marks": lambda: trained(pre_tokenizers.Metaspace()),
+    "prefix space": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "no words": lambda: trained(None),
+    "unigram": unigram,
+    "word pieces": word_piece,
+    **{name: (lambda pattern=pattern: by_pattern(pattern)) for name, pattern in PATTERNS.items()},
+}
+WITHOUT = {"threes": lambda: by_pattern(THREES)}
+
+
+@cache
+def made(name: str) -> Cuts:
+    return Cuts((MADE | WITHOUT)[name]())
+
+
+FRAGMENTS = st.one_of(
+    st.sampled_from(CORPUS),
+    st.sampled_from(
+        [*"aZé國가はدд 0.\n\t，。 \u0301\u200d🙂▁'", "  ", "\r\n", "'s ", "12345", " \n", "<|end|>", "<|bos|>", "aaa"]
+    ),
+    st.text(max_size=4),
+)
+TEXTS = st.lists(FRAGMENTS, min_size=1, max_size=60).map("".join)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of a few characters, so that a text has many cuts."""
+    monkeypatch.setattr(steps, "PIECE_CHARS", 24)
+    monkeypatch.setattr(steps, "TOKEN_CHARS", 1)
+
+
+def encoded(name: str, text: str, wanted: Wanted, *, adds: bool = True) -> list[int]:
+    found = text_steps(text, made(name), wanted, add_special_tokens=adds)
+    return list(map(int, run_steps(found, made(name).tokenizer)))
+
+
+@pytest.mark.parametrize("name", MADE | WITHOUT)
+@pytest.mark.usefixtures("small_pieces")
+def test_a_part_of_a_prompt_has_the_tokens_of_the_whole(name: str) -> None:
+    print(f"seed {SEED}")
+    num_parts = 0
+
+    @seed(SEED)
+    @settings(max_examples=150, deadline=None, database=None)
+    @example(text="a b\n" * 200, most=7, adds=True)
+    @example(text="12345 " * 50 + "x 1 2 3", most=100, adds=False)
+    @given(text=TEXTS, most=st.integers(1, 80), adds=st.booleans())
+    def check(text: str, most: int, adds: bool) -> None:
+        nonlocal num_parts
+        whole = made(name).tokenizer.encode(text, add_special_tokens=adds).tolist()
+        assert encoded(name, text, Wanted(most, from_end=True), adds=adds) == whole[-most:]
+        assert encoded(name, text, Wanted(len(whole)), adds=adds) == whole
+        found = text_steps(text, made(name), Wanted(10**9), add_special_tokens=adds)
+        step = found.send(None)
+        while True:
+            num_parts += isinstance(step, Encode)
+            try:
+                step = found.send(made(name).tokenizer.encode(step.text, add_special_tokens=step.add_special_tokens))
+            except StopIteration:
+                break
+
+    check()
+    assert name in WITHOUT or num_parts > 300, "no text was cut"
+    assert (made(name).first("the token of a text", 0, 19) is None) == (name in ("threes", "no words"))
+
+
+WORDS = "a small coffee for two, please " * 40_000
+
+
+@pytest.mark.parametrize("most", [1, 100, 5000])
+def test_of_a_long_text_the_end_that_counts_is_encoded(most: int) -> None:
+    """The work is counted: characters that the tokenizer got, and the longest piece of them."""
+    given_chars: list[int] = []
+    tokenizer = made("three digits").tokenizer
+    found = text_steps(WORDS, made("three digits"), Wanted(most, from_end=True), add_special_tokens=True)
+    done = None
+    while True:
+        try:
+            step = found.send(done)
+        except StopIteration as end:
+            ids = end.value
+            break
+        assert isinstance(step, Encode)
+        given_chars.append(len(step.text))
+        done = tokenizer.encode(step.text, add_special_tokens=step.add_special_tokens)
+    tail = WORDS[-20 * most - 2000 :]
+    assert ids.tolist() == tokenizer.encode(tail, add_special_tokens=True).tolist()[-most:]
+    assert sum(given_chars) <= 12 * most + 2 * steps.PIECE_CHARS // 64
+    assert max(given_chars, default=0) <= 2 * steps.PIECE_CHARS
+
+
+def test_a_text_that_does_not_fit_is_encoded_until_that_is_known() -> None:
+    num_chars = 0
+    found = text_steps(WORDS, made("byte level"), Wanted(1000, param="text"), add_special_tokens=True)
+    step = found.send(None)
+    refused: ContextLengthError | None = None
+    while refused is None:
+        assert isinstance(step, Encode)
+        num_chars += len(step.text)
+        try:
+            step = found.send(made("byte level").tokenizer.encode(step.text, add_special_tokens=False))
+        except ContextLengthError as error:
+            refused = error
+    assert "more than this model's maximum context length" in str(refused)
+    assert refused.param == "text"
+    assert num_chars <= 2 * steps.PIECE_CHARS < len(WORDS) / 5
+
+
+@pytest.mark.parametrize("from_end", [False, True])
+def test_a_text_without_a_place_to_cut_is_refused_where_it_is_too_long(from_end: bool) -> None:
+    text = "1234567890" * (cuts.MAX_WHOLE_CHARS // 10 + 10)
+    with pytest.raises(ContextLengthError, match="without a place where it could be divided") as refused:
+        encoded("byte level", text, Wanted(10**9, from_end=from_end))
+    assert refused.value.param == "prompt"
+    whole = made("byte level").tokenizer.encode(text[: steps.PIECE_CHARS + 1000], add_special_tokens=True).tolist()
+    assert encoded("byte level", text[: steps.PIECE_CHARS + 1000], Wanted(10**9)) == whole
