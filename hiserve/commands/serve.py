@@ -156,12 +156,14 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
     if template is None:
         logger.warning("the model has no chat template: /v1/chat/completions is off, /v1/completions works")
     spelling = Spelling(tokenizer)
+    prompts = Prompts(tokenizer, template, Replies())
+    prompts.prepare()
     uses_openais = config.model.sampling_defaults == "openai"
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     digest = namespace_digest(__version__, name, config.model.dtype, config.model.load_format)
     return create_app(
         gate=gate,
-        prompts=Prompts(tokenizer, template, Replies()),
+        prompts=prompts,
         spelling=spelling,
         metrics=Metrics(name, page_size=config.cache.page_size, compat=config.server.metrics_compat),
         model=ServedModel(

@@ -1,11 +1,10 @@
 """Every setting: its section, flag, help, range and default."""
 
-from hiserve.config.description import MAX_INT32
+from hiserve.config.description import MAX_INT32, Auto
 from hiserve.config.sections import (
     DTYPE_BYTES,
     MAX_SPEC_STEPS,
     MIN_AUTO_LEN,
-    Auto,
     Cache,
     CacheVerify,
     Config,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Meta
 
+Auto = Literal["auto"]
 MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 
 

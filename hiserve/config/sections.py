@@ -10,12 +10,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hiserve.config.description import MAX_INT32, about
+from hiserve.config.description import MAX_INT32, Auto, about
 from hiserve.config.identity import CacheIdentity
 from hiserve.config.serving import Parallel, Server
 
 AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
-Auto = Literal["auto"]
 CacheVerify = Literal["off", "store", "all"]
 StorePrefetch = Literal["best_effort", "timeout", "wait"]
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hiserve.config.description import MAX_INT32, about
+from hiserve.config.description import MAX_INT32, Auto, about
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +58,15 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         bool, about("Let all API keys share cached prefixes; each has a cache of its own otherwise.")
     ] = False
     max_request_bytes: Annotated[
-        int,
-        about("Largest body of a request; larger ones are refused with 413.", unit="bytes", least=1, most=MAX_INT32),
-    ] = 16 * 2**20
+        int | Auto,
+        about(
+            "Largest body of a request; larger ones are refused with 413. auto is 32 bytes for each token of the context, "
+            "and at least 8 MiB.",
+            unit="bytes",
+            least=1,
+            most=MAX_INT32,
+        ),
+    ] = "auto"
     strict_fields: Annotated[
         bool, about("Refuse request fields that hiserve does not know, which it ignores otherwise.")
     ] = False

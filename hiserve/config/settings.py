@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from hiserve.config.sections import Auto, Config
+from hiserve.config.description import Auto
+from hiserve.config.sections import Config
 from hiserve.errors import ConfigError
 
 Kind = Literal["int", "float", "str", "bool", "list"]

@@ -19,6 +19,8 @@ GIB = 2**30
 MAX_CPU_HOST_BYTES = GIB // 4
 # Bytes that a row's tables take per token and per page, on the device and on the host together.
 TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
+# Of the largest body: an id takes up to 8 bytes, a token of escaped text some 9; a body may have several prompts.
+BODY_BYTES_PER_TOKEN, LEAST_BODY_BYTES = 32, 8 * 2**20
 
 
 class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +146,9 @@ def resolve(config: Config, model: ModelFacts, machine: Machine) -> Resolved:
         spec=spec,
         model=msgspec.structs.replace(chosen.model, max_model_len=length),
         cache=msgspec.structs.replace(config.cache, kv_pages=pages, host_cache_gib=host_gib),
+        server=msgspec.structs.replace(
+            config.server, max_request_bytes=_or(config.server.max_request_bytes, _body_bytes(length))
+        ),
     )
     return Resolved(
         config=resolved,
@@ -271,6 +276,11 @@ def _check_backend(config: Config, *, on_cpu: bool) -> None:
             "reference.",
             param="attention_backend",
         )
+
+
+def _body_bytes(length: int) -> int:
+    """Returns the bytes that the largest sensible body has: a full context of ids, several times, or of escaped text."""
+    return min(MAX_INT32, max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * length))
 
 
 def _or(value: int | Auto, otherwise: int) -> int:

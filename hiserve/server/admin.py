@@ -15,7 +15,8 @@ from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError, UnavailableError
 from hiserve.messages.types import Status, WorkerFacts
 from hiserve.server.auth import Auth, tag_of
-from hiserve.server.fields import MAX_NAME_CHARS, Fields, parse_body
+from hiserve.server.bodies import Bodies
+from hiserve.server.fields import MAX_NAME_CHARS, Fields
 from hiserve.server.gate import Gate
 from hiserve.server.shapes import ServedModel, json_response
 
@@ -28,6 +29,7 @@ class AdminRoutes:
 
     Args:
         gate: Where the engine is.
+        bodies: Reads what requests say.
         auth: Says who may do what.
         model: The served model.
         resolved: The configuration in force.
@@ -35,9 +37,16 @@ class AdminRoutes:
     """
 
     def __init__(
-        self, gate: Gate, auth: Auth, model: ServedModel, resolved: Resolved, startup_s: dict[str, float]
+        self,
+        gate: Gate,
+        bodies: Bodies,
+        auth: Auth,
+        model: ServedModel,
+        resolved: Resolved,
+        startup_s: dict[str, float],
     ) -> None:
         self._gate = gate
+        self._bodies = bodies
         self._auth = auth
         self._model = model
         self._resolved = resolved
@@ -133,7 +142,7 @@ class AdminRoutes:
         ``rid`` names the caller's own (its ``x-request-id``, or its body's ``rid``). With the admin key it names
         anyone's, and ``abort_all`` ends all requests.
         """
-        fields = Fields(parse_body(await request.body()))
+        fields = Fields(await self._bodies.read(request))
         rid = fields.text("rid", most=MAX_NAME_CHARS) or ""
         is_for_all = fields.flag("abort_all")
         if is_for_all:

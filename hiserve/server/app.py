@@ -19,6 +19,7 @@ from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
 from hiserve.server.auth import Auth, AuthGate
+from hiserve.server.bodies import Bodies
 from hiserve.server.cache_routes import CacheRoutes
 from hiserve.server.failures import error_response, failure_response
 from hiserve.server.gate import Gate
@@ -31,6 +32,7 @@ from hiserve.server.pages import PageRoutes
 from hiserve.server.schema import Document
 from hiserve.server.shapes import ServedModel
 from hiserve.server.tokens import TokenRoutes
+from hiserve.text.bodies import Sizes
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
 
@@ -73,7 +75,7 @@ def create_app(
             yield
         finally:
             await gate.close()
-            prompts.close()
+            await prompts.close()
 
     auth = Auth(resolved.config.server)
     app = FastAPI(
@@ -89,13 +91,16 @@ def create_app(
     server = resolved.config.server
     is_strict = server.strict_fields
     max_model_len = known(resolved.config.model.max_model_len)
-    tokens = TokenRoutes(prompts, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict)
+    bodies = Bodies(prompts.aside, Sizes(model.vocab_size, max_model_len))
+    tokens = TokenRoutes(
+        bodies, prompts, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
+    )
     routers = [
-        OpenAIRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router(),
-        NativeRoutes(gate, prompts, spelling, metrics, model, is_strict=is_strict).router(),
+        OpenAIRoutes(gate, bodies, prompts, spelling, metrics, model, is_strict=is_strict).router(),
+        NativeRoutes(gate, bodies, prompts, spelling, metrics, model, is_strict=is_strict).router(),
         tokens.router(),
         HealthRoutes(gate, auth, metrics).router(),
-        AdminRoutes(gate, auth, model, resolved, startup_s).router(),
+        AdminRoutes(gate, bodies, auth, model, resolved, startup_s).router(),
         CacheRoutes(gate, auth, resolved.config.cache).router(),
     ]
     document = Document(
@@ -110,7 +115,7 @@ def create_app(
     for router in routers:
         app.include_router(router)
     # From the inside out: what is added last sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
+    app.add_middleware(BodyLimit, max_bytes=known(server.max_request_bytes))
     app.add_middleware(AuthGate, auth=auth)
     app.add_middleware(Envelope, metrics=metrics)
     return app

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -13,28 +12,6 @@ from hiserve.text.chat import check_text
 MAX_NAME_CHARS = 1024
 _MAX_INT64 = 2**63 - 1
 _TOKEN_ID = re.compile("[0-9]{1,10}")
-
-
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Parses a request body.
-
-    Raises:
-        RequestError: It is not a JSON object.
-    """
-    try:
-        body = json.loads(raw)
-    except RecursionError:
-        raise RequestError("the body is nested too deeply.", code="invalid_json") from None
-    except UnicodeDecodeError as error:
-        fault = f"the body is not valid JSON: byte {error.start} is not {error.encoding}."
-        raise RequestError(fault, code="invalid_json") from None
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}.", code="invalid_json") from None
-    except ValueError:  # Python's bound on the digits of a whole number
-        raise RequestError("the body has a number of too many digits.", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object.", code="invalid_json")
-    return body
 
 
 class Fields:

@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.server.auth import caller_of, namespace_of, tag_of
+from hiserve.server.bodies import Bodies
 from hiserve.server.choices import each_choice, merge
-from hiserve.server.fields import check_model, parse_body
+from hiserve.server.fields import check_model
 from hiserve.server.gate import Gate
 from hiserve.server.generation import Generation, Piece, Terms
 from hiserve.server.metrics import Meter, Metrics
@@ -30,6 +31,7 @@ class NativeRoutes:
 
     Args:
         gate: Where the engine is.
+        bodies: Reads what requests say.
         prompts: Encodes texts.
         spelling: Of the model's tokens.
         metrics: Where requests are counted.
@@ -40,6 +42,7 @@ class NativeRoutes:
     def __init__(
         self,
         gate: Gate,
+        bodies: Bodies,
         prompts: Prompts,
         spelling: Spelling,
         metrics: Metrics,
@@ -48,6 +51,7 @@ class NativeRoutes:
         is_strict: bool,
     ) -> None:
         self._gate = gate
+        self._bodies = bodies
         self._prompts = prompts
         self._spelling = spelling
         self._metrics = metrics
@@ -63,7 +67,7 @@ class NativeRoutes:
     async def generate(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""
         arrived = time.monotonic()
-        body = parse_body(await request.body())
+        body = await self._bodies.read(request)
         check_model(body, self._model.name)
         asked = parse_native(
             body,
@@ -73,7 +77,9 @@ class NativeRoutes:
             is_strict=self._is_strict,
         )
         engine = self._gate.require()
-        encoded = await unless_gone(request.receive, self._encode(asked, engine.max_model_len))
+        encoded = await unless_gone(
+            request.receive, self._encode(asked, engine.max_model_len, caller_of(request).number)
+        )
         shapes: list[NativeShape] = []
         streams: list[AsyncGenerator[Piece, None]] = []
         for i, (one, prompt) in enumerate(zip(asked.prompts, encoded, strict=True)):
@@ -116,12 +122,12 @@ class NativeRoutes:
         replies = [shape.reply() for shape in shapes]
         return json_response(replies if asked.is_list else replies[0])
 
-    async def _encode(self, asked: NativeRequest, max_model_len: int) -> list[Int32Array]:
+    async def _encode(self, asked: NativeRequest, max_model_len: int, caller: int) -> list[Int32Array]:
         prompts = []
         for one in asked.prompts:
             prompt = one.prompt
             if isinstance(prompt, str):
-                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len, param="text")
+                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len, param="text", caller=caller)
                 await asyncio.sleep(0)  # other requests come in between
             prompts.append(prompt)
         return prompts

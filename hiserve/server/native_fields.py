@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from hiserve.config import MAX_INT32
 from hiserve.core.plan import Int32Array
@@ -12,8 +13,9 @@ from hiserve.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server.fields import MAX_NAME_CHARS, Fields
 from hiserve.server.known_fields import SAMPLING, check_fields
-from hiserve.server.prompt_fields import MAX_CHOICES, MAX_PROMPTS, parse_prompt
+from hiserve.server.prompt_fields import MAX_CHOICES
 from hiserve.server.sampling_fields import parse_sampling
+from hiserve.text.bodies import MAX_PROMPTS, parse_prompt
 
 DEFAULT_NEW_TOKENS = 128
 # Fields that may be lists with an entry for each prompt.
@@ -90,11 +92,15 @@ def parse_native(
         raise RequestError("give either text or input_ids.", param="text")
     name = "text" if fields.has("text") else "input_ids"
     given = body[name]
-    is_batch = isinstance(given, list) and bool(given) and isinstance(given[0], list if name == "input_ids" else str)
+    is_batch = (
+        isinstance(given, list)
+        and bool(given)
+        and isinstance(given[0], list | np.ndarray if name == "input_ids" else str)
+    )
     values = given if is_batch else [given]
     if len(values) > MAX_PROMPTS:
         raise RequestError(f"{name} has {len(values)} prompts; the most is {MAX_PROMPTS}.", param=name)
-    if not isinstance(values[0], str if name == "text" else list):
+    if not isinstance(values[0], str if name == "text" else list | np.ndarray):
         wanted = "a string or a list of strings" if name == "text" else "a list of token ids, or a list of such lists"
         raise fields.wrong(name, wanted)
     prompts = [

@@ -14,10 +14,11 @@ from hiserve.core.plan import Int32Array
 from hiserve.errors import NotFoundError
 from hiserve.server.answer import answer
 from hiserve.server.auth import caller_of, namespace_of, tag_of
+from hiserve.server.bodies import Bodies
 from hiserve.server.chat_shape import ChatShape
 from hiserve.server.choices import Choices, each_choice
 from hiserve.server.completion_shape import CompletionShape
-from hiserve.server.fields import check_model, parse_body
+from hiserve.server.fields import check_model
 from hiserve.server.gate import Gate
 from hiserve.server.generation import Generation, Terms
 from hiserve.server.metrics import Meter, Metrics
@@ -39,6 +40,7 @@ class OpenAIRoutes:
 
     Args:
         gate: Where the engine is.
+        bodies: Reads what requests say.
         prompts: Encodes prompts and remembers replies.
         spelling: Of the model's tokens.
         metrics: Where requests are counted.
@@ -49,6 +51,7 @@ class OpenAIRoutes:
     def __init__(
         self,
         gate: Gate,
+        bodies: Bodies,
         prompts: Prompts,
         spelling: Spelling,
         metrics: Metrics,
@@ -57,6 +60,7 @@ class OpenAIRoutes:
         is_strict: bool = False,
     ) -> None:
         self._gate = gate
+        self._bodies = bodies
         self._prompts = prompts
         self._spelling = spelling
         self._metrics = metrics
@@ -80,7 +84,11 @@ class OpenAIRoutes:
         engine = self._gate.require()
         terms = _terms(request, options)
         encoding = self._prompts.encode_chat(
-            chat, namespace=terms.namespace, max_tokens=engine.max_model_len, truncate=options.truncate_prompt_tokens
+            chat,
+            namespace=terms.namespace,
+            max_tokens=engine.max_model_len,
+            truncate=options.truncate_prompt_tokens,
+            caller=terms.caller,
         )
         prompt = await unless_gone(request.receive, encoding)
         head = head_of(self._model, "chatcmpl")
@@ -105,7 +113,9 @@ class OpenAIRoutes:
         body, options = await self._read(request, is_chat=False)
         given = parse_prompts(body, vocab_size=self._model.vocab_size, num_per_prompt=options.sampling.n)
         engine = self._gate.require()
-        prompts = await unless_gone(request.receive, self._encode(given, options, engine.max_model_len))
+        prompts = await unless_gone(
+            request.receive, self._encode(given, options, engine.max_model_len, caller_of(request).number)
+        )
         head = head_of(self._model, "cmpl")
         choices = self._choices(
             head["id"], prompts, options, max_model_len=engine.max_model_len, arrived=arrived, remember=None
@@ -142,7 +152,7 @@ class OpenAIRoutes:
         }
 
     async def _read(self, request: Request, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
-        body = parse_body(await request.body())
+        body = await self._bodies.read(request)
         check_model(body, self._model.name)
         options = parse_options(
             body,
@@ -155,7 +165,7 @@ class OpenAIRoutes:
         return body, options
 
     async def _encode(
-        self, given: Sequence[str | Int32Array], options: Options, max_model_len: int
+        self, given: Sequence[str | Int32Array], options: Options, max_model_len: int, caller: int
     ) -> list[Int32Array]:
         prompts = []
         for prompt in given:
@@ -165,6 +175,7 @@ class OpenAIRoutes:
                     max_tokens=max_model_len,
                     add_special_tokens=options.add_special_tokens,
                     truncate=options.truncate_prompt_tokens,
+                    caller=caller,
                 )
                 prompts.append(await encoding)
                 await asyncio.sleep(0)  # other requests come in between

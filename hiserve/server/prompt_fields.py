@@ -8,9 +8,8 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import RequestError
-from hiserve.text.chat import check_text
+from hiserve.text.bodies import MAX_PROMPTS, parse_prompt
 
-MAX_PROMPTS = 1024
 MAX_CHOICES = 4096
 
 
@@ -29,7 +28,7 @@ def parse_prompts(body: dict[str, Any], *, vocab_size: int, num_per_prompt: int)
         RequestError: A prompt is missing, empty or malformed, or there are too many.
     """
     value = body.get("prompt")
-    prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list | np.ndarray) else [value]
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"prompt has {len(prompts)} prompts; the most is {MAX_PROMPTS}.", param="prompt")
     if len(prompts) * num_per_prompt > MAX_CHOICES:
@@ -38,33 +37,3 @@ def parse_prompts(body: dict[str, Any], *, vocab_size: int, num_per_prompt: int)
             param="n",
         )
     return [parse_prompt(prompt, vocab_size=vocab_size) for prompt in prompts]
-
-
-def parse_prompt(prompt: Any, *, vocab_size: int, param: str = "prompt") -> str | Int32Array:
-    """Reads one prompt.
-
-    Args:
-        prompt: A string, or a list of token ids.
-        vocab_size: Token ids must be below it.
-        param: The field it came from.
-
-    Returns:
-        A non-empty text, or int32 ``[n]`` with n > 0.
-
-    Raises:
-        RequestError: The prompt is missing, empty or malformed.
-    """
-    if not isinstance(prompt, str | list):
-        raise RequestError(f"{param} must be a string or a list of token ids.", param=param)
-    if not prompt:
-        raise RequestError(f"{param} is empty; give at least one token.", param=param)
-    if isinstance(prompt, str):
-        check_text(prompt, param)
-        return prompt
-    if not all(type(token) is int for token in prompt):
-        raise RequestError(f"{param} is a list of something else than token ids (integers).", param=param)
-    low, high = min(prompt), max(prompt)
-    if low < 0 or high >= vocab_size:
-        shown = "a negative id" if low < 0 else "an id that is too large"
-        raise RequestError(f"{param} has {shown}; token ids must be between 0 and {vocab_size - 1}.", param=param)
-    return np.array(prompt, dtype=np.int32)

@@ -10,8 +10,8 @@ from hiserve.core.request import LENGTHS, MAX_LOGPROBS, MAX_STOP_CHARS, NOT_ZERO
 from hiserve.server import known_fields
 from hiserve.server.fields import MAX_NAME_CHARS
 from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING, PER_PROMPT
-from hiserve.server.prompt_fields import MAX_PROMPTS
 from hiserve.server.tokens import DETOKENIZE, TOKENIZE
+from hiserve.text.bodies import MAX_PROMPTS
 from hiserve.text.chat import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ROLES
 
 Schema = dict[str, Any]

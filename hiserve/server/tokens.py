@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from hiserve.config import MAX_INT32
 from hiserve.errors import RequestError
-from hiserve.server.auth import namespace_of
-from hiserve.server.fields import MAX_NAME_CHARS, Fields, check_model, parse_body
+from hiserve.server.auth import caller_of, namespace_of
+from hiserve.server.bodies import Bodies
+from hiserve.server.fields import MAX_NAME_CHARS, Fields, check_model
 from hiserve.server.known_fields import CONVERSATION, check_fields
 from hiserve.server.logprobs import token_text
-from hiserve.server.prompt_fields import parse_prompt
 from hiserve.server.shapes import ServedModel, json_response
 from hiserve.server.sse import unless_gone
+from hiserve.text.bodies import parse_prompt
 from hiserve.text.chat import parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
@@ -30,6 +32,7 @@ class TokenRoutes:
     """Handlers that need the tokenizer and not the engine.
 
     Args:
+        bodies: Reads what requests say.
         prompts: Encodes and decodes.
         spelling: Of the model's tokens.
         model: The served model.
@@ -40,6 +43,7 @@ class TokenRoutes:
 
     def __init__(
         self,
+        bodies: Bodies,
         prompts: Prompts,
         spelling: Spelling,
         model: ServedModel,
@@ -48,6 +52,7 @@ class TokenRoutes:
         max_model_len: int,
         is_strict: bool,
     ) -> None:
+        self._bodies = bodies
         self._prompts = prompts
         self._spelling = spelling
         self._model = model
@@ -70,7 +75,7 @@ class TokenRoutes:
         They may be more than fit the context.
         """
         body = await self._read(request, TOKENIZE)
-        fields = Fields(body)
+        fields, caller = Fields(body), caller_of(request).number
         adds_special, has_strings = fields.flag("add_special_tokens", True), fields.flag("return_token_strs")
         text = fields.text("prompt", most=MAX_CHARS)
         if fields.has("messages") == (text is not None):
@@ -80,9 +85,11 @@ class TokenRoutes:
             chat = parse_chat(body)
             if chat.num_chars > MAX_CHARS:
                 raise fields.wrong("messages", f"at most {MAX_CHARS} characters long")
-            encoding = self._prompts.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32)
+            encoding = self._prompts.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32, caller=caller)
         else:
-            encoding = self._prompts.encode_text(text, max_tokens=MAX_INT32, add_special_tokens=adds_special)
+            encoding = self._prompts.encode_text(
+                text, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
+            )
         ids = (await unless_gone(request.receive, encoding)).tolist()
         strings = [token_text(self._spelling.piece(token)) for token in ids] if has_strings else None
         reply = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
@@ -92,9 +99,9 @@ class TokenRoutes:
         """Returns the text of ``tokens``, special tokens as they are spelled."""
         body = await self._read(request, DETOKENIZE)
         fields, tokens = Fields(body), body.get("tokens")
-        if tokens == []:
+        if isinstance(tokens, list) and not tokens:
             return json_response({"prompt": ""})
-        if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:
+        if isinstance(tokens, list | np.ndarray) and len(tokens) > MAX_TOKENS:
             raise fields.wrong("tokens", f"a list of at most {MAX_TOKENS} token ids")
         ids = parse_prompt(tokens, vocab_size=self._model.vocab_size, param="tokens")
         if isinstance(ids, str):
@@ -106,7 +113,7 @@ class TokenRoutes:
         return Response(self._tokenizer_info, media_type="application/json")
 
     async def _read(self, request: Request, known: frozenset[str]) -> dict[str, Any]:
-        body = parse_body(await request.body())
+        body = await self._bodies.read(request)
         check_model(body, self._model.name)
         check_fields(body, known, is_strict=self._is_strict)
         return body

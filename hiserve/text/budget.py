@@ -21,15 +21,7 @@ BUDGET = " budget"
 
 
 class BudgetError(jinja2.TemplateRuntimeError):
-    """A rendering has used up its budget.
-
-    Attributes:
-        is_late: It is the time that was used up.
-    """
-
-    def __init__(self, message: str, *, is_late: bool = False) -> None:
-        super().__init__(message)
-        self.is_late = is_late
+    """A rendering has used up its budget."""
 
 
 class Budget:
@@ -57,7 +49,7 @@ class Budget:
         if self._left < 0:
             raise BudgetError("it makes too much text on the way")
         if time.monotonic() > self._deadline:
-            raise BudgetError(f"it takes longer than {self._seconds:g} s", is_late=True)
+            raise BudgetError(f"it takes longer than {self._seconds:g} s")
 
     def pay_text(self, value: Any) -> None:
         """Pays for the text of a value before that is made; what stands in it several times counts as often.

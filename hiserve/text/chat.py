@@ -18,13 +18,13 @@ NOT_SERVED = {
     "refusal": "put it in the content",
 }
 PLAIN_FIELDS = ("name", "tool_call_id", "reasoning_content")
-MAX_MESSAGES = 16_384
+MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
 # Of an object that a client passes through to the template.
 MAX_DEPTH = 32
-MAX_VALUES = 100_000
+MAX_VALUES = 32_768
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,8 +140,19 @@ def _parse_message(value: Any, where: str) -> Message:
 
 
 def _parse_content(value: Any, where: str) -> str:
-    if isinstance(value, str):
-        return value
+    return value if isinstance(value, str) else join_parts(value, where)
+
+
+def join_parts(value: Any, where: str) -> str:
+    """Joins the text parts of a content.
+
+    Args:
+        value: The content, where it is no string.
+        where: Its place, for complaints.
+
+    Raises:
+        RequestError: It is no list of text parts.
+    """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} must be a string or a list of text parts.", param=where)
     if len(value) > MAX_PARTS:

@@ -61,6 +61,10 @@ class Cuts:
         """Tokens of ``ANCHOR``."""
         return self._encode(ANCHOR).size
 
+    def find(self) -> None:
+        """Looks for the places now; otherwise the first text that is cut waits for it."""
+        _ = self._pattern, self.num_anchor, self.tokenizer.around
+
     @property
     def exist(self) -> bool:
         """Whether there is any; otherwise a text must be encoded whole."""
@@ -119,7 +123,7 @@ class Cuts:
 
     def _are_tokens_cut(self, left: str, right: str) -> bool:
         whole, before, after = map(self._encode, (left + right, left, ANCHOR + right))
-        return [*before.tolist(), *after[self.num_anchor :].tolist()] == whole.tolist()
+        return bool([*before.tolist(), *after[self.num_anchor :].tolist()] == whole.tolist())
 
     def _encode(self, text: str) -> Int32Array:
         return self.tokenizer.encode(text, add_special_tokens=False)

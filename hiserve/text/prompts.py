@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
+from hiserve.text.aside import Aside
 from hiserve.text.chat import ChatRequest
 from hiserve.text.cuts import Cuts
 from hiserve.text.replies import Replies, chat_steps
@@ -18,9 +19,13 @@ from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from hiserve.text.turns import Turns
 
-# Encoding this many characters takes about 5 ms; longer texts go to a thread, and so do templates that run longer.
+# Encoding this many characters takes about 5 ms; longer texts go to a thread.
 INLINE_CHARS = 20_000
+# A template that takes longer or works more goes to a process, and so do conversations with more: it holds the GIL.
 INLINE_S = 0.02
+INLINE_RENDER_CHARS = 2**20
+INLINE_WORK_CHARS = 2**23
+INLINE_MESSAGES = 512
 STEP_CHARS = 200  # what the encoding of an empty text costs
 
 _T = TypeVar("_T")
@@ -34,6 +39,9 @@ class Prompts:
         template: The model's chat template, or None.
         replies: Where generated replies keep their ids.
         num_threads: Threads that encode long prompts.
+
+    Attributes:
+        aside: Processes that render long conversations, and read large bodies.
     """
 
     def __init__(
@@ -45,14 +53,20 @@ class Prompts:
         self._cuts = Cuts(tokenizer)
         self._turns = Turns(num_threads)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hiserve-encode")
+        self.aside = Aside(template)
 
     def hides_tools(self, chat: ChatRequest) -> bool:
         """Whether a conversation has tools that the chat template does not show to the model."""
         return bool(chat.tools) and self._template is not None and not self._template.shows_tools
 
-    def close(self) -> None:
-        """Ends the threads; encodings that have not begun are cancelled."""
+    def prepare(self) -> None:
+        """Finds out where long texts may be cut, before the first one comes: 0.1 s."""
+        self._cuts.find()
+
+    async def close(self) -> None:
+        """Ends threads and processes; encodings that have not begun are cancelled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await self.aside.close()
 
     async def encode_text(
         self,
@@ -136,14 +150,15 @@ class Prompts:
 
     async def _render(self, step: Render, caller: int) -> str:
         assert self._template is not None, "a conversation without a template"
-        render = partial(self._template.render, step.chat, max_chars=step.max_chars)
-        if step.chat.num_chars <= INLINE_CHARS:
+        if len(step.chat.messages) <= INLINE_MESSAGES and step.chat.num_chars <= INLINE_RENDER_CHARS:
             try:
-                return render(max_s=INLINE_S)
+                return self._template.render(
+                    step.chat, max_chars=step.max_chars, max_s=INLINE_S, max_work=INLINE_WORK_CHARS
+                )
             except RequestError as error:
                 if error.code != TOO_SLOW:
                     raise
-        return await self._in_thread(render, caller)
+        return await self.aside.render(step.chat, step.max_chars, caller)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
@@ -174,8 +189,12 @@ class Prompts:
             )
 
     async def _in_thread(self, work: Callable[[], _T], caller: int) -> _T:
-        async with self._turns.take(caller):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        await self._turns.enter(caller)
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        working.add_done_callback(
+            lambda _: self._turns.leave()
+        )  # a caller that goes leaves its place when the work is over
+        return await asyncio.shield(working)
 
 
 def _wanted(max_tokens: int, truncate: int | None, param: str) -> Wanted:

@@ -109,8 +109,8 @@ def join_steps(parts: Sequence[str | Int32Array], cuts: Cuts, wanted: Wanted) ->
                 return np.concatenate(found[::-1])[-wanted.most :]
             if num_found > wanted.most:
                 raise ContextLengthError(
-                    f"the prompt is too long: its first {num_found} tokens are more than this model's maximum context "
-                    f"length, which is {wanted.most} tokens. Shorten it.",
+                    f"the prompt is too long: it has at least {num_found} tokens; this model's maximum context length is "
+                    f"{wanted.most} tokens, reply included. Shorten the prompt.",
                     param=wanted.param,
                 )
     return np.concatenate(found[::-1] if wanted.from_end else found) if found else np.empty(0, dtype=np.int32)

@@ -13,7 +13,7 @@ import jinja2
 import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
-from hiserve.text.budget import Budget, BudgetError
+from hiserve.text.budget import MAX_WORK_CHARS, Budget, BudgetError
 from hiserve.text.chat import ChatRequest, check_text
 from hiserve.text.sandbox import BoundedEnvironment
 
@@ -43,11 +43,22 @@ class _Named(msgspec.Struct):
     template: str
 
 
+class Sources(msgspec.Struct, frozen=True):
+    """What a template is made from; as for ``ChatTemplate``."""
+
+    source: str
+    special_tokens: dict[str, str]
+    tool_source: str | None
+
+
 class ChatTemplate:
     """A compiled chat template.
 
     It comes with the model, so it runs in a sandbox, within bounds of time and size. Safe to use from several
     threads at once.
+
+    Attributes:
+        sources: What it was made from.
     """
 
     def __init__(
@@ -63,13 +74,19 @@ class ChatTemplate:
         Raises:
             ModelError: A source is not valid Jinja.
         """
+        self.sources = Sources(source, dict(special_tokens or {}), tool_source)
         self._environment = BoundedEnvironment()
         self._environment.globals["raise_exception"] = _raise_exception
         self._environment.globals["strftime_now"] = _strftime_now
         self._template = self._compiled(source)
         self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
-        self._special_tokens = dict(special_tokens or {})
+        self._special_tokens = self.sources.special_tokens
         self._reserved = {*_RESERVED, *self._environment.globals}
+
+    @classmethod
+    def of(cls, sources: Sources) -> ChatTemplate:
+        """Makes a template as another one is."""
+        return cls(sources.source, sources.special_tokens, sources.tool_source)
 
     @classmethod
     def load(cls, folder: Path, override: Path | None = None) -> ChatTemplate | None:
@@ -99,17 +116,25 @@ class ChatTemplate:
         known = {name: text for name, text in tokens.items() if text is not None}
         return cls(sources["default"], known, sources.get("tool_use"))
 
-    def render(self, chat: ChatRequest, *, max_chars: int | None = None, max_s: float = RENDER_S) -> str:
+    def render(
+        self,
+        chat: ChatRequest,
+        *,
+        max_chars: int | None = None,
+        max_s: float = RENDER_S,
+        max_work: int = MAX_WORK_CHARS,
+    ) -> str:
         """Returns the prompt: all messages, and the start of the assistant's reply or the open last message.
 
         Args:
             chat: The conversation.
             max_chars: A longer prompt cannot fit the context; None is no limit.
             max_s: Longest the template may run, in seconds.
+            max_work: Characters that it may make, intermediate ones included.
 
         Raises:
             RequestError: The template refuses these messages, or a name of ``template_kwargs`` is taken. The code
-                is ``TOO_SLOW`` when the time was over.
+                is ``TOO_SLOW`` when the time was over or the work too much.
             ContextLengthError: The prompt is longer than ``max_chars``.
         """
         self._check_names(chat.template_kwargs)
@@ -125,7 +150,7 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt,
         }
         template = self._tool_template if chat.tools else self._template
-        text = self._run(template, variables, max_chars, max_s)
+        text = self._run(template, variables, max_chars, Budget(max_s, max_work))
         if chat.continue_final_message:
             text, end, _ = text.rpartition(_END)
             if not end:
@@ -154,10 +179,10 @@ class ChatTemplate:
         except (SyntaxError, RecursionError, MemoryError) as error:  # Python's, over the code that Jinja makes of it
             raise ModelError(f"the chat template is nested too deeply: {type(error).__name__}.") from None
 
-    def _run(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int | None, max_s: float) -> str:
+    def _run(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int | None, budget: Budget) -> str:
         parts, num_chars = [], 0
         try:
-            for part in self._environment.stream(template, variables, Budget(max_s)):
+            for part in self._environment.stream(template, variables, budget):
                 parts.append(part)
                 num_chars += len(part)
                 if max_chars is not None and num_chars > max_chars:
@@ -169,7 +194,7 @@ class ChatTemplate:
         except TEMPLATE_FAILURES as error:
             raise RequestError(
                 f"the chat template refuses these messages: {str(error)[:200]}",
-                code=TOO_SLOW if isinstance(error, BudgetError) and error.is_late else None,
+                code=TOO_SLOW if isinstance(error, BudgetError) else None,
                 param="messages",
             ) from None
         return "".join(parts)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class Turns:
@@ -21,30 +19,25 @@ class Turns:
         self._num_free = num_places
         self._lines: OrderedDict[int, deque[asyncio.Future[None]]] = OrderedDict()
 
-    @asynccontextmanager
-    async def take(self, caller: int) -> AsyncIterator[None]:
-        """Holds a place for the block.
+    async def enter(self, caller: int) -> None:
+        """Returns with a place, which ``leave`` gives back.
 
         Args:
-            caller: Whose turn it is.
+            caller: Who waits.
         """
         if self._num_free:
             self._num_free -= 1
-        else:
-            place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._lines.setdefault(caller, deque()).append(place)
-            try:
-                await place
-            except asyncio.CancelledError:
-                if place.done() and not place.cancelled():
-                    self._pass_on()
-                raise
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(caller, deque()).append(place)
         try:
-            yield
-        finally:
-            self._pass_on()
+            await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():
+                self.leave()
+            raise
 
-    def _pass_on(self) -> None:
+    def leave(self) -> None:
         """Gives a place to the caller who is next; that one then stands last."""
         while self._lines:
             caller, line = self._lines.popitem(last=False)

@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a token id beyond the vocabulary is served",
-        file=PROMPT_FIELDS,
+        file="hiserve/text/bodies.py",
         old="if low < 0 or high >= vocab_size:",
         new="if False:",
         test=OF_ERRORS + "test_a_bad_prompt_is_a_400",

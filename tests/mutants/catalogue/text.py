@@ -215,9 +215,45 @@ MUTANTS = [
     Mutant(
         name="a long conversation is encoded in the loop",
         file=PROMPTS,
-        old="if num_chars <= INLINE_CHARS:\n            try",
-        new="if True:\n            try",
+        old="if len(step.text) > INLINE_CHARS:",
+        new="if False:",
         test=OF_PROMPTS + "test_long_prompts_are_encoded_in_a_thread_and_short_ones_inline",
+    ),
+    Mutant(
+        name="conversations of any size are rendered in the loop",
+        file=PROMPTS,
+        old="if len(step.chat.messages) <= INLINE_MESSAGES and",
+        new="if",
+        test=OF_PROMPTS + "test_a_slow_template_does_not_hold_up_the_loop",
+    ),
+    Mutant(
+        name="a text is cut anywhere",
+        file="hiserve/text/cuts.py",
+        old="        if not has_words and any(map(across.search, self.tokenizer.vocab.values())):\n            return False\n"
+        "        return all(self._are_tokens_cut(left, right) for left, right in texts)",
+        new="        return True",
+        test="tests/unit/text/test_cuts.py::test_a_part_of_a_prompt_has_the_tokens_of_the_whole",
+    ),
+    Mutant(
+        name="the whole of a text is encoded, however little counts",
+        file="hiserve/text/steps.py",
+        old="if wanted.from_end and num_found >= wanted.most:",
+        new="if False:",
+        test="tests/unit/text/test_cuts.py::test_of_a_long_text_the_end_that_counts_is_encoded",
+    ),
+    Mutant(
+        name="every body is read in the loop",
+        file="hiserve/server/bodies.py",
+        old="if is_quick(raw):",
+        new="if True:",
+        test="tests/unit/server/test_big_bodies.py::test_no_large_body_takes_the_event_loop",
+    ),
+    Mutant(
+        name="the next caller is whoever asked first",
+        file="hiserve/text/turns.py",
+        old="self._lines.setdefault(caller, deque())",
+        new="self._lines.setdefault(0, deque())",
+        test="tests/unit/text/test_turns.py::test_who_asks_for_much_waits_behind_each_other_caller_once",
     ),
     Mutant(
         name="code that comes with a tokenizer is run",

@@ -150,7 +150,7 @@ def test_a_part_of_a_prompt_has_the_tokens_of_the_whole(name: str) -> None:
                 break
 
     check()
-    assert name in WITHOUT or num_parts > 300, "no text was cut"
+    assert name in ("threes", "no words") or num_parts > 300, "no text was cut"
     assert (made(name).first("the token of a text", 0, 19) is None) == (name in ("threes", "no words"))
 
 
@@ -191,7 +191,7 @@ def test_a_text_that_does_not_fit_is_encoded_until_that_is_known() -> None:
             step = found.send(made("byte level").tokenizer.encode(step.text, add_special_tokens=False))
         except ContextLengthError as error:
             refused = error
-    assert "more than this model's maximum context length" in str(refused)
+    assert "this model's maximum context length is 1000 tokens" in str(refused)
     assert refused.param == "text"
     assert num_chars <= 2 * steps.PIECE_CHARS < len(WORDS) / 5
 

@@ -1,0 +1,190 @@
+"""Work that would hold the event loop up, in Python that no thread could do beside it: done by processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.messages.codec import Frames
+from hiserve.messages.parent import ChildProcess
+from hiserve.text.bodies import Sizes, unpack_slim
+from hiserve.text.chat import ChatRequest
+from hiserve.text.template import TOO_SLOW, ChatTemplate, Sources
+from hiserve.text.turns import Turns
+
+COMMAND = (sys.executable, "-m", "hiserve.text.aside_process")
+NUM_PROCESSES = 2
+# A process without work for so long is ended, and with it goes its memory.
+IDLE_S = 8.0
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """First message to a process: the chat template, if there is one."""
+
+    sources: Sources | None
+
+
+class Slim(msgspec.Struct, frozen=True, tag=True):
+    """Do ``bodies.slim`` for the second frame."""
+
+    sizes: Sizes
+
+
+class Rendering(msgspec.Struct, frozen=True, tag=True):
+    """Render this conversation; as for ``ChatTemplate.render``."""
+
+    chat: ChatRequest
+    max_chars: int | None
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The second frame is the result. ``is_last``: the process ends now."""
+
+    is_last: bool = False
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The request is at fault: the arguments of the error. ``is_last`` as for ``Done``."""
+
+    is_last: bool = False
+    is_length: bool
+    message: str
+    code: str
+    param: str | None
+
+
+Job = Slim | Rendering
+Answer = tuple[Done | Refused, bytes]
+_ANSWER = msgspec.msgpack.Decoder(Done | Refused)
+
+
+class Aside:
+    """A few processes, each started when it is needed and ended when it is not. Lives in one event loop.
+
+    Args:
+        template: The model's chat template, or None.
+    """
+
+    def __init__(self, template: ChatTemplate | None) -> None:
+        setup = Setup(None if template is None else template.sources)
+        self._free = [_Process(msgspec.msgpack.encode(setup)) for _ in range(NUM_PROCESSES)]
+        self._all = tuple(self._free)
+        self._turns = Turns(NUM_PROCESSES)
+
+    async def slim(self, raw: bytes, sizes: Sizes, caller: int) -> dict[str, Any]:
+        """Parses the large body of a request, checks it and makes it small; as for ``bodies.slim``.
+
+        Args:
+            raw: JSON.
+            sizes: What token ids and prompts may be.
+            caller: Whose it is; callers take turns.
+
+        Raises:
+            RequestError: It is malformed, or more than any request can be.
+        """
+        return unpack_slim(await self._do(Slim(sizes), raw, caller=caller))
+
+    async def render(self, chat: ChatRequest, max_chars: int | None, caller: int) -> str:
+        """Renders a conversation; as for ``ChatTemplate.render``.
+
+        Raises:
+            RequestError: As there; ``TOO_SLOW`` also where the process had to be ended.
+        """
+        return (await self._do(Rendering(chat, max_chars), caller=caller)).decode()
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await asyncio.gather(*(process.end() for process in self._all))
+
+    async def _do(self, job: Job, *frames: bytes, caller: int) -> bytes:
+        """Returns the second frame of the answer. A caller that goes leaves its place when the work is over."""
+        await self._turns.enter(caller)
+        process = self._free.pop()
+
+        def leave(_: object) -> None:
+            self._free.append(process)
+            self._turns.leave()
+
+        working = _begin(process.do([msgspec.msgpack.encode(job), *frames]))
+        working.add_done_callback(leave)
+        told, result = await asyncio.shield(working)
+        if isinstance(told, Done):
+            return result
+        raise (ContextLengthError if told.is_length else RequestError)(told.message, code=told.code, param=told.param)
+
+
+def _begin(work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if nobody waits any more
+    return task
+
+
+class _Process:
+    """One process, while there is work for it."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._setup = setup
+        self._child: ChildProcess | None = None
+        self._ended: asyncio.Task[str] | None = None
+        self._answer: asyncio.Future[Frames] | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._is_spent = False
+
+    async def do(self, frames: Frames) -> Answer:
+        """Sends one piece of work and returns the answer, with the result if there is one.
+
+        Raises:
+            RequestError: It took more than a process may use, in time or memory.
+            UnavailableError: There can be no process now.
+        """
+        self._stop_timer()
+        if self._is_spent or self._ended is None or self._ended.done():
+            await self.end()
+            await self._start()
+        assert self._child is not None and self._ended is not None, "just started"
+        self._answer = asyncio.get_running_loop().create_future()
+        self._child.send(frames)
+        await asyncio.wait((self._answer, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        if not self._answer.done():
+            raise RequestError("the request takes more time or memory to read than any may. Send less.", code=TOO_SLOW)
+        told, *result = self._answer.result()
+        answer = _ANSWER.decode(told)
+        self._is_spent = answer.is_last
+        self._idle = asyncio.get_running_loop().call_later(0 if answer.is_last else IDLE_S, self._retire)
+        return answer, b"".join(result)
+
+    async def end(self) -> None:
+        """Ends it, if it runs."""
+        self._stop_timer()
+        if self._child is not None and self._ended is not None:
+            self._child.kill()
+            await asyncio.wait((self._ended,))
+
+    def _retire(self) -> None:
+        self._is_spent = True
+        if self._child is not None:
+            self._child.kill()
+
+    async def _start(self) -> None:
+        self._is_spent = False
+        try:
+            self._child = await ChildProcess.start(COMMAND, self._take)
+        except HiserveError as error:
+            raise UnavailableError(f"a process to read large requests cannot be started: {error}") from None
+        self._ended = asyncio.create_task(self._child.wait())
+        self._child.send([self._setup])
+
+    def _take(self, messages: list[Frames]) -> None:
+        for frames in messages:
+            assert self._answer is not None and not self._answer.done(), "an answer that nobody waits for"
+            self._answer.set_result(frames)
+
+    def _stop_timer(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None

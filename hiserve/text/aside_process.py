@@ -1,0 +1,95 @@
+"""Reads large requests and renders long conversations: ``python -m hiserve.text.aside_process ENDPOINT``.
+
+Started by ``text.aside``, which gives it one piece of work at a time. Each has a limit of CPU time, at which the kernel ends
+the process, and of memory. A process that holds much memory says so with its answer and is ended, so that it returns.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from hiserve.errors import ContextLengthError, RequestError
+from hiserve.messages.channels import PeerGoneError, PollingChannel
+from hiserve.messages.child import meet_parent
+from hiserve.messages.codec import Frames
+from hiserve.text.aside import Done, Job, Refused, Rendering, Setup, Slim
+from hiserve.text.bodies import slim
+from hiserve.text.template import ChatTemplate
+
+JOB_CPU_S = 10.0
+MAX_MEMORY_BYTES = 4 * 2**30
+KEPT_MEMORY_BYTES = 256 * 2**20
+# The worker and the event loop go first.
+NICENESS = 10
+
+
+class Helper:
+    """Does the work.
+
+    Args:
+        setup: What all work shares.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._template = None if setup.sources is None else ChatTemplate.of(setup.sources)
+        self._jobs = msgspec.msgpack.Decoder(Job)
+
+    def answer(self, frames: Frames) -> Frames:
+        """Returns the answer to one piece of work."""
+        try:
+            result = self._do(self._jobs.decode(frames[0]), frames[1:])
+        except MemoryError:
+            return _refusal(RequestError("the request takes too much memory to read. Send less."))
+        except RequestError as error:
+            return _refusal(error)
+        return [msgspec.msgpack.encode(Done(is_last=_has_grown())), result]
+
+    def _do(self, job: Job, frames: Frames) -> bytes:
+        match job:
+            case Slim():
+                return slim(frames[0], job.sizes)
+            case Rendering():
+                assert self._template is not None, "a conversation without a template"
+                return self._template.render(job.chat, max_chars=job.max_chars).encode()
+
+
+def _refusal(error: RequestError) -> Frames:
+    is_length = isinstance(error, ContextLengthError)
+    told = Refused(is_last=_has_grown(), is_length=is_length, message=error.message, code=error.code, param=error.param)
+    return [msgspec.msgpack.encode(told)]
+
+
+def _has_grown() -> bool:
+    """Says whether this process holds so much memory that it had better end."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize() > KEPT_MEMORY_BYTES
+
+
+def serve(endpoint: str) -> int:
+    """Works until the parent is gone; returns the exit code."""
+    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    helper = Helper(msgspec.msgpack.decode(frames[0], type=Setup))
+    channel = PollingChannel(link)
+    try:
+        while True:
+            for job in channel.receive(is_idle=True):
+                signal.setitimer(signal.ITIMER_PROF, JOB_CPU_S)  # the signal's default is to end the process
+                answer = helper.answer(job)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                while not channel.try_send(answer):
+                    link.wait(until_writable=True)
+    except PeerGoneError:
+        link.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""Bodies of requests: JSON to Python, large ones made small before anybody handles their fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.errors import ContextLengthError, RequestError
+from hiserve.text.chat import MAX_MESSAGES, check_text, join_parts
+
+MAX_PROMPTS = 1024
+# Values in a body, without the ids of prompts and with the parts of a content as one.
+MAX_BODY_VALUES = 2**16
+# A body within all of these is parsed in a few milliseconds.
+QUICK_BYTES = 2**20
+QUICK_VALUES = 2**16
+QUICK_STRINGS = 2**13
+TOKEN_FIELDS = ("prompt", "input_ids", "tokens")
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_IDS = 1  # msgpack's type of token ids, int32
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """What token ids and prompts may be.
+
+    Attributes:
+        vocab_size: Ids are below it.
+        max_model_len: Tokens of the longest prompt.
+    """
+
+    vocab_size: int
+    max_model_len: int
+
+
+def is_quick(raw: bytes) -> bool:
+    """Says whether a body can be parsed in a few milliseconds, by its length and the number of its values.
+
+    Commas and brackets within strings are no values: the strings are taken out before they are counted. That is done
+    for few strings only.
+    """
+    if len(raw) > QUICK_BYTES or raw.count(b'"') - raw.count(b'\\"') > 2 * QUICK_STRINGS:
+        return False
+    if raw.count(b",") <= QUICK_STRINGS and raw.count(b"[") + raw.count(b"{") <= QUICK_STRINGS:
+        return True
+    bare = _STRING.sub(b"", raw)
+    return bare.count(b",") <= QUICK_VALUES and bare.count(b"[") + bare.count(b"{") <= QUICK_STRINGS
+
+
+def parse_body(raw: bytes) -> dict[str, Any]:
+    """Parses a request body.
+
+    Raises:
+        RequestError: It is not a JSON object.
+    """
+    try:
+        body = json.loads(raw)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply.", code="invalid_json") from None
+    except UnicodeDecodeError as error:
+        fault = f"the body is not valid JSON: byte {error.start} is not {error.encoding}."
+        raise RequestError(fault, code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}.", code="invalid_json") from None
+    except ValueError:  # Python's bound on the digits of a whole number
+        raise RequestError("the body has a number of too many digits.", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object.", code="invalid_json")
+    return body
+
+
+def parse_prompt(prompt: Any, *, vocab_size: int, param: str = "prompt") -> str | Int32Array:
+    """Reads one prompt.
+
+    Args:
+        prompt: A string, a list of token ids, or what ``slim`` made of it.
+        vocab_size: Token ids must be below it.
+        param: The field it came from.
+
+    Returns:
+        A non-empty text, or int32 ``[n]`` with n > 0.
+
+    Raises:
+        RequestError: The prompt is missing, empty or malformed.
+    """
+    if isinstance(prompt, np.ndarray):
+        return prompt
+    if not isinstance(prompt, str | list):
+        raise RequestError(f"{param} must be a string or a list of token ids.", param=param)
+    if not prompt:
+        raise RequestError(f"{param} is empty; give at least one token.", param=param)
+    if isinstance(prompt, str):
+        check_text(prompt, param)
+        return prompt
+    if set(map(type, prompt)) != {int}:
+        raise RequestError(f"{param} is a list of something else than token ids (integers).", param=param)
+    low, high = min(prompt), max(prompt)
+    if low < 0 or high >= vocab_size:
+        shown = "a negative id" if low < 0 else "an id that is too large"
+        raise RequestError(f"{param} has {shown}; token ids must be between 0 and {vocab_size - 1}.", param=param)
+    return np.array(array("i", prompt), dtype=np.int32)
+
+
+def slim(raw: bytes, sizes: Sizes) -> bytes:
+    """Parses a large body and returns it in few values, as ``unpack_slim`` reads it.
+
+    Lists of token ids are checked and packed, contents in parts are joined. A body that has too many values even then
+    is refused.
+
+    Args:
+        raw: JSON.
+        sizes: What token ids and prompts may be.
+
+    Raises:
+        RequestError: It is not a JSON object, or something in it is malformed or too much.
+    """
+    body = parse_body(raw)
+    for name in TOKEN_FIELDS:
+        value = body.get(name)
+        if isinstance(value, list) and value:
+            body[name] = _packed(value, sizes, name, may_be_long=body.get("truncate_prompt_tokens") is not None)
+    messages = body.get("messages")
+    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        for i, message in enumerate(messages):
+            if isinstance(message, dict) and isinstance(message.get("content"), list):
+                message["content"] = join_parts(message["content"], f"messages[{i}].content")
+    _check_number(body)
+    try:
+        return msgspec.msgpack.encode(body)
+    except (UnicodeEncodeError, OverflowError, RecursionError) as error:
+        raise RequestError(
+            f"the body has what no field takes: {str(error)[:100]}. Texts must be valid Unicode, numbers have at most 64 bits."
+        ) from None
+
+
+def unpack_slim(packed: bytes) -> dict[str, Any]:
+    """Returns the body that ``slim`` packed, lists of token ids as int32 ``[n]``."""
+    body: dict[str, Any] = msgspec.msgpack.decode(packed, ext_hook=_unpack_ids)
+    return body
+
+
+def _packed(value: list[Any], sizes: Sizes, name: str, *, may_be_long: bool) -> Any:
+    """Returns token ids packed, or a list of such; anything else as it is."""
+    if isinstance(value[0], list):
+        if len(value) > MAX_PROMPTS:
+            raise RequestError(f"{name} has {len(value)} prompts; the most is {MAX_PROMPTS}.", param=name)
+        return [_packed(each, sizes, name, may_be_long=may_be_long) if isinstance(each, list) and each else each
+                for each in value]  # fmt: skip
+    if isinstance(value[0], str):
+        return value
+    if len(value) > sizes.max_model_len and not may_be_long and name != "tokens":
+        raise ContextLengthError(
+            f"the prompt is too long: it has {len(value)} tokens; this model's maximum context length is "
+            f"{sizes.max_model_len} tokens, reply included. Shorten the prompt.",
+            param=name,
+        )
+    ids = parse_prompt(value, vocab_size=sizes.vocab_size, param=name)
+    assert isinstance(ids, np.ndarray), "ids of a list"
+    return msgspec.msgpack.Ext(_IDS, ids.tobytes())
+
+
+def _unpack_ids(kind: int, data: memoryview) -> Int32Array:
+    assert kind == _IDS, f"msgpack extension {kind}"
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def _check_number(body: dict[str, Any]) -> None:
+    """Refuses a body with too many values, by the field that has most of them."""
+    numbers = {name: _num_values(value) for name, value in body.items()}
+    if sum(numbers.values()) > MAX_BODY_VALUES:
+        most = max(numbers, key=lambda name: numbers[name])
+        raise RequestError(
+            f"the body has more than {MAX_BODY_VALUES} values, most of them in {most[:100]}. Send fewer.",
+            param=most[:100],
+        )
+
+
+def _num_values(value: Any) -> int:
+    number, waiting = 0, [value]
+    while waiting and number <= MAX_BODY_VALUES:
+        inner = waiting.pop()
+        number += 1
+        if isinstance(inner, list | dict):
+            number += len(inner)
+            if number <= MAX_BODY_VALUES:
+                waiting += inner.values() if isinstance(inner, dict) else inner
+    return number

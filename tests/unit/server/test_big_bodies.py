@@ -1,0 +1,216 @@
+"""Large bodies are read by a process of their own: the event loop's CPU time is what is measured, not the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from hiserve.errors import RequestError
+from hiserve.text import aside, aside_process
+from hiserve.text.aside import Aside
+from hiserve.text.bodies import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
+from hiserve.text.chat import MAX_PARTS
+from hiserve.text.template import ChatTemplate
+from tests.helpers.fake_engine_client import FakeEngineClient
+from tests.helpers.processes import children
+from tests.unit.server.conftest import Server, make_server, reply_script
+
+pytestmark = pytest.mark.alone
+
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+HI = {"role": "user", "content": "Hi"}
+PART = {"type": "text", "text": "x"}
+# Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
+LOOP_S = 0.08
+ATTACKS: dict[str, tuple[str, Any, str | None]] = {
+    "biases": (TEXT, {"prompt": "Hi", "logit_bias": {str(token): 1.5 for token in range(400_000)}}, "logit_bias"),
+    "ids": (TEXT, {"prompt": [5] * 2_000_000}, "prompt"),
+    "ids to truncate": (TEXT, {"prompt": [5] * 2_000_000, "truncate_prompt_tokens": 20}, None),
+    "many prompts": (NATIVE, {"input_ids": [[5] * 2000] * 1000}, "input_ids"),
+    "nested lists": (TEXT, {"prompt": [[]] * 2_000_000}, "prompt"),
+    "deep lists": (TEXT, b'{"prompt": ' + 4_000_000 * b"[", None),
+    "parts": (CHAT, {"messages": [{"role": "user", "content": [PART] * 240_000}]}, "messages[0].content"),
+    "parts that fit": (CHAT, {"messages": [{"role": "user", "content": [PART] * 200}] * 40, "truncate_prompt_tokens": 9}, None),
+    "messages": (CHAT, {"messages": [HI] * 180_000}, "messages"),
+    "documents": (CHAT, {"messages": [HI], "documents": [{"a": [1] * 10}] * 100_000}, "documents"),
+    "unknown": (TEXT, {"prompt": "Hi", "metadata": {str(i): [i] for i in range(300_000)}}, "metadata"),
+    "strings": (TEXT, {"prompt": "Hi", "stop": ["ab"] * 1_000_000}, "stop"),
+    "cut text": (TEXT, {"prompt": "many words of a text\n" * 350_000, "truncate_prompt_tokens": 7}, None),
+    "long text": (TEXT, {"prompt": "many words of a text\n" * 350_000}, "prompt"),
+}  # fmt: skip
+
+
+@pytest_asyncio.fixture
+async def big() -> AsyncIterator[Server]:
+    made = make_server(FakeEngineClient(script=lambda _: reply_script()), max_request_bytes=2**25)
+    async with made.app.router.lifespan_context(made.app):
+        await made.gate.wait_open()
+        yield made
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_no_large_body_takes_the_event_loop(big: Server, name: str) -> None:
+    path, body, param = ATTACKS[name]
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    await big.post(TEXT, {"prompt": "warm " * 20_000, "truncate_prompt_tokens": 3})
+    begin = time.thread_time()
+    call = big.call("POST", path, raw)
+    await asyncio.wait_for(call._task, 60)
+    spent_s = time.thread_time() - begin
+    print(f"{len(raw) / 1e6:.1f} MB: {1000 * spent_s:.0f} ms of the loop, {call.status} {call.text[:150]}")
+    assert spent_s < LOOP_S
+    if name in ("ids to truncate", "parts that fit", "cut text"):
+        assert call.status == 200, call.text
+        (*_, seen) = big.engine.seen
+        assert len(seen.prompt) == body["truncate_prompt_tokens"]
+        return
+    assert call.status == 400
+    assert call.json["error"]["param"] == param
+    assert len(call.text) < 1000
+
+
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": [5, 6, 7], "echo": True}),
+    (TEXT, {"prompt": [[5, 6], [7]], "n": 2, "seed": 3}),
+    (TEXT, {"prompt": "the token 🙂", "logit_bias": {"5": 1.5, "6": -2}, "stop": ["x"]}),
+    (NATIVE, {"input_ids": [[5, 6], [7]]}),
+    (CHAT, {"messages": [{"role": "user", "content": [PART, {"type": "text", "text": "ÿ"}]}, HI]}),
+    ("/detokenize", {"tokens": [5, 6, 7]}),
+    ("/tokenize", {"messages": [HI]}),
+]
+BAD: list[tuple[str, Any, str | None]] = [
+    (TEXT, {"prompt": [5, 500]}, "prompt"),
+    (TEXT, {"prompt": [5, -1]}, "prompt"),
+    (TEXT, {"prompt": [5, True]}, "prompt"),
+    (TEXT, {"prompt": [5, 10**30]}, "prompt"),
+    (TEXT, {"prompt": [[5], []]}, "prompt"),
+    (TEXT, {"prompt": [5] * 257}, "prompt"),
+    (NATIVE, {"input_ids": [[5], [1.5]]}, "input_ids"),
+    (CHAT, {"messages": [{"role": "user", "content": [PART] * (MAX_PARTS + 1)}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    (TEXT, {"prompt": "Hi", "seed": 2**70}, None),
+    (TEXT, b'{"prompt": "\\ud800"}', None),
+    (TEXT, b'{"prompt": "Hi"', None),
+    (TEXT, b"[1, 2]", None),
+]
+
+
+@pytest.fixture
+def always_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiserve.server.bodies.is_quick", lambda raw: False)
+
+
+@pytest.mark.usefixtures("always_aside")
+async def test_a_body_that_a_process_reads_is_answered_as_any(big: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, body in GOOD:
+        call = await big.post(path, body)
+        assert call.status == 200, call.text
+    aside_prompts = [seen.prompt.tolist() for seen in big.engine.seen]
+    assert all(seen.prompt.dtype == np.int32 for seen in big.engine.seen)
+    for path, raw, param in BAD:
+        call = await big.post(path, raw)
+        assert (call.status, call.json["error"]["param"]) == (400, param), (raw, call.text)
+    monkeypatch.undo()
+    big.engine.seen.clear()
+    for path, body in GOOD:
+        await big.post(path, body)
+    assert [seen.prompt.tolist() for seen in big.engine.seen] == aside_prompts
+
+
+def test_what_is_quick_is_told_by_counts() -> None:
+    code = json.dumps({"prompt": 'f(a, b, [c], {"d": 1})\n' * 8000}).encode()
+    assert code.count(b",") > 2 * QUICK_STRINGS
+    assert is_quick(code), "commas and brackets of a text are no values"
+    assert is_quick(json.dumps({"prompt": [100_000] * QUICK_VALUES}).encode())
+    assert not is_quick(json.dumps({"prompt": [1] * (QUICK_VALUES + 10)}).encode())
+    assert not is_quick(json.dumps({"prompt": [[]] * (QUICK_STRINGS + 10)}).encode())
+    assert not is_quick(json.dumps({"logit_bias": {str(i): 1 for i in range(2 * QUICK_STRINGS + 10)}}).encode())
+    assert not is_quick(b" " * (2**20 + 1))
+
+
+@pytest.mark.parametrize("raw", [
+    json.dumps({"prompt": list(range(QUICK_VALUES))}), json.dumps({"prompt": [[]] * QUICK_STRINGS}),
+    json.dumps({"logit_bias": {str(i): 1.5 for i in range(QUICK_STRINGS)}}), json.dumps({"prompt": '","' * 60_000}),
+    json.dumps({"prompt": "\x01" * 170_000}), "[" * 2**20, "1," * 2**16,
+], ids=["ids", "lists", "biases", "quotes", "escapes", "deep", "broken"])  # fmt: skip
+def test_the_worst_of_what_is_quick_takes_little(raw: str) -> None:
+    body = raw.encode()
+    begin = time.thread_time()
+    if is_quick(body):
+        with contextlib.suppress(RequestError):
+            parse_body(body)
+    assert time.thread_time() - begin < 0.06
+
+
+# --- the processes --------------------------------------------------------------------------
+
+SIZES = Sizes(vocab_size=100, max_model_len=1000)
+
+
+@pytest_asyncio.fixture
+async def helpers() -> AsyncIterator[Aside]:
+    made = Aside(None)
+    yield made
+    await made.close()
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+async def test_a_process_that_has_grown_ends_and_the_next_body_has_another(helpers: Aside) -> None:
+    before = set(children(os.getpid()))
+    await helpers.slim(b'{"prompt": "Hi"}', SIZES, 0)
+    (first,) = set(children(os.getpid())) - before
+    with pytest.raises(RequestError, match=f"more than {MAX_BODY_VALUES} values, most of them in x"):
+        await helpers.slim(b'{"x": [' + b"[]," * 5_000_000 + b"1]}", SIZES, 0)
+    assert await helpers.slim(b'{"prompt": "Hi"}', SIZES, 0) == {"prompt": "Hi"}
+    (second,) = set(children(os.getpid())) - before
+    assert second != first
+    assert resident_bytes(second) < aside_process.KEPT_MEMORY_BYTES
+
+
+async def test_a_process_that_dies_refuses_its_body_alone(helpers: Aside) -> None:
+    before = set(children(os.getpid()))
+    await helpers.slim(b"{}", SIZES, 0)
+    (pid,) = set(children(os.getpid())) - before
+    os.kill(pid, signal.SIGSTOP)
+    reading = asyncio.create_task(helpers.slim(b"{}", SIZES, 0))
+    await asyncio.sleep(0.05)
+    os.kill(pid, signal.SIGPROF)  # as the kernel does when the CPU time is over
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(RequestError, match="more time or memory"):
+        await reading
+    assert await helpers.slim(b'{"a": 1}', SIZES, 0) == {"a": 1}
+
+
+async def test_an_idle_process_ends(helpers: Aside, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "IDLE_S", 0.0)
+    before = set(children(os.getpid()))
+    await helpers.slim(b"{}", SIZES, 0)
+    while set(children(os.getpid())) - before:
+        await asyncio.sleep(0.01)
+    assert await helpers.slim(b"{}", SIZES, 0) == {}
+
+
+async def test_a_caller_that_goes_keeps_its_place_until_the_work_is_over() -> None:
+    made = Aside(ChatTemplate("{{ messages[0].content }}"))
+    readings = [asyncio.create_task(made.slim(b'{"a": [1]}', SIZES, 0)) for _ in range(6)]
+    await asyncio.sleep(0)
+    for reading in readings[:4]:
+        reading.cancel()
+    done = await asyncio.gather(*readings, return_exceptions=True)
+    assert [isinstance(each, asyncio.CancelledError) for each in done] == [True] * 4 + [False] * 2
+    assert done[4:] == 2 * [{"a": [1]}]
+    await made.close()
