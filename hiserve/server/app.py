@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import MutableHeaders
@@ -67,21 +67,11 @@ def create_app(
         tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
         startup_s: Seconds per start-up phase of this process, for ``/server_info``.
     """
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        gate.open()
-        try:
-            yield
-        finally:
-            await gate.close()
-            await prompts.close()
-
     auth = Auth(resolved.config.server)
     app = FastAPI(
         title="hiserve",
         version=__version__,
-        lifespan=lifespan,
+        lifespan=_lifespan(gate, prompts),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -119,6 +109,19 @@ def create_app(
     app.add_middleware(AuthGate, auth=auth)
     app.add_middleware(Envelope, metrics=metrics)
     return app
+
+
+def _lifespan(gate: Gate, prompts: Prompts) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        gate.open()
+        try:
+            yield
+        finally:
+            await gate.close()
+            await prompts.close()
+
+    return lifespan
 
 
 class Envelope:
