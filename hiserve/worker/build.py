@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -64,7 +64,12 @@ UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
 def build_engine(
-    config: Config, segment: Segment | None = None, replica: int = 0, findings: Findings = NO_FINDINGS
+    config: Config,
+    segment: Segment | None = None,
+    replica: int = 0,
+    findings: Findings = NO_FINDINGS,
+    *,
+    waits_for_compilers: bool = True,
 ) -> Engine:
     """Loads the model, allocates pool and rows, and joins both halves.
 
@@ -73,6 +78,7 @@ def build_engine(
         segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
         replica: Which worker this is.
         findings: Of the worker before it, whose memory is waited for.
+        waits_for_compilers: Otherwise prompts are computed by Triton until FlashInfer's kernels are compiled.
 
     Raises:
         ConfigError: The model's files have changed since the identity was computed.
@@ -83,12 +89,14 @@ def build_engine(
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(config, segment, kv_events, findings)
+        engine = _compose(config, segment, kv_events, findings, waits_for_compilers)
         undo.pop_all()
     return engine
 
 
-def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None, findings: Findings) -> Engine:
+def _compose(
+    config: Config, segment: Segment | None, kv_events: KvEvents | None, findings: Findings, waits_for_compilers: bool
+) -> Engine:
     startup_s: dict[str, float] = {}
     device, dtype = config.model.device, config.model.dtype
     if device == "cuda":
@@ -120,8 +128,12 @@ def _compose(config: Config, segment: Segment | None, kv_events: KvEvents | None
         copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
-        runners = _runners(config, model, model_config, draft, pool, rows, proposer)
+        is_serving = threading.Event()
+        runners = _runners(
+            config, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else is_serving.is_set
+        )
         controller = _controller(config, runners, rows, findings, has_head=head is not None)
+        is_serving.set()
     depth = _depth(config, runners)
     facts = EngineFacts(
         max_running=max_rows,
@@ -198,10 +210,10 @@ def _runners(
     pool: DevicePool,
     rows: DeviceRows,
     proposer: Proposer | None,
+    is_serving: Callable[[], bool] | None,
 ) -> Dispatch:
     """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
-    is_serving = threading.Event()
     runners = make_runners(
         config.runner,
         model,
@@ -212,7 +224,7 @@ def _runners(
         widths=config.spec.widths,
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
         proposer=proposer,
-        is_serving=is_serving.is_set,
+        is_serving=is_serving,
     )
     if rows.device.type == "cuda":
         rehearse_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=config.spec.tiers[-1])
@@ -235,7 +247,6 @@ def _runners(
             num_draft=config.spec.tiers[-1],
             budget_bytes=sum(budget.values()),
         )
-    is_serving.set()
     return runners
 
 

@@ -14,7 +14,8 @@ from hiserve.worker.service import serve
 
 def build(config: Config, host_fd: int, replica: int, findings: Findings) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
-    return build_engine(config, Segment.attach(host_fd) if host_fd >= 0 else None, replica, findings)
+    segment = Segment.attach(host_fd) if host_fd >= 0 else None
+    return build_engine(config, segment, replica, findings, waits_for_compilers=False)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hiserve import LLM, SamplingParams
+from hiserve.attention.backends import open_attention
+from hiserve.attention.base import Attention, AttentionShape
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.host import HostPool
@@ -24,8 +27,10 @@ from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.touch import Populate
 from hiserve.config import make_config
 from hiserve.core.copies import CopyAck, PageCopy
+from hiserve.core.findings import NO_FINDINGS
 from hiserve.errors import ConfigError
 from hiserve.models.config import find_model
+from hiserve.worker import process, runners
 from hiserve.worker.adopt import adopt
 from hiserve.worker.build import build_engine
 from hiserve.worker.copier import Copier
@@ -183,3 +188,34 @@ def test_a_host_that_is_made_ready_late_takes_what_was_published_before(monkeypa
         while engine.has_work:
             engine.step()
         assert engine.stats().cache.stores.num_fulfilled == 8
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_attention_changes_after_the_start_at_the_earliest_and_only_where_nothing_waits_for_compilers(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    asked: list[Callable[[], bool] | None] = []
+    during: list[bool] = []
+
+    def open_with(
+        name: str, shape: AttentionShape, device: torch.device, *, is_serving: Callable[[], bool] | None
+    ) -> Attention:
+        asked.append(is_serving)
+        if is_serving is not None:
+            during.append(is_serving())
+        return open_attention(name, shape, device)
+
+    monkeypatch.setattr(runners, "open_attention", open_with)
+    config = identified(make_config(**SMALL | {"host_cache_gib": 0}, spec="off", graphs="off"))
+    build_engine(config, waits_for_compilers=waits).close()
+    (is_serving,) = asked
+    assert (is_serving is None) == waits
+    assert during == ([] if waits else [False])
+    assert is_serving is None or is_serving()
+
+
+def test_a_worker_of_a_server_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(process, "build_engine", lambda *_, **named: given.update(named))
+    process.build(make_config(), -1, 0, NO_FINDINGS)
+    assert given == {"waits_for_compilers": False}
