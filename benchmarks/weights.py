@@ -146,7 +146,7 @@ def link_gib_s(device: torch.device) -> float:
 
 
 def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Returns the samples of each way, cold and cached, in GiB/s, and which share of cold reads came from the disk."""
+    """Returns the samples of each way: GiB/s cold and cached, the share of cold reads that came from the disk, CPU time."""
     files = sorted(folder.glob("*.safetensors"))
     total = sum(path.stat().st_size for path in files)
     ways: dict[str, Callable[[], object]] = {
@@ -161,6 +161,7 @@ def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int)
         "cold": {},
         "cached": {},
         "from disk": {},
+        "cpu s per gib": {"cold": {}, "cached": {}},
     }
     for state in ("cold", "cached"):
         dd(files)
@@ -169,9 +170,11 @@ def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int)
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 if state == "cold":
                     drop(files)
-                before, begin = disk_bytes(), time.perf_counter()
+                before, cpu_before, begin = disk_bytes(), sum(os.times()[:4]), time.perf_counter()
                 ways[name]()
                 taken_s = time.perf_counter() - begin
+                cpu_s = (sum(os.times()[:4]) - cpu_before) / total * 2**30
+                found["cpu s per gib"][state].setdefault(name, []).append(round(cpu_s, 3))
                 found[state].setdefault(name, []).append(round(total / 2**30 / taken_s, 3))
                 if state == "cold":
                     found["from disk"].setdefault(name, []).append(round((disk_bytes() - before) / total, 3))
@@ -214,6 +217,11 @@ def main() -> int:
         "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
         "bar": BAR,
         "is_met": is_met,
+        "median_cpu_s_per_gib": {
+            state: {way: statistics.median(samples) for way, samples in found["cpu s per gib"][state].items()}
+            for state in ("cold", "cached")
+        },
+        "load_average": os.getloadavg()[0],
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["ratios"], indent=1))
