@@ -8,28 +8,62 @@ _ON_CPU = "the CPU's own; never on CUDA"
 _DEBUGGING = "with --kv-canary alone, whose steps are never captured"
 _LOADING = "when a head is loaded"
 _AT_START = "while graphs are captured, before the first request"
+_CACHED = "torch's allocator gives back what the step before had, and in a graph it is the graph's own"
+_PINNED = "pinned memory, which torch's allocator keeps"
+_CHECKING = "a check of its own, whose steps nobody waits for"
+_OTHER_THREAD = "in a thread that waits so that no other does"
+_MADE = "when pool and model are made"
 _COPIED = "until an earlier step's schedule was copied, which lies before the forward that runs now"
 
 ALLOWED = (
     Allowed("attention/cpu.py", "CpuAttention.plan", ".numpy()", _ON_CPU),
     Allowed("attention/cpu.py", "CpuAttention.plan", ".tolist()", _ON_CPU),
+    Allowed("attention/cpu.py", "CpuAttention.plan", "tensor of values", _ON_CPU),
     Allowed("attention/flashinfer.py", "_Turn.plan", "synchronize", _COPIED),
+    Allowed("attention/flashinfer_calls.py", "pin", "tensor of values", _PINNED),
     Allowed("attention/flashinfer_graph.py", "GraphAttention.plan", "synchronize", _COPIED),
-    Allowed("kernels/sampling.py", "ascending", ".numpy()", _ON_CPU),
-    Allowed("kernels/sampling.py", "argmax", ".numpy()", _ON_CPU),
+    Allowed("cache/pools/host.py", "HostPool.__init__", "tensor of values", _MADE),
+    Allowed("cache/pools/layout.py", "layer_views", "iteration", _MADE),
+    Allowed("cache/pools/page_streams.py", "PageStreams.compile", "allocation", _AT_START),
+    Allowed("cache/pools/page_streams.py", "PageStreams.drain", "synchronize", "at the end, when no step is in flight"),
+    Allowed("cache/pools/page_streams.py", "PageStreams._upload", "*", _PINNED),
+    Allowed("cache/pools/stream_transfers.py", "StreamTransfers._pace", "synchronize", _OTHER_THREAD),
+    Allowed("cache/pools/stream_transfers.py", "StreamTransfers._settle", "synchronize", _OTHER_THREAD),
+    Allowed("cache/pools/transfer.py", "ThreadTransfers._copy", "tensor of values", _ON_CPU),
+    Allowed("core/upload.py", "_read_across", "tensor of values", "a view of pinned memory, read by a kernel"),
+    Allowed("core/upload.py", "upload", ".numpy()", _PINNED),
+    Allowed("core/upload.py", "upload", "allocation", _PINNED),
+    Allowed("kernels/sampling.py", "ascending", "*", _ON_CPU),
+    Allowed("kernels/sampling.py", "argmax", "*", _ON_CPU),
     Allowed("layers/moe.py", "SparseExperts.__call__", ".tolist()", _ON_CPU),
     Allowed("layers/moe.py", "SparseExperts.__call__", "bincount", _ON_CPU),
+    Allowed("models/decoder.py", "_moe", "iteration", _MADE),
     Allowed("models/draft.py", "Eagle3Head.__init__", "torch.equal", _LOADING),
     Allowed("models/draft_weights.py", "*", "*", _LOADING),
-    Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),
     Allowed("models/frequencies.py", "rotary_frequencies", "tensor of values", "when the model is built"),
+    Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),
     Allowed("runners/canary.py", "Canary.*", "*", _DEBUGGING),
     Allowed("runners/canary.py", "_describe", "int(tensor)", _DEBUGGING),
     Allowed("runners/capture.py", "Capture.on_stream", "synchronize", _AT_START),
-    Allowed("runners/draft_graphs.py", "_check", "torch.equal", _AT_START),
+    Allowed("runners/draft_graphs.py", "_check", "*", _AT_START),
+    Allowed("runners/graph.py", "GraphRunner._capture_bucket", "allocation", _AT_START),
     Allowed("runners/graph.py", "GraphRunner._fill", ".numpy()", "pinned memory of the host, filled before the replay"),
+    Allowed("runners/graph.py", "GraphRunner._fill", "allocation", _PINNED),
     Allowed("runners/graph.py", "_check_replay", "torch.equal", _AT_START),
-    Allowed("runners/mixed.py", "MixedRunner._capture_bucket", "torch.equal", _AT_START),
-    Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "torch.equal", _AT_START),
-    Allowed("spec/adaptive.py", "*", "*", "the planner's, which has no tensors"),
+    Allowed("runners/inputs.py", "uniform_columns", "allocation", _AT_START),
+    Allowed("runners/mixed.py", "MixedRunner._capture_bucket", "*", _AT_START),
+    Allowed("runners/piecewise.py", "PiecewiseRunner._capture_bucket", "*", _AT_START),
+    Allowed("runners/piecewise.py", "_padding", "allocation", _AT_START),
+    Allowed("runners/rows.py", "DeviceRows.rehearse", "allocation", _AT_START),
+    Allowed("runners/step.py", "_places", "allocation", _CACHED),
+    Allowed("worker/draft_costs.py", "DraftMeter._now", "synchronize", _AT_START),
+    Allowed("worker/executor.py", "Executor._compute", ".numpy()", _ON_CPU),
+    Allowed("worker/executor.py", "Executor._launch", "allocation", _PINNED),
+    Allowed(
+        "worker/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
+    ),
+    Allowed("worker/executor.py", "Executor._nothing", "allocation", "of no elements, for a plan without rows"),
+    Allowed("worker/executor.py", "_collect", "*", _OTHER_THREAD),
+    Allowed("worker/profile.py", "CudaMeter.begin", "synchronize", _AT_START),
+    Allowed("worker/readiness.py", "*", "*", _CHECKING),
 )

@@ -1,19 +1,34 @@
 """Reads the source of the hot path for what would break a CUDA graph, or make its launch wait for the device.
 
-It looks for host syncs, for tensors made of Python values and for shapes that depend on data. Types are not known: a value
-counts as a tensor when an annotation, a torch call or an operation on a tensor in the same function makes it one. Code of
-Triton kernels runs on the device and is left out.
+It looks for host syncs, for tensors made of Python values, for shapes that depend on data, and, where steps are launched,
+for memory that each of them takes anew. ``graph_types`` says what is a tensor. Code of Triton kernels runs on the device
+and is left out; so are files of the last three rooms that do not import torch: they have no tensors.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-HOT_ROOMS = ("runners", "models", "layers", "attention", "kernels", "sampling", "spec")
+from hiserve.commands.graph_types import (
+    TENSORS,
+    Facts,
+    Function,
+    Kind,
+    Names,
+    Scope,
+    Type,
+    collect,
+    own_nodes,
+    root_of,
+)
+
+HOT_ROOMS = ("runners", "models", "layers", "attention", "kernels", "sampling", "spec", "worker", "core", "cache/pools")
+_LAUNCH_ROOMS = ("runners", "worker", "core", "cache/pools")  # of these only files with tensors, but for the first
+_MIXED_ROOMS = _LAUNCH_ROOMS[1:]
 
 # What a finding is called -> why it must not be there.
 PATTERNS = {
@@ -25,11 +40,17 @@ PATTERNS = {
     "synchronize": "waits for the device",
     "torch.equal": "waits for the device",
     "int(tensor)": "waits for the device",
+    "text of tensor": "waits for the device",
+    "slice by tensor": "waits for the device",
+    "iteration": "makes as many tensors as there are rows, or waits for the device",
     "if tensor": "waits for the device, and a graph keeps one branch",
     "nonzero": "has a shape that depends on data: it waits for the device",
     "mask index": "has a shape that depends on data: it waits for the device",
+    "repeat_interleave": "has a shape that depends on data: it waits for the device",
     "bincount": "waits for the device",
     "tensor of values": "copies from memory that is not pinned: it waits for the device",
+    "value into tensor": "is a launch for one number, and a graph keeps the number",
+    "allocation": "takes memory in every step",
 }
 _METHODS = {
     "item": ".item()",
@@ -40,29 +61,34 @@ _METHODS = {
     "argwhere": "nonzero",
     "masked_select": "nonzero",
     "unique": "nonzero",
+    "unique_consecutive": "nonzero",
     "bincount": "bincount",
     "synchronize": "synchronize",
+    "empty_cache": "synchronize",
     "new_tensor": "tensor of values",
+    "cuda": "tensor of values",
+    "is_nonzero": "if tensor",
+    "__bool__": "if tensor",
+    "__int__": "int(tensor)",
+    "__index__": "int(tensor)",
+    "__float__": "int(tensor)",
 }
 # Of torch itself, besides.
 _CALLS = {
     "tensor": "tensor of values",
     "as_tensor": "tensor of values",
+    "from_numpy": "tensor of values",
+    "asarray": "tensor of values",
     "equal": "torch.equal",
     "allclose": "torch.equal",
 }
-_CASTS = {"int", "float", "bool"}
-# Of a tensor, what the host knows without asking the device; and what of torch gives no tensor.
-_HOST_METHODS = {
-    *("size", "dim", "numel", "stride", "data_ptr", "element_size", "storage_offset", "get_device"),
-    *("is_contiguous", "is_floating_point", "item", "tolist", "numpy"),
-}
-_HOST_CALLS = {"device", "Size", "Generator", "finfo", "iinfo", "dtype", "inference_mode", "no_grad", "is_tensor"}
-_HOST_CALLS |= {"equal", "allclose"}
-_HOST_MODULES = {"cuda", "backends", "version", "distributed"}
-_TENSOR_FIELDS = {"T", "mT", "real", "imag"}
-_MASK_CALLS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "isin", "bool"}
-_MASK_CALLS |= {"logical_and", "logical_or", "logical_not", "logical_xor"}
+# Of a tensor alone: others have methods of these names.
+_TENSOR_METHODS = {"equal": "torch.equal", "allclose": "torch.equal"}
+_CASTS = {"int", "float", "bool", "range", "round", "hex", "complex"}
+_TEXTS = {"str", "repr", "print", "format"}
+_ITERATIONS = {"list", "tuple", "sorted", "max", "min", "sum", "any", "all", "set", "zip", "enumerate", "map", "iter"}
+_ALLOCATIONS = {"empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like"}
+_NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "clone", "pin_memory"}
 
 
 class Finding(NamedTuple):
@@ -124,37 +150,54 @@ class Scan(NamedTuple):
 def scan(package: Path, allowed: Sequence[Allowed]) -> Scan:
     """Scans the hot rooms of a package."""
     files = sorted(path for room in HOT_ROOMS for path in (package / room).rglob("*.py"))
-    found = [
-        finding
-        for path in files
-        for finding in scan_source(path.read_text(encoding="utf-8"), path.relative_to(package).as_posix())
-    ]
+    sources = {path.relative_to(package).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    facts = collect(map(ast.parse, sources.values()))
+    found = [finding for file, source in sources.items() for finding in scan_source(source, file, facts)]
     excused = [finding for finding in found if any(each.covers(finding) for each in allowed)]
     idle = [each for each in allowed if not any(map(each.covers, excused))]
     return Scan([finding for finding in found if finding not in excused], excused, idle)
 
 
-def scan_source(source: str, file: str) -> list[Finding]:
-    """Returns the findings of one file, first to last."""
-    lines = source.splitlines()
+def scan_source(source: str, file: str, facts: Facts | None = None) -> list[Finding]:
+    """Returns the findings of one file, first to last.
+
+    Args:
+        source: Its text.
+        file: Relative to the package.
+        facts: Of the files around it; its own if None.
+    """
+    tree, lines = ast.parse(source), source.splitlines()
+    if file.startswith(tuple(room + "/" for room in _MIXED_ROOMS)) and not _imports_torch(tree):
+        return []
+    launches = file.startswith(tuple(room + "/" for room in _LAUNCH_ROOMS))
     found = {
         Finding(file, line, function, pattern, lines[line - 1].strip())
-        for function, body in _functions(ast.parse(source), "")
-        for line, pattern in _Reader(body).findings()
+        for function, reader in _functions(tree, "", facts or collect([tree]), {})
+        for line, pattern in reader.findings()
+        if launches or pattern not in ("allocation", "value into tensor")
     }
     return sorted(found, key=lambda finding: finding[1:])
 
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef
-_Scope = _Function | ast.ClassDef | ast.Module
+def _imports_torch(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.split(".")[0] == "torch" for name in names):
+            return True
+    return False
 
 
-def _functions(scope: _Scope, name: str) -> Iterator[tuple[str, _Scope]]:
-    """Yields every function, class and the module itself with its qualified name; kernels left out."""
-    yield name or "<module>", scope
-    for node in _own(scope):
-        if isinstance(node, _Function | ast.ClassDef) and not any(map(_is_jit, node.decorator_list)):
-            yield from _functions(node, f"{name}.{node.name}" if name else node.name)
+def _functions(scope: Scope, name: str, facts: Facts, outer: Mapping[str, Type]) -> Iterator[tuple[str, _Reader]]:
+    """Yields a reader of every function, class and the module itself, by qualified name; kernels left out."""
+    reader = _Reader(scope, facts, outer)
+    yield name or "<module>", reader
+    for node in own_nodes(scope):
+        if isinstance(node, Function | ast.ClassDef) and not any(map(_is_jit, node.decorator_list)):
+            known = dict(reader.known)
+            if isinstance(node, ast.ClassDef):
+                known["self"] = node.name
+            yield from _functions(node, f"{name}.{node.name}" if name else node.name, facts, known)
 
 
 def _is_jit(decorator: ast.expr) -> bool:
@@ -162,121 +205,110 @@ def _is_jit(decorator: ast.expr) -> bool:
     return isinstance(target, ast.Attribute) and target.attr == "jit"
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields what is inside of a scope, other scopes but not their insides."""
-    for child in ast.iter_child_nodes(scope):
-        yield child
-        if not isinstance(child, _Function | ast.ClassDef):
-            yield from _own(child)
+class _Reader(Names):
+    """Reads one function; as ``Names``."""
 
-
-class _Reader:
-    """Reads one function.
-
-    Args:
-        scope: Its node.
-    """
-
-    def __init__(self, scope: _Scope) -> None:
-        self._nodes = list(_own(scope))
-        self._tensors: set[str] = set()
-        self._masks: set[str] = set()
-        if isinstance(scope, _Function):
-            each = scope.args
-            named = [*each.posonlyargs, *each.args, *each.kwonlyargs]
-            self._tensors = {argument.arg for argument in named if _names_tensor(argument.annotation)}
-        for _ in range(2):  # a loop's end comes before its beginning
-            for node in self._nodes:
-                self._learn(node)
-
-    def _learn(self, node: ast.AST) -> None:
-        """Takes in what an assignment says of a name."""
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and _names_tensor(node.annotation):
-            self._tensors.add(node.target.id)
-        if not isinstance(node, ast.Assign | ast.NamedExpr):
-            return
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and self._is_tensor(node.value):
-                self._tensors.add(target.id)
-                if self._is_mask(node.value):
-                    self._masks.add(target.id)
+    def __init__(self, scope: Scope, facts: Facts, outer: Mapping[str, Type]) -> None:
+        super().__init__(scope, facts, outer)
+        self._is_at_start = isinstance(scope, Function) and scope.name in ("__init__", "__post_init__")
 
     def findings(self) -> Iterator[tuple[int, str]]:
         """Yields the line and the pattern of each finding."""
-        for node in self._nodes:
-            if isinstance(node, ast.Call):
-                pattern = self._call(node)
-                if pattern is not None:
-                    yield node.func.end_lineno or node.lineno, pattern
-            elif isinstance(node, ast.Subscript) and self._has_mask(node.slice):
-                yield node.lineno, "mask index"
-            yield from ((asked.lineno, "if tensor") for asked in _asked(node) if self._is_tensor(asked))
+        for node in self.nodes:
+            match node:
+                case ast.Call():
+                    pattern = self._called(node)
+                    if pattern is not None:
+                        yield node.func.end_lineno or node.lineno, pattern
+                case ast.Subscript():
+                    yield from ((node.lineno, pattern) for pattern in self._indexed(node))
+                case ast.For() | ast.comprehension() if self.is_tensor(node.iter):
+                    yield node.iter.lineno, "iteration"
+                case ast.Starred(value=value) if isinstance(node.ctx, ast.Load) and self.is_tensor(value):
+                    yield node.lineno, "iteration"
+                case ast.FormattedValue() if self.kind(node.value) in (*TENSORS, Kind.MANY):
+                    yield node.lineno, "text of tensor"
+                case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[right]) if self.is_tensor(right):
+                    yield node.lineno, "if tensor"
+                case ast.Assign() if self._stores_value(node):
+                    yield node.lineno, "value into tensor"
+                case ast.Match() if self.is_tensor(node.subject):
+                    yield node.lineno, "if tensor"
+            yield from ((asked.lineno, "if tensor") for asked in _asked(node) if self.is_tensor(asked))
 
-    def _call(self, call: ast.Call) -> str | None:
+    def _called(self, call: ast.Call) -> str | None:
         """What is wrong about a call."""
         if isinstance(call.func, ast.Name):
-            is_cast = call.func.id in _CASTS and any(map(self._is_tensor, call.args))
-            return "int(tensor)" if is_cast else None
+            return self._builtin(call, call.func.id)
         if not isinstance(call.func, ast.Attribute):
             return None
-        name = call.func.attr
-        if name in _CALLS and _root(call.func) == "torch":
+        name, root = call.func.attr, root_of(call.func)
+        if root == "torch" and name in _CALLS:
             return _CALLS[name]
-        if name == "to":
-            to = [*call.args, *(keyword.value for keyword in call.keywords)]
-            return '.to("cpu")' if any(map(_is_cpu, to)) else None
-        if name == "where" and _root(call.func) == "torch" and len(call.args) == 1:
+        if root in ("np", "numpy", "math", "operator") and any(map(self.is_tensor, call.args)):
+            return ".numpy()" if root.startswith("n") else "int(tensor)"
+        if root in ("np", "numpy", "math"):
+            return None
+        if root == "torch" or self.kind(call.func.value) is not Kind.HOST:
+            return self._method(call, name, root, self.kind(call.func.value))
+        return None
+
+    def _builtin(self, call: ast.Call, name: str) -> str | None:
+        for names, pattern in ((_CASTS, "int(tensor)"), (_TEXTS, "text of tensor"), (_ITERATIONS, "iteration")):
+            if name in names and any(map(self.is_tensor, call.args)):
+                return pattern
+        return None
+
+    def _method(self, call: ast.Call, name: str, root: str, base: Type) -> str | None:
+        words = {keyword.arg for keyword in call.keywords}
+        if name in ("to", "copy_to") and any(map(self._is_cpu, [*call.args, *(word.value for word in call.keywords)])):
+            return '.to("cpu")'
+        if name == "where" and root == "torch" and len(call.args) == 1:
             return "nonzero"
+        if name == "repeat_interleave" and "output_size" not in words:
+            by = call.args[1 if root == "torch" and len(call.args) > 1 else 0] if call.args else None
+            return "repeat_interleave" if by is None or self.is_tensor(by) else None
+        if name in _TENSOR_METHODS and base in TENSORS:
+            return _TENSOR_METHODS[name]
+        if name == "arange" and root == "torch" and any(map(self.is_tensor, call.args)):
+            return "int(tensor)"
+        if not self._is_at_start:
+            is_made = (
+                (name in _ALLOCATIONS and root == "torch") or name in _NEW or (name == "arange" and root == "torch")
+            )
+            if is_made and "out" not in words:
+                return "allocation"
+        if name == "cuda" and root == "torch":
+            return None
         return _METHODS.get(name)
 
-    def _has_mask(self, index: ast.expr) -> bool:
-        parts = index.elts if isinstance(index, ast.Tuple) else [index]
-        return any(map(self._is_mask, parts))
+    def _is_cpu(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            return any(map(self._is_cpu, node.args))
+        return self.kind(node) is Kind.CPU or (isinstance(node, ast.Constant) and node.value == "cpu")
 
-    def _is_tensor(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Name():
-                return node.id in self._tensors
-            case ast.Attribute():
-                return node.attr in _TENSOR_FIELDS and self._is_tensor(node.value)
-            case ast.Subscript() | ast.Starred():
-                return self._is_tensor(node.value)
-            case ast.BinOp():
-                return self._is_tensor(node.left) or self._is_tensor(node.right)
-            case ast.UnaryOp():
-                return not isinstance(node.op, ast.Not) and self._is_tensor(node.operand)
-            case ast.BoolOp():
-                return any(map(self._is_tensor, node.values))
-            case ast.IfExp():
-                return self._is_tensor(node.body) or self._is_tensor(node.orelse)
-            case ast.Compare():
-                is_value = not any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops)
-                return is_value and any(map(self._is_tensor, (node.left, *node.comparators)))
-            case ast.Call(func=ast.Attribute() as function):
-                return self._gives_tensor(function)
-        return False
+    def _indexed(self, node: ast.Subscript) -> Iterator[str]:
+        if self.kind(node.value) is Kind.HOST and not self._has_tensor(node.slice):
+            return
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if any(self.kind(part) is Kind.MASK for part in parts):
+            yield "mask index"
+        for part in parts:
+            if isinstance(part, ast.Slice) and any(
+                bound is not None and self.is_tensor(bound) for bound in (part.lower, part.upper, part.step)
+            ):
+                yield "slice by tensor"
+        if self.kind(node.value) is Kind.HOST or isinstance(node.value, ast.List | ast.Tuple | ast.Dict):
+            yield "int(tensor)"
 
-    def _gives_tensor(self, function: ast.Attribute) -> bool:
-        if _root(function) == "torch":
-            return function.attr not in _HOST_CALLS and not _HOST_MODULES & set(ast.unparse(function).split("."))
-        return function.attr not in _HOST_METHODS and self._is_tensor(function.value)
+    def _has_tensor(self, node: ast.expr) -> bool:
+        return any(isinstance(each, ast.expr) and self.is_tensor(each) for each in ast.walk(node))
 
-    def _is_mask(self, node: ast.expr) -> bool:
-        match node:
-            case ast.Name():
-                return node.id in self._masks
-            case ast.Subscript():
-                return self._is_mask(node.value)
-            case ast.Compare():
-                return self._is_tensor(node)
-            case ast.UnaryOp():
-                return isinstance(node.op, ast.Invert) and self._is_mask(node.operand)
-            case ast.BinOp():
-                is_logic = isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
-                return is_logic and (self._is_mask(node.left) or self._is_mask(node.right))
-            case ast.Call(func=ast.Attribute(attr=name)):
-                return name in _MASK_CALLS and self._is_tensor(node)
-        return False
+    def _stores_value(self, node: ast.Assign) -> bool:
+        """Whether a number of the host's, none that is always the same, goes into part of a tensor."""
+        if isinstance(node.value, ast.Constant) or self.kind(node.value) is not Kind.HOST:
+            return False
+        return any(isinstance(target, ast.Subscript) and self.is_tensor(target.value) for target in node.targets)
 
 
 def _asked(node: ast.AST) -> list[ast.expr]:
@@ -291,23 +323,3 @@ def _asked(node: ast.AST) -> list[ast.expr]:
         case ast.UnaryOp(op=ast.Not()):
             return [node.operand]
     return []
-
-
-def _names_tensor(annotation: ast.expr | None) -> bool:
-    """Whether an annotation is Tensor, torch.Tensor, or one of them or None."""
-    if isinstance(annotation, ast.BinOp):
-        return _names_tensor(annotation.left) or _names_tensor(annotation.right)
-    return annotation is not None and ast.unparse(annotation) in ("Tensor", "torch.Tensor")
-
-
-def _root(node: ast.expr) -> str:
-    """Returns the name that an attribute of an attribute hangs on; empty if it is none."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _is_cpu(node: ast.expr) -> bool:
-    if isinstance(node, ast.Call):
-        return any(map(_is_cpu, node.args))
-    return isinstance(node, ast.Constant) and node.value == "cpu"

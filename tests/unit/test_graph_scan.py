@@ -34,7 +34,7 @@ CAUGHT = [
     ("if tensor", "assert x.min() >= 0"),
     ("if tensor", "n = 1 if x[0] > 2 else 3"),
     ("if tensor", "n = [row for row in range(n) if x[row] > 0]"),
-    ("if tensor", "y = torch.zeros(3)\nif y.sum(): pass"),
+    ("if tensor", "y = torch.sin(x)\nif y.sum(): pass"),
     ("if tensor", "if n > 3 and x.any(): pass"),
     ("if tensor", "return x.any() or n > 3"),
     ("if tensor", "y = not x.any()"),
@@ -47,6 +47,12 @@ CAUGHT = [
     ("mask index", "mask = (x > 0) & (x < 9)\ny = x[:, ~mask]"),
     ("mask index", "x[torch.isnan(x)] = 0"),
     ("bincount", "y = torch.bincount(x)"),
+    ("text of tensor", 'y = f"{x.sum()} of {n}"'),
+    ("slice by tensor", "y = x[: x.max()]"),
+    ("iteration", "for each in x: pass"),
+    ("repeat_interleave", "y = torch.repeat_interleave(x, x)"),
+    ("value into tensor", "x[0] = n"),
+    ("allocation", "y = torch.zeros((n, 4), device=x.device)"),
     ("tensor of values", "y = torch.tensor([1, 2])"),
     ("tensor of values", "y = torch.as_tensor(sizes, device=x.device)"),
     ("tensor of values", "y = x.new_tensor([n])"),
@@ -61,7 +67,6 @@ if n > 3 and torch.cuda.is_available() and plan.samples.all():
     pass
 n = int(plan.max_len.max()) + int(x.size(0)) + len(x)
 y = x.to(torch.float32).masked_fill(x > 0, 0)
-y = torch.zeros((n, 4), device=x.device)
 y = n > 3 and x.max()
 event.record()
 """
@@ -76,7 +81,7 @@ def test_the_hot_path_has_nothing_that_breaks_a_graph() -> None:
     told = [f"{each.file}:{each.line} {each.function}: {each.pattern}: {each.text}" for each in found.violations]
     assert not told, "\n".join(["move it off the hot path, or say in graph_allowed.py why it may stay:", *told])
     assert not found.idle, f"these exceptions cover nothing any more; take them out: {found.idle}"
-    assert {each.file.split("/")[0] for each in found.excused} <= set(HOT_ROOMS)
+    assert all(each.file.startswith(tuple(f"{room}/" for room in HOT_ROOMS)) for each in found.excused)
 
 
 def test_every_exception_has_a_reason_and_names_a_file_and_a_pattern() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 SCAN = "hiserve/commands/graph_scan.py"
+TYPES = "hiserve/commands/graph_types.py"
 DOCTOR = "hiserve/commands/doctor_graphs.py"
 READINESS = "hiserve/worker/readiness.py"
 METRICS = "hiserve/server/metrics.py"
@@ -20,16 +21,16 @@ OF_DRAFTS = OF_READINESS + "test_steps_are_checked_with_what_drafts_behind_them"
 MUTANTS = [
     Mutant(
         name="a mask in a name is not seen",
-        file=SCAN,
-        old="return node.id in self._masks",
-        new="return False",
+        file=TYPES,
+        old="return Kind.MASK if any(map(self.is_tensor, (node.left",
+        new="return Kind.TENSOR if any(map(self.is_tensor, (node.left",
         test=OF_CAUGHT,
     ),
     Mutant(
         name="a tensor that the function makes itself is not known for one",
-        file=SCAN,
-        old="            if isinstance(target, ast.Name) and self._is_tensor(node.value):",
-        new="            if False:",
+        file=TYPES,
+        old="            self._note(target.id, self.kind(value))",
+        new="            pass",
         test=OF_CAUGHT,
     ),
     Mutant(
@@ -41,24 +42,31 @@ MUTANTS = [
     ),
     Mutant(
         name="a condition of several parts is not looked into",
-        file=SCAN,
-        old="return any(map(self._is_tensor, node.values))",
-        new="return False",
+        file=TYPES,
+        old="                parts = node.values\n",
+        new="                parts = []\n",
         test=OF_CAUGHT,
     ),
     Mutant(
         name="what torch tells the host counts as a tensor",
-        file=SCAN,
-        old='and not _HOST_MODULES & set(ast.unparse(function).split("."))',
+        file=TYPES,
+        old='or _HOST_MODULES & set(ast.unparse(function).split("."))',
         new="",
         test=OF_HARMLESS,
     ),
     Mutant(
         name="a comparison with None counts as a tensor",
-        file=SCAN,
-        old="return is_value and any(",
-        new="return any(",
+        file=TYPES,
+        old="ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops",
+        new="ast.In | ast.NotIn) for op in node.ops",
         test=OF_HARMLESS,
+    ),
+    Mutant(
+        name="fields of dataclasses are not known for tensors",
+        file=TYPES,
+        old="        facts.classes[each.name].update(_fields(each, facts))\n",
+        new="",
+        test="tests/unit/test_graph_planted.py::test_what_is_planted_is_found",
     ),
     Mutant(
         name="kernels are read like host code",
