@@ -48,10 +48,8 @@ test-clients: .venv-clients/.installed  ## the clients that are too heavy for CI
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
 	$(BIN)/python -m tests.mutants.run
 
-bench: $(VENV)/.installed-dev  ## the recorded CPU figures, into benchmarks/results/
-	$(BIN)/python -m benchmarks.radix
-	$(BIN)/python -m benchmarks.planner
-	$(BIN)/python benchmarks/second_turn.py
+bench: $(VENV)/.installed-dev  ## records the CPU figures of the README anew; some 15 minutes on a quiet machine
+	$(BIN)/python -m benchmarks
 
 nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp, into the package; then their figures
 	for kind in eagle3 mtp; do \

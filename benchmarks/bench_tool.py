@@ -117,7 +117,7 @@ def main() -> int:
             server.terminate()
     share = statistics.median(each["cpu_share"] for each in rounds)
     chunks_per_s = statistics.median(each["chunks_per_s"] for each in rounds)
-    result = about("python benchmarks/bench_tool.py", "hiserve/bench") | {
+    result = about("python benchmarks/bench_tool.py", "hiserve/bench", "benchmarks/bench_tool.py") | {
         "streams": STREAMS,
         "sent_itl_ms": STREAMS * 1000 / CHUNKS_PER_S,
         "chunks_per_s": chunks_per_s,

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Conversations
 from benchmarks.drive import Drive
+from benchmarks.measured import ENGINE
 from benchmarks.record import about
 from hiserve.models.config import NANO, find_model
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
@@ -337,7 +338,10 @@ def main() -> int:
     sizes = TINY if given.tiny else FULL
     flags = " --tiny" * given.tiny
     result = about(
-        f"python -m benchmarks.cache{flags} OUT.json COMMIT", at_commit=given.commit, num_gpus=int(not given.tiny)
+        f"python -m benchmarks.cache{flags} OUT.json COMMIT",
+        *ENGINE,
+        at_commit=given.commit,
+        num_gpus=int(not given.tiny),
     )
     result |= {"seed": SEED, "workload": asdict(sizes), "bars": BARS}
     begin = time.perf_counter()

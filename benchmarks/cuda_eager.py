@@ -21,6 +21,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.measured import SERVER
 from benchmarks.record import about
 from hiserve.core.machine import probe
 
@@ -143,7 +144,7 @@ def main() -> int:
     """Writes the result file; returns 1 if a GPU test failed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
     num_gpus = min(2, len(probe().cuda_memory_bytes))
-    header = about("python benchmarks/cuda_eager.py OUT.json COMMIT", at_commit=commit, num_gpus=num_gpus)
+    header = about("python benchmarks/cuda_eager.py OUT.json COMMIT", *SERVER, at_commit=commit, num_gpus=num_gpus)
     result = header | {"tests": gpu_tests(), "servers": []}
     two = [("--replicas", "2", "--kv-pages", "4096")] if num_gpus == 2 else []  # each has a device of its own
     for flags in ((), ("--dtype", "float32", "--overlap", "0"), *two):

@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 
+from benchmarks.measured import ENGINE
 from benchmarks.record import ROOT, about
 from hiserve import LLM, SamplingParams
 from hiserve.core.draft_use import DraftUse
@@ -52,7 +53,7 @@ def main() -> int:
         begin = time.perf_counter()
         engines[name] = LLM("hiserve-nano", in_process=True, device="cpu", log_level="warning", **settings)
         starts[name] = round(time.perf_counter() - begin, 3)
-    result = about(f"python -m benchmarks.nano_spec --rounds {rounds}", "hiserve") | {
+    result = about(f"python -m benchmarks.nano_spec --rounds {rounds}", *ENGINE, "benchmarks/nano_spec.py") | {
         "workload": f"{NUM_PROMPTS} prompts a kind, one at a time, {NUM_TOKENS} tokens each, greedy, float32",
         "config": {
             "spec": engines["default"].config.spec.spec,

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.measured import ENGINE
 from benchmarks.record import ROOT, about
 from hiserve import LLM, SamplingParams
 from hiserve.models.config import find_model
@@ -65,7 +66,9 @@ def main() -> int:
     agreeing = float(np.mean(np.array(ours) == generate(prompts).numpy()))
     medians = {name: statistics.median(values) for name, values in samples.items()}
     ratios = {name: medians["hiserve"] / medians[name] for name in ("one by one", "batched")}
-    result = about(f"python -m benchmarks.offline --threads {threads}", "hiserve") | {
+    result = about(
+        f"python -m benchmarks.offline --threads {threads}", *ENGINE, "hiserve/llm", "benchmarks/offline.py"
+    ) | {
         "workload": f"{ROWS} x {PROMPT_TOKENS} -> {OUTPUT_TOKENS} tokens, float32, {threads} threads, seed {SEED}",
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "ratios": {name: round(value, 2) for name, value in ratios.items()},

@@ -176,7 +176,12 @@ def main() -> None:
         print(result["what"], result["median"], "bar met" if result["met"] else "BAR MISSED")
     record = {
         "what": "Cost of the prefix index on the planning thread.",
-        **about(" ".join(["python -m benchmarks.radix", *sys.argv[1:]]), "hiserve/cache/index", "hiserve/core"),
+        **about(
+            " ".join(["python -m benchmarks.radix", *sys.argv[1:]]),
+            "hiserve/cache/index",
+            "hiserve/core",
+            "benchmarks/radix.py",
+        ),
         "results": results,
     }
     options.out.write_text(json.dumps(record, indent=1) + "\n")

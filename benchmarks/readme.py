@@ -14,16 +14,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu.eligible import replays
 from benchmarks.gpu.figures import Figure
+from benchmarks.gpu.sizes import PEER, PEER_DATE
+from benchmarks.measured import is_current
+from benchmarks.spread import spread_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+THEN = f"{PEER} in another run, of {PEER_DATE}"
 # Parts of benchmarks.gpu, and what is said of their figures, which are shares of a limit or times as fast as something.
 GPU_PARTS = {
     "decode": "Llama-8B shape, decode step of rows x context, against reading weights, keys and values at a copy's rate",
-    "prefill": "the same, prompts at once: against the rate of a matrix product; against vLLM 0.26.0",
-    "peers": "the same, rows x prompt -> output tokens, against vLLM 0.26.0",
-    "chats": "the same, 1024 tokens in common, 512 new and 64 out a turn, against vLLM 0.26.0",
-    "conversations": "the same, over a device pool of 64k tokens with a host tier, 256 new and 16 out a turn, against vLLM 0.26.0",
+    "prefill": f"the same, prompts at once: against the rate of a matrix product; against {THEN}",
+    "peers": f"the same, rows x prompt -> output tokens, against {THEN}",
+    "chats": f"the same, 1024 tokens in common, 512 new and 64 out a turn, against {THEN}",
+    "conversations": f"the same, over a device pool of 64k tokens with a host tier, 256 new and 16 out a turn, against {THEN}",
     "graphs": "the same, as fast as without graphs",
     "traffic": "the same, conversations that come from the host beside 8 decoding rows: steps replayed as graphs",
     "small-decode": "Qwen3-0.6B shape, decode step of rows x context, as above",
@@ -42,14 +46,26 @@ def result(name: str) -> dict[str, Any]:
 
 
 def source(found: dict[str, Any]) -> str:
-    """Says where a figure comes from."""
-    return f"{found['hardware']}; `{found['command']}`, {found['date']}"
+    """Says where a figure comes from, and whether the code that it measures has changed since."""
+    at = f" at {found['commit']}" if "commit" in found else ""
+    changed = "" if is_current(found) else "; **the code has changed since**"
+    return f"{found['hardware']}; `{found['command']}`, {found['date']}{at}{changed}"
 
 
 def planned(cases: list[dict[str, Any]], name: str) -> list[str]:
-    """Returns the median of each case, with its bar."""
-    found = [(case["median"][name], case["bar_us"]) for case in cases]
-    return [f"{median:.0f} µs (≤ {bar:.0f}{missed(median <= bar)})" for median, bar in found]
+    """Returns each case with its spread and bar."""
+    lines = []
+    for case in cases:
+        samples = case["samples"]
+        each = samples.get(name) or [sum(both) for both in zip(samples["plan_us"], samples["commit_us"], strict=True)]
+        bar = case["bar_us"]
+        lines.append(f"{spread_text(each, '.0f', ' µs')} (≤ {bar:.0f}{missed(case['median'][name] <= bar)})")
+    return lines
+
+
+def against(samples: dict[str, list[float]], ours: str, theirs: str) -> str:
+    """Returns how many times as fast ours was, round by round."""
+    return spread_text([one / other for one, other in zip(samples[ours], samples[theirs], strict=True)], ".2f", " ×")
 
 
 def missed(is_met: bool) -> str:
@@ -63,7 +79,8 @@ def rows() -> list[tuple[str, str, str]]:
     offline, serving = result("offline"), result("serving")
     server = cuda["servers"][0]
     match = radix["results"][0]
-    turns = f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {turn['ratio']:.2f}"
+    ratios = [each["second_turn_ms"] / each["second_turn_uncached_ms"] for each in turn["rounds"]]
+    turns = f"{turn['second_turn_ms']:.0f} ms / {turn['second_turn_uncached_ms']:.0f} ms = {spread_text(ratios, '.2f')}"
     plans = planned([case for case in planner["results"] if "rows" in case], "plan_and_commit_us")
     nodes = planned([case for case in planner["results"] if "nodes" in case][::3], "publish_and_store_us")
     return [
@@ -75,20 +92,23 @@ def rows() -> list[tuple[str, str, str]]:
         (
             "offline, 8 rows, 256 → 128 tokens, float32: against transformers one by one, batched",
             " and ".join(
-                f"{offline['ratios'][name]:.2f} × (≥ {offline['bars'][name]:g})" for name in ("one by one", "batched")
+                f"{against(offline['samples_tokens_per_s'], 'hiserve', name)} (≥ {offline['bars'][name]:g})"
+                for name in ("one by one", "batched")
             ),
             source(offline),
         ),
         (
             "over HTTP at 32 streams against offline; start to ready; memory of the API process",
-            f"{serving['found']['http_over_offline']:.2f} (≥ {serving['bars']['http_over_offline']}); "
-            f"{serving['found']['ready_s']:.1f} s (≤ {serving['bars']['ready_s']:g}); "
-            f"{serving['found']['api_rss_mb']:.0f} MB (≤ {serving['bars']['api_rss_mb']:g})",
+            f"{against(serving['samples'], 'http', 'offline')} (≥ {serving['bars']['http_over_offline']}); "
+            f"{spread_text(serving['starts_s'], '.1f', ' s')} (≤ {serving['bars']['ready_s']:g}); "
+            f"{spread_text(serving.get('rss_mb', [serving['found']['api_rss_mb']]), '.0f', ' MB')} "
+            f"(≤ {serving['bars']['api_rss_mb']:g})",
             source(serving),
         ),
         (
             "match + lock + release of 100k tokens over 300 nodes, against memcmp",
-            f"{match['median']['match_lock_release_us']:.0f} µs = {match['ratio_to_memcmp']:.0f} × (≤ {match['bar_ratio']:.0f} ×)",
+            f"{spread_text(match['samples']['match_lock_release_us'], '.0f', ' µs')} = {match['ratio_to_memcmp']:.0f} × "
+            f"(≤ {match['bar_ratio']:.0f} ×)",
             source(radix),
         ),
         ("plan + commit of a step, 32 and 256 decoding rows, one tier", ", ".join(plans[:2]), source(planner)),
@@ -117,7 +137,17 @@ def heads() -> list[tuple[str, str, str]]:
         lengths.append(f"{length:.2f} (≥ {accepted['bars'][kind]})")
         differences += [abs(each["difference"]) for each in found["served_with_ends"].values()]
     shares = f"{max(differences):.1%} (≤ {accepted['max_difference']:.0%})"
-    speedups = " and ".join(f"{speed[kind]['speedup']:.2f} ×" for kind in ("dialogue", "code"))
+    speedups = " and ".join(
+        against(
+            {
+                name: [sum(round_) for round_ in zip(*each, strict=True)]
+                for name, each in speed[kind]["seconds"].items()
+            },
+            "plain",
+            "default",
+        )
+        for kind in ("dialogue", "code")
+    )
     return [
         (
             "hiserve-nano in held-out dialogues, tokens a step: EAGLE-3 with three drafts, MTP with one; served off predicted",
@@ -139,14 +169,17 @@ def recovery() -> list[tuple[str, str, str]]:
         run = result(path.stem)
         median, bars, load = run["median"], run["bars"], run["load"]
         seconds, hits, share = median["without_weights_s"], median["host_share"], run["supervision"]["share"]
+        rounds, shares = run["rounds"], run.get("supervision_shares", [share])
         settings = run["settings"]
         rows.append(
             (
                 f"{settings.get('shape', settings.get('model'))}, worker killed under {load['streams']} streams: first new token, "
                 "weights not counted; replayed tokens from the host; supervision and ledger of the CPU time meanwhile",
-                f"{seconds:.1f} s (≤ {bars['without_weights_s']:g}{missed(seconds <= bars['without_weights_s'])}); "
-                f"{hits:.2f} (≥ {bars['host_share']}{missed(hits >= bars['host_share'])}); "
-                f"{share:.2%} (≤ {bars['supervision_share']:.0%}{missed(share <= bars['supervision_share'])})",
+                f"{spread_text([each['without_weights_s'] for each in rounds], '.1f', ' s')} "
+                f"(≤ {bars['without_weights_s']:g}{missed(seconds <= bars['without_weights_s'])}); "
+                f"{spread_text([each['host_share'] for each in rounds], '.2f')} "
+                f"(≥ {bars['host_share']}{missed(hits >= bars['host_share'])}); "
+                f"{spread_text(shares, '.2%')} (≤ {bars['supervision_share']:.0%}{missed(share <= bars['supervision_share'])})",
                 source(run),
             )
         )

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured import measured
 from hiserve.bench.record import hardware, versions
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ def commit(*paths: str) -> str:
 
 
 def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int = 0) -> dict[str, Any]:
-    """Returns date, hardware, versions, commit and command, in that order.
+    """Returns date, hardware, versions, commit and command, in that order, and what was measured if ``paths`` say it.
 
     Args:
         command: What to type to run it again.
@@ -34,6 +35,7 @@ def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int
         "versions": versions(PACKAGES),
         "commit": at_commit or commit(*paths),
         "command": command,
+        **({"measured": measured(*paths)} if paths else {}),
     }
 
 

@@ -20,6 +20,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.measured import SERVER
 from benchmarks.record import ROOT, about
 
 STORY = "The customer asked for a small latte with oat milk and then changed the order to a large one. "
@@ -83,7 +84,7 @@ def main() -> int:
         server.wait(timeout=30)
     cached = statistics.median(each["second_turn_ms"] for each in rounds)
     uncached = statistics.median(each["second_turn_uncached_ms"] for each in rounds)
-    result = about("python benchmarks/second_turn.py", "hiserve") | {
+    result = about("python benchmarks/second_turn.py", *SERVER, "benchmarks/second_turn.py") | {
         "second_turn_ms": cached,
         "second_turn_uncached_ms": uncached,
         "ratio": round(cached / uncached, 4),

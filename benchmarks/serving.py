@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.measured import SERVER
 from benchmarks.record import ROOT, about
 from hiserve import LLM, SamplingParams
 
@@ -85,27 +86,29 @@ def main() -> int:
     server = Server()
     starts.append(server.ready_s)
     samples: dict[str, list[float]] = {"http": [], "offline": []}
+    rss_mb: list[float] = []
     try:
         with LLM(disable_prefix_cache=True, log_level="warning") as llm:
             for seed in range(ROUNDS + 1):  # the first is not counted
                 run = {"http": over_http(server, seed), "offline": offline(llm, seed)}
                 for name, value in run.items():
                     samples[name] += [value] if seed else []
-        rss_mb = server.rss_mb()
+                rss_mb += [server.rss_mb()] if seed else []
     finally:
         server.stop()
     medians = {name: statistics.median(values) for name, values in samples.items()}
     found = {
         "http_over_offline": medians["http"] / medians["offline"],
         "ready_s": statistics.median(starts),
-        "api_rss_mb": rss_mb,
+        "api_rss_mb": statistics.median(rss_mb),
     }
-    result = about("python -m benchmarks.serving", "hiserve") | {
+    result = about("python -m benchmarks.serving", *SERVER, "hiserve/bench", "benchmarks/serving.py") | {
         "workload": f"{PROMPTS} x {PROMPT_TOKENS} -> {OUTPUT_TOKENS} tokens, {STREAMS} at once, greedy, float32",
         "found": {name: round(value, 3) for name, value in found.items()},
         "bars": BARS,
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "samples": {name: [round(value, 1) for value in values] for name, values in samples.items()},
+        "rss_mb": [round(value, 1) for value in rss_mb],
         "starts_s": [round(value, 2) for value in starts],
     }
     (ROOT / "benchmarks/results/serving.json").write_text(json.dumps(result, indent=1) + "\n")

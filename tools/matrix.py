@@ -44,17 +44,27 @@ class Cell:
         return f"Python {self.python}, torch {self.torch}, triton {TRITON_OF_TORCH[self.torch]}"
 
 
-def find_interpreters(
-    versions: Sequence[str], which: Callable[[str], str | None] = shutil.which
-) -> dict[str, str | None]:
-    """Returns the executable of each version; None where there is none.
+def find_interpreters(versions: Sequence[str], folder: Path | None = None) -> dict[str, str | None]:
+    """Returns an executable of each version that runs, from PATH or from those that pyenv has installed; None without one.
 
     Args:
         versions: ``3.12`` and the like.
-        which: Finds a command.
+        folder: Of pyenv's versions, if not where it usually is.
     """
-    own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {each: which(f"python{each}") or (sys.executable if each == own else None) for each in versions}
+    folder = folder or Path.home() / ".pyenv" / "versions"
+    found: dict[str, str | None] = {}
+    for version in versions:
+        paths = [shutil.which(f"python{version}"), *map(str, sorted(folder.glob(f"{version}.*/bin/python{version}")))]
+        if sys.version_info[:2] == tuple(map(int, version.split("."))):
+            paths.insert(0, sys.executable)
+        found[version] = next((path for path in paths if path and _version(path) == version), None)
+    return found
+
+
+def _version(path: str) -> str:
+    """Returns the version of an interpreter; empty if it does not run, as a shim of pyenv that leads nowhere."""
+    program = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([path, "-c", program], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def install(cell: Cell, pip_args: Sequence[str]) -> str:
@@ -95,7 +105,7 @@ def run_cells(
     lines, total = [], Counter[str]()
     for version, interpreter in interpreters.items():
         if interpreter is None:
-            lines.append(f"Python {version}: not tested, there is no python{version} on PATH")
+            lines.append(f"Python {version}: not tested, no python{version} was found")
             continue
         for torch in torches:
             cell = Cell(version, interpreter, torch)

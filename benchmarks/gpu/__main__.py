@@ -32,6 +32,7 @@ from benchmarks.gpu.sizes import FULL, LARGE, SEED, SMALL, TINY
 from benchmarks.gpu.spec import measure_spec
 from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
 from benchmarks.gpu.traffic import measure_traffic
+from benchmarks.measured import SERVER
 from benchmarks.record import about
 
 # In an order that builds few engines.
@@ -59,7 +60,10 @@ def main() -> int:
     sizes, device = (TINY, "cpu") if given.tiny else (FULL, "cuda")
     flags = " --tiny" * given.tiny + "".join(f" --set {name}={value}" for name, value in given.set)
     result = about(
-        f"python -m benchmarks.gpu{flags} OUT.json COMMIT", at_commit=given.commit, num_gpus=int(not given.tiny)
+        f"python -m benchmarks.gpu{flags} OUT.json COMMIT",
+        *SERVER,
+        at_commit=given.commit,
+        num_gpus=int(not given.tiny),
     )
     result |= {"seed": SEED, "ceilings": ceilings.measure(device), "engines": [], "parts": {}}
     print("ceilings: " + ", ".join(f"{name} {value:.4g}" for name, value in result["ceilings"].items()), flush=True)

@@ -199,6 +199,8 @@ def main() -> int:
     flags = " --tiny" * given.tiny
     result = about(
         f"python -m benchmarks.kernels.attention{flags} OUT.json COMMIT",
+        "hiserve/attention",
+        "hiserve/kernels",
         at_commit=given.commit,
         num_gpus=int(not given.tiny),
     )

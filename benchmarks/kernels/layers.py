@@ -209,6 +209,8 @@ def main() -> int:
     flags = " --tiny" * given.tiny
     result = about(
         f"python -m benchmarks.kernels.layers{flags} OUT.json COMMIT",
+        "hiserve/layers",
+        "hiserve/kernels",
         at_commit=given.commit,
         num_gpus=int(not given.tiny),
     )

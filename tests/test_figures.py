@@ -1,0 +1,113 @@
+"""The figures of the README are those of the result files, and each says whether the code that it measures has changed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import measured, readme, record
+from benchmarks.spread import spread, spread_text
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SOURCE = '''"""Adds."""
+
+SIGN = "#"  # of a comment
+
+
+def add(a, b):
+    """Returns a + b."""
+    return a + b  # at once
+'''
+STALE = "the code has changed since"
+
+
+def write(root: Path, source: str, data: bytes = b"7") -> dict[str, Any]:
+    (root / "code").mkdir(exist_ok=True)
+    (root / "code" / "adder.py").write_text(source)
+    (root / "code" / "weights.bin").write_bytes(data)
+    measured.digest.cache_clear()
+    return measured.measured("code", root=root)
+
+
+def test_the_table_of_the_readme_is_that_of_the_result_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when a result file is new, and when code has changed that a figure measures and the README does not say so."""
+    monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
+    assert readme.main() == 0, (
+        "run `make bench`, or `python benchmarks/readme.py` to say which figures are older than the code"
+    )
+
+
+def test_each_figure_says_its_commit_and_whether_it_is_older_than_what_it_measures() -> None:
+    found = {"hardware": "H", "command": "c", "date": "today", "commit": "abc1234"}
+    assert readme.source(found) == f"H; `c`, today at abc1234; **{STALE}**"
+    found["measured"] = measured.measured("benchmarks/spread.py")  # type: ignore[assignment]
+    assert readme.source(found) == "H; `c`, today at abc1234"
+    found["measured"] |= {"digest": "0" * 16}  # type: ignore[operator]
+    assert STALE in readme.source(found)
+    found["measured"] = {"paths": ["hiserve/no_longer_there.py"], "digest": ""}  # type: ignore[assignment]
+    assert STALE in readme.source(found)
+
+
+def test_code_is_the_same_whatever_is_said_of_it_and_no_longer_when_it_does_something_else(tmp_path: Path) -> None:
+    before = write(tmp_path, SOURCE)
+    assert measured.is_current({"measured": before}, tmp_path)
+    said = SOURCE.replace("Adds.", "Adds two\n\nnumbers.").replace("  # at once", "").replace("Returns", "Gives")
+    assert ast.dump(ast.parse(said)) != ast.dump(ast.parse(SOURCE)), "a docstring is part of the tree"
+    for same in (said, SOURCE.replace("\n\n\n", "\n\n# -----\n\n")):
+        assert write(tmp_path, same) == before, same
+    for other in (SOURCE.replace("a + b  #", "a - b  #"), SOURCE.replace('"#"', '"##"')):
+        assert write(tmp_path, other) != before, other
+        assert not measured.is_current({"measured": before}, tmp_path)
+    assert write(tmp_path, SOURCE, b"8") != before, "data counts too"
+    (tmp_path / "code" / "weights.bin").rename(tmp_path / "code" / "other.bin")
+    write(tmp_path, SOURCE)
+    assert not measured.is_current({"measured": before}, tmp_path), "there is one file more"
+
+
+def test_every_result_of_a_run_says_which_code_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "commit", lambda *paths: "abc1234")
+    said = record.about("c", "hiserve/core", "benchmarks/spread.py")
+    assert said["measured"] == measured.measured("hiserve/core", "benchmarks/spread.py")
+    assert measured.is_current(said)
+    callers = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.name != "record.py"]
+    calls = [
+        (path, call)
+        for path in callers
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "about"
+    ]
+    assert len(calls) >= 12
+    assert [str(path) for path, call in calls if len(call.args) < 2] == [], "they do not say which code they measure"
+
+
+def test_make_bench_records_every_figure_of_this_kind_of_machine_but_those_it_names() -> None:
+    """The others take longer, or training data that is not here."""
+    others = {"nano_acceptance", "nano_training", "nano_eagle3_training", "nano_mtp_training", "soak", "soak_calm"}
+    commands = [" ".join(each for each in suite if each != "-m").replace("/", ".") for suite in bench.SUITES]
+    for path in RESULTS.glob("*.json"):
+        found = json.loads(path.read_text())
+        if (
+            "NVIDIA" not in str(found.get("hardware", "NVIDIA"))
+            and path.stem not in others
+            and "weights" not in path.stem
+        ):
+            assert any(f".{path.stem}" in command for command in commands), f"make bench does not record {path.name}"
+
+
+def test_no_figure_of_a_peer_passes_for_one_of_the_same_run() -> None:
+    table = readme.START + (ROOT / "README.md").read_text().split(readme.START)[1].split(readme.END)[0]
+    lines = [line for line in table.splitlines() if "vLLM" in line]
+    assert lines and all(readme.THEN in line for line in lines)
+
+
+def test_a_spread_is_of_the_samples_and_a_single_one_is_said_to_be_one() -> None:
+    assert spread([5.0, 1.0, 3.0]) == pytest.approx((3.0, 1.4, 4.6))
+    assert spread_text([5.0, 1.0, 3.0], ".1f", " ms") == "3.0 ms [1.4 – 4.6]"
+    assert spread_text([3.0], ".0f") == "3 [one sample]"
