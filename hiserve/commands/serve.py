@@ -207,7 +207,7 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
         app: The application; its lifespan opens the gate.
         gate: Where the engine is.
         listener: A listening socket.
-        drain_timeout_s: Time that open requests get to finish after a signal.
+        drain_timeout_s: Time that open requests get to finish after a signal, and cached pages to reach slower tiers.
 
     Returns:
         The exit status, 0.
@@ -229,6 +229,8 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
         )
     )
     stop, stop_now = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    copy_until_s = 0.0
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set() or number == signal.SIGINT:
@@ -239,7 +241,6 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
         stop.set()
         stop_now.set()
 
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -249,10 +250,13 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
             print(f"listening on {url_of(listener)}", flush=True)
             await stop.wait()
             gate.drain()
+            copy_until_s = loop.time() + drain_timeout_s
             logger.info("draining: open requests have %g s to finish", drain_timeout_s)
             with contextlib.suppress(TimeoutError):  # what is left is aborted below
                 await asyncio.wait_for(_unless(stop_now, _idle(gate)), drain_timeout_s)
     finally:
+        if not stop_now.is_set():
+            await _unless(stop_now, gate.close(max(0.0, copy_until_s - loop.time())))
         await gate.close()
         server.should_exit = True
         await serving

@@ -72,7 +72,13 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     drain_timeout_s: Annotated[
         float,
-        about("Time that open requests get to finish when the server is told to stop.", unit="s", least=0, most=86_400),
+        about(
+            "Time that open requests get to finish when the server is told to stop, and then cached pages to reach the "
+            "store, or the named host cache.",
+            unit="s",
+            least=0,
+            most=86_400,
+        ),
     ] = 30.0
     metrics_compat: Annotated[
         Literal["none", "vllm", "sglang"], about("Show metrics under another engine's names too.")

@@ -108,6 +108,7 @@ class InProcess:
             undo.callback(self.engine.close)
             self._undo = undo.pop_all()
         self._room = room_for_jobs(config)
+        self._copy_s = config.server.drain_timeout_s
         self._last_uid = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-llm")
 
@@ -174,7 +175,8 @@ class InProcess:
         return self._thread.submit(self.engine.flush, tiers).result()
 
     def close(self) -> None:
-        """Ends the thread and frees the engine."""
+        """Ends the thread, lets cached pages reach slower tiers, and frees the engine."""
+        self._thread.submit(self.engine.finish_copies, self._copy_s)
         self._thread.shutdown()
         self._undo.close()
 
@@ -184,6 +186,7 @@ class Processes:
 
     def __init__(self, config: Config) -> None:
         self._room = room_for_jobs(config)
+        self._copy_s = config.server.drain_timeout_s
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hiserve-llm", daemon=True)
         self._thread.start()
@@ -241,8 +244,8 @@ class Processes:
             future.cancel()  # Ctrl-C while it waits
 
     def close(self) -> None:
-        """Stops the processes and the event loop."""
-        self._wait(self._client.stop())
+        """Stops the processes, once cached pages have reached slower tiers, and the event loop."""
+        self._wait(self._client.stop(copy_s=self._copy_s))
         self._end_loop()
 
     def _end_loop(self) -> None:

@@ -290,7 +290,13 @@ class InspectCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Exit now with status 0. Also from the client to the scheduler."""
+    """Exit with status 0. Also from the client to the scheduler. A second one ends what the first one allowed.
+
+    Attributes:
+        copy_s: Seconds that copies of pages to the host and the store get before that.
+    """
+
+    copy_s: float = 0.0
 
 
 # --- worker -> scheduler ------------------------------------------------------------------

@@ -209,19 +209,20 @@ class EngineClient:
         answer: Status = await self._ask(Query)
         return answer
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Ends scheduler and workers; may be called again.
+    async def stop(self, drain_s: float = 0.0, copy_s: float = 0.0) -> None:
+        """Ends scheduler and workers; may be called again, then at once.
 
         Args:
             drain_s: Seconds that requests already sent get to finish; those left then fail. To
                 refuse new ones meanwhile is the caller's part.
+            copy_s: Seconds that pages get after that to reach the host and the store.
         """
         if self._closed is None:
             await wait_for_event(self._idle, drain_s)
         self._close("the engine was stopped; send the request again, later or to another server.")
-        self._process.send(encode(Stop()))
+        self._process.send(encode(Stop(copy_s)))
         try:
-            await asyncio.wait_for(asyncio.shield(self._watch), STOP_TIMEOUT_S)
+            await asyncio.wait_for(asyncio.shield(self._watch), STOP_TIMEOUT_S + copy_s)
         except TimeoutError:
             self._process.kill()
             await self._watch

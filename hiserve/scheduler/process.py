@@ -86,6 +86,7 @@ class Service:
         timeouts = config.scheduler.queue_timeout_s, config.scheduler.request_timeout_s
         self._soonest_s = min(filter(None, timeouts), default=math.inf)  # no deadline of a new request is nearer
         self._replicas = config.parallel.replicas
+        self._copy_s = 0.0
         index = PrefixIndex(self._page_size, chain_of(is_strong=config.cache.store is not None))
         self._dispatcher = Dispatcher(self, POLICIES[config.scheduler.policy](), index, config.scheduler)
         self._supervisor = Supervisor(config, worker_command, self)
@@ -102,7 +103,7 @@ class Service:
         try:
             return await self._ended
         finally:
-            await self._supervisor.stop()
+            await self._supervisor.stop(self._copy_s)
             self._client.close(LINGER_MS)
 
     # --- from the client ------------------------------------------------------------------
@@ -131,7 +132,10 @@ class Service:
                 self._rounds.ask(InspectCache(ticket, depth), self._supervisor.ready_replicas())
             case Query(ticket):
                 self._client.send(encode(self._status(ticket)))
-            case Stop():
+            case Stop(copy_s):
+                if self._ended.done():
+                    self._supervisor.kill()
+                self._copy_s = copy_s
                 self._end(0)
 
     def _set_timer(self) -> None:

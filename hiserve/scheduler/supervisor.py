@@ -164,18 +164,26 @@ class Supervisor:
                     segment.close()
             self._ended.set()
 
-    async def stop(self) -> None:
-        """Ends all workers: those that listen within ``STOP_GRACE_S``, the others at once."""
+    async def stop(self, copy_s: float = 0.0) -> None:
+        """Ends all workers: those that listen within ``STOP_GRACE_S``, the others at once.
+
+        Args:
+            copy_s: Seconds that they get besides, to copy pages to slower tiers.
+        """
         self._stopping.set()
         for worker in self._workers.values():
             if worker.ready is None:
                 worker.process.kill()
             else:
-                worker.process.send(encode(Stop()))
-        if not await wait_for_event(self._ended, STOP_GRACE_S):
-            for worker in self._workers.values():
-                worker.process.kill()
+                worker.process.send(encode(Stop(copy_s)))
+        if not await wait_for_event(self._ended, STOP_GRACE_S + copy_s):
+            self.kill()
             await self._ended.wait()
+
+    def kill(self) -> None:
+        """Ends all workers at once; ``stop`` is under way."""
+        for worker in self._workers.values():
+            worker.process.kill()
 
     def send(self, replica: int, frames: Frames) -> None:
         """Sends a message to the living incarnation of a replica, if there is one."""

@@ -111,8 +111,8 @@ class Engine(Protocol):
     async def status(self) -> Status:
         """Asks the scheduler for its state and that of the workers."""
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Ends the engine's processes; running requests have ``drain_s`` seconds to finish."""
+    async def stop(self, drain_s: float = 0.0, copy_s: float = 0.0) -> None:
+        """Ends the engine's processes; running requests have ``drain_s`` seconds to finish, then pages ``copy_s``."""
 
     async def ended(self) -> str:
         """Returns when the engine's processes have ended: why."""
@@ -135,6 +135,7 @@ class Gate:
         self._is_begun = asyncio.Event()
         self._opening: asyncio.Task[Engine] | None = None
         self._engine: Engine | None = None
+        self._stopping: Engine | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
         self._loss = ""  # why the engine that served last does not
@@ -223,16 +224,22 @@ class Gate:
         """Refuses new requests from now on; running ones go on."""
         self._is_draining = True
 
-    async def close(self) -> None:
-        """Stops the engine; whatever still runs ends now. May be called again."""
+    async def close(self, copy_s: float = 0.0) -> None:
+        """Stops the engine; whatever still runs ends now. May be called again, also when it was cancelled.
+
+        Args:
+            copy_s: Seconds that cached pages get to reach the host and the store.
+        """
         self.drain()
         tasks = [task for task in (self._keeping, self._opening) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.stop()
+        if self._engine is not None:
+            self._stopping, self._engine = self._engine, None
+        if self._stopping is not None:
+            await self._stopping.stop(copy_s=copy_s)
+            self._stopping = None
 
     async def _open(self) -> Engine:
         begin = time.monotonic()

@@ -152,6 +152,7 @@ def _compose(
         facts,
         shares_prefixes=not config.cache.disable_prefix_cache,
         kv_events=kv_events,
+        has_heirs=config.cache.store is not None or config.cache.host_cache_name is not None,
     )
 
 

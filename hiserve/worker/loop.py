@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class Engine:
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
         kv_events: Publishes what the cache tells it, step by step; closed with the engine.
         pace: Estimates when the step in flight ends; by the monotonic clock if None.
+        has_heirs: What is copied to slower tiers outlives this process.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class Engine:
         shares_prefixes: bool = True,
         kv_events: KvEvents | None = None,
         pace: Pace | None = None,
+        has_heirs: bool = False,
     ) -> None:
         self.facts = facts
+        self._has_heirs = has_heirs
         self._shares_prefixes = shares_prefixes
         self._planner = planner
         self._executor = executor
@@ -195,6 +199,19 @@ class Engine:
         steps, pending_ops = self._planner.in_flight()
         verdict_step, verdict = self._executor.last_verdict()
         return Scene(steps, verdict, verdict_step, pending_ops)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
+        return self._has_heirs and self._is_sound and self._planner.is_copying
+
+    def finish_copies(self, timeout_s: float) -> None:
+        """Steps until every page is where it is to be kept, or the time is over."""
+        end_s = time.monotonic() + timeout_s
+        while self.is_copying and time.monotonic() < end_s:
+            self.step()
+            if not self.has_work:
+                time.sleep(MAX_ACK_WAIT_S)
 
     def close(self) -> None:
         """Waits for the steps in flight and gives everything back."""

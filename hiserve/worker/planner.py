@@ -160,6 +160,11 @@ class Planner:
         has_copies = self._loading.has_copies or self._prefetches.has_work
         return bool(has_requests or has_copies or not self._report.is_empty)
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are on their way to slower tiers, or wait for it."""
+        return self._loading.has_copies or self._prefetches.is_uploading
+
     def settle(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
         """Takes in how copies ended, and (uid, pages) that a store has; a row whose load failed starts over."""
         self._prefetches.found(found)

@@ -21,6 +21,7 @@ MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in pieces, so that what is there can be used
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
+STALL_S = 5.0  # at the end, whoever waits for uploads gives a store up that has answered nothing for so long
 PATIENCE_S = 2.0  # orders older than this are no work: whoever is idle stops polling for them
 
 
@@ -96,6 +97,7 @@ class Prefetches:
         self._to_ask: dict[int, _Want] = {}
         self._asked: dict[int, _Want] = {}
         self._open: dict[int, _Order] = {}
+        self._answered_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -104,6 +106,14 @@ class Prefetches:
             return True
         oldest = next(iter(self._open.values()), None)
         return oldest is not None and self._clock() - oldest.since < PATIENCE_S
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether pages wait for the store or are on their way there; not while it has answered nothing for long."""
+        if not (self._open or self._cache.uploads.num_waiting):
+            return False
+        oldest_s = min((order.since for order in self._open.values()), default=self._clock())
+        return self._clock() - max(oldest_s, self._answered_s) < STALL_S
 
     def add(self, request: Request) -> None:
         """A request began to wait: the store is to be asked for what the cache lacks of it."""
@@ -179,6 +189,7 @@ class Prefetches:
             if order is None:
                 others.append(ack)
                 continue
+            self._answered_s = self._clock()
             if order.copy.kind is CopyKind.STORE:
                 self._cache.end_stage(ack.op, ok=ack.is_ok)
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import signal
 import time
@@ -68,6 +69,10 @@ class Engine(Protocol):
     def has_work(self) -> bool:
         """Whether ``step`` should be called again without waiting for a message."""
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
+
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""
 
@@ -93,7 +98,7 @@ class Service:
         self._incarnation = incarnation
         self._outbox = Outbox(channel, incarnation)
         self._decoder = Decoder[ToWorker](ToWorker)
-        self._is_stopped = False
+        self._stop_at_s = math.inf
         self._told: WorkerStats | None = None
         self._told_s = 0.0
 
@@ -118,8 +123,16 @@ class Service:
         )
         self._outbox.answer(ready)
         self._tell(None)
-        while not self._is_stopped:
+        while not self._is_over():
             self._turn()
+
+    def _is_over(self) -> bool:
+        """Whether it was told to stop, and no page is left to be copied, or no time for that."""
+        if self._stop_at_s == math.inf or (self._engine.is_copying and time.monotonic() < self._stop_at_s):
+            return False
+        if self._engine.is_copying:
+            logger.warning("pages that were being copied to the host or the store are lost: no time was left for them")
+        return True
 
     def _turn(self) -> None:
         """Handles all that has come, does one step, and says what it changed."""
@@ -155,8 +168,8 @@ class Service:
             case InspectCache(ticket, depth):
                 nodes = self._engine.inspect(depth)
                 self._outbox.answer(CacheInspected(incarnation=self._incarnation, ticket=ticket, nodes=nodes))
-            case Stop():
-                self._is_stopped = True
+            case Stop(copy_s):
+                self._stop_at_s = time.monotonic() + copy_s
             case Configure() as configure:
                 raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")
 

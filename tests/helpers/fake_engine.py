@@ -170,6 +170,10 @@ class FakeEngine:
     def stats(self) -> WorkerStats:
         return WorkerStats(running=len(self._requests), steps=self._num_steps, free_pages=self.facts.num_pages)
 
+    @property
+    def is_copying(self) -> bool:
+        return False
+
     def scene(self) -> Scene:
         return Scene([StepScene(self._num_steps, sorted(self._requests), len(self._requests), 0, [], [])])
 

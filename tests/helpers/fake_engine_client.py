@@ -204,7 +204,7 @@ class FakeEngineClient:
         self.is_ready, self.trouble = False, why
         self.death.set()
 
-    async def stop(self, drain_s: float = 0.0) -> None:
+    async def stop(self, drain_s: float = 0.0, copy_s: float = 0.0) -> None:
         self.stopped += 1
         self.is_ready = False
 

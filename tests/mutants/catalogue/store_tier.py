@@ -94,6 +94,27 @@ MUTANTS = [
         test="tests/e2e/test_store_tier.py::test_with_a_full_host_nobody_waits_for_the_store_and_the_miss_says_why",
     ),
     Mutant(
+        name="the end of an engine waits for no upload",
+        file="hiserve/worker/loop.py",
+        old="        while self.is_copying and time.monotonic() < end_s:\n",
+        new="        while False:\n",
+        test="tests/e2e/test_store_at_the_end.py::test_what_waits_when_an_engine_is_closed_is_uploaded_first",
+    ),
+    Mutant(
+        name="the end of an engine waits for a store that answers nothing",
+        file=PREFETCH,
+        old="        return self._clock() - max(oldest_s, self._answered_s) < STALL_S\n",
+        new="        return True\n",
+        test=OF_PREFETCH + "test_a_store_that_answers_nothing_is_given_up_at_the_end",
+    ),
+    Mutant(
+        name="a stopped server uploads nothing more",
+        file="hiserve/scheduler/client.py",
+        old="encode(Stop(copy_s))",
+        new="encode(Stop())",
+        test="tests/e2e/test_store_at_the_end.py::test_sigterm_lets_pages_reach_a_slow_store",
+    ),
+    Mutant(
         name="an idle engine forgets what it ordered",
         file=PREFETCH,
         old="        return oldest is not None and self._clock() - oldest.since < PATIENCE_S\n",

@@ -96,7 +96,7 @@ async def test_sigint_or_a_second_sigterm_stops_at_once(running: Running, signal
     await running.ready()
     stream = await running.open_stream()
 
-    async def stop(drain_s: float = 0.0) -> None:  # a stopped engine ends its streams
+    async def stop(drain_s: float = 0.0, copy_s: float = 0.0) -> None:  # a stopped engine ends its streams
         running.server.engine.failure = EngineError("stopped.")
         running.server.engine.fail_at = 1
         running.hold.set()

@@ -134,3 +134,25 @@ async def test_an_engine_without_workers_says_so(starter: Starter) -> None:
     starter.engines[0].trouble = "no worker is left: worker 0 died (exit code 71)."
     assert gate.reason == "no worker is left: worker 0 died (exit code 71)."
     await gate.close()
+
+
+async def test_who_has_no_patience_with_pages_on_their_way_closes_again(
+    starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = await opened(starter)
+    engine, given = starter.engines[0], []
+
+    async def stop(drain_s: float = 0.0, copy_s: float = 0.0) -> None:
+        given.append((drain_s, copy_s))
+        if copy_s:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(engine, "stop", stop)
+    closing = asyncio.create_task(gate.close(30.0))
+    while not given:
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    await gate.close()
+    await gate.close()
+    assert given == [(0.0, 30.0), (0.0, 0.0)]

@@ -12,7 +12,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.costs import MAX_LEFT, Costs
-from hiserve.worker.prefetch import MAX_LOOKUPS, MAX_PAGES, MAX_PREFETCHES, MAX_WAIT_S, PATIENCE_S, Prefetches
+from hiserve.worker.prefetch import MAX_LOOKUPS, MAX_PAGES, MAX_PREFETCHES, MAX_WAIT_S, PATIENCE_S, STALL_S, Prefetches
 from hiserve.worker.waiting import Request
 from tests.helpers.tiers import PAGE_SIZE, TENANT, backed, cached, is_whole, new_cache, serve, squeeze, store
 
@@ -525,6 +525,27 @@ def test_tc_41_orders_are_polled_for_while_idle_but_not_for_ever() -> None:
     desk.now_s += PATIENCE_S + 0.1
     assert not desk.has_work()
     desk.end()
+    desk.check()
+
+
+def test_a_store_that_answers_nothing_is_given_up_at_the_end() -> None:
+    desk = Desk()
+    assert not desk.prefetches.is_uploading
+    for page in (5, 6):
+        desk.cache.release(serve(desk.cache, page))
+    assert desk.prefetches.is_uploading
+    store(desk.cache)
+    desk.send()
+    desk.now_s += STALL_S - 0.1
+    assert desk.prefetches.is_uploading
+    first, second = desk.copies
+    desk.end(first)
+    desk.now_s += STALL_S - 0.1
+    assert desk.prefetches.is_uploading
+    desk.now_s += 0.2
+    assert not desk.prefetches.is_uploading
+    desk.end(second)
+    assert not desk.prefetches.is_uploading
     desk.check()
 
 
