@@ -219,8 +219,8 @@ MUTANTS = [
     Mutant(
         name="a server that ends takes new requests",
         file="hiserve/commands/serve.py",
-        old="            gate.drain()\n            logger",
-        new="            logger",
+        old="            gate.drain()\n            copy_until_s",
+        new="            copy_until_s",
         test="tests/unit/commands/test_serve.py::test_sigterm_lets_open_streams_finish_and_refuses_new_ones",
     ),
     Mutant(
