@@ -208,6 +208,7 @@ class Processes:
                 for job in jobs:
                     await room.acquire()
                     group.create_task(self._finish(job, room, ended))
+                    await asyncio.sleep(0)  # it is sent before the next prompt is encoded
         except ExceptionGroup as several:
             raise several.exceptions[0] from None
         finally:

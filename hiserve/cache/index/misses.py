@@ -131,10 +131,10 @@ def explain(
         # That others hold these very tokens is theirs to know: only that there are others is told.
         return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
     if used < node.num_pages:
-        siblings = [node.key[used * page_bytes :]]
+        siblings = [node.key[used * page_bytes : (used + 1) * page_bytes]]
     else:
-        siblings = [child.key for child in islice(node.children.values(), MAX_SIBLINGS)]
-    shared = max((tree.common_tokens(sibling[:page_bytes], rest) for sibling in siblings), default=0)
+        siblings = list(islice(node.children, MAX_SIBLINGS))  # by their first pages
+    shared = tree.closest(siblings, rest[:page_bytes]) if siblings else 0
     if siblings and num_tokens + shared:
         return Miss(MissReason.DIVERGED, num_tokens + shared)
     return Miss(MissReason.COLD, num_tokens)

@@ -6,7 +6,7 @@ Keys are packed int32 bytes, so that comparing a run of tokens is one ``startswi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -83,6 +83,17 @@ class RadixTree:
         theirs = np.frombuffer(key, dtype=np.int32, count=length // 4, offset=offset)
         differs = ours != theirs
         return int(differs.argmax()) if differs.any() else ours.size
+
+    def closest(self, pages: Sequence[bytes], page: bytes) -> int:
+        """Returns how many leading tokens of a page the closest of other pages shares.
+
+        Args:
+            pages: One or more pages of tokens.
+            page: Another.
+        """
+        theirs = np.frombuffer(b"".join(pages), dtype=np.int32).reshape(len(pages), self.page_size)
+        differs = theirs != np.frombuffer(page, dtype=np.int32)
+        return int(np.where(differs.any(axis=1), differs.argmax(axis=1), self.page_size).max())
 
     def split(self, node: Node, num_pages: int) -> Node:
         """Cuts ``node`` after ``num_pages``; returns the new upper part.

@@ -7,6 +7,7 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.misses import Miss, MissReason, RecentDigests
+from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.tiers import Tier
 from hiserve.core.digest import pack_tokens
 from tests.helpers.tiers import (
@@ -69,6 +70,14 @@ def test_where_others_went_on_differently_is_told_to_the_token(cache: CacheManag
         num_used = cache.match(TENANT, key).num_tokens
         assert cache.explain(TENANT, key, num_used) == Miss(MissReason.DIVERGED, expected)
     cache.release(receipt)
+
+
+def test_of_many_others_the_closest_tells_where_a_prompt_diverged() -> None:
+    rng, tree = np.random.default_rng(3), RadixTree(4)
+    for _ in range(100):
+        pages, page = rng.integers(0, 3, (rng.integers(1, 33), 4)), rng.integers(0, 3, 4)
+        expected = max(next((at for at in range(4) if other[at] != page[at]), 4) for other in pages)
+        assert tree.closest([pack_tokens(other) for other in pages], pack_tokens(page)) == expected
 
 
 def test_what_was_evicted_is_remembered_on_every_way_out(cache: CacheManager) -> None:

@@ -1,0 +1,53 @@
+"""Prompts are sent to the engine's processes while later ones are still being encoded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.llm.backends import Job, Processes
+from hiserve.scheduler.stream import Delta
+
+PROMPT, NUM_PROMPTS = 100, 12
+
+
+class Diary:
+    """What happened, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def jobs(self) -> Iterator[Job]:
+        """Encodes one prompt after the other, each when it is asked for."""
+        for number in range(NUM_PROMPTS):
+            self.events.append(f"encoded {number}")
+            tokens = np.full(PROMPT, number, dtype=np.int32)
+            yield Job(number, tokens, SamplingParams(seed=1), 0, lambda *_: False, lambda _: None)
+
+
+class Client:
+    """An engine client that answers everything with one token."""
+
+    def __init__(self, diary: Diary) -> None:
+        self._diary = diary
+
+    async def generate(self, tokens: Int32Array, sampling: Any, *, choice: int) -> AsyncGenerator[Delta, None]:
+        self._diary.events.append(f"sent {tokens[0]}")
+        await asyncio.sleep(0.001)
+        yield Delta([1], FinishReason.LENGTH, None, None, b"", -1)
+
+
+def test_processes_get_each_prompt_before_the_next_is_encoded() -> None:
+    diary, ended = Diary(), SimpleQueue[Job | None]()
+    backend: Any = object.__new__(Processes)
+    backend._room, backend._client = 100, Client(diary)
+    asyncio.run(backend._drive(diary.jobs(), ended))
+    assert ended.qsize() == NUM_PROMPTS + 1
+    for number in range(NUM_PROMPTS - 1):
+        assert diary.events.index(f"sent {number}") < diary.events.index(f"encoded {number + 1}")
