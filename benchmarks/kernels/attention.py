@@ -1,9 +1,14 @@
 """Attention backends beside each other and beside what the device can do, on the heads of Llama-8B.
 
-Usage: ``python -m benchmarks.kernels.attention OUT.json COMMIT [--tiny]``. Batches of one width are timed as a graph over
-all layers, which could hold rows of ``GRAPH_MAX_LEN`` tokens, as those of the engine; others by events, layer by layer. The limit is the longer of reading all
-keys and values once at the rate of a copy, and of all products at the rate of a matrix product. Bars: Triton at least 0.8 of
-FlashInfer where a case says so. ``--tiny`` runs small cases on the CPU, as a test of this file.
+Usage: ``python -m benchmarks.kernels.attention OUT.json COMMIT [--heads 32 8 128] [--tiny]``. Batches of one width are timed as
+a graph over all layers, which could hold rows of ``GRAPH_MAX_LEN`` tokens, as those of the engine; others by events, layer by
+layer. The limit is the longer of reading all keys and values once at the rate of a copy, and of all products at the rate of a
+matrix product. Bars: Triton at least 0.8 of FlashInfer where a case says so.
+
+A choice between backends for rows that decode or verify needs more than their kernels: who needs lengths from the host makes a
+schedule before each replay. So ``choices`` lists, shape by shape, what a step takes of the device (all layers) and of the host
+(that schedule), who is faster where the schedule is hidden behind the step before, and where it is not: with drafts it cannot be,
+for no step is planned ahead then. ``--tiny`` runs small cases on the CPU, as a test of this file.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -21,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import ceilings
-from benchmarks.gpu.clock import median_s, recorded
+from benchmarks.gpu.clock import clocked, median_s, recorded
 from benchmarks.gpu.figures import Figure, table
 from benchmarks.record import about
 from hiserve.attention.backends import fitting_backends, open_attention
@@ -34,6 +40,7 @@ SEED = 20261121
 PAGE_SIZE = 16
 GRAPH_MAX_LEN = 9216  # tokens of the longest row that a graph must do
 BAR = 0.8
+NUM_SCHEDULES = 20
 MAX_DIFFERENCE = 0.02  # of bfloat16 outputs, relative
 
 
@@ -64,12 +71,11 @@ def decode(rows: int, context: int, new: int = 1, *, has_bar: bool = False) -> C
     return Case(name, ((context - new, new),) * rows, has_bar)
 
 
+MAX_TOKENS = 32 * 8192  # of a batch: the pool of all layers takes 34 GB then
+SHAPES = [(rows, context) for context in (1024, 2048, 8192) for rows in (1, 4, 8, 16, 32, 64, 128)]
 FULL = (
-    *(decode(rows, 1024) for rows in (1, 8, 32, 128)),
-    *(decode(rows, 8192) for rows in (1, 8, 32)),
-    decode(32, 2048, has_bar=True),
-    decode(8, 2048, 4),
-    decode(32, 2048, 4),
+    *(decode(*shape, has_bar=shape == (32, 2048)) for shape in SHAPES if shape[0] * shape[1] <= MAX_TOKENS),
+    *(decode(rows, context, new) for new in (2, 4, 8) for rows in (1, 8, 32) for context in (2048, 8192)),
     Case("prefill 1 x 8192", ((0, 8192),), has_bar=True),
     Case("prefill 8 x 1024", ((0, 1024),) * 8),
     Case("extend 2048 after 6144", ((6144, 2048),)),
@@ -138,10 +144,27 @@ def seconds(batch: Batch, attention: Attention, case: Case, num_layers: int, dev
     return median_s(device, recorded(step) if is_graph else step, 10) / num_layers
 
 
+def schedule_s(batch: Batch, attention: Attention, device: str) -> float:
+    """Median seconds of the host that each replay waits for; none where lengths are read on the device."""
+    if not attention.needs_host_lengths:
+        return 0.0
+
+    def idle() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    took = []
+    for _ in range(NUM_SCHEDULES):
+        idle()  # to wait for the device is no work of the host
+        took.append(clocked(lambda: attention.plan(batch.inputs)))
+    return median(took)
+
+
 def measure(case: Case, batch: Batch, shape: AttentionShape, names: Sequence[str], device: str) -> dict[str, Any]:
     """Times every backend on a case, and compares what they compute with the first one's."""
     found: dict[str, Any] = {
         "seconds": {},
+        "schedule_s": {},
         "differences": {},
         "errors": {},
         "flop": batch.flop,
@@ -158,6 +181,8 @@ def measure(case: Case, batch: Batch, shape: AttentionShape, names: Sequence[str
             expected = out if expected is None else expected
             found["differences"][name] = float((out - expected).norm() / expected.norm())
             found["seconds"][name] = seconds(batch, attention, case, shape.num_layers, device)
+            if case.is_even:
+                found["schedule_s"][name] = schedule_s(batch, attention, device)
         except Exception:  # noqa: BLE001 - the other backends and cases are worth having
             found["errors"][name] = traceback.format_exc()
             print(f"{case.name}, {name}: {found['errors'][name][-400:]}", flush=True)
@@ -179,15 +204,45 @@ def figures(case: Case, found: dict[str, Any], limits: dict[str, float]) -> list
     return lines
 
 
+def choice(case: Case, found: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Returns what a step of rows of one width takes with each backend, and who is faster."""
+    device_s = {name: num_layers * took for name, took in found["seconds"].items()}
+    exposed_s = {name: took + found["schedule_s"][name] for name, took in device_s.items()}
+    hidden_s = {name: max(took, found["schedule_s"][name]) for name, took in device_s.items()}
+    return {
+        "case": case.name,
+        "rows": len(case.rows),
+        "width": case.rows[0][1],
+        "context": sum(case.rows[0]),
+        "device_s": device_s,
+        "schedule_s": found["schedule_s"],
+        "fastest_if_hidden": min(hidden_s, key=hidden_s.__getitem__, default=None),
+        "fastest_if_exposed": min(exposed_s, key=exposed_s.__getitem__, default=None),
+    }
+
+
+def table_of(choices: Sequence[dict[str, Any]]) -> str:
+    """Returns a line for each choice: milliseconds of the device, and of the host before it."""
+    lines = [f"{'a step of all layers, ms (+ schedule)':<28} {'fastest, hidden':<16} {'exposed':<12} by backend"]
+    for each in choices:
+        times = ", ".join(
+            f"{name} {1e3 * took:.3f} (+ {1e3 * each['schedule_s'][name]:.3f})"
+            for name, took in each["device_s"].items()
+        )
+        lines.append(f"{each['case']:<36} {each['fastest_if_hidden']!s:<16} {each['fastest_if_exposed']!s:<12} {times}")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Writes the result file; returns 1 if a backend failed or computes something else."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("commit")
+    parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), help="query heads, KV heads, their size")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     device, cases, num_layers = ("cpu", TINY, 2) if given.tiny else ("cuda", FULL, 32)
-    dtype, heads = (torch.float32, (4, 2, 16)) if given.tiny else (torch.bfloat16, (32, 8, 128))
+    dtype, heads = (torch.float32, (4, 2, 16)) if given.tiny else (torch.bfloat16, tuple(given.heads))
     shape = AttentionShape(num_layers, *heads, PAGE_SIZE, dtype)
     spec = CacheGroupSpec(
         name="kv",
@@ -196,7 +251,9 @@ def main() -> int:
         head_dim=heads[2],
         dtype=str(dtype).removeprefix("torch."),
     )
-    flags = " --tiny" * given.tiny
+    flags = " --tiny" * given.tiny + (f" --heads {' '.join(map(str, heads))}" if heads != (32, 8, 128) else "") * (
+        not given.tiny
+    )
     result = about(
         f"python -m benchmarks.kernels.attention{flags} OUT.json COMMIT",
         "hiserve/attention",
@@ -204,7 +261,14 @@ def main() -> int:
         at_commit=given.commit,
         num_gpus=int(not given.tiny),
     )
-    result |= {"ceilings": ceilings.measure(device), "seed": SEED, "heads": heads, "figures": [], "cases": {}}
+    result |= {
+        "ceilings": ceilings.measure(device),
+        "seed": SEED,
+        "heads": heads,
+        "figures": [],
+        "choices": [],
+        "cases": {},
+    }
     num_pages = 1 + max(sum(-(-(cached + new) // PAGE_SIZE) for cached, new in case.rows) for case in cases)
     pool = DevicePool((spec,), num_pages, PAGE_SIZE, device)
     torch.manual_seed(SEED)
@@ -216,8 +280,10 @@ def main() -> int:
             batch = Batch(case, shape, pool, num_pages, device)
             found = result["cases"][case.name] = measure(case, batch, shape, names, device)
             result["figures"] += [asdict(figure) for figure in figures(case, found, result["ceilings"])]
+            result["choices"] += [choice(case, found, num_layers)] if case.is_even else []
             given.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result["figures"]))
+    print(table_of(result["choices"]))
     worst = max(each for case in result["cases"].values() for each in case["differences"].values())
     print(f"largest relative difference between backends {worst:.2e} (at most {MAX_DIFFERENCE:g})")
     return int(worst > MAX_DIFFERENCE or any(case["errors"] for case in result["cases"].values()))

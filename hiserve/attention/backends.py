@@ -184,10 +184,12 @@ def _open_fastest(
 ) -> Attention:
     """Opens the fastest of those that fit, or of two of them each where it is fastest.
 
-    Nothing is measured here: on an H200 the order was the same for every shape that was measured, with heads of 128
-    elements, 2 or 4 of them for a KV head. Triton's kernels decode faster (32 rows of 2,048 tokens at 4.08 TB/s against
-    3.74), and need no lengths from the host. FlashInfer's kernels for Hopper compute prompts faster (one of 8,192 tokens
-    at 669 TFLOP/s against 551, 1,024 behind 7,168 at 549 against 339); those for other devices do not (at 362 and 310).
+    Nothing is measured here. Rows that decode are Triton's, though its kernels are not the faster ones: on an H200
+    (``benchmarks/results/attention.json``, at 7fa9001) FlashInfer's took between 0.77 and 1.18 of their time, less in six of
+    eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the host before each step, from
+    lengths that the host must know: with drafts no step could be planned ahead (``worker/build.py``), and rows that decode
+    beside prompts would have no graph (``ragged``). ``choices`` in that benchmark says what a schedule costs, shape by shape.
+    FlashInfer's kernels for Hopper compute prompts faster, in 0.73 to 0.91 of the time at each of the shapes measured.
     """
     fits = fitting_backends(shape, device, has_trees=has_trees)
     fastest = _BACKENDS[fits[0]].open(shape)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.flashinfer_calls import Chunks, Decode, GraphBuffers, RowLengths, Rows, pin
+from hiserve.attention.flashinfer_tiles import graph_tiles
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.page_lists import list_pages
-
-_TILES = (16, 64, 128)  # query vectors of one program
 
 
 class Workspace:
@@ -140,9 +139,7 @@ class GraphAttention:
     def _make(self, table_width: int) -> None:
         shape, workspace, num_rows = self._shape, self._workspace, self._pages.rows.shape[0]
         group = shape.num_heads // shape.num_kv_heads
-        tile = next((tile for tile in _TILES if self._width * group <= tile), _TILES[-1])
-        num_tiles = -(-num_rows * self._width * group // tile) + num_rows
-        num_tiles = max(num_tiles, workspace.num_programs // shape.num_kv_heads)
+        num_tiles, tile = graph_tiles(num_rows, self._width, group, shape.num_kv_heads, workspace.num_programs)
         partials = workspace.partials(num_tiles * shape.num_heads, tile)
         self._pages = PageList(
             self._pages.rows, self._pages.indptr, workspace.indices(num_rows * table_width), shape.page_size

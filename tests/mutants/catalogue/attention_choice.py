@@ -14,6 +14,13 @@ OF_COVERAGE = "tests/unit/runners/test_graph_coverage.py::"
 
 MUTANTS = [
     Mutant(
+        name="FlashInfer's tile in a graph is that of its rows, not of the longest there could be",
+        file="hiserve/attention/flashinfer_tiles.py",
+        old="longest = (num_rows * (width - 1) + 1) * group",
+        new="longest = width * group",
+        test="tests/unit/attention/test_flashinfer_tiles.py",
+    ),
+    Mutant(
         name="steps are planned ahead although attention needs lengths that drafts make uncertain",
         file="hiserve/worker/build.py",
         old="if depth and config.spec.tiers[-1] and runners.needs_host_lengths:",
