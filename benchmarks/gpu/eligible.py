@@ -8,7 +8,9 @@ from hiserve.runners.gate import Action, Reason
 
 # Why a step runs eagerly that no graph is made for, whatever else goes on. Any other reason is a replay that was lost: loads,
 # a page that moved, a capture or a replay that failed.
-NOT_ELIGIBLE = frozenset(reason.value for reason in (Reason.TOKENS, Reason.ROWS, Reason.WIDTH, Reason.GRAPHS_OFF))
+NOT_ELIGIBLE = frozenset(
+    reason.value for reason in (Reason.TOKENS, Reason.ROWS, Reason.CONTEXT, Reason.WIDTH, Reason.GRAPHS_OFF)
+)
 
 
 def share_of_eligible(gate: GateCounts) -> float | None:

@@ -77,7 +77,7 @@ def test_only_what_a_graph_was_made_for_counts_against_the_gate() -> None:
     gate = {
         "replay": {"decode": 90, "piecewise": 6},
         "eager": {"tokens": 40, "strict_load": 1, "capture_failed": 1, "step_failed": 1},
-        "defer": {"stale_table": 1},
+        "defer": {"load_failed": 1},
     }
     assert share_of_eligible(gate) == pytest.approx(0.96)
     assert share_replayed(gate) == pytest.approx(96 / 140)
