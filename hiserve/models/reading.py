@@ -118,11 +118,6 @@ def read_pieces(pieces: Sequence[Piece], device: torch.device) -> None:
     """
     waiting: deque[tuple[Piece, _Buffer, Future[None]]] = deque()
     with ExitStack() as stack:
-        fds = {piece.path: -1 for piece in pieces}
-        for path in fds:
-            fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, fds[path])
-            os.posix_fadvise(fds[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)
         buffers = _Buffers(min(NUM_BUFFERS, len(pieces)), max((piece.num_bytes for piece in pieces), default=0), device)
         stack.callback(buffers.close)
         pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-weights")
@@ -139,7 +134,7 @@ def read_pieces(pieces: Sequence[Piece], device: torch.device) -> None:
             if len(waiting) == len(buffers):
                 finish()
             buffer = buffers[number % len(buffers)]
-            waiting.append((piece, buffer, pool.submit(buffer.load, piece, fds[piece.path])))
+            waiting.append((piece, buffer, pool.submit(buffer.load, piece)))
         while waiting:
             finish()
         buffers.wait()
@@ -192,14 +187,17 @@ class _Buffer:
         self._device = device
         self._copied = None if device is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-    def load(self, piece: Piece, fd: int) -> None:
+    def load(self, piece: Piece) -> None:
         """Reads a piece, after what the buffer held has been copied; straight into the targets where that is possible."""
         self.wait()
-        if all(part.is_direct for part in piece.parts):
-            for part in piece.parts:
-                _read(fd, part.target.view(torch.uint8), piece.begin + part.begin, piece.path)
-        else:
-            _read(fd, self._memory[: piece.num_bytes], piece.begin, piece.path)
+        # Of its own: what the kernel reads ahead it decides by what one open file reads, which must be one piece.
+        with piece.path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), piece.begin, piece.num_bytes, os.POSIX_FADV_SEQUENTIAL)
+            if all(part.is_direct for part in piece.parts):
+                for part in piece.parts:
+                    _read(file.fileno(), part.target.view(torch.uint8), piece.begin + part.begin, piece.path)
+            else:
+                _read(file.fileno(), self._memory[: piece.num_bytes], piece.begin, piece.path)
 
     def unload(self, piece: Piece) -> None:
         """Copies a piece that was read to its targets; on a CUDA device this is asynchronous."""
