@@ -72,3 +72,12 @@ def test_every_case_of_a_kernel_benchmark_runs(module: str, tmp_path: Path) -> N
     result, _ = run(module, tmp_path / "out.json")
     assert len(result["figures"]) >= 8
     assert all(figure["value"] > 0 for figure in result["figures"])
+
+
+@pytest.mark.long
+def test_defaults_are_measured_beside_an_engine_in_process(tmp_path: Path) -> None:
+    result, told = run("benchmarks.defaults", tmp_path / "defaults.json")
+    (found,) = result["shapes"].values()
+    assert set(found["samples"]) == {"defaults", "in process"}
+    assert found["ratios"]["of in process"].keys() == {"first row", "1 row", "128 rows", "64 chats of 6 turns"}
+    assert "of in process" in told
