@@ -11,11 +11,11 @@ from jinja2.filters import FILTERS as JINJA
 from jinja2.runtime import Context
 
 from hiserve.text.budget import ENTRY_CHARS, budget_of, check_width, text_of
+from hiserve.text.comparisons import FILTERS as COMPARING
 
 # What they return is no larger than what they get.
 _BOUNDED = (
-    "abs attr count d default dictsort first float groupby int items last length list map max min reject "
-    "rejectattr reverse select selectattr sort unique"
+    "abs attr count d default first float int items last length list map reject rejectattr reverse select selectattr"
 )
 # They turn a value into text first, which may be a list of lists of one long text.
 _OF_TEXT = "capitalize e escape forceescape lower safe title trim upper urlencode wordcount"
@@ -95,6 +95,7 @@ def _sum(context: Context, value: Iterable[Any], attribute: Any = None, start: f
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
+    **COMPARING,
     **{name: JINJA[name] for name in _BOUNDED.split()},
     **{name: _of_text(JINJA[name]) for name in _OF_TEXT.split()},
     "format": _format,

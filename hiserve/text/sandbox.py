@@ -10,8 +10,7 @@ each rendering has a *budget* and pays from it
 
 What can make much out of little (``*``, ``**``, ``replace``, ``join``, padding ...) pays before it begins, and
 filters that cannot be made to are left out. Each payment also looks at the clock. Between two payments there is
-only work in proportion to what was paid for. One gap is left: comparing or sorting lists that contain each
-other many times over. Only a template that is written for it can do that, not a request.
+only work in proportion to what was paid for. What compares, sorts or looks up lists is in ``text.comparisons``.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from hiserve.text.budget import BUDGET, ENTRY_CHARS, Budget, budget_of, check_bits, check_width, text_of
+from hiserve.text.comparisons import TESTS, check_key, compared, pay_call
 from hiserve.text.filters import FILTERS
 
 BLOCK_CHARS = 8  # what a block costs beside its text
@@ -62,6 +62,30 @@ class _Generator(CodeGenerator):
         self.write("environment.paid(context, ")
         super().visit_Filter(node, frame)
         self.write(")")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        """Writes ``a < b <= c``; an operand that the one before it makes unnecessary is not computed."""
+        self.write("environment.compared(context, ")
+        self.visit(node.expr, frame)
+        for operand in node.ops:
+            self.write(f", {operand.op!r}, lambda: ")
+            self.visit(operand.expr, frame)
+        self.write(")")
+
+    def visit_Pair(self, node: nodes.Pair, frame: Frame) -> None:  # noqa: N802
+        """Writes an entry of a dict."""
+        self.write("environment.check_key(")
+        self.visit(node.key, frame)
+        self.write("): ")
+        self.visit(node.value, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        """Writes ``{a: b}``."""
+        self.write("{")
+        for pair in node.items:
+            self.visit(pair, frame)
+            self.write(", ")
+        self.write("}")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
         """Writes ``a[b]``; a slice is a copy."""
@@ -118,6 +142,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with budgets; other settings are those of Hugging Face transformers."""
 
     code_generator_class = _Generator
+    compared = staticmethod(compared)
+    check_key = staticmethod(check_key)
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
@@ -128,6 +154,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             finalize=_finalize,
         )
         self.filters = dict(FILTERS)
+        self.tests = dict(TESTS)
         del self.globals["lipsum"]
 
     def stream(self, template: jinja2.Template, variables: Mapping[str, Any], budget: Budget) -> Iterator[str]:
@@ -169,6 +196,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(__obj, _Form):
             return __self.paid(__context, __self._filled(__context, __obj, args, kwargs))
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        pay_call(budget_of(__context), __obj, [*args, *kwargs.values()])
         if isinstance(owner, str) and name == "replace":
             return __self.call_filter("replace", owner, args, kwargs, __context)
         if isinstance(owner, str) and name == "join":
@@ -190,6 +218,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if not isinstance(owner, str) or name not in ("format", "format_map"):
             return None
         return _Form(owner, is_map=name == "format_map")  # type: ignore[return-value]
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Returns an entry."""
+        return super().getitem(obj, check_key(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Says whether a template may have an attribute."""

@@ -298,9 +298,15 @@ NO_ROUTE: list[tuple[str, str, int]] = [
         ("DELETE", "/reset_prefix_cache", 405),
         ("GET", "/reset_prefix_cache", 405),
     ),
-    *(("POST", path, 404) for path in ("/", "/v1", "/v1/", "/v1/completions/", "//v1/completions", "/v1/embeddings")),
+    *(
+        ("POST", path, 404)
+        for path in ("/none", "/v1", "/v1/", "/v1/completions/", "//v1/completions", "/v1/embeddings")
+    ),
     *(("POST", path, 404) for path in ("/V1/completions", "/v1/%00", "/v1/%ff%fe", "/v1/completions%2f", "/a" * 5000)),
-    *(("GET", path, 404) for path in ("/docs", "/v1/../../etc/passwd", "/%2e%2e/etc/passwd", "/?a=" + "b" * 5000)),
+    *(
+        ("GET", path, 404)
+        for path in ("/docs/none", "/v1/../../etc/passwd", "/%2e%2e/etc/passwd", "/none?a=" + "b" * 5000)
+    ),
 ]
 
 

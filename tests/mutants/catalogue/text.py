@@ -220,6 +220,13 @@ MUTANTS = [
         test=OF_PROMPTS + "test_long_prompts_are_encoded_in_a_thread_and_short_ones_inline",
     ),
     Mutant(
+        name="comparing lists costs nothing",
+        file="hiserve/text/comparisons.py",
+        old="    pay_visits(budget, left)\n    pay_visits(budget, right)\n",
+        new="    budget.pay(1)\n",
+        test=OF_SANDBOX + "test_a_template_that_would_not_end_is_stopped",
+    ),
+    Mutant(
         name="conversations of any size are rendered in the loop",
         file=PROMPTS,
         old="if len(step.chat.messages) <= INLINE_MESSAGES and",

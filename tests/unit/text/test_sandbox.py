@@ -19,6 +19,7 @@ pytestmark = pytest.mark.alone
 MAX_S = 0.3
 GROW = "{% set ns = namespace(x=START) %}{% for i in range(100) %}{% set ns.x = STEP %}{% endfor %}"
 SHARED = GROW.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]")
+TWIN = SHARED.replace("ns", "y")
 LOOPS = "{% for a in range(100000) %}{% for b in range(100000) %}BODY{% endfor %}{% endfor %}"
 CHAT = ChatRequest(messages=[{"role": "user", "content": "x" * 1000}])
 
@@ -76,6 +77,43 @@ ENDLESS = {
     + " | map('string') | map('length')" * 20
     + " | list %}",
     "sum of many lists": "{% set x = ([[1]] * 100000) | sum(start=[]) %}",
+    **{
+        f"shared lists, {what}": SHARED + TWIN + what
+        for what in (
+            *("{% if ns.x == y.x %}{% endif %}", "{% if 1 < 2 < ns.x < y.x %}{% endif %}", "{{ ns.x != y.x }}"),
+            *("{{ ns.x in [y.x] }}", "{{ ns.x not in [1, y.x] }}", "{{ ns.x is eq y.x }}", "{{ ns.x is in [y.x] }}"),
+            *("{{ [ns.x] | select('eq', y.x) | list }}", "{{ [ns.x] | reject('ge', y.x) | list }}"),
+            *("{{ [ns.x, y.x] | sort }}", "{{ [ns.x, y.x] | max }}", "{{ [ns.x, y.x] | min | length }}"),
+            *(
+                "{{ [{'a': ns.x}, {'a': y.x}] | sort(attribute='a') | length }}",
+                "{{ {'a': ns.x, 'b': y.x} | dictsort(by='value') }}",
+            ),
+            *(
+                "{{ [{'a': ns.x}, {'a': y.x}] | groupby('a') | length }}",
+                "{{ [ns.x].index(y.x) }}",
+                "{{ [ns.x].count(y.x) }}",
+            ),
+            *("{{ ns.x is lower }}", "{% for z in [ns.x, y.x] %}{{ loop.changed(z) }}{% endfor %}"),
+            *("{{ [ns.x, 1] | map('list') | unique | list }}", "{{ ([ns.x], 1).index(([y.x], 2)) }}"),
+        )
+    },
+    **{
+        f"shared tuples, {what}": SHARED.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("[1]", "(1,)") + what
+        for what in (
+            *(
+                "{{ {}[ns.x] }}",
+                "{{ {ns.x: 1} | length }}",
+                "{{ {}.get(ns.x) }}",
+                "{{ ns.x in {} }}",
+                "{{ dict([(ns.x, 1)]) }}",
+            ),
+            *(
+                "{{ {}.fromkeys([ns.x]) }}",
+                "{{ [ns.x] | unique | list }}",
+                "{{ {'a': 1} is in [ns.x] }}{{ ns.x == ns.x[:] + (1,) }}",
+            ),
+        )
+    },
     "lipsum": "{% set x = lipsum(10000000) %}",
 }
 
@@ -134,6 +172,12 @@ ORDINARY = [
     "{{ {'a': 1, 'b': [2]}.items() | list }}{{ {'b': 1, 'a': 2} | dictsort }}{{ [3, 1] | sort | first }}{{ [1, 2] | sum }}",
     "{{ 'a\\nb' | indent(2) }}{{ 'a\\nb' | indent('> ', first=true) }}{{ '<a>' | e }}{{ '<a>' | safe }}{{ undefined_name }}",
     "{% if messages is iterable and messages is not string %}{{ messages | map('length') | sum }}{% endif %}",
+    "{{ 1 < 2 < 3 }}{{ 1 < 2 > 3 }}{{ 3 in [1, 3] }}{{ 'a' in 'cab' }}{{ [1] == [1] }}{{ messages[0] == messages[0] }}{{ 5 not in (1,) }}",
+    "{{ messages[0] in messages }}{{ 'role' in messages[0] }}{{ messages[1] != messages[0] }}{{ {'a': {'b': [1]}} == {'a': {'b': [1]}} }}",
+    "{{ 1 is lt 2 }}{{ 'a' is in ['a'] }}{{ 'x' is eq 'x' }}{{ [3, 1, 2] | sort(reverse=true) }}{{ [2, 1, 2] | unique | list }}",
+    "{{ messages | sort(attribute='role') | map(attribute='role') | list }}{{ messages | groupby('role') | length }}{{ 'A' is upper }}",
+    "{{ [3, 1] | max }}{{ [1, 3] | min }}{{ [1, 2].index(2) }}{{ {'a': 1}.get('a') }}{{ dict(a=1) }}{{ {'b': 2, 'a': 3} | dictsort(by='value') }}",
+    "{{ 1 > 2 > undefined_name.x }}{{ none == none }}{{ messages | map(attribute='role') | unique | list }}{{ [1, 2, 1].count(1) }}",
     "{{ messages[::-1][0].content[-1:] }}{{ [messages[0]] | string }}{{ 3 | abs }}{{ '4' | int + 1 }}{{ x | default('d') }}",
 ]
 MESSAGES: list[dict[str, Any]] = [
