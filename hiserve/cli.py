@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": ("hiserve.commands.bench", "Measure a server under load, or the offline API.", True),
     "top": ("hiserve.commands.top", "Watch a running server: its cache tier by tier, copies, requests.", True),
     "doctor": ("hiserve.commands.doctor", "Check this machine, one line for each thing that hiserve needs.", True),
+    "cache": ("hiserve.commands.cache", "List or delete named host caches and stores that servers left.", True),
     "config": ("hiserve.commands.config", "Print the resolved configuration and its memory plan.", False),
 }
 

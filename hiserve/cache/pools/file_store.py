@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import stat
 import threading
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -51,13 +53,22 @@ class FileStore:
         directory: Made with mode 0700 if missing.
         cap_bytes: Most that the files may take, headers included.
         clock: Seconds, monotone.
+        is_shared: Tell others, by a lock on the marker, that the store is in use; see ``inventory.delete_store``.
 
     Raises:
         ConfigError: The directory cannot be used, or is neither empty nor a store of this version; it is left alone.
     """
 
-    def __init__(self, directory: Path, cap_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        cap_bytes: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        is_shared: bool = True,
+    ) -> None:
         _claim(directory)
+        self._let_go = weakref.finalize(self, os.close, _share(directory / MARKER)) if is_shared else None
         self._directory = directory
         self._cap_bytes = cap_bytes
         self._clock = clock
@@ -124,6 +135,8 @@ class FileStore:
     def close(self) -> None:
         """See ``PageStore``."""
         self._is_closed = True
+        if self._let_go is not None:
+            self._let_go()
 
     def _has(self, key: bytes) -> bool:
         """Returns whether a page is there; asks the directory about keys that this process does not know."""
@@ -321,6 +334,14 @@ def _write_file(path: str, header: bytes, page: memoryview) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
         os.close(fd)
+
+
+def _share(marker: Path) -> int:
+    """Opens the marker with a lock that lets others do so, and nobody delete the store."""
+    fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # a file system without locks, or a store that is being deleted
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
 
 
 def store_secret(directory: Path) -> bytes:

@@ -206,6 +206,13 @@ MUTANTS = [
         test=OF_DAMAGE + "test_a_chain_of_what_is_no_page_is_replaced_in_one_round",
     ),
     Mutant(
+        name="a store that a server uses is deleted",
+        file="hiserve/cache/pools/inventory.py",
+        old='        _take(fd, f"the store file:{directory}")\n',
+        new="",
+        test="tests/unit/commands/test_cache_command.py::test_what_a_server_uses_is_left_alone",
+    ),
+    Mutant(
         name="a named segment hides the store's secret",
         file=SEGMENT,
         old="    if config.cache.store is not None:\n",
