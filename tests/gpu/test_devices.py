@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.pools.identity import identify
 from hiserve.config import Config, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
@@ -37,7 +38,7 @@ def free() -> list[int]:
 def config(**settings: object) -> Config:
     given = make_config(kv_pages=2048, max_running_requests=8, host_cache_gib=0.1, log_level="warning", **settings)
     folder, model = read_model(given.model)
-    return resolve(given, model_facts(given, folder, model), survey(given, probe())).config
+    return identify(resolve(given, model_facts(given, folder, model), survey(given, probe())).config, folder, model)
 
 
 async def reply(client: EngineClient, first: int) -> list[int]:

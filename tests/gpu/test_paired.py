@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +55,24 @@ def test_graphs_decode_as_eager_steps_do(folder: Path) -> None:
         subject.executor.close()
         assert graphs == "off" or counts["replay/decode"] == 19
     assert tokens[0] == tokens[1]
+
+
+def test_prompts_change_their_backend_between_two_steps_and_graphs_go_on(folder: Path) -> None:
+    """As at a first start, when the compilers end while requests run."""
+    prompts = prompts_of([17, 33, 70, 129, 5, 64, 63, 200], seed=5, vocab=320)
+    wanted = []
+    for attention in ("triton", "auto"):
+        other = engine(folder, attention, graphs="decode")
+        wanted.append(generate(other, prompts, 20))
+        other.executor.close()
+    subject = engine(folder, graphs="decode")
+    paired: Any = subject.attention
+    paired._is_split, paired._may_split = False, lambda: False
+    found = [generate(subject, prompts, 20)]
+    paired._may_split = lambda: True
+    found.append(generate(subject, prompts, 20))
+    counts = verdicts(subject)
+    subject.executor.close()
+    assert paired._is_split
+    assert counts["replay/decode"] == 38
+    assert found == wanted
