@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 
 import numpy as np
 import pytest
 
+from hiserve.bench import load
 from hiserve.bench.load import arrivals, drive, drive_in_groups
 from hiserve.bench.progress import SoFar
 from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
+from tests.helpers.virtual_time import CPU_SHARE, clocks, in_virtual_time
 
-pytestmark = pytest.mark.alone
+
+@pytest.fixture(autouse=True)
+def virtual_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "time", CLOCKS)
+
+
+CLOCKS = clocks()
 
 
 def workload(*sessions: list[Turn]) -> Workload:
@@ -37,9 +44,9 @@ class Server:
         self.prompts.append(prompt)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
-        sample.begin_s = time.perf_counter()
+        sample.begin_s = CLOCKS.perf_counter()
         await asyncio.sleep(self.reply_s)
-        sample.end_s = time.perf_counter()
+        sample.end_s = CLOCKS.perf_counter()
         sample.output_ids = list(self.ids)
         self.num_open -= 1
 
@@ -75,46 +82,52 @@ def test_an_infinite_rate_begins_everything_at_once() -> None:
     assert arrivals(single(3), rate=math.inf, burstiness=1.0, seed=42) == [0.0] * 3
 
 
+@in_virtual_time
 async def test_requests_are_sent_at_their_times() -> None:
     server = Server()
     run = await drive(single(3), server.send, starts=[0.0, 0.05, 0.1])
-    assert offsets(run) == pytest.approx([0.0, 0.05, 0.1], abs=0.03)
+    assert offsets(run) == pytest.approx([0.0, 0.05, 0.1], abs=1e-6)
     assert [sample.due_s - run.begin_s for sample in run.samples] == pytest.approx([0.0, 0.05, 0.1], abs=1e-6)
-    assert run.end_s - run.begin_s >= 0.1
-    assert run.client_cpu_s < run.end_s - run.begin_s
+    assert run.end_s - run.begin_s == pytest.approx(0.1)
+    assert run.client_cpu_s == pytest.approx(CPU_SHARE * (run.end_s - run.begin_s))
 
 
+@in_virtual_time
 async def test_a_limit_holds_requests_back_and_their_own_time_starts_then() -> None:
     server, done = Server(0.03), []
     run = await drive(single(6), server.send, starts=[0.0] * 6, max_concurrency=2, on_done=done.append)
     assert server.most_open == 2
     assert sorted(sample.session for sample in done) == list(range(6))
     waits = [sample.begin_s - sample.due_s for sample in run.samples]
-    assert waits == pytest.approx([0, 0, 0.03, 0.03, 0.06, 0.06], abs=0.025)
+    assert waits == pytest.approx([0, 0, 0.03, 0.03, 0.06, 0.06], abs=1e-6)
     assert all(sample.end_s - sample.begin_s < 0.06 for sample in run.samples)
 
 
+@in_virtual_time
 async def test_without_a_limit_all_are_in_flight() -> None:
     server = Server(0.03)
     await drive(single(20), server.send, starts=[0.0] * 20)
     assert server.most_open == 20
 
 
+@in_virtual_time
 async def test_a_session_waits_for_its_reply_and_thinks() -> None:
     turns = [Turn(prompt="a", max_tokens=1), Turn(prompt="b", max_tokens=1, think_s=0.05)]
     run = await drive(workload(turns), Server(0.04).send, starts=[0.0])
-    assert offsets(run) == pytest.approx([0.0, 0.09], abs=0.03)
+    assert offsets(run) == pytest.approx([0.0, 0.09], abs=1e-6)
     assert [(sample.session, sample.turn) for sample in run.samples] == [(0, 0), (0, 1)]
 
 
+@in_virtual_time
 async def test_recorded_times_are_kept_unless_the_session_is_late() -> None:
     quick = [Turn(prompt="a", max_tokens=1, at_s=0.02), Turn(prompt="b", max_tokens=1, at_s=0.12)]
     slow = [Turn(prompt="c", max_tokens=1, at_s=0.0), Turn(prompt="d", max_tokens=1, at_s=0.01)]
     run = await drive(workload(quick, slow), Server(0.06).send, starts=[0.0, 0.0])
-    assert offsets(run) == pytest.approx([0.02, 0.12, 0.0, 0.06], abs=0.03)
+    assert offsets(run) == pytest.approx([0.02, 0.12, 0.0, 0.06], abs=1e-6)
     assert all(sample.begin_s - sample.due_s < 0.03 for sample in run.samples)  # waiting for a reply is not late
 
 
+@in_virtual_time
 async def test_a_chat_grows_by_its_replies() -> None:
     def new(*ids: int) -> Turn:
         return Turn(prompt=np.array(ids, dtype=np.int32), max_tokens=1, extends=True)
@@ -124,6 +137,7 @@ async def test_a_chat_grows_by_its_replies() -> None:
     assert [np.asarray(prompt).tolist() for prompt in server.prompts] == [[1, 2], [1, 2, 9, 3], [1, 2, 9, 3, 9, 4]]
 
 
+@in_virtual_time
 async def test_samples_stand_in_the_order_of_the_workload() -> None:
     server = Server()
     run = await drive(single(5), server.send, starts=[0.04, 0.03, 0.02, 0.01, 0.0])
@@ -131,6 +145,7 @@ async def test_samples_stand_in_the_order_of_the_workload() -> None:
     assert [sample.session for sample in run.samples] == [0, 1, 2, 3, 4]
 
 
+@in_virtual_time
 async def test_groups_are_visited_in_turn_and_grow_by_their_replies() -> None:
     def new(*ids: int) -> Turn:
         return Turn(prompt=np.array(ids, dtype=np.int32), max_tokens=1, extends=True)
@@ -149,6 +164,7 @@ async def test_groups_are_visited_in_turn_and_grow_by_their_replies() -> None:
 
 
 @pytest.mark.parametrize("in_groups", [False, True])
+@in_virtual_time
 async def test_a_run_that_is_stopped_early_keeps_what_was_sent(in_groups: bool) -> None:
     class Stuck(Server):
         """Answers one request, and then nobody."""

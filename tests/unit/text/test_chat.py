@@ -10,8 +10,6 @@ import pytest
 from hiserve.errors import RequestError
 from hiserve.text.chat import MAX_DEPTH, MAX_MESSAGES, MAX_TOOLS, MAX_VALUES, check_text, parse_chat, parse_messages
 
-pytestmark = pytest.mark.alone
-
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Oslo"}'}}
 TOOL = {"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "hi"}
@@ -194,7 +192,7 @@ def test_malformed_fields_are_refused_with_their_place(fields: dict[str, Any], p
 
 
 def test_many_messages_are_read_in_bounded_time() -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()
     chat = parse_chat({"messages": [{"role": "user", "content": "x" * 100}] * MAX_MESSAGES})
-    assert time.monotonic() - begin < 2.0
+    assert time.thread_time() - begin < 2.0
     assert chat.num_chars >= 100 * MAX_MESSAGES

@@ -17,8 +17,6 @@ from hiserve.text.output import Output, Shown
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
-pytestmark = pytest.mark.alone
-
 TOKENIZERS = {
     "byte level": tiny_text.byte_level(),
     "byte fallback": tiny_text.byte_fallback(),
@@ -218,6 +216,6 @@ def test_an_unfinished_character_is_a_replacement_at_the_end_and_may_be_a_stop()
 def test_a_long_stop_that_never_comes_costs_nothing() -> None:
     params = SamplingParams()
     msgspec.structs.force_setattr(params, "stop", ("ab" * 10_000_000,))  # far more than a request may have
-    begin = time.monotonic()
+    begin = time.thread_time()
     assert Output(SPELLINGS["byte level"], params).push(spelt("ab" * 20 + "c"), LENGTH).text == "ab" * 20 + "c"
-    assert time.monotonic() - begin < 1.0, "preparing the whole text takes many seconds"
+    assert time.thread_time() - begin < 1.0, "preparing the whole text takes many seconds"

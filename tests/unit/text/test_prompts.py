@@ -183,9 +183,9 @@ async def test_ids_become_text_again_with_special_tokens(prompts: Any) -> None:
 
 async def test_what_no_template_expects_is_a_typed_error_in_bounded_time(prompts: Any) -> None:
     made, _, _ = prompts
-    begin = time.monotonic()
+    begin = time.process_time()
     many = ChatRequest(messages=[{"role": "user", "content": "\x00"}] * 16_384)
     assert len(await made.encode_chat(many, namespace=b"", max_tokens=10**6)) == 3 * 16_384 + 2
     deep = {"role": "user", "content": "x", "name": "y" * 10**6}
     await made.encode_chat(ChatRequest(messages=[deep]), namespace=b"", max_tokens=100)
-    assert time.monotonic() - begin < 5.0
+    assert time.process_time() - begin < 5.0
