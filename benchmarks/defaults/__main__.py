@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured import SERVER
 from benchmarks.record import ROOT, about
 
 WORKLOADS = Path(__file__).with_name("workloads.py")
@@ -36,7 +37,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     command = "python -m benchmarks.defaults OUT.json COMMIT" + (" --before FOLDER" if given.before else "")
-    result = about(command, at_commit=given.commit, num_gpus=int(not given.tiny)) | {"bar": BAR, "shapes": {}}
+    result = about(command, *SERVER, "hiserve/llm", at_commit=given.commit, num_gpus=int(not given.tiny)) | {
+        "bar": BAR,
+        "shapes": {},
+    }
     is_met = True
     for shape in SHAPES[-1:] if given.tiny else SHAPES:
         engines = {"defaults": (ROOT, {}), "in process": (ROOT, IN_PROCESS)}
