@@ -80,6 +80,7 @@ def test_defaults_on_cpu() -> None:
         "host_cache_gib": 0.25,
         "graphs": "off",
         "spec": "off",
+        "max_request_bytes": 8 * MIB,
     }
 
 
@@ -107,6 +108,7 @@ def test_what_was_given_stays() -> None:
         "host_cache_gib": 0.25,
         "graphs": "off",
         "spec": "off",
+        "max_request_bytes": 1 * MIB,
     }
     resolved = resolve(make_config(**chosen), NANO, SERVER)
     assert resolved.config == make_config(**chosen)
@@ -119,8 +121,8 @@ def test_one_decision_a_line() -> None:
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
     assert (
-        len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 3
-    )  # load_format, attention_backend and spec_steps stay
+        len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 4
+    )  # load_format, attention_backend, graph_max_len and spec_steps stay
 
 
 @pytest.mark.parametrize(
@@ -389,6 +391,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     assert [name for name, value in found.items() if value == "auto"] == [
         "load_format",
         "attention_backend",
+        "graph_max_len",
         *(["spec_steps"] if given.get("spec_steps", "auto") == "auto" else []),
     ]
     assert {name: found[name] for name in given} == given, "what was given was changed"
