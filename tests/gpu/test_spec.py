@@ -13,7 +13,9 @@ from torch import Tensor
 from hiserve import LLM, SamplingParams
 from hiserve.kernels import draft, draft_reference
 from hiserve.models.config import NANO
+from hiserve.runners.draft_graphs import DraftGraphs
 from tests.helpers.cache_paths import SETTINGS, check, pool
+from tests.helpers.cold_heads import Scripted, counted, script
 from tests.helpers.cuda import no_sync
 from tests.helpers.draft_cases import DraftCase, draft_case
 from tests.helpers.drafted import Drafted, save_heads
@@ -46,8 +48,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def on_device(case: DraftCase) -> DraftCase:
     moved = {each.name: getattr(case, each.name) for each in fields(case)}
     moved = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in moved.items()}
-    state = copied(case.state)
-    moved["state"] = replace(state, **{each.name: getattr(state, each.name).cuda() for each in fields(state)})
+    for name, tensors in (("state", copied(case.state)), ("progress", case.progress)):
+        moved[name] = replace(tensors, **{each.name: getattr(tensors, each.name).cuda() for each in fields(tensors)})
     return DraftCase(**moved)
 
 
@@ -57,7 +59,13 @@ def results(ops: Any, case: DraftCase) -> list[Tensor]:
     arguments = case.step_features(made.page_table)
     tensors.append(ops.draft_features(arguments))
     ops.keep_features(arguments, case.state)
-    return [each.cpu() for each in (*tensors, arguments.last, arguments.boundary_pages)]
+    progress = case.old_progress()
+    ops.note_drafted(arguments, case.state, progress)
+    left = ops.draft_window(case.rows, case.first, case.legal, made, progress, page_size=case.page_size)
+    is_used = torch.arange(case.width, device=left.kv_lens.device) * case.page_size < left.kv_lens[:, None]
+    tensors += [getattr(progress, each.name) for each in fields(progress)]
+    tensors += [left.kv_lens, left.page_table * is_used, arguments.last, arguments.boundary_pages]
+    return [each.cpu() for each in tensors]
 
 
 def test_the_draft_kernels_give_what_their_twins_give() -> None:
@@ -114,6 +122,39 @@ def test_drafts_behind_graphs_are_those_of_eager_steps(heads: dict[str, Path], k
         assert (subject.num_replayed > 0) == (graphs == "decode")
         found.append((said, subject.drafts))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("graphs", ["off", "all"])
+def test_heads_that_go_cold_change_no_token_and_compute_nothing(
+    heads: dict[str, Path], kind: str, graphs: str, depth: int
+) -> None:
+    """In float64, through pages that left the device and came back; a cold step replays no graph of a draft's."""
+    spec = f"draft:{NANO}" if kind == "draft_model" else f"{kind}:{heads[kind]}"
+    settings = SETTINGS | ON_CUDA | {"host_cache_gib": 0.05, "overlap": depth, "graphs": graphs}
+    with LLM(**settings, spec="off") as plain:
+        expected = plain.generate(LONG_PROMPTS, HOW["drawn"])
+    with LLM(**settings | {"spec": spec, "spec_steps": STEPS}) as llm:
+        head, replays = counted(llm), 0
+        replay = DraftGraphs.propose
+
+        def count(*args: Any, **words: Any) -> None:
+            nonlocal replays
+            replays += 1
+            replay(*args, **words)
+
+        DraftGraphs.propose = count  # type: ignore[method-assign]
+        try:
+            for period in (1, 7, 10_000):  # the last: cold from the first step on
+                script(llm, Scripted(STEPS, lambda step, p=period: (step + p // 10_000 * p) // p % 2 == 1))
+                before = head.num_forwards + replays
+                for result, theirs in zip(llm.generate(LONG_PROMPTS, HOW["drawn"]), expected, strict=True):
+                    check(result.outputs[0], theirs.outputs[0])
+                assert (head.num_forwards + replays == before) == (period == 10_000)
+                leave_device(llm)
+        finally:
+            DraftGraphs.propose = replay  # type: ignore[method-assign]
+        assert (replays > 0) == (graphs == "all")
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
