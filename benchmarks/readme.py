@@ -133,9 +133,10 @@ def heads() -> list[tuple[str, str, str]]:
     lengths, differences = [], []
     for kind in ("eagle3", "mtp"):
         found = accepted[kind]
-        length = found["predicted"]["dialogues"][f"k{found['steps']}"]["accept_length"]
-        lengths.append(f"{length:.2f} (≥ {accepted['bars'][kind]})")
-        differences += [abs(each["difference"]) for each in found["served_with_ends"].values()]
+        length, drawn = found["served"]["dialogues"]["served"], found["drawn"]["coupled"]
+        told = f"{length['accept_length']:.2f} (≥ {accepted['bars'][kind]})"
+        lengths.append(f"{told}, {drawn['accept_length']:.2f} at temperature {found['drawn']['temperature']}")
+        differences += [abs(each["difference"]) for each in found["served"].values()]
     shares = f"{max(differences):.1%} (≤ {accepted['max_difference']:.0%})"
     speedups = " and ".join(
         against(
@@ -150,7 +151,7 @@ def heads() -> list[tuple[str, str, str]]:
     )
     return [
         (
-            "hiserve-nano in held-out dialogues, tokens a step: EAGLE-3 with three drafts, MTP with one; served off predicted",
+            "hiserve-nano in held-out dialogues, accept length as `usage` has it: EAGLE-3 with three drafts, MTP with one; served off predicted",
             f"{'; '.join(lengths)}; {shares}",
             source(accepted),
         ),

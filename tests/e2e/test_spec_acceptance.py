@@ -94,4 +94,4 @@ def test_all_held_out_text_is_served_as_predicted(kind: str, target: Nano) -> No
             replies[source] = served.replies
             check_alike(served.use, predict(head, target, served.replies, steps))
     found = figures(head, target, replies, numbers=(steps,))
-    assert found["dialogues"][f"k{steps}"]["accept_length"] >= BARS[kind]
+    assert found["dialogues"][f"k{steps}"]["whole_accept_length"] >= BARS[kind]

@@ -159,17 +159,18 @@ def summary(found: list[np.ndarray], num_drafts: int) -> dict[str, object]:
     """Figures of one number of drafts over many answers.
 
     Returns:
-        ``accept_length``: tokens a cycle, counting whole cycles only; ``accept_length_with_ends``: all tokens after
-        each answer's first over all cycles, where the ends of short answers cut drafts off; ``accepted_per_position``:
-        share of whole cycles whose first i drafts were all right; ``cycles``, ``whole_cycles``.
+        ``accept_length``: as ``DraftUse`` has it and a server tells it, tokens a cycle, where the ends of short answers
+        cut drafts off; ``whole_accept_length``: likewise of cycles that no end cuts, what the head is worth by itself;
+        ``accepted_per_position``: share of whole cycles whose first i drafts were all right; ``cycles``,
+        ``whole_cycles``.
     """
     cycles = [cycle for right in found for cycle in walk(right, num_drafts)]
     whole = [cycle for cycle in cycles if cycle.is_whole]
     accepted = np.asarray([cycle.accepted for cycle in whole])
     positions = range(1, num_drafts + 1)
     return {
-        "accept_length": round(float(accepted.mean()) + 1, 4) if whole else None,
-        "accept_length_with_ends": round(sum(c.emitted for c in cycles) / len(cycles), 4) if cycles else None,
+        "accept_length": round(sum(c.emitted for c in cycles) / len(cycles), 4) if cycles else None,
+        "whole_accept_length": round(float(accepted.mean()) + 1, 4) if whole else None,
         "accepted_per_position": [round(float((accepted >= i).mean()), 4) for i in positions] if whole else [],
         "cycles": len(cycles),
         "whole_cycles": len(whole),

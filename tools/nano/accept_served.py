@@ -31,7 +31,7 @@ from tools.nano.model import Nano
 from tools.nano.stream import DIALOGUES, load_corpus
 
 STEPS = {"eagle3": 3, "mtp": 1}  # drafts, of the bars
-BARS = {"eagle3": 2.8, "mtp": 1.6}  # accept length of whole cycles, in dialogues
+BARS = {"eagle3": 2.8, "mtp": 1.6}  # accept length in dialogues, as users see it at temperature 0
 MAX_DIFFERENCE = 0.05  # of the served accept length from the predicted
 TEMPERATURE, SEEDS = 0.8, (1, 2, 3)
 SETTINGS: dict[str, Any] = {
@@ -126,7 +126,7 @@ def at_zero(kind: str, target: Nano, prompts: dict[str, list[np.ndarray]], max_t
             "predicted": shown(predicted),
             "difference": round(some.use.accept_length / predicted.accept_length - 1, 4),
         }
-    return {"steps": steps, "served_with_ends": found, "predicted": offline}
+    return {"steps": steps, "served": found, "predicted": offline}
 
 
 def at_temperature(kind: str, prompts: list[np.ndarray], max_tokens: int, seeds: tuple[int, ...]) -> dict[str, Any]:
@@ -171,11 +171,14 @@ def main() -> int:
     for kind in STEPS:
         found = at_zero(kind, target, prompts, args.max_tokens)
         result[kind] = found | {"drawn": at_temperature(kind, dialogues, args.max_tokens, SEEDS)}
-        whole = found["predicted"]["dialogues"][f"k{STEPS[kind]}"]["accept_length"]
-        differences = [each["difference"] for each in found["served_with_ends"].values()]
+        length = found["served"]["dialogues"]["served"]["accept_length"]
+        differences = [each["difference"] for each in found["served"].values()]
         gain = result[kind]["drawn"]["gain"]
-        print(f"{kind}: {whole} in dialogues; served differs by {differences}; drawn drafts gain {gain}")
-        is_met = is_met and whole >= BARS[kind] and max(map(abs, differences)) <= MAX_DIFFERENCE and gain > 0
+        drawn = result[kind]["drawn"]["coupled"]["accept_length"]
+        print(
+            f"{kind}: {length} in dialogues, {drawn} drawn; served differs by {differences}; drawn drafts gain {gain}"
+        )
+        is_met = is_met and length >= BARS[kind] and max(map(abs, differences)) <= MAX_DIFFERENCE and gain > 0
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(not is_met)

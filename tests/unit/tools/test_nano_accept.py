@@ -81,8 +81,8 @@ def test_cycles_advance_by_what_they_emit_and_stop_where_the_answer_ends() -> No
     cycles = walk(right, 2)
     assert [(c.accepted, c.emitted, c.is_whole) for c in cycles] == [(2, 3, True), (1, 2, True), (0, 1, False)]
     found = summary([right, np.zeros((1, 2), dtype=bool)], 2)
-    assert found["accept_length"] == 2.5
-    assert found["accept_length_with_ends"] == 2.0
+    assert found["whole_accept_length"] == 2.5
+    assert found["accept_length"] == 2.0
     assert found["accepted_per_position"] == [1.0, 0.5]
     assert (found["cycles"], found["whole_cycles"]) == (3, 2)
 
@@ -93,7 +93,7 @@ def test_a_cycle_is_whole_when_one_more_token_than_drafts_is_left() -> None:
 
 def test_answers_shorter_than_a_cycle_give_no_acceptance() -> None:
     found = summary([np.zeros((1, 3), dtype=bool)], 3)
-    assert (found["accept_length"], found["accept_length_with_ends"], found["cycles"]) == (None, None, 0)
+    assert (found["accept_length"], found["whole_accept_length"], found["cycles"]) == (None, None, 0)
 
 
 def test_greedy_continuations_of_ragged_prompts_equal_the_uncached_model() -> None:
