@@ -107,7 +107,9 @@ class SpecSizes:
         prompt: Tokens of a prompt, at most.
         output: Tokens of each reply.
         warm_output: Of each reply that does not count.
-        repeats: Runs that count.
+        repeats: Runs that count, of each batch.
+        singles: Prompts that are answered one at a time: batch 1 is measured over all of them, each ``repeats_of_one`` times.
+        repeats_of_one: Runs that count, of each of these.
         judged: Replies whose tokens are compared, at most.
     """
 
@@ -119,6 +121,8 @@ class SpecSizes:
     output: int
     warm_output: int
     repeats: int
+    singles: int
+    repeats_of_one: int
     judged: int
 
     @property
@@ -250,7 +254,9 @@ FULL = Sizes(
         prompt=256,
         output=128,
         warm_output=16,
-        repeats=2,
+        repeats=5,
+        singles=32,
+        repeats_of_one=1,
         judged=16,
     ),
     max_fill_s=60.0,
@@ -291,6 +297,8 @@ TINY = Sizes(
         output=24,
         warm_output=4,
         repeats=1,
+        singles=2,
+        repeats_of_one=1,
         judged=2,
     ),
     max_fill_s=60.0,

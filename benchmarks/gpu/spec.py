@@ -130,32 +130,40 @@ class Runner:
         The first run of each, which finds prompts that nobody had and kernels that nobody compiled, does not count. It is
         short, but where drafts are chosen by what is learned.
         """
-        modes = ["off", *map(str, self._sizes.steps), AUTO]
+        sizes, modes = self._sizes, ["off", *map(str, self._sizes.steps), AUTO]
+        groups, repeats = [self._prompts[:batch]], sizes.repeats
+        if batch == 1:  # what one prompt gives is of that prompt
+            groups, repeats = [[prompt] for prompt in self._prompts[: sizes.singles]], sizes.repeats_of_one
         runs: dict[str, list[Batch]] = {mode: [] for mode in modes}
         replies: dict[str, Replies] = {}
         for mode in modes:
-            self._run(engine, mode, batch, self._sizes.output if mode == AUTO else self._sizes.warm_output)
-        for _ in range(self._sizes.repeats):
-            for mode in modes:
-                run, replies[mode] = self._run(engine, mode, batch, self._sizes.output)
-                runs[mode].append(run)
-        judged = slice(min(batch, self._sizes.judged))
-        prompts, expected = self._prompts[judged], replies["off"][judged]
+            self._run(engine, mode, groups[0], sizes.output if mode == AUTO else sizes.warm_output)
+        for _ in range(repeats):
+            replies = {mode: [] for mode in modes}
+            for group in groups:
+                for mode in modes:
+                    run, said = self._run(engine, mode, group, sizes.output)
+                    runs[mode].append(run)
+                    replies[mode] += said
+        asked = [prompt for group in groups for prompt in group]
+        judged = slice(min(len(asked), sizes.judged))
+        prompts, expected = asked[judged], replies["off"][judged]
         equal = {
             mode: self._judge.compare(prompts, expected, replies[mode][judged], 0.0) for mode in modes if mode != "off"
         }
         return {
             "runs": runs,
             "equality": equal,
-            "prompt": statistics.fmean(len(prompt) for prompt in self._prompts[:batch]),
+            "prompt": statistics.fmean(map(len, asked)),
+            "prompts": len(asked),
         }
 
-    def _run(self, engine: LLM, mode: str, batch: int, num_new: int) -> tuple[Batch, Replies]:
-        params = sampling(batch, 0.0, num_new)
+    def _run(self, engine: LLM, mode: str, prompts: list[Tokens], num_new: int) -> tuple[Batch, Replies]:
+        params = sampling(len(prompts), 0.0, num_new)
         if mode == "off":
-            return run_batch(self._plain, self._prompts[:batch], params)
+            return run_batch(self._plain, prompts, params)
         with held(engine, None if mode == AUTO else int(mode)):
-            return run_batch(engine, self._prompts[:batch], params)
+            return run_batch(engine, prompts, params)
 
 
 @contextmanager
@@ -178,12 +186,15 @@ def report(part: Part, bench: Bench, head: str, batch: int, found: dict[str, Any
     told = {}
     for mode, each in runs.items():
         drafts = sum((run.drafts for run in each), DraftUse())
-        speedup, cost = rates[mode] / rates["off"], None
+        gains = speedups(each, runs["off"])
+        speedup, cost = statistics.median(gains), None
         if mode not in ("off", AUTO):
             cost = limits.cost(batch, int(mode), context, bench.ceilings)
         told[mode] = {
             "tokens_per_s": rates[mode],
             "speedup": speedup,
+            "speedup_quartiles": statistics.quantiles(gains, n=4) if len(gains) > 1 else gains * 3,
+            "prompts": found["prompts"],
             "drafts": drafts.shown(),
             "step_s": statistics.median(run.step_s for run in each),
             "cycle_cost": statistics.median(run.step_s for run in each)
@@ -196,7 +207,7 @@ def report(part: Part, bench: Bench, head: str, batch: int, found: dict[str, Any
             assert drafts.accepted, f"{head} with {mode} drafts: none of {drafts.proposed} was accepted"
             limit = drafts.accept_length / cost
             against = f"accept length {drafts.accept_length:.2f} / cycle cost {cost:.2f}"
-            name = f"{sizes.shape} {head}, batch 1, {mode} drafts"
+            name = f"{sizes.shape} {head}, batch 1, {mode} drafts, median of {found['prompts']} prompts"
             part.figures.append(Figure(name, speedup, "x", speedup / limit, BARS["speculation"], against))
     part.figures.append(adaptive(sizes, head, batch, rates))
     part.samples[f"{head}, batch {batch}"] = {"context": context, **told}
@@ -207,9 +218,14 @@ def rate(runs: Sequence[Batch]) -> float:
     return statistics.median(run.tokens_per_s for run in runs)
 
 
+def speedups(runs: Sequence[Batch], off: Sequence[Batch]) -> list[float]:
+    """Returns what each run gives, of the run of the same prompts without speculation."""
+    return [run.tokens_per_s / plain.tokens_per_s for run, plain in zip(runs, off, strict=True)]
+
+
 def adaptive(sizes: SpecSizes, head: str, batch: int, rates: dict[str, float]) -> Figure:
-    """Compares what chooses its drafts with the best of those that do not."""
-    fixed = {str(steps): rates[str(steps)] for steps in sizes.steps}
+    """Compares what chooses its drafts with the best of those that do not, an engine without a head among them."""
+    fixed = {mode: rates[mode] for mode in ("off", *map(str, sizes.steps))}
     best = max(fixed, key=lambda mode: fixed[mode])
     against = f"{best} drafts, {fixed[best]:.0f} tokens/s; {rates['off']:.0f} without speculation"
     name = f"{sizes.shape} {head}, batch {batch}, auto drafts"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.driving import Bench
-from benchmarks.gpu.sizes import BARS, TINY
+from benchmarks.gpu.sizes import BARS, FULL, TINY
 from benchmarks.gpu.spec import measure_spec
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +48,11 @@ def test_every_part_of_the_gpu_benchmark_measures_what_it_says(tmp_path: Path) -
     assert [turn["input_tokens"] for turn in chats] == [case.chats * length for length in lengths]
 
 
+def test_figures_of_one_row_are_of_many_held_out_prompts_and_others_of_several_runs() -> None:
+    assert FULL.spec.singles >= 32
+    assert FULL.spec.repeats >= 3
+
+
 def test_speculation_is_measured_on_a_widened_model_with_real_heads() -> None:
     torch.set_num_threads(1)
     part = measure_spec(Bench(TINY, {"copy_bytes_per_s": 1e10, "matmul_flop_per_s": 2e10}, {}))
@@ -61,7 +66,10 @@ def test_speculation_is_measured_on_a_widened_model_with_real_heads() -> None:
         for mode, steps in (("off", 0), ("0", 0), ("2", 2)):
             drafts, runs = modes[mode]["drafts"], modes[mode]["runs"]
             assert drafts["proposed"] == steps * drafts["verify_steps"], f"{name} did not hold {mode} drafts"
-            assert [run["num_decoded"] for run in runs] == [(TINY.spec.output - 1) * int(name[-1])] * TINY.spec.repeats
+            num_runs = TINY.spec.singles * TINY.spec.repeats_of_one if name[-1] == "1" else TINY.spec.repeats
+            assert [run["num_decoded"] for run in runs] == [(TINY.spec.output - 1) * int(name[-1])] * num_runs
+            assert modes[mode]["prompts"] == (TINY.spec.singles if name[-1] == "1" else int(name[-1]))
+            assert len(modes[mode]["speedup_quartiles"]) == 3
         assert modes["2"]["drafts"]["accept_length"] > 1.5  # trained heads, on what they never saw
         assert modes["2"]["least_cycle_cost"] > 1
 
