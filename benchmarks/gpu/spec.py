@@ -227,7 +227,8 @@ def adaptive(sizes: SpecSizes, head: str, batch: int, rates: dict[str, float]) -
     """Compares what chooses its drafts with the best of those that do not, an engine without a head among them."""
     fixed = {mode: rates[mode] for mode in ("off", *map(str, sizes.steps))}
     best = max(fixed, key=lambda mode: fixed[mode])
-    against = f"{best} drafts, {fixed[best]:.0f} tokens/s; {rates['off']:.0f} without speculation"
+    name_of_best = "no head" if best == "off" else f"{best} drafts"
+    against = f"{name_of_best}, {fixed[best]:.0f} tokens/s; {rates['off']:.0f} without speculation"
     name = f"{sizes.shape} {head}, batch {batch}, auto drafts"
     return Figure(name, rates[AUTO], "tokens/s", rates[AUTO] / fixed[best], BARS["adaptive"], against)
 

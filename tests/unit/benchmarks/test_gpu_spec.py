@@ -52,10 +52,12 @@ def test_a_head_is_counted_tensor_by_tensor(kind: DraftKind) -> None:
 
 
 def test_what_chooses_its_drafts_is_compared_with_the_best_that_does_not_and_none_is_one_of_them() -> None:
-    rates = {"off": 130.0, "0": 120.0, "2": 100.0, "auto": 114.0}
+    rates = {"off": 110.0, "0": 100.0, "2": 120.0, "auto": 114.0}
     figure = adaptive(TINY.spec, "mtp", 4, rates)
     assert (figure.ratio, figure.bar, figure.is_met) == (114 / 120, BARS["adaptive"], False)
-    assert figure.against == "0 drafts, 120 tokens/s; 130 without speculation"
+    assert figure.against == "2 drafts, 120 tokens/s; 110 without speculation"
+    figure = adaptive(TINY.spec, "mtp", 4, rates | {"off": 130.0})
+    assert (figure.ratio, figure.against) == (114 / 130, "no head, 130 tokens/s; 130 without speculation")
 
 
 def test_replies_are_the_same_when_every_case_keeps_the_margin() -> None:
