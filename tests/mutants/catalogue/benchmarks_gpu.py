@@ -110,10 +110,10 @@ MUTANTS = [
         test=OF_SPEC + "test_a_head_is_counted_tensor_by_tensor",
     ),
     Mutant(
-        name="no drafts are not a fixed number of drafts",
+        name="no head is nothing to compare with",
         file=SPEC,
-        old="for steps in sizes.steps}\n    best",
-        new="for steps in sizes.steps if steps}\n    best",
+        old='for mode in ("off", *map(str, sizes.steps))}\n    best',
+        new="for mode in map(str, sizes.steps)}\n    best",
         test=OF_SPEC + "test_what_chooses_its_drafts_is_compared_with_the_best_that_does_not_and_none_is_one_of_them",
     ),
     Mutant(
