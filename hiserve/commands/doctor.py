@@ -24,6 +24,7 @@ from hiserve.commands.doctor_lines import Level, line
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
+from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, HiserveError
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
@@ -135,7 +136,7 @@ def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
         _shared_memory(Path("/dev/shm")),
         _locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_cuda=bool(machine.cuda_memory_bytes)),
         _port(config.server.host, config.server.port),
-        _model(config, machine),
+        *_model(config, machine),
     ]
     for finding in findings:
         console.print(line(*finding))
@@ -246,12 +247,14 @@ def _port(host: str, port: int) -> Finding:
     return Finding("ok", "port", f"{host}:{port} is free" if port else f"{host}: a free port will be chosen")
 
 
-def _model(config: Config, machine: Machine) -> Finding:
+def _model(config: Config, machine: Machine) -> list[Finding]:
+    """Looks at the model with these settings, and at tiers of its cache that cannot help."""
     name = config.model.shape or config.model.model
     try:
         resolved = resolve(config, model_facts(config, *read_model(config.model)), survey(config, machine))
     except HiserveError as error:
-        return Finding("fail", "model", error.message)
+        return [Finding("fail", "model", error.message)]
     needed = (sum(resolved.memory.values()) + sum(resolved.host_memory.values())) / GIB
     where = f"{resolved.config.model.device} as {resolved.config.model.dtype}"
-    return Finding("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")
+    model = Finding("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")
+    return [model, *(Finding("note", "cache", remark) for remark in tier_remarks(resolved))]

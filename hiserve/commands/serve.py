@@ -28,6 +28,7 @@ from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
+from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ResourceError
 from hiserve.models.config import ModelConfig
 from hiserve.models.fields import read_json
@@ -83,6 +84,8 @@ def run(config: Config) -> int:
         resolved = msgspec.structs.replace(resolved, config=identify(resolved.config, folder, model))
         for line in resolved.decisions:
             logger.info("%s", line)
+        for line in tier_remarks(resolved):
+            logger.warning("%s", line)
         gate = Gate(lambda: EngineClient.start(resolved.config, max_unread_bytes=MAX_UNREAD_BYTES))
         app = build_app(gate, folder, model, resolved, begin=begin)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

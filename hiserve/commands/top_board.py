@@ -28,6 +28,7 @@ STORE_COUNTS = {
     "failed operations": "num_errors",
 }
 MAX_MISSES = 8
+LEAST_WANTED = 100  # pages, before a tier is judged
 # Verdicts of the gate, in words.
 VERDICTS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
 
@@ -134,6 +135,7 @@ def _tiers(history: History, *, is_narrow: bool) -> RenderableType:
         ["evicted: " + ", ".join(f"{tier} {count}" for tier, count in evicted.items())] if is_narrow and evicted else []
     )
     lines += [_store_line(frame)] if frame.tier("store") else []
+    lines += [f"{name} does not help: {reason}" for name, reason in _idle_tiers(frame)]
     if missed := frame.misses().most_common(MAX_MISSES):
         lines.append("requests that missed: " + ", ".join(f"{reason} {count:,}" for reason, count in missed))
     return Group(table, *map(Text, lines))
@@ -153,6 +155,17 @@ def _store_line(frame: Frame) -> str:
     if errors := frame.store_errors():
         words.append(f"the last error: {errors[0]}")
     return "pages of the store: " + (", ".join(words) or "none asked for or written yet")
+
+
+def _idle_tiers(frame: Frame) -> list[tuple[str, str]]:
+    """Returns the tiers of which pages were wanted and next to none came, and the most frequent reason."""
+    idle = []
+    for name, kind in (("the host", "loads"), ("the store", "prefetches")):
+        copies = frame.copies(kind)
+        if copies.unfulfilled and copies.num_wanted >= LEAST_WANTED and copies.num_fulfilled < copies.num_wanted / 100:
+            reason, count = max(copies.unfulfilled.items(), key=lambda each: each[1])
+            idle.append((name, f"{reason} for {count:,} of {copies.num_wanted:,} pages wanted of it"))
+    return idle
 
 
 def _together(history: History) -> list[str]:

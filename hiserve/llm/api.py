@@ -21,6 +21,7 @@ from hiserve.core.machine import probe
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
+from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
@@ -95,6 +96,8 @@ class LLM:
             )
         for decision in resolved.decisions:
             logger.info(decision)
+        for remark in tier_remarks(resolved):
+            logger.warning(remark)
         self.config = identify(resolved.config, folder, model_config)
         self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
         self._spelling = Spelling(self.tokenizer)

@@ -302,3 +302,17 @@ def test_a_bar_shows_what_is_there_however_little() -> None:
     out = shown(history)
     bar = next(word for word in out.split() if "·" in word and len(word) > 5)
     assert (bar.count("█"), bar.count("▒"), len(bar)) == (1, 1, 36)
+
+
+def test_a_tier_of_which_nothing_comes_is_named_with_the_reason() -> None:
+    def board(copies: CopyStats) -> str:
+        history = History()
+        history.add(frame(0.0, loads=copies))
+        return " ".join(shown(history).split())
+
+    idle = CopyStats(num_wanted=5000, num_fulfilled=10, unfulfilled={"not_worth_loading": 4900, "checksum": 90})
+    assert "the host does not help: not_worth_loading for 4,900 of 5,000 pages wanted of it" in board(idle)
+    busy = CopyStats(num_wanted=5000, num_fulfilled=1000, unfulfilled={"not_worth_loading": 4000})
+    early = CopyStats(num_wanted=20, unfulfilled={"not_worth_loading": 20})
+    for copies in (busy, early):
+        assert "does not help" not in board(copies)
