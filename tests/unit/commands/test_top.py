@@ -306,9 +306,7 @@ def test_a_bar_shows_what_is_there_however_little() -> None:
 
 def test_a_tier_of_which_nothing_comes_is_named_with_the_reason() -> None:
     def board(copies: CopyStats) -> str:
-        history = History()
-        history.add(frame(0.0, loads=copies))
-        return " ".join(shown(history).split())
+        return shown(History(frame(0, loads=copies)))
 
     idle = CopyStats(num_wanted=5000, num_fulfilled=10, unfulfilled={"not_worth_loading": 4900, "checksum": 90})
     assert "the host does not help: not_worth_loading for 4,900 of 5,000 pages wanted of it" in board(idle)
