@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.record import about
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import StepResult
 from hiserve.core.request import SamplingParams

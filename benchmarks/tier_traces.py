@@ -31,10 +31,14 @@ class Turn:
     conversation: int
 
 
-def in_rounds(rng: np.random.Generator) -> Iterator[int]:
-    """Every conversation once, in any order, and again."""
-    while True:
-        yield from rng.permutation(NUM_CONVERSATIONS).tolist()
+def in_turn(rng: np.random.Generator) -> Iterator[int]:
+    """Whoever of two came less lately: nearly one after the other, and no conversation is far ahead of the others."""
+    last = np.zeros(NUM_CONVERSATIONS)
+    for now in count(1):
+        pair = rng.choice(NUM_CONVERSATIONS, 2, replace=False)
+        which = int(pair[last[pair].argmin()])
+        last[which] = now
+        yield which
 
 
 def by_rank(rng: np.random.Generator) -> Iterator[int]:
@@ -45,7 +49,7 @@ def by_rank(rng: np.random.Generator) -> Iterator[int]:
         yield int(names[rng.choice(NUM_CONVERSATIONS, p=weights / weights.sum())])
 
 
-ORDERS: dict[str, Callable[[np.random.Generator], Iterator[int]]] = {"rounds": in_rounds, "zipf": by_rank}
+ORDERS: dict[str, Callable[[np.random.Generator], Iterator[int]]] = {"in turn": in_turn, "zipf": by_rank}
 
 
 def conversations(order: str, seed: int, page_size: int, max_pages: int) -> Iterator[Turn]:
@@ -60,7 +64,7 @@ def conversations(order: str, seed: int, page_size: int, max_pages: int) -> Iter
     rng = np.random.default_rng(seed)
     said = [np.empty(0, dtype=np.int32)] * NUM_CONVERSATIONS
     for which in ORDERS[order](rng):
-        num_asked, num_new = (int(n) for n in rng.integers((3 * page_size, page_size), (7 * page_size, 3 * page_size)))
+        num_asked, num_new = (int(n) for n in rng.integers((4 * page_size, page_size), (12 * page_size, 4 * page_size)))
         if said[which].size + num_asked + num_new > max_pages * page_size:
             said[which] = said[which][:0]
         asked = rng.integers(2, 128_000, num_asked, dtype=np.int32)

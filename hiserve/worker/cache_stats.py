@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.misses import MissReason
 from hiserve.cache.index.ops import OpKind
-from hiserve.cache.index.tiers import TierPages
+from hiserve.cache.index.tier import TierPages
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats

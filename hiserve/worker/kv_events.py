@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.config import Config
 from hiserve.core.endpoints import endpoint_of
 from hiserve.messages.channels import Broadcast

@@ -19,6 +19,7 @@ MAX_LOADS = 64  # under way at once; requests with more to load wait for their t
 # so they are few while few nodes wait, and each takes more of what a row has published meanwhile. A step that fills many
 # pages is long enough for as many to be stored: what is behind is evicted before it is on the host.
 MIN_STORED_PAGES, MAX_STORES, NODES_PER_STORE, PAGES_PER_STORE = 64, 4, 128, 128
+PAGES_PER_SAVE = 16  # what the next steps would lose is stored in more orders, the longer the step
 
 
 class Loading:
@@ -102,15 +103,23 @@ class Loading:
 
     def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
-        num_filled = num_tokens // self._cache.page_size
+        num_filled, num_to_save = num_tokens // self._cache.page_size, self._cache.num_to_save
         num_stores = 1 + self._cache.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE
+        if num_to_save:
+            num_stores = MAX_STORES + num_filled // PAGES_PER_SAVE
         if not num_tokens:  # nobody waits for the plan
             num_stores, num_filled = MAX_STORES, MAX_STORES * PAGES_PER_STORE
-        stores = self._cache.begin_stores(max(MIN_STORED_PAGES, num_filled), min(MAX_STORES, num_stores))
+        most = MAX_STORES + num_filled // PAGES_PER_SAVE
+        stores = self._cache.begin_stores(
+            max(MIN_STORED_PAGES, num_filled, num_to_save), min(most, num_stores), self._is_worth_storing
+        )
         copies = (*self._loads, *stores)
         self._loads = []
         self._open |= {copy.op: copy for copy in copies}
         return copies
+
+    def _is_worth_storing(self, num_pages: int) -> bool:
+        return self._costs.is_worth_loading(num_pages * self._cache.page_size, 0)
 
     def settle(self, acks: Sequence[CopyAck]) -> list[int]:
         """Takes in how copies ended; returns the rows that lost their prefix because a load failed."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.config import StorePrefetch
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault, StepResult

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 
 from hiserve.cache.index.manager import HostAdmission
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
+from tests.invariants.index_model import Place
 from tests.invariants.streams import Page
 from tests.invariants.tier_checks import digest
 from tests.invariants.tier_model import OpModel, TierModel, above, parts
@@ -18,7 +19,10 @@ from tests.invariants.tier_world import World
 
 def begin_stores(world: World, random: Random) -> None:
     model, max_pages = world.model, random.choice((1, 2, 99, 99))
+    spare, ends = world.spare(), model.idle_ends()
     copies = world.cache.begin_stores(max_pages)
+    gone = world.lose_host(spare | world.spare())
+    assert not gone or copies or model.num_reserved, "pages left the host for nothing"
     assert sum(copy.host_pages.size for copy in copies) <= max_pages
     by_digest = {digest(place): place for place in model.device}
     for copy in copies:
@@ -31,15 +35,27 @@ def begin_stores(world: World, random: Random) -> None:
         assert world.setting.admission is HostAdmission.WRITE_THROUGH or model.wanted & set(places)
         model.begin_store(copy.op, places, copy.device_pages.tolist(), copy.host_pages.tolist())
         world.start(copy)
+    assert not gone or len(model.free_host) <= model.num_reserved, "more left the host than was needed"
+    if len(copies) == 1 and gone:
+        what_goes_first(world, gone, ends - set(parts(places[-1])))
     if sum(copy.host_pages.size for copy in copies) == max_pages:
         return
     lacking = model.device.keys() - model.host.keys()
-    if not model.num_host_available():
+    if len(model.free_host) <= model.num_reserved:
         model.given_up |= lacking
         world.ran["no room"] += bool(lacking)
     if world.setting.admission is HostAdmission.SELECTIVE:
         lacking &= model.wanted
     assert all(model.excused(place) for place in lacking), "a page that should be stored is not"
+
+
+def what_goes_first(world: World, gone: set[Place], ends: set[Place]) -> None:
+    """Of what the device has, too, the host forgets what was used last, before anything goes that is nowhere else."""
+    model, spare = world.model, world.spare()
+    forgotten = gone & model.device.keys()
+    left = {place for place in ends - gone if place in model.host} - spare
+    assert not left or len(forgotten) == len(gone), "a page went that was nowhere else"
+    assert all(model.used[one] >= model.used[other] for one in forgotten & ends for other in left)
 
 
 def settle(world: World, random: Random) -> None:
@@ -95,7 +111,9 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
 def take_uploads(world: World, random: Random) -> None:
     """What waits for the store is read on the host, or copied there first; parents before children, nothing twice."""
     model = world.model
+    spare = world.spare()
     uploads, stages = world.cache.take_uploads()
+    assert not world.lose_host(spare) or stages, "pages left the host for nothing"
     staged = {op for op, each in model.ops.items() if each.kind == "upload"} - world.uploads.keys()
     for begun in sorted([*uploads, *stages], key=lambda each: each.op):
         assert begun.run is not None
@@ -137,7 +155,6 @@ def end_stage(world: World, copy: PageCopy, *, ok: bool) -> None:
     """What arrived is uploaded from where it is, though nobody finds it there."""
     model = world.model
     ended = model.end(copy.op)
-    model.use(model.shortened(ended.end))
     world.cache.end_stage(copy.op, ok=ok)
     if not ok:
         model.free_host |= set(ended.host_pages)
@@ -159,7 +176,9 @@ def begin_prefetch(world: World, random: Random) -> None:
     (tenant, prompt), max_pages, model = world.prompt(random), random.randint(1, 6), world.model
     _, _, anywhere = world.match(tenant, prompt)
     wanted = world.usable(prompt)[len(anywhere) :][:max_pages]
+    spare = world.spare()
     begun = world.cache.begin_prefetch(tenant, prompt, max_pages)
+    world.share_all()
     end = (tenant, anywhere)
     if not wanted or not model.is_host_ready(end) or world.is_arriving((tenant, (*anywhere, wanted[0]))):
         assert begun is None
@@ -173,7 +192,8 @@ def begin_prefetch(world: World, random: Random) -> None:
         return
     assert begun.run.pages.size == count > 0 and begun.run.parent == digest(end)
     assert begun.run.key == b"".join(wanted[:count])
-    model.make_host_room(count)
+    short = count - len(model.free_host)
+    assert max(0, short) <= len(world.lose_host(spare)) <= max(0, short + model.num_reserved)
     del model.ops[0]
     staged.host_pages = begun.run.pages.tolist()
     model.take_host(staged.host_pages)
@@ -260,6 +280,7 @@ def restart(world: World, random: Random) -> None:
     assert set(places) == kept and len(places) == len(kept)
     assert [digest(place) for place in places if place] == [each for run in runs for each in run.digests]
     assert world.cache.adopt(runs) == len(kept)
+    world.share_all()
     shelf.keep({page for run in runs for page in run.pages.tolist()})
     for run in runs:
         pages = run.pages.tolist()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from hiserve.cache.index.holds import path
 from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.node import Node, State
+from hiserve.cache.index.node import Node
 from hiserve.cache.index.ops import OpKind
 
 
@@ -19,11 +21,14 @@ def check_structure(cache: CacheManager) -> None:
     inv_05_no_dead_node(cache)
     inv_06_what_is_on_the_device_has_its_parent_there(cache)
     inv_07_what_is_on_the_host_has_its_parent_there(cache)
+    inv_07_the_host_counts_its_children(cache)
     inv_09_no_parent_looks_older_or_less_important_than_its_child(cache)
     inv_10_a_parent_has_the_locks_of_all_its_children(cache)
     inv_12_what_a_copy_uses_is_locked(cache)
     inv_14_the_eviction_queues_hold_the_evictable_leaves(cache)
     inv_16_the_evictable_counts_are_right(cache)
+    inv_16_what_is_spare_may_go_at_no_loss(cache)
+    inv_16_every_page_counts_for_its_owner(cache)
     inv_19_no_page_has_two_owners_and_page_0_none(cache)
     inv_21_nodes_and_copies_agree(cache)
 
@@ -76,6 +81,11 @@ def inv_07_what_is_on_the_host_has_its_parent_there(cache: CacheManager) -> None
         assert not node.host_pages.size or node.parent.is_root or node.parent.host_pages.size
 
 
+def inv_07_the_host_counts_its_children(cache: CacheManager) -> None:
+    for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
+        assert node.num_host_children == sum(child.host_pages.size > 0 for child in node.children.values())
+
+
 def inv_09_no_parent_looks_older_or_less_important_than_its_child(cache: CacheManager) -> None:
     for node in cache.tree.nodes():
         assert node.parent is not None
@@ -99,14 +109,36 @@ def inv_12_what_a_copy_uses_is_locked(cache: CacheManager) -> None:
 def inv_14_the_eviction_queues_hold_the_evictable_leaves(cache: CacheManager) -> None:
     nodes = list(cache.tree.nodes())
     for tier, is_evictable in ((cache.device, _on_device), (cache.host, _on_host)):
-        assert {id(node) for node in tier.eviction._leaves} == {id(node) for node in nodes if is_evictable(node)}
+        assert {id(node) for node in tier.eviction.leaves} == {id(node) for node in nodes if is_evictable(node)}
+    assert {id(node) for node in cache.tiers.copies} == {id(node) for node in nodes if node.is_copy}
 
 
 def inv_16_the_evictable_counts_are_right(cache: CacheManager) -> None:
     nodes = list(cache.tree.nodes())
     assert cache.device.num_evictable == sum(node.pages.size for node in nodes if not node.num_locks)
     unlocked = [node for node in nodes if not node.num_locks and not node.num_host_locks]
-    assert cache.host.num_evictable == sum(node.num_pages for node in unlocked if node.state is State.H)
+    assert cache.host.num_evictable == sum(node.host_pages.size for node in unlocked)
+
+
+def inv_16_what_is_spare_may_go_at_no_loss(cache: CacheManager) -> None:
+    spare = [node for node in cache.tree.nodes() if node.is_spare]
+    assert cache.tiers.reserve.num_pages == sum(node.pages.size for node in spare)
+    for node in spare:
+        assert not node.num_locks and node.pages.size and (node.host_pages.size or not node.is_wanted)
+        assert all(child.is_spare for child in node.children.values() if child.pages.size)
+
+
+def inv_16_every_page_counts_for_its_owner(cache: CacheManager) -> None:
+    for tier, name in ((cache.device, "pages"), (cache.host, "host_pages")):
+        held: Counter[bytes] = Counter()
+        for root in cache.tree.roots.values():
+            stack = [root]
+            while stack:
+                node = stack.pop()
+                assert node.owner == root.owner
+                held[node.owner] += getattr(node, name).size
+                stack.extend(node.children.values())
+        assert +held == tier.shares.held
 
 
 def inv_19_no_page_has_two_owners_and_page_0_none(cache: CacheManager) -> None:

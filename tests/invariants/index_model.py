@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 import numpy as np
 import xxhash
 
+from hiserve.cache.index.shares import MAX_IDLE_TURNOVERS
 from hiserve.core.digest import namespace_digest
 
 Prefix = tuple[bytes, ...]  # the packed tokens of each page, first to last
@@ -32,6 +36,8 @@ class IndexModel:
         free: Pages nobody has.
         private: Pages taken and not published.
         held: Places that each open lock ends at, by a number of our own.
+        given: Pages evicted so far.
+        seen: How many were when a tenant last locked something.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -41,6 +47,8 @@ class IndexModel:
         self.free = set(range(1, num_pages))
         self.private: list[int] = []
         self.held: dict[int, Place] = {}
+        self.given = 0
+        self.seen: dict[bytes, int] = {}
         self._clock = 0
 
     def match(self, tenant: bytes, prompt: bytes, page_bytes: int) -> Prefix:
@@ -60,6 +68,7 @@ class IndexModel:
     def hold(self, number: int, tenant: bytes, prefix: Prefix) -> None:
         """A lock begins, or moves on to a longer prefix."""
         self.held[number] = (tenant, prefix)
+        self.seen[tenant] = self.given
         self._use(tenant, prefix)
 
     def release(self, number: int) -> None:
@@ -75,16 +84,34 @@ class IndexModel:
         return set(self.cached) - self.locked()
 
     def evict(self, count: int) -> list[int]:
-        """Evicts page by page: the least recently used of those with nothing cached or locked below."""
-        lost = []
-        for _ in range(count):
+        """Evicts page by page: the least recently used of those that are due with nothing cached or locked below."""
+        lost: list[int] = []
+        floors = self.floors()
+        floor = next(floors)
+        while len(lost) < count:
             parents = {(tenant, prefix[:-1]) for tenant, prefix in self.cached}
-            leaves = self.evictable() - parents
+            pages = Counter(tenant for tenant, _ in self.cached)
+            leaves = {leaf for leaf in self.evictable() - parents if pages[leaf[0]] > floor.get(leaf[0], 0)}
+            if not leaves:
+                floor = next(floors)
+                continue
             victim = min(leaves, key=lambda place: self.used[place])
             del self.used[victim]
             lost.append(self.cached.pop(victim))
+            self.given += 1
         self.free |= set(lost)
         return lost
+
+    def floors(self) -> Iterator[dict[bytes, int]]:
+        """Tells down to what tenants give pages: to their shares; if that is not enough, to the mean; to nothing."""
+        pages = Counter(tenant for tenant, _ in self.cached)
+        if len(pages) > 1:
+            capacity = self.num_pages - 1
+            active = [tenant for tenant in pages if self.seen[tenant] >= self.given - MAX_IDLE_TURNOVERS * capacity]
+            yield dict.fromkeys(active, capacity // max(1, len(active)))
+            pages = Counter(tenant for tenant, _ in self.cached)
+            yield dict.fromkeys(pages, len(self.cached) // max(1, len(pages)))
+        yield {}
 
     def publish(self, number: int, new: Prefix, pages: list[int]) -> list[int]:
         """Caches the pages after lock ``number``; returns those to use, and frees the copies."""
@@ -97,7 +124,8 @@ class IndexModel:
             canonical.append(known)
             if known != page:
                 self.free.add(page)
-        self.hold(number, tenant, prefix)
+        self.held[number] = (tenant, prefix)
+        self._use(tenant, prefix)
         return canonical
 
     def continuation(self, number: int) -> Prefix:

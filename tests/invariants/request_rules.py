@@ -16,7 +16,7 @@ from tests.invariants import copy_rules
 from tests.invariants.index_model import Prefix
 from tests.invariants.streams import Page
 from tests.invariants.tier_model import above, ints, parts
-from tests.invariants.tier_world import Row, World
+from tests.invariants.tier_world import ACCOUNT, Row, World
 
 MAX_DEPTH = 2  # forwards in flight
 MAX_PUBLISHED = 4
@@ -63,7 +63,7 @@ def admit_prompt(world: World, random: Random, tenant: bytes, prompt: bytes, sha
     priority = random.choice(PRIORITIES)
     num_nodes, num_busy = count_nodes(world)
     try:
-        with world.cache.lock(found, num_host * world.page_size, priority) as receipt:
+        with world.cache.lock(found, num_host * world.page_size, priority, ACCOUNT) as receipt:
             row = locked(world, receipt, tenant, prefix, len(device))
             world.model.hold(row.number, (tenant, prefix), priority)
             row.goal = world.usable(prompt + bytes(4))

@@ -7,7 +7,7 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.misses import MissReason
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from tests.helpers.tiers import (
     PAGE_SIZE,
     TENANT,
@@ -107,7 +107,7 @@ def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: CacheManager
     assert cache.end_prefetch(begun.op, 2) == 2
     check_structure(cache)
     assert cached(cache, 1, 2, 3, 4) == (0, 4)
-    cache.tiers.evict_host(1)
+    cache.tiers.take_host(cache.host.pages.num_free + 1)
     assert cached(cache, 1, 2, 3, 4) == (0, 3), "a parent went before its child"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.cache.pools.file_store import FileStore
 from hiserve.cache.pools.keys import KEY_BYTES
 from hiserve.cache.pools.segment import Segment

@@ -49,7 +49,7 @@ from tests.invariants.tier_world import Setting, World
 
 NUM_STEPS = 150
 MAX_ROWS = 4
-NUM_SEEDS = 120  # in turn for each setting
+NUM_SEEDS = 180  # in turn for each setting
 SETTINGS = [
     Setting(page_size, admission, by_priority)
     for page_size in (1, 4, 16)
@@ -69,6 +69,7 @@ MUST_HAPPEN = (
         "demoted",
         "deleted",
         "host evictions",
+        "copies forgotten",
     ),
     *("prefetched", "failed prefetches", "aborts", "prefetches without a place"),
     *("flushes", "flushes in flight", "adopted", "adopted less than found", "events", "ordered accesses"),

@@ -17,11 +17,12 @@ PRIORITIES = (0, 0, 0, 1, 7, -2)
 class TierOracle:
     """Two sets of pages, each page by its number in a trie of everything ever computed.
 
-    The device keeps the pages used last, the host those used last of what left the device; children go before parents.
+    The device keeps the pages used last, the host all that were ever computed, if there is one; children go before
+    parents. What a smaller host finds is for ``test_union_of_tiers.py``.
 
     Args:
         num_pages: That the device holds.
-        num_host_pages: That the host holds; 0 without one.
+        num_host_pages: That the host holds, which is enough for all; 0 without one.
         by_priority: Whether pages used by requests of lower priority go first.
     """
 
@@ -66,9 +67,8 @@ class TierOracle:
         self.use(time, path, priority)
         self.device |= set(path)
         if self.num_host_pages:
-            new = set(path) - self.host
-            self.evict(self.host, self.device, len(new) - (self.num_host_pages - len(self.host)))
-            self.host |= new
+            self.host |= set(path)
+            assert len(self.host) <= self.num_host_pages
 
     def take(self, count: int, held: set[int]) -> None:
         self.evict(self.device, held, count - (self.num_pages - len(self.device)))
@@ -81,8 +81,8 @@ class TierOracle:
 @pytest.mark.parametrize("by_priority", [False, True], ids=["lru", "priority"])
 @pytest.mark.parametrize(
     ("num_pages", "num_host_pages"),
-    [(700, 0), (700, 2000), (700, ENDLESS)],
-    ids=["device", "device and host", "endless host"],
+    [(700, 0), (700, ENDLESS)],
+    ids=["device", "endless host"],
 )
 def test_a_trace_finds_on_each_tier_what_the_account_says(
     num_pages: int, num_host_pages: int, by_priority: bool
@@ -117,5 +117,3 @@ def test_a_trace_finds_on_each_tier_what_the_account_says(
     assert cache.num_evicted > 1000 and totals[0] > 0
     assert bool(totals[1]) == bool(num_host_pages)
     assert cache.tiers.num_unbacked == (0 if num_host_pages else cache.num_evicted)
-    if 0 < num_host_pages < ENDLESS:
-        assert cache.host.num_evicted > 500

@@ -10,7 +10,7 @@ import xxhash
 from hiserve.cache.index.holds import Receipt, path
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.node import Node, State
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from tests.invariants.index_model import IndexModel, Place, Prefix
 from tests.invariants.tier_model import TierModel, parts
 

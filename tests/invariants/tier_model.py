@@ -103,7 +103,7 @@ class TierModel:
         return self.device.keys() - self.locked()
 
     def host_evictable(self) -> set[Place]:
-        return self.host.keys() - self.device.keys() - self.locked() - self.host_locked()
+        return self.host.keys() - self.locked() - self.host_locked()
 
     def num_host_available(self) -> int:
         return max(0, len(self.free_host) + len(self.host_evictable()) - self.num_reserved)
@@ -141,9 +141,9 @@ class TierModel:
         for part in parts(place):
             self.priority[part] = max(self.priority.get(part, priority), priority)
 
-    def order(self, place: Place) -> tuple[int, int]:
+    def order(self, place: Place, turn: int = 0) -> tuple[int, int, int]:
         """Returns how soon a place goes."""
-        return (self.priority[place] if self.by_priority else 0), self.used[place]
+        return (self.priority[place] if self.by_priority else 0), turn, self.used[place]
 
     def take(self, pages: Iterable[int]) -> None:
         pages = set(pages)
@@ -156,25 +156,54 @@ class TierModel:
         assert pages <= self.free_host, f"host pages {pages - self.free_host} were not free"
         self.free_host -= pages
 
-    def evict(self, count: int) -> set[Place]:
-        """Evicts page by page: the first in order of those with nothing below them on the device."""
+    def evict(self, count: int, turns: dict[Place, int]) -> set[Place]:
+        """Evicts page by page: the first in order of those with nothing below them on the device.
+
+        Args:
+            count: How many.
+            turns: Which places are spare (0), would be lost (2), or neither (1).
+        """
         gone = set()
         for _ in range(count):
             parents = {above(place) for place in self.device}
-            victim = min(self.evictable() - parents, key=self.order)
+            victim = min(self.evictable() - parents, key=lambda place: self.order(place, turns[place]))
             self.free.add(self.device.pop(victim))
             if victim not in self.host:
                 self._forget(victim)
                 gone.add(victim)
         return gone
 
-    def evict_host(self, count: int) -> None:
-        """Likewise on the host; a page that lies on the device, too, stays."""
-        for _ in range(count):
-            parents = {above(place) for place in self.host}
-            victim = min(self.host_evictable() - parents, key=self.order)
+    def lose_host(self, gone: set[Place], spare: set[Place]) -> None:
+        """Takes off the host what made room there: first what the device has, too, then the first in order.
+
+        Args:
+            gone: What is on the host no more.
+            spare: What the device may lose at no loss; of that, copies go last.
+        """
+        copies, alone = gone & self.device.keys(), gone - self.device.keys()
+        assert all(self.is_idle(place) for place in copies), "the host forgot what a copy needs"
+        for _ in range(len(alone)):
+            only = self.host.keys() - self.device.keys() - self.locked() - self.host_locked()
+            victim = min(only - {above(place) for place in self.host}, key=self.order)
+            assert victim in alone, "something else was to go first"
+            alone.discard(victim)
             self.free_host.add(self.host.pop(victim))
             self._forget(victim)
+        if copies & spare:
+            assert self.host_evictable() <= self.device.keys(), "what the device counts on goes last"
+        for place in copies:
+            self.free_host.add(self.host.pop(place))
+        self.given_up |= copies
+        self.wanted |= copies  # the host had them, and is to have them again before they go
+
+    def is_idle(self, place: Place) -> bool:
+        """Whether a place is on both tiers and no copy needs it on the host."""
+        is_held = place in self.host_locked() or self.busy(place) is not None
+        return place in self.host and place in self.device and not is_held
+
+    def idle_ends(self) -> set[Place]:
+        """Returns the idle places with nothing below them on the host: those it may forget next."""
+        return {place for place in self.host if self.is_idle(place)} - {above(place) for place in self.host}
 
     def publish(self, number: int, new: Prefix, pages: list[int]) -> list[int]:
         """Caches the pages after a receipt; returns those to use, which may be fewer. Frees the copies."""
@@ -210,13 +239,7 @@ class TierModel:
         self.use(end)
         return self.ops[op]
 
-    def make_host_room(self, count: int) -> None:
-        """Evicts until so many pages are free, and those that are reserved."""
-        short = count - len(self.free_host)
-        self.evict_host(max(0, short, min(short + self.num_reserved, len(self.host_evictable()))))
-
     def begin_store(self, op: int, places: list[Place], pages: list[int], host_pages: list[int]) -> None:
-        self.make_host_room(len(host_pages))
         self.take_host(host_pages)
         for place, page, host_page in zip(places, pages, host_pages, strict=True):
             assert self.device[place] == page and place not in self.host and place not in self.loading
@@ -225,7 +248,6 @@ class TierModel:
         first = above(places[0])
         assert self.is_host_ready(first) and first not in self.loading, "stored below what is not ready"
         self.ops[op] = OpModel("store", places[-1], pages, host_pages, places)
-        self.use(places[-1])
 
     def end(self, op: int) -> OpModel:
         ended = self.ops.pop(op)
@@ -258,7 +280,6 @@ class TierModel:
             if not ok:
                 self.free_host.add(self.host.pop(place))
                 self.given_up.add(place)
-        self.use(self.shortened(ended.end))
         return places
 
     def shortened(self, end: Place) -> Place:
@@ -289,7 +310,7 @@ class TierModel:
     def flush(self, tier: str | None) -> int:
         if tier == "device":
             count = len(self.evictable())
-            self.evict(count)
+            self.evict(count, dict.fromkeys(self.device, 0))
             return count
         before = len(self.free) + len(self.free_host)
         kept = {part for held in self.held.values() for part in parts(held)}
@@ -335,10 +356,8 @@ class TierModel:
         self.awaited.discard(place)
 
     def begin_stage(self, op: int, end: Place, pages: list[int], host_pages: list[int]) -> None:
-        self.evict_host(max(0, len(host_pages) - len(self.free_host)))
         self.take_host(host_pages)
         self.ops[op] = OpModel("stage", end, pages, host_pages)
-        self.use(end)
 
     def _free_device(self, page: int) -> None:
         readers = (op for op in self.ops.values() if op.kind in ("store", "stage") and page in op.pages)

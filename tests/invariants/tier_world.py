@@ -10,7 +10,7 @@ from random import Random
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Match, Receipt
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.cache.index.uploads import RESERVED_SHARE
 from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
@@ -22,6 +22,7 @@ from tests.invariants.tier_checks import NAMESPACE
 from tests.invariants.tier_model import TierModel, ints, parts
 
 TENANTS = (b"", b"", b"", b"a")
+ACCOUNT = b"all"
 SYMBOLS = (0, 0, 0, 1, 2)
 
 
@@ -195,19 +196,37 @@ class World:
     def take(self, count: int) -> list[int] | None:
         """Takes device pages, as both see it."""
         short = count - len(self.model.free)
+        turns = {place: node.turn for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.pages.size}
         pages = self.cache.take(ints([0] * count))
         if short > len(self.model.evictable()):
             assert pages is None
             self.ran["refused"] += 1
             return None
         assert pages is not None
-        gone = self.model.evict(max(0, short))
+        gone = self.model.evict(max(0, short), turns)
         self.ran["deleted"] += len(gone)
         self.ran["demoted"] += max(0, short) - len(gone)
         self.model.take(pages.tolist())
         self.observe()
         self.told.append(("take", pages.tolist()))
         return pages.tolist()
+
+    def spare(self) -> set[Place]:
+        """Returns what the device counts among what may go at no loss."""
+        return {place for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.is_spare}
+
+    def lose_host(self, spare: set[Place]) -> set[Place]:
+        """Takes note of what left the host to make room; returns it."""
+        on_host = {place for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.host_pages.size}
+        gone = self.model.host.keys() - on_host
+        self.ran["copies forgotten"] += bool(gone & self.model.device.keys())
+        self.model.lose_host(set(gone), spare)
+        return gone
+
+    def share_all(self) -> None:
+        """One account for all tenants: whose share is whose is for ``test_index_machine.py``."""
+        for root in self.cache.tree.roots.values():
+            self.cache.tiers.hand_over(root, ACCOUNT)
 
     def give(self, pages: Iterable[int]) -> None:
         """INV-20: pages that were taken and given back are free again, as they were before."""

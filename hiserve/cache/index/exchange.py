@@ -176,8 +176,8 @@ class Exchange:
             if child.host_pages.size or child.device_ready_op:
                 spare.append(pages[start : start + shared])
             else:
-                child.host_pages = pages[start : start + shared].copy()
-                tiers.host.publish(child)
+                tiers.put_on_host(child, pages[start : start + shared].copy())
+                tiers.queue(child)  # it may go sooner now
                 num_new += shared
             if not is_ready_on_host(child):
                 spare.append(pages[start + shared :])
@@ -198,16 +198,15 @@ class Exchange:
 
     def _add(self, parent: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> None:
         tiers = self._tiers
-        child = tiers.tree.add_child(Node(key, NO_PAGES, digests, parent, pages.copy()))
+        child = tiers.tree.add_child(Node(key, NO_PAGES, digests, parent))
+        tiers.put_on_host(child, pages.copy())
         tiers.clock += 1
         child.last_used = tiers.clock
         self._holds.touch(parent)
         raise_priority(parent, child.priority)
         # The only node of the path that may be waiting for eviction was used just now, too.
         tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
-        tiers.host.num_evictable += child.num_pages
         tiers.queue(child)
-        tiers.host.publish(child)
         tiers.versions.tree_epoch += 1
 
 

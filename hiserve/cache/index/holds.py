@@ -18,15 +18,17 @@ class Hold:
     Attributes:
         node: The path's last node. When it is cut off, the last one that is left.
         is_host: Only the host copies are held; the device may lose its own.
+        is_use: It counts as a use of the path. Who stores pages before they go does not use them.
         is_lost: Whether the path was cut off.
         priority: Of the request that holds it; every node of the path has at least this.
     """
 
-    __slots__ = ("is_host", "is_lost", "node", "priority")
+    __slots__ = ("is_host", "is_lost", "is_use", "node", "priority")
 
-    def __init__(self, node: Node, *, is_host: bool) -> None:
+    def __init__(self, node: Node, *, is_host: bool, is_use: bool) -> None:
         self.node = node
         self.is_host = is_host
+        self.is_use = is_use
         self.priority = 0
         self.is_lost = False
 
@@ -105,56 +107,61 @@ class Holds:
         self._open[hold] = receipt
         return receipt
 
-    def lock(self, node: Node) -> Hold:
+    def lock(self, node: Node, *, is_use: bool = True) -> Hold:
         """Keeps a path on every tier it is on, for a copy of its pages."""
-        return self._lock(node)[0]
+        return self._lock(node, is_use=is_use)[0]
 
-    def _lock(self, node: Node) -> tuple[Hold, list[Int32Array], list[Int32Array]]:
+    def _lock(self, node: Node, *, is_use: bool = True) -> tuple[Hold, list[Int32Array], list[Int32Array]]:
         tiers = self._tiers
-        tiers.clock += 1
-        clock = tiers.clock
+        host, reserve = tiers.host, tiers.reserve
         runs: list[Int32Array] = []
         host_runs: list[Int32Array] = []
         step = node
         while step.is_on_host_only and step.parent is not None:
             if not step.num_locks and not step.num_host_locks:
-                tiers.host.num_evictable -= step.num_pages
+                host.num_evictable -= step.num_pages
             step.num_locks += 1
-            step.last_used = clock
             host_runs.append(step.host_pages)
             step = step.parent
         num_pinned = 0
         while True:
             if step.num_locks == 0:
                 num_pinned += step.num_pages
+                if not step.num_host_locks:
+                    host.num_evictable -= step.host_pages.size
+                if step.is_spare:
+                    reserve.leave(step)
             step.num_locks += 1
-            step.last_used = clock
             runs.append(step.pages)
             if step.parent is None:
                 break
             step = step.parent
         tiers.device.num_evictable -= num_pinned
-        return self._add(node, is_host=False), runs, host_runs
+        hold = self._add(node, is_host=False, is_use=is_use)
+        if is_use:
+            tiers.clock += 1
+            self.touch(node)
+        return hold, runs, host_runs
 
     def lock_host(self, node: Node) -> Hold:
         """Keeps the host copies of a path; how recently it was used does not change."""
         step: Node | None = node
         while step is not None:
-            if step.is_on_host_only and not step.num_locks and not step.num_host_locks:
-                self._tiers.host.num_evictable -= step.num_pages
+            if not step.num_locks and not step.num_host_locks:
+                self._tiers.host.num_evictable -= step.host_pages.size
             step.num_host_locks += 1
             step = step.parent
-        return self._add(node, is_host=True)
+        return self._add(node, is_host=True, is_use=False)
 
     def move_on(self, hold: Hold, child: Node) -> None:
         """Extends a lock by one node."""
         tiers = self._tiers
         assert child.parent is hold.node and not hold.is_host
         if child.num_locks == 0:
-            if child.pages.size:
-                tiers.device.num_evictable -= child.num_pages
-            elif not child.num_host_locks:
-                tiers.host.num_evictable -= child.num_pages
+            tiers.device.num_evictable -= child.pages.size
+            if not child.num_host_locks:
+                tiers.host.num_evictable -= child.host_pages.size
+            tiers.reserve.leave(child)
         child.num_locks += 1
         child.priority = max(child.priority, hold.priority)
         hold.node = child
@@ -164,9 +171,16 @@ class Holds:
     def touch(self, node: Node | None) -> None:
         """Marks the path as just used, so that no parent looks older than its child."""
         clock = self._tiers.clock
+        copy: Node | None = None
         while node is not None:
             node.last_used = clock
+            if node.is_spare:
+                self._tiers.reserve.leave(node)
+            if copy is None and node.host_pages.size and node.pages.size:
+                copy = node
             node = node.parent
+        if copy is not None:
+            self._tiers.queue_copy(copy)
 
     def drop(self, hold: Hold) -> None:
         """Returns a hold. Exactly once."""
@@ -174,7 +188,7 @@ class Holds:
         if hold.is_host:
             self._drop_host(hold.node)
         else:
-            self._drop_lock(hold.node)
+            self._drop_lock(hold.node, is_use=hold.is_use)
 
     def cut(self, gone: set[Node], end: Node) -> list[Receipt]:
         """Moves the holds on nodes that are cut off to the node they are cut off from.
@@ -205,53 +219,60 @@ class Holds:
         """Every receipt that is open."""
         return [receipt for receipt in self._open.values() if receipt is not None]
 
-    def _add(self, node: Node, *, is_host: bool) -> Hold:
-        hold = Hold(node, is_host=is_host)
+    def _add(self, node: Node, *, is_host: bool, is_use: bool) -> Hold:
+        hold = Hold(node, is_host=is_host, is_use=is_use)
         self._open[hold] = None
         return hold
 
-    def _drop_lock(self, node: Node) -> None:
+    def _drop_lock(self, node: Node, *, is_use: bool) -> None:
         tiers = self._tiers
-        tiers.clock += 1
-        clock = tiers.clock
-        step = node
-        while step.is_on_host_only and step.parent is not None:
-            assert step.num_locks > 0, f"a node of {step.num_pages} host pages has no lock to return"
-            step.num_locks -= 1
-            step.last_used = clock
-            if not step.num_locks and not step.num_host_locks:
-                tiers.host.num_evictable += step.num_pages
-            step = step.parent
-        end_on_device = step
-        num_freed = 0
+        step, num_freed, num_host_freed = node, 0, 0
+        end_on_device: Node | None = None
+        end_on_both: Node | None = None
         while True:
             assert step.num_locks > 0, f"a node of {step.num_pages} pages has no lock to return"
             step.num_locks -= 1
-            step.last_used = clock
+            if end_on_device is None and not step.is_on_host_only:
+                end_on_device = step
+            if end_on_both is None and step.pages.size and step.host_pages.size:
+                end_on_both = step
             if step.num_locks == 0:
-                num_freed += step.num_pages
+                num_freed += step.pages.size
+                if not step.num_host_locks:
+                    num_host_freed += step.host_pages.size
             if step.parent is None:
                 break
             step = step.parent
         tiers.device.num_evictable += num_freed
+        tiers.host.num_evictable += num_host_freed
+        if is_use:
+            tiers.clock += 1
+            self.touch(node)
         # Of a path, only the last node of each tier can be a leaf there.
         tiers.queue(node)
-        if end_on_device is not node:
+        if end_on_device is not None and end_on_device is not node:
             tiers.queue(end_on_device)
+        if end_on_both is not None:
+            tiers.queue_copy(end_on_both)
         tiers.queue(step)
 
     def _drop_host(self, node: Node) -> None:
         step: Node = node
+        end_on_both: Node | None = None
         while True:
             assert step.num_host_locks > 0, f"a node of {step.num_pages} pages has no host lock to return"
             step.num_host_locks -= 1
-            if step.is_on_host_only and not step.num_locks and not step.num_host_locks:
-                self._tiers.host.num_evictable += step.num_pages
+            if end_on_both is None and step.pages.size and step.host_pages.size:
+                end_on_both = step
+            if not step.num_locks and not step.num_host_locks:
+                self._tiers.host.num_evictable += step.host_pages.size
             if step.parent is None:
                 break
             step = step.parent
         if node.is_on_host_only:
             self._tiers.queue(node)
+        if end_on_both is not None:
+            self._tiers.queue_copy(end_on_both)
         self._tiers.queue(step)
 
 

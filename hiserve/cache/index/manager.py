@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,7 +16,8 @@ from hiserve.cache.index.node import Node
 from hiserve.cache.index.ops import Ops
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.removal import Removal
-from hiserve.cache.index.tiers import Tier, TierListener, TierPages, Tiers
+from hiserve.cache.index.tier import Tier, TierListener, TierPages
+from hiserve.cache.index.tiers import Tiers
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.cache.index.uploads import Uploads
 from hiserve.core.copies import PageCopy, PageRun
@@ -89,7 +90,7 @@ class CacheManager:
         self.device = TierPages(Tier.DEVICE, num_pages, eviction, listener=listener)
         ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: nothing to hand out
         self.host = TierPages(Tier.HOST, max(num_host_pages, 2), host_eviction or LruEviction(ON_HOST), ready, listener)
-        self.tiers = Tiers(self.tree, self.device, self.host)
+        self.tiers = Tiers(self.tree, self.device, self.host, has_host=num_host_pages > 0)
         self.holds = Holds(self.tiers)
         self.ops = Ops(self.tiers)
         self.exchange = Exchange(self.tiers, self.holds, self.ops)
@@ -136,7 +137,7 @@ class CacheManager:
             _num_beyond=num_beyond,
         )
 
-    def lock(self, match: Match, num_host_tokens: int = 0, priority: int = 0) -> Receipt:
+    def lock(self, match: Match, num_host_tokens: int = 0, priority: int = 0, account: bytes | None = None) -> Receipt:
         """Keeps a matched prefix from eviction until the receipt is released.
 
         Args:
@@ -144,10 +145,16 @@ class CacheManager:
             num_host_tokens: Whole pages of the host part to hold, too: they must be loaded (``begin_load``)
                 before anything is published below the receipt.
             priority: The request's, which stays with all it uses; only ``PriorityEviction`` looks at it.
+            account: Whose share of the pages the tenant's prefixes take (see ``Shares``): who came first with them.
+                None is a share of the tenant's own.
         """
         assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
         assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self.page_size == 0
         node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self.page_size)
+        *_, root = path(node)
+        self.tiers.hand_over(root, root.digests[0] if account is None else account)
+        for tier in (self.device, self.host):
+            tier.shares.see(root.owner)
         receipt = self.holds.issue(node, self.release, priority)
         if self.ops.num_loads:
             for number in {step.device_ready_op for step in path(node)} - {0}:
@@ -269,9 +276,16 @@ class CacheManager:
         """Nodes that wait to be stored."""
         return self.transfers.num_to_store
 
-    def begin_stores(self, max_pages: int, max_copies: int = MANY_COPIES) -> list[PageCopy]:
+    def begin_stores(
+        self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
+    ) -> list[PageCopy]:
         """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_stores``."""
-        return self.transfers.begin_stores(max_pages, max_copies)
+        return self.transfers.begin_stores(max_pages, max_copies, is_worth)
+
+    @property
+    def num_to_save(self) -> int:
+        """Pages that must be stored soon, or the device may lose them; see ``Transfers.num_to_save``."""
+        return self.transfers.num_to_save
 
     def settle(self, op: int, *, ok: bool) -> list[Receipt]:
         """Takes in the end of a load or a store; returns the receipts that lost pages. See ``Transfers.settle``."""
@@ -378,7 +392,7 @@ class CacheManager:
     def _insert(self, receipt: Receipt, key: bytes, pages: Int32Array, step: int) -> None:
         hold = receipt.hold
         node = hold.node
-        is_chosen = self._stores_hits and node.is_queued  # what is new below it was not used twice
+        is_chosen = self._stores_hits and node.is_wanted  # what is new below it was not used twice
         in_place = not is_chosen and node.priority == hold.priority
         end, _ = self.tree.extend(node, key, pages, in_place=in_place)
         if end is not node:
@@ -387,6 +401,7 @@ class CacheManager:
             hold.node = end
             self.tiers.clock += 1
             self.holds.touch(end)
+        self.device.shares.charge(end.owner, pages.size)
         end.written_step = step
         self.device.publish(end, end.num_pages - pages.size)
         self.versions.tree_epoch += 1

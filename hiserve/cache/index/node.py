@@ -44,11 +44,15 @@ class Node:
         parent: None for a root.
         children: By the packed tokens of their first page.
         num_device_children: Of them, how many have pages on the device.
+        num_host_children: Of them, how many have pages on the host.
         num_locks: Holds on this node or one below it: it stays on every tier it is on.
         num_host_locks: Holds on its host copy, or on one below it.
         last_used: Logical time of the last lock or release through this node (see ``Tiers.clock``).
         priority: Largest priority of the requests that used it.
-        is_queued: Whether it waits for a store.
+        is_queued: Whether it waits for its turn to be stored.
+        is_wanted: Whether the host is to have it, at the latest before the device loses it.
+        is_spare: Whether the device counts it among what may go at no loss (see ``Reserve``).
+        owner: Whose share of each tier it takes (see ``Shares``); the same all over a tree.
         written_step: The step whose forward wrote its pages on the device last; 0 when a load did.
     """
 
@@ -59,12 +63,16 @@ class Node:
         "host_pages",
         "host_ready_op",
         "is_queued",
+        "is_spare",
+        "is_wanted",
         "key",
         "last_used",
         "num_device_children",
+        "num_host_children",
         "num_host_locks",
         "num_locks",
         "num_pages",
+        "owner",
         "pages",
         "parent",
         "priority",
@@ -89,11 +97,15 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.num_device_children = 0
+        self.num_host_children = 0
         self.num_locks = 0
         self.num_host_locks = 0
         self.last_used = 0
         self.priority = 0
         self.is_queued = False
+        self.is_wanted = False
+        self.is_spare = False
+        self.owner: bytes = parent.owner if parent is not None else b""
         self.written_step = 0
 
     @property
@@ -110,6 +122,31 @@ class Node:
     def is_evictable(self) -> bool:
         """Whether the device may lose its tail: nobody holds it, and nothing below it is there."""
         return self.num_locks == 0 and self.num_device_children == 0 and self.pages.size > 0
+
+    @property
+    def is_unbacked(self) -> bool:
+        """Whether the device alone has what the host is to have."""
+        return self.is_wanted and not self.host_pages.size
+
+    @property
+    def turn(self) -> int:
+        """When it goes, among leaves of the device: 0 what is spare, then what costs nothing, last what would be lost."""
+        return 0 if self.is_spare else 1 + self.is_unbacked
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it may become spare."""
+        return not self.is_spare and self.is_evictable
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the host may forget its tail at once, because the device has it, and no copy needs it."""
+        return (
+            self.host_pages.size > 0
+            and self.pages.size > 0
+            and self.num_host_children == self.num_host_locks == 0
+            and not self.pending_op
+        )
 
     @property
     def is_host_evictable(self) -> bool:

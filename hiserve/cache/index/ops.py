@@ -124,14 +124,14 @@ class Ops:
 
     def forget_host(self, node: Node) -> None:
         """Takes the host copy from a node that stays on the device; a store that fills it fills nobody's pages."""
-        if not node.host_ready_op:
-            self._tiers.host.remove(node.digests)
-        if node.pending_op:
-            self._ops[node.pending_op].host_orphans.append(node.host_pages)
+        op = node.pending_op
+        pages = self._tiers.take_off_host(node)
+        if op:
+            self._ops[op].host_orphans.append(pages)
         else:
-            self.free_host(node.host_pages)
-        node.host_pages = NO_PAGES
-        node.host_ready_op = 0
+            self.free_host(pages)
+        if node.is_evictable:
+            self._tiers.queue(node)
 
     def _free_device(self, pages: Int32Array) -> None:
         """Frees device pages of no node in flight; a stage, or a store that a flush made pointless, may still read them."""

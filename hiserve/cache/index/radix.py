@@ -116,6 +116,8 @@ class RadixTree:
         upper.last_used = node.last_used
         upper.priority = node.priority
         upper.written_step = node.written_step
+        upper.is_wanted = node.is_wanted
+        upper.is_spare = node.is_spare
         node.parent.children[upper.key[: self.page_bytes]] = upper
         node.key = node.key[cut:]
         node.digests = node.digests[num_pages:]
@@ -125,6 +127,7 @@ class RadixTree:
             upper.num_device_children = 1
         if node.host_pages.size:
             upper.host_pages, node.host_pages = node.host_pages[:num_pages].copy(), node.host_pages[num_pages:].copy()
+            upper.num_host_children = 1
         node.parent = upper
         upper.children[node.key[: self.page_bytes]] = node
         return upper
@@ -204,6 +207,8 @@ class RadixTree:
         del node.parent.children[node.key[: self.page_bytes]]
         if node.pages.size:
             node.parent.num_device_children -= 1
+        if node.host_pages.size:
+            node.parent.num_host_children -= 1
 
     def nodes(self) -> Iterator[Node]:
         """Walks every node but the roots (for checks and statistics)."""
@@ -219,5 +224,6 @@ def clear(node: Node) -> None:
     """Empties a node that left the tree, so that queues which still know it pass it over."""
     node.key, node.digests, node.num_pages = b"", [], 0
     node.pages = node.host_pages = NO_PAGES
-    node.device_ready_op = node.host_ready_op = node.num_device_children = 0
+    node.device_ready_op = node.host_ready_op = node.num_device_children = node.num_host_children = 0
+    node.is_spare = False
     node.children = {}

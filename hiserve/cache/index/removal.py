@@ -6,7 +6,8 @@ from hiserve.cache.index.holds import Holds, Receipt, path
 from hiserve.cache.index.node import Node
 from hiserve.cache.index.ops import OpKind, Ops
 from hiserve.cache.index.radix import clear
-from hiserve.cache.index.tiers import Tier, Tiers
+from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.tiers import Tiers
 
 
 class Removal:
@@ -43,6 +44,7 @@ class Removal:
             clear(node)
         if not was_queued:
             tiers.queue(parent)
+        tiers.queue_copy(parent)
         return lost
 
     def flush(self, tier: Tier | None) -> int:
@@ -89,8 +91,11 @@ class Removal:
         self._tiers.lost.add(node.digests)
         if node.num_locks == 0:
             device.num_evictable -= node.pages.size
-            if node.is_on_host_only and node.num_host_locks == 0:
-                host.num_evictable -= node.num_pages
+            if node.num_host_locks == 0:
+                host.num_evictable -= node.host_pages.size
+        device.shares.charge(node.owner, -node.pages.size)
+        host.shares.charge(node.owner, -node.host_pages.size)
+        self._tiers.reserve.leave(node)
         if node.pages.size and not node.device_ready_op:
             device.remove(node.digests)
         if node.host_pages.size and not node.host_ready_op:

@@ -2,119 +2,21 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Protocol
+from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hiserve.cache.index.events import PrefixEvents
-from hiserve.cache.index.eviction import Eviction
+from hiserve.cache.index.eviction import LeafHeap
 from hiserve.cache.index.misses import Lost
 from hiserve.cache.index.node import NO_PAGES, Node
-from hiserve.cache.index.pages import PageAllocator
 from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
+from hiserve.cache.index.reserve import Reserve
+from hiserve.cache.index.shares import MAX_OWNERS
+from hiserve.cache.index.tier import TierPages
 from hiserve.cache.index.version import Versions
 from hiserve.core.plan import Int32Array
 
 STEP_SHIFT = 32  # the clock's upper half is the step, its lower half counts within
-
-
-class Tier(StrEnum):
-    """Where pages lie."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
-class TierListener(Protocol):
-    """Hears, in order, of every page that a tier can give from now on, or cannot any more."""
-
-    def stored(self, tier: Tier, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
-        """A run of pages can be read.
-
-        Args:
-            tier: Where.
-            parent: Digest of the page before the run, which the tier has, too; None at the start of a prefix.
-            digests: Of the run.
-            key: Its packed tokens.
-        """
-
-    def removed(self, tier: Tier, digests: list[bytes]) -> None:
-        """Pages cannot be read any more. The list changes after the call."""
-
-    def cleared(self) -> None:
-        """Nothing can be read on any tier any more, but for what is stored from now on."""
-
-
-class TierPages:
-    """The pages of one tier.
-
-    Args:
-        tier: Which.
-        num_pages: Pages in the pool, page 0 included, which is never handed out.
-        eviction: Decides which unlocked leaf goes first.
-        num_ready: Pages below this can be used already; all, unless given.
-        listener: Hears what ``events`` collects, as it happens and with the tokens.
-
-    Attributes:
-        pages: Which are free.
-        eviction: Holds every node of the tier that may lose its tail.
-        events: Pages that can be read on this tier, or cannot any more.
-        num_evictable: Pages that eviction could free, in time.
-        num_evicted: Pages it did free.
-        num_reserved: Of the free and evictable ones, those that are left for staged uploads (see ``Uploads``).
-        last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.
-    """
-
-    def __init__(
-        self,
-        tier: Tier,
-        num_pages: int,
-        eviction: Eviction,
-        num_ready: int | None = None,
-        listener: TierListener | None = None,
-    ) -> None:
-        self._tier = tier
-        self._listener = listener
-        self.pages = PageAllocator(num_pages, num_ready)
-        self.eviction = eviction
-        self.events = PrefixEvents()
-        self.num_evictable = 0
-        self.num_evicted = 0
-        self.num_reserved = 0
-        self.last_step: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
-
-    @property
-    def num_available(self) -> int:
-        """Pages that may be taken to cache something."""
-        return max(0, self.pages.num_free + self.num_evictable - self.num_reserved)
-
-    def publish(self, node: Node, start: int = 0) -> None:
-        """Tells that the pages of a node, from the one at ``start`` on, can be read here."""
-        self.events.publish(node.digests[start:])
-        self.tell(node, start)
-
-    def tell(self, node: Node, start: int = 0) -> None:
-        """Tells the listener alone."""
-        if self._listener is not None:
-            assert node.parent is not None
-            parent = None if node.parent.is_root else node.parent.digests[-1]
-            if start:
-                parent = node.digests[start - 1]
-            key = node.key[start * len(node.key) // node.num_pages :]
-            self._listener.stored(self._tier, parent, node.digests[start:], key)
-
-    def remove(self, digests: list[bytes]) -> None:
-        """Tells that pages cannot be read here any more."""
-        self.events.remove(digests)
-        if self._listener is not None:
-            self._listener.removed(self._tier, digests)
-
-    def give(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
-        """Returns pages; forwards up to ``last_step`` may still touch them."""
-        self.last_step[pages] = last_step
-        self.pages.give(pages)
 
 
 class Tiers:
@@ -124,8 +26,12 @@ class Tiers:
         tree: Who shares which prefix.
         device: Its pages on the device.
         host: Its pages on the host; without a host tier, a pool in which no page is ready.
+        has_host: Whether there is a host tier.
 
     Attributes:
+        reserve: What the device can lose at no loss; grows only if there is a host tier.
+        copies: Nodes whose end the host may forget because the device has it, too: spare ones last, the others as
+            they were used, the last one first.
         versions: Both counters.
         clock: Logical time, ``step << 32 | count``: a node's last use also tells the last step whose forward
             may touch its pages, because a forward reads only what a lock holds.
@@ -134,10 +40,12 @@ class Tiers:
         num_unbacked: Pages evicted from the device that were nowhere else.
     """
 
-    def __init__(self, tree: RadixTree, device: TierPages, host: TierPages) -> None:
+    def __init__(self, tree: RadixTree, device: TierPages, host: TierPages, *, has_host: bool) -> None:
         self.tree = tree
         self.device = device
         self.host = host
+        self.reserve = Reserve(device, host, is_kept=has_host)
+        self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
         self.versions = Versions()
         self.clock = 0
         self.lost = Lost()
@@ -158,6 +66,7 @@ class Tiers:
         short = int(wanted.size) - self.device.pages.num_free
         if short > self.device.num_evictable:
             return None
+        self.reserve.num_taken += int(wanted.size)
         if short > 0:
             self.evict(short)
         taken = self.device.pages.take(wanted)
@@ -171,15 +80,33 @@ class Tiers:
             count: Pages.
             num_left: Pages that are to stay free, as far as eviction can help; those that are reserved unless given.
         """
-        host = self.host
-        num_left = host.num_reserved if num_left is None else num_left
-        short = count - host.pages.num_free
-        short = max(short, min(short + num_left, host.num_evictable))
-        if short > 0:
-            self.evict_host(short)
+        self.make_host_room(count, num_left=num_left)
+        if self.host.pages.num_free < count:
+            self._forget_copies(count - self.host.pages.num_free, and_spare=True)
         taken = self.host.pages.take_any(count)
         assert taken is not None, f"{count} host pages wanted, {self.host.pages.num_free} free after eviction"
         return taken
+
+    @property
+    def has_idle_host_pages(self) -> bool:
+        """Whether the host has pages that are free, or that the device has, too, and does not count on."""
+        return self.host.num_unused > 0 or ((head := self.copies.head()) is not None and not head[0])
+
+    def make_host_room(self, count: int, *, num_left: int | None = None, evicts: bool = True) -> int:
+        """Frees host pages until ``count`` are free, but none of what the device counts on; returns how many there are.
+
+        What the device has, too, goes first: so the host holds what the device does not.
+
+        Args:
+            count: Pages wanted.
+            num_left: Pages that are to stay free besides; those that are reserved unless given.
+            evicts: Whether what is nowhere else may go.
+        """
+        num_left = self.host.num_reserved if num_left is None else num_left
+        while (short := count + num_left - self.host.pages.num_free) > 0:
+            if not (self._forget_copies(short) or (evicts and self._evict_host(short))):
+                break
+        return max(0, min(count, self.host.pages.num_free - num_left))
 
     def give(self, pages: Int32Array) -> None:
         """Returns device pages that were in use until now."""
@@ -191,39 +118,82 @@ class Tiers:
         self.freed_host.append(pages)
 
     def evict(self, count: int) -> None:
-        """Frees ``count`` device pages, least recently used leaf first, last page of a leaf first."""
+        """Frees ``count`` device pages, as ``Shares`` and the eviction's order say, last page of a leaf first."""
         self.versions.tree_epoch += 1
         self.device.num_evictable -= count
         self.device.num_evicted += count
         freed: list[Int32Array] = []
         steps: list[int] = []
-        while count:
-            leaf = self.device.eviction.pop()
-            assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
+        for leaf, most in self.device.shares.next(self.device.eviction.leaves):
             steps.append(leaf.last_used >> STEP_SHIFT)
-            share = min(count, leaf.num_pages)
+            share = min(count, most, leaf.num_pages)
             freed.append(self._demote(leaf, share) if leaf.host_pages.size else self._delete(leaf, share))
             count -= share
+            if not count:
+                break
+        assert not count, f"{count} pages short of what was counted evictable"
         self.device.give(np.concatenate(freed), np.repeat(steps, [pages.size for pages in freed]))
 
-    def evict_host(self, count: int) -> None:
-        """Frees ``count`` pages that lie on the host alone, in the same order."""
+    def _evict_host(self, count: int) -> int:
+        """Frees up to ``count`` pages of the next leaf that lies on the host alone; returns how many."""
+        leaf, most = next(self.host.shares.next(self.host.eviction.leaves), (None, 0))
+        if leaf is None:
+            return 0
         self.versions.tree_epoch += 1
-        self.host.num_evictable -= count
-        self.host.num_evicted += count
-        while count:
-            leaf = self.host.eviction.pop()
-            assert leaf is not None and leaf.parent is not None, f"{count} pages short of what was counted evictable"
-            parent = leaf.parent
-            _, pages, digests = self.tree.trim(leaf, min(count, leaf.num_pages))
-            self.host.remove(digests)
-            self.lost.add(digests)
+        parent, owner = leaf.parent, leaf.owner
+        assert parent is not None
+        _, pages, digests = self.tree.trim(leaf, min(count, most, leaf.num_pages))
+        self.host.num_evictable -= pages.size
+        self.host.num_evicted += pages.size
+        self.host.shares.charge(owner, -pages.size)
+        self.host.remove(digests)
+        self.lost.add(digests)
+        self.give_host(pages)
+        self.queue(leaf if leaf.num_pages else parent)
+        return int(pages.size)
+
+    def _forget_copies(self, count: int, *, and_spare: bool = False) -> int:
+        """Frees up to ``count`` host pages that the device has, too; returns how many."""
+        num_freed = 0
+        while num_freed < count and (head := self.copies.head()) is not None and (and_spare or not head[0]):
+            node = self.copies.pop()
+            assert node is not None
+            if node.num_pages > count - num_freed:
+                self.queue_copy(self.tree.split(node, node.num_pages - (count - num_freed)))
+            pages = self.take_off_host(node)
             self.give_host(pages)
-            count -= pages.size
-            if leaf.num_pages:
-                self.host.eviction.add(leaf)
-            else:
-                self.queue(parent)
+            num_freed += pages.size
+            node.is_wanted = True
+            if node.is_evictable:
+                self.queue(node)
+        return num_freed
+
+    def put_on_host(self, node: Node, pages: Int32Array, ready_op: int = 0) -> None:
+        """Gives a node that lies on the device alone a copy on the host, which a store fills unless it is there."""
+        assert not node.host_pages.size and pages.size == node.num_pages and node.parent is not None
+        node.host_pages = pages
+        node.host_ready_op = ready_op
+        node.parent.num_host_children += 1
+        self.host.shares.charge(node.owner, pages.size)
+        if not node.num_locks and not node.num_host_locks:
+            self.host.num_evictable += pages.size
+        if not ready_op:
+            self.host.publish(node)
+
+    def take_off_host(self, node: Node) -> Int32Array:
+        """Takes the host copy from a node that stays on the device; returns its pages, which are the caller's now."""
+        pages, node.host_pages = node.host_pages, NO_PAGES
+        assert pages.size and node.parent is not None
+        if not node.host_ready_op:
+            self.host.remove(node.digests)
+        node.host_ready_op = 0
+        node.parent.num_host_children -= 1
+        self.host.shares.charge(node.owner, -pages.size)
+        if not node.num_locks and not node.num_host_locks:
+            self.host.num_evictable -= pages.size
+        self.reserve.leave_path(node)
+        self.queue_copy(node.parent)
+        return pages
 
     def queue(self, node: Node) -> None:
         """Offers a node that lost a child, a hold or a tier to eviction, or drops a root of which nothing is left."""
@@ -231,8 +201,37 @@ class Tiers:
             self.tree.drop_root_if_unused(node)
         elif node.is_evictable:
             self.device.eviction.add(node)
+            self.reserve.add(node)
         elif node.is_host_evictable:
             self.host.eviction.add(node)
+        if node.host_pages.size:
+            self.queue_copy(node)
+
+    def queue_copy(self, node: Node) -> None:
+        """Offers a node to be forgotten by the host, if it is one that may be."""
+        if node.is_copy:
+            self.copies.add(node)
+
+    def spare(self, leaf: Node) -> None:
+        """Counts a leaf of the device among what may go at no loss, before all others."""
+        for node in self.reserve.mark(leaf):
+            self.queue_copy(node)
+        self.device.eviction.add(leaf)
+
+    def hand_over(self, root: Node, owner: bytes) -> None:
+        """Gives a tree that nobody owned to an owner, if there is a share for it; what it holds counts for that from now on."""
+        if root.owner or (owner not in self.device.shares.held and len(self.device.shares.held) >= MAX_OWNERS):
+            return
+        root.owner = owner
+        stack = list(root.children.values())
+        while stack:
+            node = stack.pop()
+            for tier, pages in ((self.device, node.pages), (self.host, node.host_pages)):
+                tier.shares.charge(node.owner, -pages.size)
+                tier.shares.charge(owner, pages.size)
+            node.owner = owner
+            self.queue(node)
+            stack.extend(node.children.values())
 
     def put_on_device(self, node: Node, pages: Int32Array, *, ready_op: int = 0, step: int = 0) -> None:
         """Gives a locked node that lies on the host alone a copy on the device, which a load or a step fills."""
@@ -241,9 +240,11 @@ class Tiers:
         node.device_ready_op = ready_op
         node.written_step = step
         node.parent.num_device_children += 1
+        self.device.shares.charge(node.owner, pages.size)
         self.versions.tree_epoch += 1
         if not ready_op:
             self.device.publish(node)
+        self.queue_copy(node)
 
     def tell_all(self) -> None:
         """Tells the listener of every page that can be read, parents first."""
@@ -254,17 +255,19 @@ class Tiers:
                 self.host.tell(node)
 
     def join(self, node: Node) -> None:
-        """Joins a backed node with its parent where nothing tells them apart, so that paths stay short."""
+        """Joins a node with its parent where nothing tells them apart, so that paths stay short."""
         parent = node.parent
         if (
             parent is None
             or parent.parent is None
             or len(parent.children) != 1
             or parent.num_pages + node.num_pages > MAX_NODE_PAGES
-            or not (parent.host_pages.size and node.host_pages.size)
+            or bool(parent.host_pages.size) != bool(node.host_pages.size)
             or bool(parent.pages.size) != bool(node.pages.size)
             or parent.pending_op
             or node.pending_op
+            or parent.is_queued
+            or (parent.is_wanted, parent.is_spare) != (node.is_wanted, node.is_spare)
             or (parent.num_locks, parent.num_host_locks) != (node.num_locks, node.num_host_locks)
             or (parent.last_used, parent.priority) != (node.last_used, node.priority)
             or (parent.digests[-1] in self.lost.awaited) != (node.digests[0] in self.lost.awaited)
@@ -276,14 +279,13 @@ class Tiers:
     def _delete(self, leaf: Node, count: int) -> Int32Array:
         parent = leaf.parent
         assert parent is not None
+        self.reserve.leave(leaf, count)
         pages, _, digests = self.tree.trim(leaf, count)
+        self.device.shares.charge(leaf.owner, -count)
         self.device.remove(digests)
         self.lost.add(digests)
         self.num_unbacked += count
-        if leaf.num_pages:
-            self.device.eviction.add(leaf)
-        else:
-            self.queue(parent)
+        self.queue(leaf if leaf.num_pages else parent)
         return pages
 
     def _demote(self, leaf: Node, count: int) -> Int32Array:
@@ -292,11 +294,11 @@ class Tiers:
             self.tree.split(leaf, leaf.num_pages - count)
         parent, pages = leaf.parent, leaf.pages
         assert parent is not None
+        self.reserve.leave(leaf)
         self.device.remove(leaf.digests)
+        self.device.shares.charge(leaf.owner, -count)
         leaf.pages = NO_PAGES
         parent.num_device_children -= 1
-        if not leaf.num_host_locks:
-            self.host.num_evictable += count
         self.queue(leaf)
         self.queue(parent)
         if len(leaf.children) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class Transfers:
         self._uploads = uploads
         self._queue: deque[Node] = deque()
         self._sweep_at = 1024
+        self._saves: dict[int, int] = {}
+        self._is_stuck = False  # until something changes, no host page is idle for the next leaf
         self.num_loaded = 0
         self.num_not_loaded = 0
         self.num_stored = 0
@@ -55,20 +58,33 @@ class Transfers:
 
     @property
     def has_stores(self) -> bool:
-        """Whether ``begin_stores`` has anything to do; what finds no place on a host that still grows waits on."""
-        host = self._tiers.host
-        return bool(self._queue) and (host.num_available > 0 or host.pages.num_ready == host.pages.num_pages)
+        """Whether ``begin_stores`` has anything to do."""
+        tiers = self._tiers
+        has_room = self._is_urgent or (tiers.has_idle_host_pages and not self._is_stuck)
+        is_saving = self.num_to_save and has_room and tiers.reserve.has_candidates
+        return bool(is_saving) or (bool(self._queue) and tiers.host.num_unused > 0)
 
     @property
     def num_to_store(self) -> int:
         """Nodes that wait to be stored; some may have left the tree."""
         return len(self._queue)
 
+    @property
+    def num_to_save(self) -> int:
+        """Pages that the reserve lacks, without those that are on their way to the host for it."""
+        return max(0, self._tiers.reserve.num_welcome - sum(self._saves.values()))
+
+    @property
+    def _is_urgent(self) -> bool:
+        return self._tiers.reserve.num_short > sum(self._saves.values())
+
     def enqueue(self, node: Node) -> None:
         """Wishes a node, and what is above it, on the host; where it is already, nothing happens."""
-        if node.is_queued:
-            return
         node = _surviving(node)
+        step: Node | None = node
+        while step is not None and step.num_pages and not step.host_pages.size and not step.is_wanted:
+            self._want(step, is_wanted=True)
+            step = step.parent
         if node.is_queued or node.host_pages.size or node.is_root:
             return
         node.is_queued = True
@@ -78,7 +94,8 @@ class Transfers:
             self._sweep_at = 2 * len(queue)
             for node in queue:  # those that left the tree give their place to what is left above them
                 node.is_queued = False
-                self.enqueue(node)
+                if _surviving(node).is_wanted:
+                    self.enqueue(node)
             self._sweep_at = max(1024, 2 * len(self._queue))
 
     def begin_load(self, receipt: Receipt, pages: Int32Array) -> PageCopy:
@@ -109,18 +126,26 @@ class Transfers:
         receipt.ops.add(op.number)
         op.readers.append(receipt)
 
-    def begin_stores(self, max_pages: int, max_copies: int = MANY_COPIES) -> list[PageCopy]:
-        """Begins to store what waits for it, oldest wish first and parents before children.
+    def begin_stores(
+        self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
+    ) -> list[PageCopy]:
+        """Begins to store pages: first what the device would lose next, then, while host pages are free, what is new.
 
-        What does not have its turn grows meanwhile: a row's pages are stored several at a time then, for the price
-        of one.
+        What is new goes oldest wish first and parents before children. What does not have its turn grows meanwhile: a
+        row's pages are stored several at a time then, for the price of one. Where the host is full it stays on the
+        device alone until it is among the next to go.
 
         Args:
             max_pages: To store, all together.
             max_copies: Orders to make of them.
+            is_worth: Whether so many pages, once they have left the device, are sooner back by a load than by
+                computing them; if not, they are not stored for the sake of that. None is always.
         """
-        copies: list[PageCopy] = []
-        while self.has_stores and max_pages > 0 and len(copies) < max_copies:
+        copies = self._save(max_pages, max_copies, is_worth)
+        self._is_stuck &= not self._tiers.reserve.end_step()
+        max_pages -= sum(copy.host_pages.size for copy in copies)
+        host = self._tiers.host
+        while self._queue and host.num_unused and max_pages > 0 and len(copies) < max_copies:
             node = self._queue.popleft()
             node.is_queued = False
             chain = _unbacked(_surviving(node))
@@ -128,13 +153,52 @@ class Transfers:
             if blocking:
                 self._block(chain[-1], self._ops[blocking])
             elif chain:
-                room = min(max_pages, self._tiers.host.num_available)
-                if room:
-                    copies.append(self._store(chain, room))
-                    max_pages -= copies[-1].host_pages.size
-                else:
-                    self.num_without_room += sum(each.num_pages for each in chain)
+                copies.append(self._store(chain, min(max_pages, host.num_unused)))
+                max_pages -= copies[-1].host_pages.size
         return copies
+
+    def _save(self, max_pages: int, max_copies: int, is_worth: Callable[[int], bool] | None) -> list[PageCopy]:
+        """Stores what the device would lose next, until the reserve is as large as it should be."""
+        tiers, reserve = self._tiers, self._tiers.reserve
+        copies: list[PageCopy] = []
+        while max_pages > 0 and len(copies) < max_copies and self.num_to_save:
+            leaf = reserve.next()
+            if leaf is None:
+                break
+            if not leaf.is_unbacked:
+                tiers.spare(leaf)
+                continue
+            chain = _unbacked(leaf)
+            num_pages, blocking = sum(node.num_pages for node in chain), _blocking(chain)
+            if blocking:
+                self._block(leaf, self._ops[blocking])
+                continue
+            room = 0
+            if is_worth is None or is_worth(num_pages):
+                assert chain[0].parent is not None
+                above = self._holds.lock_host(chain[0].parent)
+                room = tiers.make_host_room(min(max_pages, num_pages), evicts=self._is_urgent)
+                self._holds.drop(above)
+                if not (room or self._is_urgent):
+                    reserve.add(leaf)
+                    self._is_stuck = True
+                    break
+                self.num_without_room += 0 if room else num_pages
+            if not room:
+                for node in chain:
+                    self._want(node, is_wanted=False)
+                continue
+            copies.append(self._store(chain, room))
+            self._saves[copies[-1].op] = copies[-1].host_pages.size
+            max_pages -= copies[-1].host_pages.size
+        return copies
+
+    def _want(self, node: Node, *, is_wanted: bool) -> None:
+        """Changes whether the host is to have a node, and with it when the node goes."""
+        self._tiers.reserve.leave_path(node)
+        node.is_wanted = is_wanted
+        if node.is_evictable:
+            self._tiers.queue(node)
 
     def settle(self, number: int, *, ok: bool) -> list[Receipt]:
         """Takes in the end of a load or a store.
@@ -148,6 +212,7 @@ class Transfers:
             ``receipt.pages`` end now.
         """
         op = self._ops.end(number)
+        self._is_stuck = False
         nodes = carriers(op)
         lost: list[Receipt] = []
         if op.kind is OpKind.LOAD:
@@ -158,6 +223,7 @@ class Transfers:
             elif nodes:
                 lost = self._fail_load(nodes)
         else:
+            self._saves.pop(number, None)
             self._end_store(nodes, ok=ok)
             if ok and self._uploads is not None and nodes:
                 self._uploads.offer(nodes[-1], [digest for node in nodes for digest in node.digests])
@@ -168,6 +234,7 @@ class Transfers:
         for node in op.blocked:
             node.is_queued = False
             self.enqueue(node)
+            self._tiers.queue(_surviving(node))
         return lost
 
     def _store(self, chain: list[Node], room: int) -> PageCopy:
@@ -177,11 +244,10 @@ class Transfers:
         chain = self._leading(chain, room)
         pages = chain[0].pages if len(chain) == 1 else np.concatenate([node.pages for node in chain])
         host_pages = tiers.take_host(pages.size)
-        op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages, pages)
+        op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1], is_use=False), host_pages, pages)
         start = 0
         for node in chain:
-            node.host_pages = host_pages[start : start + node.num_pages].copy()
-            node.host_ready_op = op.number
+            tiers.put_on_host(node, host_pages[start : start + node.num_pages].copy(), op.number)
             start += node.num_pages
         if chain[-1] is not last:
             self._block(last, op)
@@ -223,6 +289,7 @@ class Transfers:
         for node in nodes:
             self.num_not_loaded += node.num_pages
             self._tiers.give(node.pages)
+            self._tiers.device.shares.charge(node.owner, -node.num_pages)
             node.pages = NO_PAGES
             node.device_ready_op = 0
             assert node.parent is not None
@@ -233,13 +300,13 @@ class Transfers:
 
     def _end_store(self, nodes: list[Node], *, ok: bool) -> None:
         for node in nodes:
-            node.host_ready_op = 0
             if ok:
+                node.host_ready_op = 0
                 self._tiers.host.publish(node)
                 self.num_stored += node.num_pages
             else:
-                self._tiers.give_host(node.host_pages)
-                node.host_pages = NO_PAGES
+                self._tiers.give_host(self._tiers.take_off_host(node))
+                node.is_wanted = False
                 self.num_not_stored += node.num_pages
 
 

@@ -171,7 +171,7 @@ class Uploads:
     def _stage(self, parts: list[Part]) -> None:
         pages = np.concatenate([node.pages[start:end] for node, start, end in parts])
         after_step = max(node.written_step for node, _, _ in parts)
-        hold = self._holds.lock(parts[-1][0])
+        hold = self._holds.lock(parts[-1][0], is_use=False)
         run = self._run_of(parts, self._tiers.take_host(pages.size, num_left=0))
         op = self._ops.begin(OpKind.STAGE, hold, run.pages, pages)
         self._stages[op.number] = run

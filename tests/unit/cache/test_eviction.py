@@ -55,7 +55,7 @@ def test_the_heap_stays_bounded_under_endless_use() -> None:
         node = nodes[clock % 10]
         node.last_used = clock
         eviction.add(node)
-    assert len(eviction._leaves) <= 1024
+    assert len(eviction.leaves) <= 1024
     assert [eviction.pop() for _ in range(11)] == [*nodes, None]
 
 
@@ -75,7 +75,7 @@ def test_the_heap_stays_within_twice_the_leaves_when_they_are_many() -> None:
         node = nodes[clock % 3000]
         node.last_used = clock
         eviction.add(node)
-        assert len(eviction._leaves) <= 6000
+        assert len(eviction.leaves) <= 6000
     popped = [eviction.pop() for _ in range(3001)]
     assert popped == [*nodes, None]
 

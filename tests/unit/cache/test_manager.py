@@ -356,7 +356,7 @@ def test_endless_use_of_one_prefix_keeps_the_eviction_queue_small(cache: CacheMa
     cache.release(serve(cache, 1, 2))
     for _ in range(3000):
         cache.release(cache.lock(cache.match(TENANT, prompt(1, 2))))
-    assert len(cache.device.eviction._leaves) <= 1024  # type: ignore[attr-defined]
+    assert len(cache.device.eviction.leaves) <= 1024  # type: ignore[attr-defined]
     assert cache.flush() == 2
 
 

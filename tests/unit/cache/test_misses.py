@@ -8,7 +8,7 @@ import pytest
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.misses import Miss, MissReason, RecentDigests
 from hiserve.cache.index.radix import RadixTree
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.core.digest import pack_tokens
 from tests.helpers.tiers import (
     PAGE_SIZE,

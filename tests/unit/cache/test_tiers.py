@@ -8,7 +8,7 @@ import pytest
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.radix import MAX_NODE_PAGES
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyKind
 from hiserve.core.digest import namespace_digest
 from tests.helpers.tiers import (
@@ -123,19 +123,123 @@ def test_a_store_that_fails_leaves_the_page_on_the_device_alone(cache: CacheMana
     assert cache.begin_stores(99) == [], "it is not tried again for its own sake"
 
 
-def test_the_host_makes_room_by_age_and_what_finds_none_is_counted() -> None:
+def test_what_is_new_takes_no_room_from_what_is_nowhere_else() -> None:
     cache = new_cache(num_host_pages=4)
     demoted(cache, 1)
     demoted(cache, 2)
-    cache.release(lock(cache, 1))
     backed(cache, 3, 4)
-    assert [cached(cache, page) for page in (1, 2)] == [(0, 1), (0, 0)]
-    assert cache.host.num_evicted == 1 and cached(cache, 3, 4) == (2, 0)
-    held = lock(cache, 1)
-    cache.release(serve(cache, 5, 6))
-    assert cache.begin_stores(99) == [] and cache.transfers.num_without_room == 2
-    assert states(cache) == "H DH D", "pages on both tiers make no room"
+    assert [cached(cache, page) for page in (1, 2)] == [(0, 1), (0, 1)] and cached(cache, 3, 4) == (2, 0)
+    assert states(cache) == "H H DH D" and not cache.has_stores
+
+
+def test_what_the_device_would_lose_next_is_stored_before_it_goes_and_the_oldest_gives_way() -> None:
+    cache = new_cache(num_pages=9, num_host_pages=5)
+    for page in range(20):
+        cache.release(serve(cache, page))
+        store(cache)
+    found = [cached(cache, page) for page in range(20)]
+    assert cache.tiers.num_unbacked == 0, "the device lost what was nowhere else"
+    assert found[-8:] == [(1, 0)] * 8, "the device has what was used last"
+    assert found[-11:-8] == [(0, 1)] * 3, "the host has what was used before, and one page that goes next"
+    assert found[:-11] == [(0, 0)] * 9
+
+
+def test_pages_do_not_die_while_the_host_has_room() -> None:
+    """Stores are behind; what they are given first is what the device would lose next."""
+    cache = new_cache(num_pages=17, num_host_pages=200)
+    rng = np.random.default_rng(5)
+    for turn in range(40):
+        for page in range(int(rng.integers(1, 4))):
+            cache.release(serve(cache, 10 * turn + page))
+        for copy in cache.begin_stores(99, 3):
+            cache.settle(copy.op, ok=True)
+    assert cache.num_evicted > 40 and cache.tiers.num_unbacked == 0
+
+
+def test_what_is_not_worth_a_copy_is_lost_and_asks_no_more() -> None:
+    cache = new_cache(num_pages=9, num_host_pages=3)
+    for page in range(12):
+        cache.release(serve(cache, page))
+        for copy in cache.begin_stores(99, is_worth=lambda num_pages: False):
+            cache.settle(copy.op, ok=True)
+    assert cache.transfers.num_stored == 2 and not cache.has_stores
+
+
+def test_what_finds_no_place_on_a_host_that_is_held_is_counted_and_lost() -> None:
+    cache = new_cache(num_pages=9, num_host_pages=5)
+    demoted(cache, 1, 2, 3, 4)
+    held = lock(cache, 1, 2, 3, 4)
+    for page in range(10, 30):
+        cache.release(serve(cache, page))
+        assert cache.begin_stores(99) == []
+    assert cache.transfers.num_without_room > 0 and cached(cache, 29) == (1, 0)
     cache.release(held)
+    assert is_whole(cache)
+
+
+def test_a_store_that_fails_does_not_keep_the_device_from_losing_the_page() -> None:
+    cache = new_cache(num_pages=9, num_host_pages=5)
+    for page in range(20):
+        cache.release(serve(cache, page))
+        for copy in cache.begin_stores(99):
+            cache.settle(copy.op, ok=False)
+    assert [cached(cache, page)[0] for page in range(20)] == [0] * 12 + [1] * 8, "least recently used first"
+    assert not cache.has_stores
+
+
+def test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others() -> None:
+    cache = new_cache(num_host_pages=5)
+    demoted(cache, 1)
+    for page in (2, 3, 4):
+        backed(cache, page)
+    cache.release(lock(cache, 2))
+    free = cache.host.pages.num_free
+    assert free == 0 and cache.tiers.make_host_room(2) == 2
+    assert states(cache) == "H D DH D", "page 3 was used before 2 and 4"
+    assert cache.tiers.make_host_room(4) == 4 and states(cache) == "D D D"
+
+
+def test_a_copy_that_a_running_row_has_on_the_device_may_leave_the_host() -> None:
+    cache = new_cache(num_host_pages=2)
+    demoted(cache, 1)
+    receipt, copy = load(cache, 1)
+    assert cache.tiers.make_host_room(1) == 0, "the load still reads it"
+    cache.settle(copy.op, ok=True)
+    assert cache.tiers.make_host_room(1) == 1 and states(cache) == "D"
+    cache.release(receipt)
+    assert is_whole(cache)
+
+
+def test_storing_a_page_is_no_use_of_it() -> None:
+    cache = new_cache()
+    cache.release(serve(cache, 1))
+    cache.release(serve(cache, 2))
+    (first, second) = cache.begin_stores(99)
+    cache.settle(second.op, ok=True)
+    cache.settle(first.op, ok=True)
+    cache.give(take(cache, cache.pages.num_free + 1))
+    assert (cached(cache, 1), cached(cache, 2)) == ((0, 1), (1, 0))
+
+
+def test_a_joined_run_is_stored_after_the_last_step_that_wrote_any_of_it() -> None:
+    cache = new_cache()
+    demoted(cache, 1, 2)
+    cache.begin_after(9)
+    row = cache.lock(cache.match(TENANT, prompt(1)))
+    cache.publish(row, key(1), take(cache, 1), 9)  # computed again, over the host's copy
+    second = cache.lock(cache.match(TENANT, prompt(0)))
+    cache.release(row)
+    cache.release(second)
+    receipt, copy = load(cache, 1, 2)
+    cache.settle(copy.op, ok=True)
+    cache.release(receipt)
+    (node,) = [node for node in cache.tree.nodes() if node.children]
+    cache.tiers.join(next(iter(node.children.values())))
+    assert states(cache) == "DH", "both parts lie on the same tiers and were used together"
+    cache.flush(Tier.HOST)
+    cache.release(lock(cache, 1, 2))
+    cache.transfers.enqueue(next(iter(cache.tree.nodes())))
+    assert [copy.after_step for copy in cache.begin_stores(99)] == [9]
 
 
 def test_a_run_is_stored_as_far_as_the_host_has_room() -> None:
@@ -486,9 +590,8 @@ def test_freed_host_pages_are_told_before_they_are_used_again(cache: CacheManage
     cache = new_cache(num_host_pages=3)
     demoted(cache, 1, 2)
     assert cache.take_freed_host_pages().size == 0
-    cache.release(serve(cache, 5))
-    (copy,) = cache.begin_stores(99)
-    assert cache.take_freed_host_pages().tolist() == copy.host_pages.tolist()
+    begun = cache.begin_prefetch(TENANT, prompt(5), 9)
+    assert begun is not None and cache.take_freed_host_pages().tolist() == begun.run.pages.tolist()
     assert cache.take_freed_host_pages().size == 0
 
 
@@ -517,8 +620,10 @@ def test_a_prefetch_begins_only_after_what_is_on_the_host(cache: CacheManager) -
     assert cache.exchange.unfulfilled["not_backed"] == 2
     full = new_cache(num_host_pages=2)
     backed(full, 1)
+    held = lock(full, 1)
     assert full.begin_prefetch(TENANT, prompt(8), 9) is None and len(full.tree.roots) == 1
     assert full.begin_prefetch(b"nobody", prompt(8), 9) is None and len(full.tree.roots) == 1
+    full.release(held)
 
 
 def test_prefetched_pages_that_were_computed_meanwhile_are_given_back_or_used(cache: CacheManager) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hiserve.cache.index import uploads
 from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager, HostAdmission
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyKind, PageCopy
 from tests.helpers.tiers import backed, cached, digests, is_whole, new_cache, serve, squeeze, store
 

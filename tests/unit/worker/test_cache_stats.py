@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager, Receipt
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.reuse import CacheUse
 from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
@@ -152,7 +152,7 @@ def test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight() -> None:
             fulfilled[kind] += stats.num_fulfilled
     assert min(fulfilled.values()) > 50, fulfilled
     expected = {("loads", reason) for reason in ("not_worth_loading", "broken", "checksum", "place_lost")}
-    expected |= {("stores", reason) for reason in ("host_full", "broken", "place_lost")}
+    expected |= {("stores", reason) for reason in ("broken", "place_lost")}
     expected |= {("prefetches", reason) for reason in ("not_delivered", "not_backed", "in_flight")}
     expected |= {("uploads", reason) for reason in ("store_behind", "broken")}
     assert expected - reasons == set()

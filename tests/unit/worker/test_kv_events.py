@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.tiers import Tier
+from hiserve.cache.index.tier import Tier
 from hiserve.config import make_config
 from hiserve.core.copies import CopyKind
 from hiserve.core.request import SamplingParams
