@@ -142,6 +142,7 @@ def finish(world: World, random: Random) -> None:
         request_rules.commit(world, random)
     while world.copies:
         copy_rules.settle_op(world, min(world.copies), ok=True, random=random)
+        world.observe()
     while world.fetches:
         copy_rules.end_prefetch(world, random)
     while world.uploads:
@@ -150,12 +151,15 @@ def finish(world: World, random: Random) -> None:
         request_rules.release(world, random)
     while world.model.awaited:  # with nothing in its way, everything gets to the store
         copy_rules.begin_stores(world, random)
+        world.observe()
         copy_rules.take_uploads(world, random)
+        world.observe()
         if not (world.copies or world.uploads):  # what a restart adopted may leave no page to go by
             assert not world.model.free_host, f"{len(world.model.awaited)} pages wait for nothing"
             world.give(world.take(len(world.model.free) + len(world.model.evictable())) or ())
         while world.copies:
             copy_rules.settle_op(world, min(world.copies), ok=True, random=random)
+            world.observe()
         while world.uploads:
             copy_rules.end_upload(world, random)
     world.check()

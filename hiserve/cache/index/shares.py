@@ -68,7 +68,8 @@ class Shares:
                 yield leaf, leaf.num_pages
             return
         for floors in self._floors():
-            heads = [(head, owner) for owner in floors if (head := leaves.head(owner)) is not None]
+            heads: list[tuple[Any, bytes]] = [(leaves.head(owner), owner) for owner in floors]
+            heads = [each for each in heads if each[0] is not None]
             heapq.heapify(heads)
             while heads:
                 owner = heads[0][1]
@@ -76,7 +77,7 @@ class Shares:
                 found = leaves.pop(owner) if excess > 0 else None
                 if found is not None:
                     yield found, excess
-                head: Any = leaves.head(owner) if found is not None else None
+                head = leaves.head(owner) if found is not None else None
                 if head is None:
                     heapq.heappop(heads)
                 else:

@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         name="an empty root stays after eviction",
         file=TIERS,
-        old="        else:\n            self.queue(parent)\n        return pages\n",
-        new="        elif not parent.is_root:\n            self.queue(parent)\n        return pages\n",
+        old="        self.num_unbacked += count\n        self.queue(leaf if leaf.num_pages else parent)\n",
+        new="        self.num_unbacked += count\n        if leaf.num_pages or not parent.is_root:\n            self.queue(leaf if leaf.num_pages else parent)\n",
         test=OF_MANAGER + "test_roots_of_tenants_whose_pages_were_evicted_are_dropped",
     ),
     Mutant(
@@ -129,8 +129,8 @@ MUTANTS = [
     Mutant(
         name="a release is no use",
         file=HOLDS,
-        old="            step.num_locks -= 1\n            step.last_used = clock\n            if step.num_locks == 0:",
-        new="            step.num_locks -= 1\n            if step.num_locks == 0:",
+        old="        tiers.host.num_evictable += num_host_freed\n        if is_use:\n",
+        new="        tiers.host.num_evictable += num_host_freed\n        if False:\n",
         test=OF_MANAGER + "test_a_leaf_held_for_long_counts_as_used_when_it_is_released",
     ),
     Mutant(
@@ -150,22 +150,15 @@ MUTANTS = [
     Mutant(
         name="eviction takes whole leaves",
         file=TIERS,
-        old="share = min(count, leaf.num_pages)",
+        old="share = min(count, most, leaf.num_pages)",
         new="share = leaf.num_pages",
-        test=OF_MANAGER + "test_only_what_is_short_is_evicted_from_the_tail_of_a_leaf",
-    ),
-    Mutant(
-        name="a leaf that lost its tail is never evicted again",
-        file=TIERS,
-        old="            self.device.eviction.add(leaf)\n",
-        new="            pass\n",
         test=OF_MANAGER + "test_only_what_is_short_is_evicted_from_the_tail_of_a_leaf",
     ),
     Mutant(
         name="a parent that lost its children is never evicted",
         file=TIERS,
-        old="        else:\n            self.queue(parent)\n        return pages\n",
-        new="        return pages\n",
+        old="        self.num_unbacked += count\n        self.queue(leaf if leaf.num_pages else parent)\n",
+        new="        self.num_unbacked += count\n        if leaf.num_pages or parent.is_root:\n            self.queue(leaf if leaf.num_pages else parent)\n",
         test=OF_MANAGER + "test_a_shared_prefix_goes_after_its_branches",
     ),
     Mutant(
@@ -199,8 +192,8 @@ MUTANTS = [
     Mutant(
         name="cached pages that publishing passes stay counted as evictable",
         file=HOLDS,
-        old="                tiers.device.num_evictable -= child.num_pages\n",
-        new="                pass\n",
+        old="            tiers.device.num_evictable -= child.pages.size\n",
+        new="",
         test=OF_MANAGER + "test_publishing_under_unlocked_pages_locks_them",
     ),
     Mutant(
@@ -304,8 +297,8 @@ MUTANTS = [
     Mutant(
         name="evicted pages are not reported",
         file=TIERS,
-        old="trim(leaf, count)\n        self.device.remove(digests)\n",
-        new="trim(leaf, count)\n",
+        old="        self.device.shares.charge(leaf.owner, -count)\n        self.device.remove(digests)\n",
+        new="        self.device.shares.charge(leaf.owner, -count)\n",
         test=OF_MANAGER + "test_events_name_pages_that_came_and_went_since_last_asked",
     ),
 ]

@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         name="the most recently used goes first",
         file=EVICTION,
-        old='LeafHeap(attrgetter("last_used"), is_victim)',
-        new="LeafHeap(lambda node: -node.last_used, is_victim)",
+        old='attrgetter("turn", "last_used")',
+        new="lambda node: (node.turn, -node.last_used)",
         test=OF_EVICTION + "test_the_least_recently_used_goes_first",
     ),
     Mutant(

@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         name="TC-26: pages of a failed load are freed twice",
         file=TRANSFERS,
-        old="            self._tiers.give(node.pages)\n            node.pages = NO_PAGES\n",
-        new="            self._tiers.give(node.pages)\n",
+        old="            self._tiers.device.shares.charge(node.owner, -node.num_pages)\n            node.pages = NO_PAGES\n",
+        new="            self._tiers.device.shares.charge(node.owner, -node.num_pages)\n",
         test=CASES + "test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody",
     ),
     Mutant(
@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         name="TC-29: a store does not hold its nodes",
         file=TRANSFERS,
-        old="self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1]), host_pages, pages)",
-        new="self._ops.begin(OpKind.STORE, self._holds.lock_host(chain[-1]), host_pages, pages)",
+        old="self._holds.lock(chain[-1], is_use=False), host_pages, pages)",
+        new="self._holds.lock_host(chain[-1]), host_pages, pages)",
         test=CASES + "test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes",
     ),
     Mutant(
@@ -354,8 +354,8 @@ MUTANTS = [
     Mutant(
         name="a flush takes host pages from under a load",
         file=OPS,
-        old="            self._ops[node.pending_op].host_orphans.append(node.host_pages)\n        else:",
-        new="            self.free_host(node.host_pages)\n        else:",
+        old="            self._ops[op].host_orphans.append(pages)\n        else:\n",
+        new="            self.free_host(pages)\n        else:\n",
         test=OF_TIERS + "test_a_flush_of_the_host_lets_a_load_end_for_those_who_wait",
     ),
     Mutant(
@@ -480,16 +480,16 @@ MUTANTS = [
     Mutant(
         name="a store takes more pages than it may",
         file=TRANSFERS,
-        old="room = min(max_pages, self._tiers.host.num_available)",
-        new="room = self._tiers.host.num_available",
+        old="min(max_pages, free.num_free)",
+        new="free.num_free",
         test=OF_TIERS + "test_a_store_takes_no_more_pages_than_it_may_and_the_rest_follows",
     ),
     Mutant(
         name="pages without room on the host are not counted",
         file=TRANSFERS,
-        old="                    self.num_without_room += sum(each.num_pages for each in chain)\n",
-        new="                    pass\n",
-        test=OF_TIERS + "test_the_host_makes_room_by_age_and_what_finds_none_is_counted",
+        old="                self.num_without_room += 0 if room else num_pages\n",
+        new="",
+        test=OF_TIERS + "test_what_finds_no_place_on_a_host_that_is_held_is_counted_and_lost",
     ),
     Mutant(
         name="pages lost for want of a copy are not counted",
@@ -515,8 +515,8 @@ MUTANTS = [
     Mutant(
         name="pages evicted from the host are not remembered",
         file=TIERS,
-        old="            self.lost.add(digests)\n            self.give_host",
-        new="            self.give_host",
+        old="        self.lost.add(digests)\n        self.give_host",
+        new="        self.give_host",
         test=OF_MISSES + "test_what_was_evicted_is_remembered_on_every_way_out",
     ),
     Mutant(
@@ -547,5 +547,40 @@ MUTANTS = [
         old="    if num_used < num_tokens:\n",
         new="    if False:\n",
         test=OF_MISSES + "test_what_was_left_on_the_host_was_not_worth_loading",
+    ),
+    Mutant(
+        name="what the device has too does not leave the host first",
+        file=TIERS,
+        old="if not (self._forget_copies(short) or (evicts and self._evict_host(short))):",
+        new="if not (evicts and self._evict_host(short)):",
+        test=OF_TIERS + "test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others",
+    ),
+    Mutant(
+        name="what would be lost does not go after what would not",
+        file="hiserve/cache/index/node.py",
+        old="return 0 if self.is_spare else 1 + self.is_unbacked",
+        new="return 0",
+        test="tests/invariants/test_union_of_tiers.py" + " " + MACHINE,
+    ),
+    Mutant(
+        name="what goes next is not stored before it goes",
+        file=TRANSFERS,
+        old="        copies = self._save(max_pages, max_copies, is_worth)\n",
+        new="        copies: list[PageCopy] = []\n",
+        test="tests/invariants/test_union_of_tiers.py",
+    ),
+    Mutant(
+        name="a joined run forgets the step that wrote its first part",
+        file=RADIX,
+        old="        node.written_step = max(parent.written_step, node.written_step)\n",
+        new="",
+        test=OF_TIERS + "test_a_joined_run_is_stored_after_the_last_step_that_wrote_any_of_it",
+    ),
+    Mutant(
+        name="storing counts as a use",
+        file=TRANSFERS,
+        old="self._holds.lock(chain[-1], is_use=False)",
+        new="self._holds.lock(chain[-1])",
+        test=OF_TIERS + "test_storing_a_page_is_no_use_of_it",
     ),
 ]

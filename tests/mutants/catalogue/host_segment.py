@@ -202,8 +202,8 @@ MUTANTS = [
     Mutant(
         name="what finds no place on a host that grows is forgotten",
         file=TRANSFERS,
-        old="return bool(self._queue) and (host.num_available > 0 or host.pages.num_ready == host.pages.num_pages)",
-        new="return bool(self._queue)",
+        old="bool(self._queue) and tiers.host.pages.num_free > 0",
+        new="bool(self._queue)",
         test=OF_TIERS + "test_what_is_published_before_a_host_page_is_ready_waits_for_one",
     ),
     Mutant(

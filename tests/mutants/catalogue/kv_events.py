@@ -24,28 +24,28 @@ MACHINE = "tests/invariants/test_index_machine.py::test_index_agrees_with_the_mo
 MUTANTS = [
     Mutant(
         name="a run that follows pages of its own node is told below the node before",
-        file=TIERS,
+        file="hiserve/cache/index/tier.py",
         old="            if start:\n                parent = node.digests[start - 1]\n",
         new="",
         test=MACHINE,
     ),
     Mutant(
         name="the start of a prompt has a parent",
-        file=TIERS,
+        file="hiserve/cache/index/tier.py",
         old="None if node.parent.is_root else node.parent.digests[-1]",
         new="node.parent.digests[-1]",
         test=OF_EVENTS + "test_a_split_changes_nothing_for_a_router",
     ),
     Mutant(
         name="a run is told with the tokens of its whole node",
-        file=TIERS,
+        file="hiserve/cache/index/tier.py",
         old="key = node.key[start * len(node.key) // node.num_pages :]",
         new="key = node.key",
         test=MACHINE,
     ),
     Mutant(
         name="routers do not hear of removals",
-        file=TIERS,
+        file="hiserve/cache/index/tier.py",
         old="            self._listener.removed(self._tier, digests)",
         new="            pass",
         test=MACHINE,

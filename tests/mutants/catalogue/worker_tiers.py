@@ -24,8 +24,8 @@ MUTANTS = [
     Mutant(
         name="long steps store no more than short ones",
         file="hiserve/worker/loading.py",
-        old="max(MIN_STORED_PAGES, num_filled)",
-        new="MIN_STORED_PAGES",
+        old="max(MIN_STORED_PAGES, num_filled, num_to_save)",
+        new="max(MIN_STORED_PAGES, num_to_save)",
         test="tests/unit/worker/test_loading.py::test_as_many_pages_are_stored_as_a_step_fills[2048-512]",
     ),
     Mutant(
