@@ -103,8 +103,8 @@ class Loading:
 
     def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
-        num_filled, num_to_save = num_tokens // self._cache.page_size, self._cache.num_to_save
-        num_stores = 1 + self._cache.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE
+        num_filled, num_to_save = num_tokens // self._cache.page_size, self._cache.transfers.num_to_save
+        num_stores = 1 + self._cache.transfers.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE
         if num_to_save:
             num_stores = MAX_STORES + num_filled // PAGES_PER_SAVE
         if not num_tokens:  # nobody waits for the plan

@@ -21,7 +21,8 @@ def begin_stores(world: World, random: Random) -> None:
     model, max_pages = world.model, random.choice((1, 2, 99, 99))
     spare, ends = world.spare(), model.idle_ends()
     copies = world.cache.begin_stores(max_pages)
-    gone = world.lose_host(spare | world.spare())
+    again = frozenset(each for copy in copies if copy.run is not None for each in copy.run.digests)
+    gone = world.lose_host(spare | world.spare(), again)
     assert not gone or copies or model.num_reserved, "pages left the host for nothing"
     assert sum(copy.host_pages.size for copy in copies) <= max_pages
     by_digest = {digest(place): place for place in model.device}

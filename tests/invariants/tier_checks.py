@@ -22,6 +22,7 @@ LEGAL = {
     (State.DW, State.DH),
     (State.DW, State.D),  # the store failed, or was flushed
     (State.DH, State.H),
+    (State.DH, State.DW),  # forgotten for another page's sake, and then among the next to go itself
     (State.DH, State.D),  # flushed on the host
     (State.H, State.HL),
     (State.H, State.DH),  # computed again

@@ -215,10 +215,11 @@ class World:
         """Returns what the device counts among what may go at no loss."""
         return {place for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.is_spare}
 
-    def lose_host(self, spare: set[Place]) -> set[Place]:
-        """Takes note of what left the host to make room; returns it."""
+    def lose_host(self, spare: set[Place], again: frozenset[bytes] = frozenset()) -> set[Place]:
+        """Takes note of what left the host to make room, though ``again`` may have come back; returns it."""
         on_host = {place for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.host_pages.size}
         gone = self.model.host.keys() - on_host
+        gone |= {place for place in self.model.host if again and tier_checks.digest(place) in again}
         self.ran["copies forgotten"] += bool(gone & self.model.device.keys())
         self.model.lose_host(set(gone), spare)
         return gone

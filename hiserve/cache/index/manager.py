@@ -111,7 +111,7 @@ class CacheManager:
 
     @property
     def num_evicted(self) -> int:
-        """Device pages that were freed so far, whether the host kept them or not."""
+        """Device pages freed so far."""
         return self.device.num_evicted
 
     # --- prefixes -------------------------------------------------------------------------
@@ -142,19 +142,17 @@ class CacheManager:
 
         Args:
             match: Of this epoch.
-            num_host_tokens: Whole pages of the host part to hold, too: they must be loaded (``begin_load``)
-                before anything is published below the receipt.
+            num_host_tokens: Whole pages of the host part to hold: to be loaded before anything is published below.
             priority: The request's, which stays with all it uses; only ``PriorityEviction`` looks at it.
-            account: Whose share of the pages the tenant's prefixes take (see ``Shares``): who came first with them.
-                None is a share of the tenant's own.
+            account: Whose share of the pages they take (see ``Shares``); None is a share of the tenant's own.
         """
         assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
         assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self.page_size == 0
         node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self.page_size)
         *_, root = path(node)
         self.tiers.hand_over(root, root.digests[0] if account is None else account)
-        for tier in (self.device, self.host):
-            tier.shares.see(root.owner)
+        self.device.shares.see(root.owner)
+        self.host.shares.see(root.owner)
         receipt = self.holds.issue(node, self.release, priority)
         if self.ops.num_loads:
             for number in {step.device_ready_op for step in path(node)} - {0}:
@@ -271,21 +269,11 @@ class CacheManager:
         """Whether ``begin_stores`` has anything to do."""
         return self.transfers.has_stores
 
-    @property
-    def num_to_store(self) -> int:
-        """Nodes that wait to be stored."""
-        return self.transfers.num_to_store
-
     def begin_stores(
         self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
     ) -> list[PageCopy]:
         """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_stores``."""
         return self.transfers.begin_stores(max_pages, max_copies, is_worth)
-
-    @property
-    def num_to_save(self) -> int:
-        """Pages that must be stored soon, or the device may lose them; see ``Transfers.num_to_save``."""
-        return self.transfers.num_to_save
 
     def settle(self, op: int, *, ok: bool) -> list[Receipt]:
         """Takes in the end of a load or a store; returns the receipts that lost pages. See ``Transfers.settle``."""

@@ -416,9 +416,9 @@ MUTANTS = [
     ),
     Mutant(
         name="stores take the pages that staged uploads need",
-        file="hiserve/cache/index/tiers.py",
-        old="return max(0, self.pages.num_free + self.num_evictable - self.num_reserved)",
-        new="return self.pages.num_free + self.num_evictable",
+        file="hiserve/cache/index/tier.py",
+        old="return max(0, self.pages.num_free - self.num_reserved)",
+        new="return self.pages.num_free",
         test=OF_UPLOADS + "test_a_full_host_is_passed_by",
     ),
     Mutant(
@@ -480,8 +480,8 @@ MUTANTS = [
     Mutant(
         name="a store takes more pages than it may",
         file=TRANSFERS,
-        old="min(max_pages, free.num_free)",
-        new="free.num_free",
+        old="min(max_pages, host.num_unused)",
+        new="host.num_unused",
         test=OF_TIERS + "test_a_store_takes_no_more_pages_than_it_may_and_the_rest_follows",
     ),
     Mutant(

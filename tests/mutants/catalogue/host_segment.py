@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         name="what finds no place on a host that grows is forgotten",
         file=TRANSFERS,
-        old="bool(self._queue) and tiers.host.pages.num_free > 0",
+        old="bool(self._queue) and tiers.host.num_unused > 0",
         new="bool(self._queue)",
         test=OF_TIERS + "test_what_is_published_before_a_host_page_is_ready_waits_for_one",
     ),

@@ -17,7 +17,7 @@ MUTANTS = [
     Mutant(
         name="a plan begins one store however many nodes wait",
         file="hiserve/worker/loading.py",
-        old="1 + self._cache.num_to_store // NODES_PER_STORE + ",
+        old="1 + self._cache.transfers.num_to_store // NODES_PER_STORE + ",
         new="1 + ",
         test="tests/unit/worker/test_loading.py::test_the_more_nodes_wait_the_more_of_them_a_plan_stores[300-3]",
     ),
