@@ -28,7 +28,8 @@ def verify(
     num_accepted = num_spoiled = 0
     while any(len(out[row]) < len(expected[row]) for row in prompts):
         for row, known in out.items():
-            drafts = (expected[row] + [0] * width)[len(known) : len(known) + width - 1]
+            drafts = expected[row][len(known) : len(known) + width - 1]
+            drafts += [0] * (width - 1 - len(drafts))  # rows that are ahead of the others go on
             if len(known) % 3 == 0:
                 drafts[-1], num_spoiled = (drafts[-1] + 1) % VOCAB, num_spoiled + 1
             start = len(prompts[row]) + len(known)
