@@ -57,7 +57,7 @@ class FakeEngineClient:
         cached: Cached tokens reported by the first delta, all on the device; or what the cache gave, or gives each prompt.
         queue_s: Seconds in the queue reported by the first delta.
         looks_up: A worker gets the requests, and says what of them is cached.
-        scores: Packed scores of each delta; empty for none at all.
+        scores: Packed scores of each delta; empty for zeros, as many as were asked for.
         drafts: All drafts until each delta; empty for none at all.
         step: Awaited before each delta, with its index; lets a test hold a request at any place.
         fail_at: Index of the delta before which ``failure`` is raised, or None.
@@ -136,7 +136,7 @@ class FakeEngineClient:
                 seen.finished = is_last
                 finish = self.finish if is_last else FinishReason.RUNNING
                 is_first = i == 0
-                scores = self.scores[i] if self.scores else b""
+                scores = self.scores[i] if self.scores else _zeros(seen, len(tokens), is_first=is_first)
                 queue_s = self.queue_s if is_first else -1.0
                 use, drafts = (
                     self._use(seen.prompt) if is_first and self.looks_up else None,
@@ -218,3 +218,13 @@ class FakeEngineClient:
             num_pages=100,
             stats=self.stats,
         )
+
+
+def _zeros(seen: Seen, num_tokens: int, *, is_first: bool) -> bytes:
+    """Returns the packed scores of a delta, all zero: of the prompt but for its first token, then of the tokens."""
+
+    def packed(count: int, num_top: int | None) -> bytes:
+        return b"" if num_top is None else bytes(4 * count * (1 + 2 * num_top))
+
+    prompt = packed(seen.prompt.size - 1, seen.sampling.prompt_logprobs) if is_first else b""
+    return prompt + packed(num_tokens, seen.sampling.logprobs)
