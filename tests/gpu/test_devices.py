@@ -36,7 +36,15 @@ def free() -> list[int]:
 
 
 def config(**settings: object) -> Config:
-    given = make_config(kv_pages=2048, max_running_requests=8, host_cache_gib=0.1, log_level="warning", **settings)
+    # In float32 a reply is the same in any batch.
+    fixed = {
+        "kv_pages": 2048,
+        "max_running_requests": 8,
+        "host_cache_gib": 0.1,
+        "dtype": "float32",
+        "log_level": "warning",
+    }
+    given = make_config(**fixed, **settings)
     folder, model = read_model(given.model)
     return identify(resolve(given, model_facts(given, folder, model), survey(given, probe())).config, folder, model)
 
