@@ -89,3 +89,16 @@ def test_defaults_are_measured_beside_an_engine_in_process(tmp_path: Path) -> No
     assert set(found["samples"]) == {"defaults", "in process"}
     assert found["ratios"]["of in process"].keys() == {"first row", "1 row", "128 rows", "64 chats of 6 turns"}
     assert "of in process" in told
+
+
+@pytest.mark.long
+def test_speculation_under_arrivals_is_measured_with_and_without_prompts_in_the_steps(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.spec_arrivals", "--tiny", "--requests", "4", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    modes = json.loads(out.read_text())["modes"]
+    assert modes.keys() == {"off", "auto", "3"}
+    for rate, each in modes["3"].items():
+        assert each["ttft_s"]["p50"] <= each["ttft_s"]["p99"]
+        assert rate == "at once" or each["drafts"]["eager, with prompt"] >= 1  # the CPU has no graphs
+    assert not any(each.get("drafts") for each in modes["off"].values())
