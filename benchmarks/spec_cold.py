@@ -152,7 +152,7 @@ def main() -> int:
     batches = scale.batches if args.batches is None else tuple(map(int, args.batches.split(",")))
     command = f"python -m benchmarks.spec_cold --scale {args.scale} --rounds {rounds} --heads {args.heads}"
     result = about(command, "hiserve", "benchmarks") | {"bar": BAR, "timed_by": scale.clock.__name__}
-    shares = []
+    shares, path = [], args.json or ROOT / f"benchmarks/results/spec_cold_{args.scale}.json"
     with tempfile.TemporaryDirectory() as folder:
         model, specs = prepare(args.scale, kinds, Path(folder))
         settings = scale.settings | {"model": model, "in_process": True, "log_level": "warning"}
@@ -163,9 +163,8 @@ def main() -> int:
                     for batch in batches:
                         result[f"{kind}, batch {batch}"] = found = compare(scale, off, auto, batch, rounds)
                         shares.append(found["share"])
+                        path.write_text(json.dumps(result, indent=1) + "\n")
                         print(f"{kind}, batch {batch}: {found['share']} of off {found}", flush=True)
-    path = args.json or ROOT / f"benchmarks/results/spec_cold_{args.scale}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
     return int(min(shares) < BAR)
 
 
