@@ -258,6 +258,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
         sampling: With a seed; ``max_tokens`` counts from the end of the prompt.
         priority: What it uses of the cache stays longer when larger, under ``--eviction priority``.
         num_scored: Prompt tokens whose scores were told before a restart.
+        caller: Number of the API key it came with, whose share of the cache it takes; 0 without keys.
     """
 
     uid: int
@@ -267,6 +268,7 @@ class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
     choice: int
     priority: int = 0
     num_scored: int = 0
+    caller: int = 0
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag=True):

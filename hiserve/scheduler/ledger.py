@@ -138,6 +138,7 @@ class Entry:
             choice=self.choice,
             priority=self.priority,
             num_scored=self.num_scored,
+            caller=self.caller,
         )
         return message, self.tokens
 

@@ -120,7 +120,7 @@ class Admitter:
         request.forerunner = find_forerunner(request, num_cached, self._rows, cache.page_size)
         if request.forerunner is not None or (num_host and not self._loading.has_room):
             return None
-        with cache.lock(match, num_host, request.priority) as receipt:
+        with cache.lock(match, num_host, request.priority, request.account) as receipt:
             need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - receipt.pages.size
             if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
                 return None

@@ -131,6 +131,7 @@ class Engine:
                 tenant=tenant,
                 choice=admit.choice,
                 priority=admit.priority,
+                account=b"%d" % admit.caller if admit.caller and admit.namespace else None,
                 num_told=admit.num_scored,
             )
         )

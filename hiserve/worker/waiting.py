@@ -39,6 +39,7 @@ class Request:
         tenant: Namespace of the request within the worker's cache.
         choice: Index among the request's n choices.
         priority: Larger keeps what it uses in the cache for longer.
+        account: Whose share of the cache it takes; None is one of the namespace's own.
         num_faults: Times the device found its page table stale.
         num_undone: Steps of its that failed since one did not.
         cached: What of the prompt came from the cache at first admission; None before it, and once reported.
@@ -58,6 +59,7 @@ class Request:
     tenant: bytes
     choice: int
     priority: int = 0
+    account: bytes | None = None
     num_faults: int = 0
     num_undone: int = 0
     cached: CacheUse | None = None

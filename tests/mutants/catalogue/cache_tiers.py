@@ -583,4 +583,18 @@ MUTANTS = [
         new="self._holds.lock(chain[-1])",
         test=OF_TIERS + "test_storing_a_page_is_no_use_of_it",
     ),
+    Mutant(
+        name="tenants have no shares",
+        file="hiserve/cache/index/shares.py",
+        old="        if len(self._held) <= 1:\n",
+        new="        if len(self._held) <= 1000:\n",
+        test="tests/unit/cache/test_shares.py",
+    ),
+    Mutant(
+        name="a flush hands out device pages that a pointless store reads",
+        file=OPS,
+        old="            if op.read_pages.size and pages.size:\n",
+        new="            if False:\n",
+        test=OF_TIERS + "test_device_pages_that_a_pointless_store_reads_are_not_handed_out",
+    ),
 ]

@@ -769,3 +769,16 @@ def test_what_is_published_before_a_host_page_is_ready_waits_for_one() -> None:
     assert [copy.device_pages.size for copy in store(cache)] == [2]
     assert not cache.has_stores
     assert is_whole(cache)
+
+
+def test_device_pages_that_a_pointless_store_reads_are_not_handed_out(cache: CacheManager) -> None:
+    """A flush of the host takes the store its purpose; it reads on, whatever leaves the device meanwhile."""
+    cache.release(serve(cache, 1, 2))
+    (copy,) = cache.begin_stores(99)
+    cache.flush(Tier.HOST)
+    cache.flush()
+    assert not list(cache.tree.nodes())
+    assert set(copy.device_pages.tolist()).isdisjoint(cache.pages.free_pages().tolist())
+    assert set(copy.host_pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
+    cache.settle(copy.op, ok=True)
+    assert is_whole(cache)
