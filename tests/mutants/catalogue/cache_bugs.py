@@ -204,8 +204,8 @@ MUTANTS = [
     Mutant(
         name="a request's priority does not reach the cache",
         file="hiserve/worker/admitter.py",
-        old="cache.lock(match, num_host, request.priority)",
-        new="cache.lock(match, num_host)",
+        old="cache.lock(match, num_host, request.priority, request.account)",
+        new="cache.lock(match, num_host, 0, request.account)",
         test=E2E,
     ),
     Mutant(
