@@ -1,6 +1,7 @@
 """Defaults against an engine in the caller's process without a host tier, and against an earlier version.
 
-Usage: ``python -m benchmarks.defaults OUT.json COMMIT [--before FOLDER] [--rounds N] [--tiny]`` on a CUDA device. FOLDER
+Usage: ``python -m benchmarks.defaults OUT.json COMMIT [--before FOLDER] [--rounds N] [--shapes NAME ...] [--tiny]`` on a
+CUDA device. FOLDER
 holds the package of an earlier commit. Every engine has a process of its own; engines take turns. Bar: defaults at least
 0.98 of the engine in process, by workload, medians. ``--tiny`` runs on the CPU, as a test of this file; its ratios mean
 nothing.
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("commit")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     command = "python -m benchmarks.defaults OUT.json COMMIT" + (" --before FOLDER" if given.before else "")
@@ -42,8 +44,12 @@ def main() -> int:
         "shapes": {},
     }
     is_met = True
-    for shape in SHAPES[-1:] if given.tiny else SHAPES:
-        engines = {"defaults": (ROOT, {}), "in process": (ROOT, IN_PROCESS)}
+    for shape in SHAPES[-1:] if given.tiny else given.shapes:
+        engines = {
+            "defaults": (ROOT, {}),
+            "in process": (ROOT, IN_PROCESS),
+            "no host tier": (ROOT, {"host_cache_gib": 0}),
+        }
         if given.before is not None:
             engines["defaults before"] = (given.before, {})
         found = {
@@ -78,9 +84,7 @@ def compare(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
     ours = rates.pop("defaults")
     return {
-        ("of in process" if engine == "in process" else "of before"): {
-            name: round(ours[name] / rate, 3) for name, rate in theirs.items()
-        }
+        f"of {engine}": {name: round(ours[name] / rate, 3) for name, rate in theirs.items()}
         for engine, theirs in rates.items()
     }
 

@@ -172,15 +172,15 @@ MUTANTS = [
     Mutant(
         name="schedule: parts of rows alike need a second wave",
         file=SCHEDULE,
-        old="(2 if num_rows <= num_at_once else 1)",
-        new="2",
+        old="    if num_rows > num_at_once:\n        num_extra = num_at_once\n",
+        new="    if num_rows > num_at_once:\n        num_extra = 2 * num_at_once\n",
         test=LAUNCHES,
     ),
     Mutant(
         name="schedule: short rows launch as many parts as long ones",
         file=SCHEDULE,
-        old="max(1, min(num_at_once * (2 if num_rows <= num_at_once else 1), num_more_blocks))",
-        new="max(1, num_at_once * (2 if num_rows <= num_at_once else 1))",
+        old="max(1, min(num_extra, num_more_blocks))",
+        new="max(1, num_extra)",
         test=LAUNCHES,
     ),
     Mutant(
