@@ -131,7 +131,7 @@ class Node:
     @property
     def turn(self) -> int:
         """When it goes, among leaves of the device: 0 what is spare, then what costs nothing, last what would be lost."""
-        return 0 if self.is_spare else 1 + self.is_unbacked
+        return 0 if self.is_spare else 2 if self.is_wanted and not self.host_pages.size else 1
 
     @property
     def is_candidate(self) -> bool:

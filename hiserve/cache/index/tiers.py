@@ -199,7 +199,8 @@ class Tiers:
         """Offers a node that lost a child, a hold or a tier to eviction, or drops a root of which nothing is left."""
         if node.parent is None:
             self.tree.drop_root_if_unused(node)
-        elif node.is_evictable:
+            return
+        if node.is_evictable:
             self.device.eviction.add(node)
             self.reserve.add(node)
         elif node.is_host_evictable:
@@ -279,7 +280,8 @@ class Tiers:
     def _delete(self, leaf: Node, count: int) -> Int32Array:
         parent = leaf.parent
         assert parent is not None
-        self.reserve.leave(leaf, count)
+        if leaf.is_spare:
+            self.reserve.leave(leaf, count)
         pages, _, digests = self.tree.trim(leaf, count)
         self.device.shares.charge(leaf.owner, -count)
         self.device.remove(digests)

@@ -558,7 +558,7 @@ MUTANTS = [
     Mutant(
         name="what would be lost does not go after what would not",
         file="hiserve/cache/index/node.py",
-        old="return 0 if self.is_spare else 1 + self.is_unbacked",
+        old="return 0 if self.is_spare else 2 if self.is_wanted and not self.host_pages.size else 1",
         new="return 0",
         test="tests/invariants/test_union_of_tiers.py" + " " + MACHINE,
     ),
