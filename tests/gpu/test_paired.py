@@ -66,7 +66,8 @@ def test_prompts_change_their_backend_between_two_steps_and_graphs_go_on(folder:
         wanted.append(generate(other, prompts, 20))
         other.executor.close()
     subject = engine(folder, graphs="decode")
-    paired: Any = subject.attention
+    paired: Any = subject.runners._eager._attention  # graphs have been captured with an attention of their own
+    assert isinstance(paired, PairedAttention)
     paired._is_split, paired._may_split = False, lambda: False
     found = [generate(subject, prompts, 20)]
     paired._may_split = lambda: True
