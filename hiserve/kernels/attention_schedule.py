@@ -19,6 +19,7 @@ from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 MAX_QUERIES = 64
 MAX_JOINED = 16
+"""Most parts, beyond one, of a row of several tokens."""
 _BLOCK = tl.constexpr(128)
 _SHARES = tl.constexpr(32)
 FIELDS = tl.constexpr(8)
@@ -90,9 +91,10 @@ def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:
 def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
     """Returns how many parts to allow beyond one for each row.
 
-    Three programs fit on a multiprocessor. A batch of fewer rows than would keep each multiprocessor busy once is split
-    until there are as many; a larger one gets one more on each. Who joins the parts of a row reads them one after the
-    other, for all its tokens: rows of several tokens have fewer parts, 16 more at most for each. Measured on an H200.
+    Two programs on a multiprocessor take all of its share of the bandwidth, three fit. A batch of fewer rows than would
+    keep each multiprocessor busy once may have two programs more on each; a larger one, one more. So rows alike become
+    one wave of programs. The parts of a row are joined one after the other, for all its tokens: rows of several tokens have
+    fewer parts. Measured on an H200.
 
     Args:
         rows: Of which only numbers are read.
@@ -105,7 +107,7 @@ def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys:
     if num_rows > num_at_once:
         num_extra = num_at_once
     elif rows.max_q_len == 1:
-        num_extra = 3 * num_at_once - num_rows
+        num_extra = 2 * num_at_once
     else:
         num_extra = min(2 * num_at_once - num_rows, MAX_JOINED * num_rows)
     return max(1, min(num_extra, num_more_blocks))

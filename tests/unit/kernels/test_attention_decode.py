@@ -129,7 +129,7 @@ for heads in ((32, 8), (16, 8), (4, 1), (64, 64)):
         assert num_parts <= 3 * 132 or num_parts == num_rows * heads[1], (heads, num_rows, num_parts)
         assert num_parts >= 132, (heads, num_rows, num_parts)
         assert num_extra * heads[1] > 132 - heads[1], (heads, num_rows)
-assert [choose_num_extra(rows(num_rows), (32, 8), 132, 64) for num_rows in (1, 8, 16, 17)] == [47, 40, 32, 16]
+assert [choose_num_extra(rows(num_rows), (32, 8), 132, 64) for num_rows in (1, 8, 16, 17)] == [32, 32, 32, 16]
 assert [choose_num_extra(rows(num_rows, max_q_len=16), (32, 8), 132, 64) for num_rows in (1, 2, 8, 16)] == [16, 30, 24, 16]
 assert choose_num_extra(rows(1, max_q_len=17), (32, 8), 132, 64) == 15
 assert choose_num_extra(rows(1, max_q_len=64), (64, 64), 132, 64) == 3
