@@ -57,9 +57,10 @@ class HostPool:
         assert expected == found, f"pages of {expected} bytes, the segment's have {found}"
         self._pages = segment.pages
         self._bytes = torch.from_numpy(segment.pages)
-        self.records = Records(segment.records, segment.layout.page_size, link)
+        self.records = records = Records(segment.records, segment.layout.page_size, link)
+        # Of the records, not of this pool: a cycle would keep the segment's memory until garbage is collected.
         self.touch = FirstTouch(
-            segment, num_threads=num_threads, registrar=registrar, num_used=lambda: self.records.num_used
+            segment, num_threads=num_threads, registrar=registrar, num_used=lambda: records.num_used
         )
         self._checksums = Checksums(self.records, segment.pages, max_bytes_per_s=max_checksum_bytes_per_s)
         self._layers = {group.name: self._views(group) for group in groups}

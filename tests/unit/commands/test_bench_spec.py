@@ -9,7 +9,21 @@ from typing import Any
 from hiserve import cli
 
 SETTINGS = ["--dtype", "float64", "--cpu-threads", "1", "--page-size", "16"]
-SIZES = ["--steps", "3", "auto", "--batches", "1", "--temperatures", "0", "--repeats", "1"]
+SIZES = [
+    "--steps",
+    "3",
+    "auto",
+    "--sources",
+    "cold",
+    "device",
+    "host",
+    "--batches",
+    "1",
+    "--temperatures",
+    "0",
+    "--repeats",
+    "1",
+]
 LENGTHS = ["--prompt-length", "40", "--output-length", "9"]
 RUN = ["bench", "spec", "--proposers", "draft:hiserve-nano", *SETTINGS, *SIZES, *LENGTHS]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -184,3 +186,17 @@ def test_a_page_whose_bytes_belong_to_another_prefix_does_not_verify(pool: HostP
     pool.page(3).copy_(pool.page(4))
     pool.records._table["checksum"][3] = pool.records.checksum(4)
     assert not pool.verify(3)
+
+
+def test_a_closed_pool_that_nobody_names_is_freed_at_once(segment: Segment) -> None:
+    """A segment may take most of the machine's memory: it must not wait for the garbage collector."""
+    gc.disable()
+    try:
+        pool = HostPool(Segment.attach(segment.fd), GROUPS)
+        pool.clear()
+        known = weakref.ref(pool)
+        pool.close()
+        del pool
+        assert known() is None
+    finally:
+        gc.enable()
