@@ -101,6 +101,13 @@ class OwnedHeaps:
             heap = self._heaps[node.owner] = LeafHeap(self._rank, self._is_victim)
         heap.add(node)
 
+    def sweep(self) -> None:
+        """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""
+        for owner, heap in list(self._heaps.items()):
+            heap.sweep()
+            if not len(heap):
+                del self._heaps[owner]
+
     def head(self, owner: bytes) -> Any:
         """Returns the lowest rank of an owner's leaves, or None. O(log n) amortised."""
         heap = self._heaps.get(owner)
@@ -152,7 +159,7 @@ class LeafHeap:
         self._serial += 1
         heapq.heappush(self._heap, (self._rank(node), self._serial, node))
         if len(self._heap) >= self._sweep_at:
-            self._sweep()
+            self.sweep()
 
     def head(self) -> Any:
         """Returns the lowest rank, or None. O(log n) amortised."""
@@ -174,7 +181,8 @@ class LeafHeap:
         rank, _, node = entry
         return bool(self._rank(node) == rank) and self._is_victim(node)
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Drops all entries that are out of date. O(n log n)."""
         latest = {id(entry[2]): entry for entry in self._heap if self._counts(entry)}
         self._heap = sorted(latest.values(), key=lambda entry: entry[:2])
         self._sweep_at = max(1024, 2 * len(self._heap))

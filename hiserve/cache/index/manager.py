@@ -343,6 +343,7 @@ class CacheManager:
     def flush(self, tier: Tier | None = None) -> int:
         """Empties a tier, or both, but for what receipts hold; returns how many pages became free at once."""
         num_freed = self._removal.flush(tier)
+        self.transfers.sweep()
         if tier is None and self._listener is not None:
             self._listener.cleared()
             self.tiers.tell_all()

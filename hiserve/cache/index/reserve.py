@@ -72,6 +72,10 @@ class Reserve:
         if self._is_kept and not node.is_spare:
             self._candidates.add(node)
 
+    def sweep(self) -> None:
+        """Drops leaves that are none any more."""
+        self._candidates.sweep()
+
     def next(self) -> Node | None:
         """Returns the leaf that goes next of those that are not spare, and forgets it."""
         return next((leaf for leaf, _ in self._device.shares.next(self._candidates)), None)

@@ -17,6 +17,7 @@ from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from hiserve.core.plan import Int32Array
 
 MANY_COPIES = 1 << 30
+MIN_SWEEP = 64  # wishes: fewer are kept, also those of nodes that left the tree
 
 
 class Transfers:
@@ -47,7 +48,7 @@ class Transfers:
         self._removal = removal
         self._uploads = uploads
         self._queue: deque[Node] = deque()
-        self._sweep_at = 1024
+        self._sweep_at = MIN_SWEEP
         self._saves: dict[int, int] = {}
         self._is_stuck = False  # until something changes, no host page is idle for the next leaf
         self.num_loaded = 0
@@ -90,13 +91,17 @@ class Transfers:
         node.is_queued = True
         self._queue.append(node)
         if len(self._queue) >= self._sweep_at:
-            queue, self._queue = self._queue, deque()
-            self._sweep_at = 2 * len(queue)
-            for node in queue:  # those that left the tree give their place to what is left above them
-                node.is_queued = False
-                if _surviving(node).is_wanted:
-                    self.enqueue(node)
-            self._sweep_at = max(1024, 2 * len(self._queue))
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Drops nodes that left the tree; they give their place to what is left above them."""
+        queue, self._queue = self._queue, deque()
+        self._sweep_at = 2 * len(queue)
+        for node in queue:
+            node.is_queued = False
+            if _surviving(node).is_wanted:
+                self.enqueue(node)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
 
     def begin_load(self, receipt: Receipt, pages: Int32Array) -> PageCopy:
         """Loads the host part of a receipt; whoever matches it from now on finds it on the device.

@@ -142,7 +142,7 @@ MUTANTS = [
         name="TC-84: every eviction looks at every leaf",
         file=EVICTION,
         old="        while self._heap:\n            entry",
-        new="        self._sweep()\n        while self._heap:\n            entry",
+        new="        self.sweep()\n        while self._heap:\n            entry",
         test=COSTS + "test_tc_84_eviction_looks_at_what_it_evicts_and_not_at_every_leaf",
     ),
     Mutant(
