@@ -263,7 +263,8 @@ class Prefetches:
             return None
         num_pages = min(want.end - num_here, max_pages, self._cache.host.num_available)
         if not num_pages:
-            self._give_up(want, HOST_FULL)
+            if self._cache.host.pages.num_ready > 1:  # else the host has just begun to make its pages ready
+                self._give_up(want, HOST_FULL)
             return None
         num_more = want.end - num_here - num_pages
         begun = self._cache.begin_prefetch(want.request.tenant, want.request.prefix_key, num_pages, num_more)

@@ -318,6 +318,19 @@ def test_a_prefetch_that_cannot_be_placed_ends_at_once() -> None:
     desk.check()
 
 
+def test_a_host_that_has_no_page_ready_yet_is_waited_for() -> None:
+    """As for the first request after a start, while the host's memory is being touched."""
+    desk = Desk("wait", num_host_pages=4)
+    pages, held = desk.cache.host.pages, desk.cache.tiers.take_host(3)
+    pages.num_ready = 1
+    desk.fetch(1, 5, 6)
+    assert not desk.copies and desk.is_awaited(1)
+    pages.num_ready = 4
+    desk.cache.tiers.give_host(held)
+    desk.send()
+    assert desk.copies and desk.is_awaited(1)
+
+
 def test_of_a_prefix_that_is_too_long_for_the_host_comes_what_has_a_place() -> None:
     desk = Desk("wait", num_host_pages=4)  # three and page 0; one is left for uploads
     held = desk.cache.tiers.take_host(1)
