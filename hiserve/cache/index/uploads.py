@@ -65,8 +65,8 @@ class Uploads:
 
     @property
     def num_waiting(self) -> int:
-        """Pages that wait."""
-        return len(self._awaited)
+        """Pages of which the copy to the store has not begun; not those on their way to the host for it."""
+        return len(self._awaited) + sum(upload.run.pages.size for upload in self._uploads)
 
     @property
     def num_not_uploaded(self) -> int:

@@ -50,9 +50,11 @@ def test_a_full_host_is_passed_by() -> None:
     assert not begun and told(stages) == [digests(1, 2)]  # two pages are reserved
     (stage,) = stages
     assert stage.kind is CopyKind.STORE and set(stage.device_pages) < set(cache.holds.receipts[-1].node.pages)
+    assert cache.uploads.num_waiting == 5
     cache.end_stage(stage.op, ok=True)
+    assert cache.uploads.num_waiting == 7, "what arrived on the host is not on its way to the store"
     ((upload,), _) = cache.take_uploads()
-    assert upload.run is stage.run
+    assert upload.run is stage.run and cache.uploads.num_waiting == 5
     assert cached(cache, 1, 2) == (2, 0)
     cache.end_upload(upload.op)
     assert end_all(cache) == [digests(*range(1, 8))[at : at + 2] for at in (2, 4, 6)]
