@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.chat import MAX_MESSAGES, check_text, join_parts
+from hiserve.text.marks import bare
 
 MAX_PROMPTS = 1024
 # Values in a body, without the ids of prompts and with the parts of a content as one.
@@ -23,7 +23,6 @@ QUICK_VALUES = 2**16
 QUICK_STRINGS = 2**13
 TOKEN_FIELDS = ("prompt", "input_ids", "tokens")
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _IDS = 1  # msgpack's type of token ids, int32
 
 
@@ -42,15 +41,14 @@ class Sizes(msgspec.Struct, frozen=True):
 def is_quick(raw: bytes) -> bool:
     """Says whether a body can be parsed in a few milliseconds, by its length and the number of its values.
 
-    Commas and brackets within strings are no values: the strings are taken out before they are counted. That is done
-    for few strings only.
+    Commas and brackets within strings are no values: the strings are taken out before they are counted.
     """
     if len(raw) > QUICK_BYTES or raw.count(b'"') - raw.count(b'\\"') > 2 * QUICK_STRINGS:
         return False
     if raw.count(b",") <= QUICK_STRINGS and raw.count(b"[") + raw.count(b"{") <= QUICK_STRINGS:
         return True
-    bare = _STRING.sub(b"", raw)
-    return bare.count(b",") <= QUICK_VALUES and bare.count(b"[") + bare.count(b"{") <= QUICK_STRINGS
+    outside = bare(raw)
+    return outside.count(b",") <= QUICK_VALUES and outside.count(b"[") + outside.count(b"{") <= QUICK_STRINGS
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from hiserve.errors import RequestError
+from hiserve.text.marks import num_marks
 
 Message = dict[str, Any]
 
@@ -22,9 +23,10 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 16_384  # of the content of one message
 MAX_FIELDS = 64  # of one message
 MAX_TOOLS = 1024
-# Of an object that a client passes through to the template.
+# Of an object that a client passes through to the template, and of the arguments of all tool calls together.
 MAX_DEPTH = 32
 MAX_VALUES = 32_768
+MAX_INT = 2**63 - 1
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +110,24 @@ def parse_messages(value: Any) -> list[Message]:
         raise RequestError("messages must be a list with at least one message.", param="messages")
     if len(value) > MAX_MESSAGES:
         raise RequestError(f"messages has {len(value)} entries; the most is {MAX_MESSAGES}.", param="messages")
-    return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(value)]
+    messages, num_values = [], 0
+    for i, message in enumerate(value):
+        num_values += sum(map(num_marks, _argument_texts(message)))
+        if num_values > MAX_VALUES:
+            raise RequestError(
+                f"the arguments of the tool calls up to messages[{i}] have more than {MAX_VALUES} values. Send fewer.",
+                param=f"messages[{i}].tool_calls",
+            )
+        messages.append(_parse_message(message, f"messages[{i}]"))
+    return messages
+
+
+def _argument_texts(message: Any) -> list[str]:
+    """Returns the arguments of a message's tool calls where they are texts; the message may be malformed."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    return [text for text in arguments if isinstance(text, str)]
 
 
 def _parse_message(value: Any, where: str) -> Message:
@@ -262,16 +281,19 @@ def check_json(value: Any, param: str) -> None:
     """Refuses parsed JSON that no template should walk through.
 
     Raises:
-        RequestError: It is nested too deeply, has too many values, or a text in it is not valid Unicode.
+        RequestError: It is nested too deeply, has too many values, a text in it is not valid Unicode, or a whole number
+            has more than 64 bits.
     """
     level, num_values = [value], 0
     for _ in range(MAX_DEPTH):
         num_values += len(level)
         if num_values > MAX_VALUES:
             raise RequestError(f"{param} has more than {MAX_VALUES} values.", param=param)
-        for text in level:
-            if isinstance(text, str):
-                check_text(text, param)
+        for entry in level:
+            if isinstance(entry, str):
+                check_text(entry, param)
+            elif isinstance(entry, int) and abs(entry) > MAX_INT:
+                raise RequestError(f"{param} has a whole number of more than 64 bits.", param=param)
         inner = [part for part in level if isinstance(part, dict | list)]
         level = [entry for part in inner for entry in part]
         level += [entry for part in inner if isinstance(part, dict) for entry in part.values()]

@@ -257,6 +257,13 @@ MUTANTS = [
         test="tests/unit/server/test_big_bodies.py::test_no_large_body_takes_the_event_loop",
     ),
     Mutant(
+        name="the arguments of tool calls have values without end",
+        file="hiserve/text/chat.py",
+        old='if num_values > MAX_VALUES:\n            raise RequestError(\n                f"the arguments',
+        new='if False:\n            raise RequestError(\n                f"the arguments',
+        test="tests/unit/text/test_chat.py::test_arguments_of_all_calls_together_have_a_bounded_number_of_values",
+    ),
+    Mutant(
         name="the next caller is whoever asked first",
         file="hiserve/text/turns.py",
         old="self._lines.setdefault(caller, deque())",

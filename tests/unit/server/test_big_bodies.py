@@ -31,6 +31,13 @@ pytestmark = pytest.mark.alone
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = {"role": "user", "content": "Hi"}
 PART = {"type": "text", "text": "x"}
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    """A message of the assistant that calls a tool."""
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
 ATTACKS: dict[str, tuple[str, Any, str | None]] = {
@@ -44,6 +51,10 @@ ATTACKS: dict[str, tuple[str, Any, str | None]] = {
     "parts that fit": (CHAT, {"messages": [{"role": "user", "content": [PART] * 200}] * 40, "truncate_prompt_tokens": 9}, None),
     "messages": (CHAT, {"messages": [HI] * 180_000}, "messages"),
     "documents": (CHAT, {"messages": [HI], "documents": [{"a": [1] * 10}] * 100_000}, "documents"),
+    "arguments": (CHAT, {"messages": [calling('{"a": [' + "{}," * 2_000_000 + "1]}")]}, "messages[0].tool_calls"),
+    "many arguments": (CHAT, {"messages": [calling(json.dumps({"a": [0] * 30_000}))] * 40}, "messages[1].tool_calls"),
+    "arguments of code": (CHAT, {"messages": [calling(json.dumps({"a": "f(a, [b])\n" * 50_000}))] * 5, "truncate_prompt_tokens": 9}, None),
+    "large numbers": (CHAT, {"messages": [calling('{"a": ' + "9" * 4000 + "}")] * 1500}, "messages[0].tool_calls[0]"),
     "unknown": (TEXT, {"prompt": "Hi", "metadata": {str(i): [i] for i in range(300_000)}}, "metadata"),
     "strings": (TEXT, {"prompt": "Hi", "stop": ["ab"] * 1_000_000}, "stop"),
     "cut text": (TEXT, {"prompt": "many words of a text\n" * 350_000, "truncate_prompt_tokens": 7}, None),
@@ -70,7 +81,7 @@ async def test_no_large_body_takes_the_event_loop(big: Server, name: str) -> Non
     spent_s = time.thread_time() - begin
     print(f"{len(raw) / 1e6:.1f} MB: {1000 * spent_s:.0f} ms of the loop, {call.status} {call.text[:150]}")
     assert spent_s < LOOP_S
-    if name in ("ids to truncate", "parts that fit", "cut text"):
+    if name in ("ids to truncate", "parts that fit", "arguments of code", "cut text"):
         assert call.status == 200, call.text
         (*_, seen) = big.engine.seen
         assert len(seen.prompt) == body["truncate_prompt_tokens"]
@@ -142,8 +153,8 @@ def test_what_is_quick_is_told_by_counts() -> None:
 @pytest.mark.parametrize("raw", [
     json.dumps({"prompt": list(range(QUICK_VALUES))}), json.dumps({"prompt": [[]] * QUICK_STRINGS}),
     json.dumps({"logit_bias": {str(i): 1.5 for i in range(QUICK_STRINGS)}}), json.dumps({"prompt": '","' * 60_000}),
-    json.dumps({"prompt": "\x01" * 170_000}), "[" * 2**20, "1," * 2**16,
-], ids=["ids", "lists", "biases", "quotes", "escapes", "deep", "broken"])  # fmt: skip
+    json.dumps({"prompt": "\x01" * 170_000}), "[" * 2**20, "1," * 2**16, '{"prompt": "' + '\\",' * 20_000,
+], ids=["ids", "lists", "biases", "quotes", "escapes", "deep", "broken", "string without an end"])  # fmt: skip
 def test_the_worst_of_what_is_quick_takes_little(raw: str) -> None:
     body = raw.encode()
     begin = time.thread_time()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -107,10 +108,22 @@ def test_calls_of_tools_take_the_form_that_templates_expect() -> None:
     }
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "[" * 100_000])
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", "7", "[" * 20_000])
 def test_arguments_that_spell_no_object_stay_as_the_model_wrote_them(arguments: str) -> None:
     (message,) = parse_messages(assistant({"function": {"name": "f", "arguments": arguments}}))
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_arguments_of_all_calls_together_have_a_bounded_number_of_values() -> None:
+    def call(text: str) -> dict[str, Any]:
+        return assistant({"function": {"name": "f", "arguments": text}})[0]
+
+    half = json.dumps({"a": [0] * (MAX_VALUES // 2 - 2)})
+    code = json.dumps({"code": "f(a, [b], {c})\n" * MAX_VALUES})
+    assert len(parse_messages([call(half), call(code), call(half)])) == 3, "what stands in strings is no value"
+    with pytest.raises(RequestError, match="arguments of the tool calls") as caught:
+        parse_messages([call(half), call(half), call(half)])
+    assert caught.value.param == "messages[2].tool_calls"
 
 
 def test_reasoning_and_results_of_tools_are_kept() -> None:
@@ -177,6 +190,9 @@ def test_a_continued_message_has_no_generation_prompt() -> None:
         ),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(MAX_DEPTH)}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "x": ["\ud800"]}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "x": [2**63]}}]}, "tools"),
+        ({"documents": [{"x": -(2**63)}]}, "documents"),
+        ({"chat_template_kwargs": {"x": 10**4000}}, "chat_template_kwargs"),
         ({"documents": "x"}, "documents"),
         ({"documents": ["x"]}, "documents"),
         ({"documents": [{"x": [0] * MAX_VALUES}]}, "documents"),
