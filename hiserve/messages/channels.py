@@ -52,6 +52,9 @@ class Link:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        # What was queued for a peer that died is dropped at once. By default zmq keeps it for ever, and ``close`` with it:
+        # the linger that ``close`` sets does not reach a connection that has ended.
+        self._socket.setsockopt(zmq.LINGER, 0)
         self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._is_gone = False
 

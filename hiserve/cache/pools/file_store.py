@@ -68,7 +68,8 @@ class FileStore:
         is_shared: bool = True,
     ) -> None:
         _claim(directory)
-        self._let_go = weakref.finalize(self, os.close, _share(directory / MARKER)) if is_shared else None
+        marker_fd = _share(directory / MARKER) if is_shared else None
+        self._let_go = None if marker_fd is None else weakref.finalize(self, os.close, marker_fd)
         self._directory = directory
         self._cap_bytes = cap_bytes
         self._clock = clock
@@ -336,9 +337,16 @@ def _write_file(path: str, header: bytes, page: memoryview) -> None:
         os.close(fd)
 
 
-def _share(marker: Path) -> int:
-    """Opens the marker with a lock that lets others do so, and nobody delete the store."""
-    fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
+def _share(marker: Path) -> int | None:
+    """Opens the marker with a lock that lets others do so, and nobody delete the store; None if it cannot be opened.
+
+    The pages are as good without the lock, and a disk that fails for a moment ends no server.
+    """
+    try:
+        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        logger.warning("hiserve cache delete cannot see that this server uses the store %s: %s", marker.parent, error)
+        return None
     with contextlib.suppress(OSError):  # a file system without locks, or a store that is being deleted
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return fd

@@ -180,6 +180,13 @@ MUTANTS = [
         test=OF_CHANNELS + "test_a_refused_sender_is_told_when_it_may_go_on",
     ),
     Mutant(
+        name="what waits for a dead peer is kept for ever",
+        file=CHANNELS,
+        old="self._socket.setsockopt(zmq.LINGER, 0)",
+        new="self._socket.setsockopt(zmq.LINGER, -1)",
+        test=OF_CHANNELS + "test_what_waits_for_the_dead_holds_nobody_up",
+    ),
+    Mutant(
         name="an interrupt ends the children",
         file=CHILD,
         old="for signum in (signal.SIGINT, signal.SIGTERM):",

@@ -17,6 +17,15 @@ OF_DAMAGE = "tests/unit/pools/test_file_store_damage.py::"
 
 MUTANTS = [
     Mutant(
+        name="a marker that cannot be opened ends the start",
+        file=STORES,
+        old="""    except OSError as error:
+        logger.warning("hiserve cache delete""",
+        new="""    except FileExistsError as error:
+        logger.warning("hiserve cache delete""",
+        test="tests/unit/pools/test_file_store_damage.py::test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store",
+    ),
+    Mutant(
         name="a request waits for the store for ever",
         file=PREFETCH,
         old="        if self._clock() - want.since < self._max_wait_s:\n",

@@ -129,6 +129,27 @@ def test_messages_for_the_dead_never_reach_a_successor() -> None:
     parent.close()
 
 
+@pytest.mark.parametrize("is_child", [True, False])
+def test_what_waits_for_the_dead_holds_nobody_up(is_child: bool) -> None:
+    """A scheduler whose client was killed has to end, however much the client had not read."""
+    parent, child = pair()
+    dead, left = (parent, child) if is_child else (child, parent)
+    send(dead, [b"here"])
+    receive(left)
+    while left.try_send([b"x" * 100_000]):
+        pass
+    dead.close()
+    while not left.is_gone:
+        left.wait()
+    for _ in range(20):  # zmq learns on its own thread that nobody will come back
+        time.sleep(0.01)
+        left.try_receive()
+    closing = threading.Thread(target=left.close, args=(1000,), daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+
+
 def test_a_path_too_long_for_a_socket_is_one_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = folder / ("d" * 100)
     deep.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.pools import file_store
-from hiserve.cache.pools.file_store import FileStore
+from hiserve.cache.pools.file_store import MARKER, FileStore
 from hiserve.cache.pools.store import HEADER_BYTES
 from tests.contract.test_page_store import blanks, pages
 from tests.helpers.host import make_keys
@@ -179,3 +180,24 @@ def test_a_page_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.
     look()
     assert seen == [is_there, is_there, 1]
     assert reader.stats().num_corrupt == 0
+
+
+def test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that failed once, at the worst moment: the lock for ``hiserve cache delete`` is missing, and no page."""
+    FileStore(tmp_path, PLENTY).put(KEYS, pages(KEYS))
+    real_open = os.open
+
+    def fail(path: Path, *arguments: int) -> int:
+        if Path(path).name == MARKER:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real_open(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_store.os, "open", fail)
+        store = FileStore(tmp_path, PLENTY)
+    assert store.get(KEYS, blanks(len(KEYS))) == len(KEYS)
+    store.close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and os.strerror(errno.EIO) in record.getMessage()
