@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from hiserve.worker.kv_events import KvEvents, open_kv_events
 from hiserve.worker.loop import Engine, EngineFacts
 from hiserve.worker.planner import Planner
 from hiserve.worker.profile import CudaMeter, profile_steps
-from hiserve.worker.rehearsal import rehearse_steps
+from hiserve.worker.rehearsal import compile_steps, rehearse_steps
 from hiserve.worker.runners import make_runners
 from hiserve.worker.transfers import make_registrar, make_transfers
 
@@ -215,6 +216,14 @@ def _runners(
 ) -> Dispatch:
     """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
     dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
+    num_draft, has_kernels = config.spec.tiers[-1], rows.device.type == "cuda"
+    compiling = partial(
+        compile_steps,
+        rows=rows,
+        num_threads=known(config.runner.cpu_threads),
+        max_batched_tokens=max_tokens,
+        num_draft=num_draft,
+    )
     runners = make_runners(
         config.runner,
         model,
@@ -226,9 +235,11 @@ def _runners(
         canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
         proposer=proposer,
         is_serving=is_serving,
+        # A canary reads, on the host, what kernels have computed.
+        before_capture=compiling if has_kernels and not config.cache.kv_canary else None,
     )
-    if rows.device.type == "cuda":
-        rehearse_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=config.spec.tiers[-1])
+    if has_kernels:
+        rehearse_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=num_draft)
         budget = step_memory(
             model_config.facts().step,
             dtype_bytes=DTYPE_BYTES[dtype],
@@ -245,7 +256,7 @@ def _runners(
             rows,
             CudaMeter(rows.device),
             max_batched_tokens=max_tokens,
-            num_draft=config.spec.tiers[-1],
+            num_draft=num_draft,
             budget_bytes=sum(budget.values()),
         )
     return runners

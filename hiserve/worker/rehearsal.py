@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +17,8 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Reason, Verdict
 from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.params import Drawing
+
+logger = logging.getLogger(__name__)
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of rows that attention takes as short ones, in any group of query heads: each next power of two once."""
@@ -75,6 +80,33 @@ def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: i
                 runners.propose(plan, ran)
                 num_steps += 1
     return num_steps
+
+
+def compile_steps(
+    runners: Dispatch, rows: DeviceRows, *, num_threads: int, max_batched_tokens: int, num_draft: int = 0
+) -> None:
+    """Compiles, side by side, the Triton kernels of small steps; graphs consist of the same ones.
+
+    It saves time, and no more: where it fails, that is told, and kernels are compiled one by one as they are launched.
+
+    Args:
+        runners: Of a CUDA device.
+        rows: Nobody has one yet; nobody has one afterwards.
+        num_threads: For compilers.
+        max_batched_tokens: Tokens of the largest step.
+        num_draft: Drafts of a row, at most.
+    """
+    # Found by name: triton is not installed everywhere.
+    ahead = import_module("hiserve.kernels.ahead")
+    begin = time.perf_counter()
+    try:
+        with ahead.compiled_side_by_side(num_threads):
+            rehearse_steps(runners, rows, max_batched_tokens=max_batched_tokens, num_draft=num_draft)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the start goes on as without it
+        logger.warning("kernels are compiled one by one, as they are launched: %s", error)
+    with torch.inference_mode():
+        rows.forget()  # no kernel has done it
+    logger.info("compiled kernels in %.1f s", time.perf_counter() - begin)
 
 
 def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_Row], int]]:

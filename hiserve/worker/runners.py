@@ -41,6 +41,7 @@ def make_runners(
     canary: Canary | None = None,
     proposer: Proposer | None = None,
     is_serving: Callable[[], bool] | None = None,
+    before_capture: Callable[[Dispatch], object] | None = None,
 ) -> Dispatch:
     """Opens the attention backend and captures the graphs.
 
@@ -55,6 +56,7 @@ def make_runners(
         canary: Checks what rows find in pages; it reads them on the host, so that nothing is captured with it.
         proposer: Drafts what follows each step.
         is_serving: As ``open_attention`` takes it.
+        before_capture: Called with the runners before anything of them is captured, and if nothing is.
 
     Raises:
         ConfigError: The backend is not installed or does not support the model.
@@ -62,7 +64,10 @@ def make_runners(
     attention = open_attention(settings.attention_backend, shape, rows.device, is_serving=is_serving)
     eager = EagerRunner(model, layers, attention)
     if settings.graphs == "off" or canary is not None:
-        return Dispatch(rows, eager, canary=canary, proposer=proposer)
+        runners = Dispatch(rows, eager, canary=canary, proposer=proposer)
+        if before_capture is not None:
+            before_capture(runners)
+        return runners
     max_len = rows.max_len if settings.graph_max_len == "auto" else min(rows.max_len, settings.graph_max_len)
     capture = Capture(rows.device)
     buckets = row_buckets(rows.page_table.shape[0] - 1)
@@ -94,6 +99,8 @@ def make_runners(
         piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, tail=tail)
     is_strict = settings.graph_gate == "strict"
     runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
+    if before_capture is not None:
+        before_capture(runners)
     begin, before = time.perf_counter(), torch.cuda.memory_reserved(rows.device)
     runners.capture()
     held = torch.cuda.memory_reserved(rows.device) - before

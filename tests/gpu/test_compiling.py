@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +107,52 @@ def test_nothing_is_compiled_while_requests_wait(tmp_path: Path, spec: str, back
     for each in sorted(after - before):
         print(*each)
     assert not after - before
+
+
+COLD_START = """
+import sys, time
+import triton
+from triton import knobs
+from hiserve import LLM
+from hiserve.worker import build
+
+late, seconds, compiled_s = [], [], []
+is_over = False
+
+def note(*, src, times, cache_hit, **_):
+    if not cache_hit:
+        compiled_s.append((times.ir_initialization + sum(each for _, each in times.lowering_stages)) / 1e6)
+        if is_over:
+            late.append(src.name)
+
+def compile_steps(*given, **settings):
+    global is_over
+    begin = time.perf_counter()
+    compile_one_by_one(*given, **settings)
+    seconds.append(time.perf_counter() - begin)
+    is_over = True
+
+compile_one_by_one, build.compile_steps = build.compile_steps, compile_steps
+knobs.compilation.listener = note
+begin = time.perf_counter()
+with LLM(
+    in_process=True, shape="qwen3-0.6b", load_format="dummy", spec=SPEC, attention_backend="triton", max_model_len=4096,
+    max_running_requests=40, max_batched_tokens=1024, host_cache_gib=0, log_level="warning",
+) as llm:
+    print(f"start {time.perf_counter() - begin:.1f} s, of it {seconds[0]:.1f} s for {len(compiled_s)} kernels that took")
+    print(f"{sum(compiled_s):.1f} s of compilers, the slowest {max(compiled_s):.1f} s; afterwards: {late}")
+    assert len(compiled_s) > 20 and not late, late
+    assert seconds[0] < 0.75 * sum(compiled_s), "compiled one after the other"
+print("done")
+"""
+
+
+@pytest.mark.parametrize("spec", ["off", "ngram"])
+def test_a_first_start_compiles_kernels_side_by_side_and_none_later(spec: str, tmp_path: Path) -> None:
+    """Seconds are compared with those that compilers took in the same run, summed, on a machine of many cores."""
+    program = COLD_START.replace("SPEC", repr(spec))
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    print(done.stdout, done.stderr[-3000:])
+    assert done.returncode == 0 and done.stdout.endswith("done\n")

@@ -1,0 +1,63 @@
+"""Compiles kernels side by side: work runs once without them, and every kernel it asks for is compiled meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import JITFunction
+
+_LOCK = threading.Lock()  # the method that is replaced is the library's own, and so that of every engine of the process
+
+_aten = torch.ops.aten
+_EMPTY = (
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+
+
+class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills new tensors with zeros: what no kernel has written may be an index, and 0 is one that every table has."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        return out.zero_() if func in _EMPTY else out
+
+
+@contextmanager
+def compiled_side_by_side(num_threads: int) -> Iterator[None]:
+    """Within, this thread launches no Triton kernel: each is compiled by another thread. At the end all are compiled.
+
+    What the work computes means nothing. Compilers work outside Python's lock. What was compiled is in Triton's caches, of
+    the process and of the machine. A kernel that cannot be compiled is left out, and fails when it is launched.
+
+    Args:
+        num_threads: That compile.
+    """
+    launch, ours = JITFunction.run, threading.get_ident()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
+        if threading.get_ident() != ours:
+            return launch(kernel, *args, grid=grid, warmup=warmup, **settings)
+        compiled = launch(kernel, *args, grid=grid, warmup=True, **settings)
+        future = getattr(compiled, "future", None)
+        if future is not None and future.done() and future.exception() is None:
+            compiled.result()  # from now on it is found at once
+        return None
+
+    with _LOCK, ThreadPoolExecutor(num_threads, "compile") as threads:
+        JITFunction.run = compile_only
+        try:
+            with triton.AsyncCompileMode(threads, ignore_errors=True), _Zeros():  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            JITFunction.run = launch

@@ -1,0 +1,201 @@
+"""Kernels are compiled side by side before any is launched; of those that graphs hold, none is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from hiserve import LLM, kernels
+from hiserve.attention import backends
+from hiserve.core import resolve
+from hiserve.kernels import ahead, draft_ops, fused, ops, step_ops
+from hiserve.worker import build, runners
+from hiserve.worker.rehearsal import compile_steps, rehearse_steps
+from tests.helpers.cache_paths import SETTINGS
+from tests.helpers.drafted import save_heads
+from tests.helpers.recorded import RecordedCapture
+from tests.helpers.tiered import engine_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:TRITON_DEFAULT_FP_FUSION"
+)  # told by the Triton of torch 2.13 on the CPU
+
+SEED = 7
+
+
+class Toolchain:
+    """Stands in for Triton's compiler and for a GPU: notes what is compiled and what is launched.
+
+    Attributes:
+        compiled: Kernels, with what they were compiled for.
+        threads: That compiled them.
+        launched: Names of kernels.
+        failing: Names of kernels that cannot be compiled.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, str]] = []
+        self.threads: set[int] = set()
+        self.launched: Counter[str] = Counter()
+        self.failing: set[str] = set()
+
+    def compile(self, src: Any, target: Any, options: Any, **_: Any) -> Any:
+        self.compiled.append((src.name, f"{src.signature} {src.constants} {src.attrs}"))
+        self.threads.add(threading.get_ident())
+        if src.name in self.failing:
+            raise RuntimeError(f"{src.name} cannot be compiled")
+
+        def run(*_: Any) -> None:
+            self.launched[src.name] += 1
+
+        return SimpleNamespace(launch_metadata=lambda *_: None, run=run, function=None, packed_metadata=None)
+
+
+@pytest.fixture
+def toolchain(monkeypatch: pytest.MonkeyPatch) -> Toolchain:
+    """Lets tensors on the CPU have kernels, which compute nothing."""
+    made = Toolchain()
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr("triton.compiler.compile", made.compile)
+    for each in pkgutil.iter_modules(kernels.__path__):
+        for kernel in vars(importlib.import_module(f"{kernels.__name__}.{each.name}")).values():
+            if isinstance(kernel, JITFunction):
+                monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    for module in (ops, step_ops, draft_ops):
+        monkeypatch.setitem(module._MODULES, "cpu", module._MODULES["cuda"])
+    on_cpu = dataclasses.replace(backends._BACKENDS["triton"], devices=("cpu",))
+    monkeypatch.setitem(backends._BACKENDS, "triton", on_cpu)
+    return made
+
+
+def norm(num_rows: int = 4) -> torch.Tensor:
+    return fused.rms_norm(torch.ones(num_rows, 64), torch.ones(64), 1e-6)
+
+
+def test_kernels_are_compiled_by_other_threads_and_not_launched(toolchain: Toolchain) -> None:
+    with ahead.compiled_side_by_side(2):
+        made = norm()
+        norm()
+        fused.silu_mul(torch.ones(4, 64))
+    assert sorted(name for name, _ in toolchain.compiled) == ["_norm_kernel", "_silu_mul_kernel"]
+    assert threading.get_ident() not in toolchain.threads
+    assert not toolchain.launched and not made.any()  # what nobody wrote is an index that every table has
+    norm()
+    assert len(toolchain.compiled) == 2 and toolchain.launched == {"_norm_kernel": 1}
+
+
+def test_other_threads_launch_meanwhile(toolchain: Toolchain) -> None:
+    with ahead.compiled_side_by_side(2):
+        other = threading.Thread(target=norm)
+        other.start()
+        other.join()
+        assert toolchain.launched == {"_norm_kernel": 1}
+
+
+def test_what_cannot_be_compiled_fails_when_it_is_launched_and_not_before(toolchain: Toolchain) -> None:
+    toolchain.failing = {"_norm_kernel"}
+    with ahead.compiled_side_by_side(2):
+        norm()
+        fused.silu_mul(torch.ones(4, 64))
+        norm()
+    fused.silu_mul(torch.ones(4, 64))
+    assert toolchain.launched == {"_silu_mul_kernel": 1}
+    with pytest.raises(RuntimeError, match="_norm_kernel cannot be compiled"):
+        norm()
+    toolchain.failing = set()
+    norm()
+    assert toolchain.launched["_norm_kernel"] == 1
+
+
+def test_work_that_fails_is_told_and_leaves_triton_as_it_was(
+    toolchain: Toolchain, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(*_: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    launch, forgotten = JITFunction.run, []
+    rows = SimpleNamespace(
+        page_table=torch.zeros(3, 2), max_len=8, apply=lambda plan: None, forget=lambda: forgotten.append(1)
+    )
+    compile_steps(SimpleNamespace(run=run), rows, num_threads=2, max_batched_tokens=8)  # type: ignore[arg-type]
+    assert "one by one, as they are launched: no such luck" in caplog.text
+    assert JITFunction.run is launch and forgotten
+    norm()
+    assert toolchain.launched == {"_norm_kernel": 1}
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets engines on the CPU capture graphs, which are recorded; their kernels compute nothing, so all replays agree."""
+    monkeypatch.setattr(resolve, "_check_backend", lambda config, on_cpu: None)
+    monkeypatch.setattr(resolve, "_graphs", lambda config, on_cpu: config.runner.graphs)
+    monkeypatch.setattr(runners, "Capture", lambda device: RecordedCapture())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch, "equal", lambda *_: True)
+    with ahead._Zeros():  # type: ignore[no-untyped-call]
+        yield
+
+
+@pytest.mark.parametrize("spec", ["off", "ngram", "eagle3"])
+def test_what_graphs_and_steps_launch_was_compiled_before(
+    spec: str, tmp_path: Path, toolchain: Toolchain, recording: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    heads = save_heads(tmp_path, SEED)
+    num_compiled, make = [], runners.make_runners
+
+    def make_runners(*given: Any, **settings: Any) -> Any:
+        work: Callable[..., None] = partial(
+            compile_steps,
+            rows=given[3],
+            num_threads=2,
+            max_batched_tokens=settings["max_batched_tokens"],
+            num_draft=max(settings["widths"]) - 1,
+        )
+
+        def compiling(made: Any) -> None:
+            work(made)
+            num_compiled.append(len(toolchain.compiled))
+            assert not toolchain.launched
+
+        return make(*given, **settings | {"before_capture": compiling})
+
+    monkeypatch.setattr(build, "make_runners", make_runners)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "graphs": "all"} | {
+        "max_model_len": 512,
+        "max_running_requests": 9,
+        "max_batched_tokens": 256,
+        "kv_pages": 64,
+        "host_cache_gib": 0,
+        "spec": f"{spec}:{heads[spec]}" if spec in heads else spec,
+    }
+    if spec != "off":
+        settings["spec_steps"] = 3
+    with LLM(**SETTINGS | settings) as llm:
+        executor: Any = engine_of(llm)._executor
+        num_draft = 0 if spec == "off" else 3
+        rehearse_steps(executor._runners, executor._rows, max_batched_tokens=256, num_draft=num_draft)
+        assert executor._runners.num_nodes, "nothing was captured"
+    (before,) = num_compiled
+    print(before, Counter(name for name, _ in toolchain.compiled))
+    assert toolchain.launched.total() > before > 20
+    assert not [name for name, _ in toolchain.compiled[before:]], "compiled when it was launched"
+    assert len(set(toolchain.compiled)) == len(toolchain.compiled)
