@@ -90,6 +90,11 @@ class Ops:
         """Returns the number of ops in flight."""
         return len(self._ops)
 
+    @property
+    def num_ended(self) -> int:
+        """Ops that have ended so far."""
+        return self._last - len(self._ops)
+
     def begin(self, kind: OpKind, hold: Hold, host_pages: Int32Array, read_pages: Int32Array = NO_PAGES) -> Op:
         """Numbers a new op."""
         self._last += 1

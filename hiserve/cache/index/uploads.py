@@ -49,7 +49,7 @@ class Uploads:
         self._awaited = tiers.lost.awaited
         self._queue: OrderedDict[Node, None] = OrderedDict()
         self._sweep_at = 1024
-        self._is_stuck = False
+        self._stuck_at = -1  # nothing can begin before more ops than these have ended
         self._num_pages = 0  # of ops in flight
         self._stages: dict[int, PageRun] = {}
         self._staged: dict[int, int] = {}  # pages of uploads that nobody finds, by op
@@ -60,8 +60,8 @@ class Uploads:
     @property
     def has_uploads(self) -> bool:
         """Whether ``take`` may have something to tell."""
-        can_begin = bool(self._queue) and not self._is_stuck and self._num_pages < self._max_pages
-        return can_begin or bool(self._uploads)
+        is_stuck = self._stuck_at == self._ops.num_ended
+        return bool(self._uploads) or (bool(self._queue) and not is_stuck and self._num_pages < self._max_pages)
 
     @property
     def num_waiting(self) -> int:
@@ -79,7 +79,7 @@ class Uploads:
             return
         self._awaited.update(digests)
         self._queue[end] = None
-        self._is_stuck = False
+        self._stuck_at = -1
         if len(self._queue) >= self._sweep_at:
             self._queue = OrderedDict.fromkeys(node for node in self._queue if self._waiting(node))
             self._sweep_at = max(1024, 2 * len(self._queue))
@@ -110,7 +110,7 @@ class Uploads:
                 self._queue[node] = None
         uploads, copies = self._uploads, self._copies
         self._uploads, self._copies = [], []
-        self._is_stuck = not uploads and not copies
+        self._stuck_at = -1 if uploads or copies else self._ops.num_ended
         return uploads, copies
 
     def end_stage(self, number: int, *, ok: bool) -> None:
@@ -127,7 +127,6 @@ class Uploads:
             self._num_pages -= run.pages.size
             self.num_not_staged += run.pages.size
         self._holds.drop(op.hold)
-        self._is_stuck = False
 
     def end_upload(self, number: int) -> None:
         """Takes in that nobody reads the pages of an upload any more."""
@@ -136,7 +135,6 @@ class Uploads:
         self._staged.pop(number, None)
         self._num_pages -= op.host_pages.size
         self._holds.drop(op.hold)
-        self._is_stuck = False
 
     @property
     def _num_staged(self) -> int:

@@ -97,8 +97,9 @@ def test_what_the_host_is_about_to_get_is_not_staged() -> None:
     cache.release(serve(cache, 1, 2))
     assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
     (copy,) = cache.begin_stores(9)
-    assert cache.take_uploads() == ([], [])
+    assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
     cache.settle(copy.op, ok=True)
+    assert cache.uploads.has_uploads, "nobody else tells an idle engine that there is work"
     begun, stages = cache.take_uploads()
     assert told(begun) == [digests(1, 2)] and not stages
 
