@@ -90,14 +90,20 @@ def build_engine(
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(config, segment, kv_events, findings, waits_for_compilers)
+        engine = _compose(config, segment, kv_events, findings, waits_for_compilers, undo)
         undo.pop_all()
     return engine
 
 
 def _compose(
-    config: Config, segment: Segment | None, kv_events: KvEvents | None, findings: Findings, waits_for_compilers: bool
+    config: Config,
+    segment: Segment | None,
+    kv_events: KvEvents | None,
+    findings: Findings,
+    waits_for_compilers: bool,
+    undo: ExitStack,
 ) -> Engine:
+    """Makes the engine; ``undo`` gets what ends the threads that were started, should a later part fail."""
     startup_s: dict[str, float] = {}
     device, dtype = config.model.device, config.model.dtype
     if device == "cuda":
@@ -126,7 +132,7 @@ def _compose(
     cache = _cache(config, namespace, segment, kv_events)
     copier = None
     if segment is not None:
-        copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s)
+        copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         is_serving = threading.Event()
@@ -281,16 +287,25 @@ def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events:
 
 
 def _copier(
-    config: Config, host: HostPool, cache: CacheManager, pool: DevicePool, startup_s: dict[str, float]
+    config: Config,
+    host: HostPool,
+    cache: CacheManager,
+    pool: DevicePool,
+    startup_s: dict[str, float],
+    undo: ExitStack,
 ) -> Copier:
     """Adopts what a former process left on the host, and opens what lies beyond."""
+    undo.callback(host.close)
     with _phase(startup_s, "adopt host cache"):
         adopt(host, cache)
+    beyond = None
     with _phase(startup_s, "open store"):
-        store = open_store(config.cache)
-        beyond = None if store is None else StoreTransfers(store, host)
-    linger_s = 0.0 if config.cache.host_cache_name is None else LINGER_S
-    return Copier(make_transfers(config.model.device, pool, host), host, beyond, linger_s=linger_s)
+        if (store := open_store(config.cache)) is not None:
+            beyond = StoreTransfers(store, host)
+            undo.callback(beyond.close)
+    transfers = make_transfers(config.model.device, pool, host)
+    undo.callback(transfers.close)
+    return Copier(transfers, host, beyond, linger_s=0.0 if config.cache.host_cache_name is None else LINGER_S)
 
 
 def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:

@@ -23,6 +23,7 @@ from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.host_segment import open_segment
+from hiserve.cache.pools.inventory import delete_named_cache, store_in
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.touch import Populate
 from hiserve.config import make_config
@@ -30,7 +31,7 @@ from hiserve.core.copies import CopyAck, PageCopy
 from hiserve.core.findings import NO_FINDINGS
 from hiserve.errors import ConfigError
 from hiserve.models.config import find_model
-from hiserve.worker import process, runners
+from hiserve.worker import build, process, runners
 from hiserve.worker.adopt import adopt
 from hiserve.worker.build import build_engine
 from hiserve.worker.copier import Copier
@@ -164,6 +165,23 @@ def test_files_that_changed_since_the_server_started_are_refused(tmp_path: Path,
         with pytest.raises(ConfigError, match=r"the files of .* have changed since the server started"):
             build_engine(config, segment)
     segment.close()
+
+
+def test_a_start_that_fails_leaves_no_thread_and_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever mends a setting and starts again in the same process finds the host cache and the store unused."""
+    monkeypatch.setattr(build, "make_runners", lambda *_, **__: pytest.fail("no memory for graphs"))
+    name = f"failed-{os.getpid()}"
+    options = SMALL | {"in_process": True, "host_cache_name": name, "store": f"file:{tmp_path}"}
+    before = set(threading.enumerate())
+    try:
+        with pytest.raises(pytest.fail.Exception, match="no memory for graphs"):
+            LLM(**options)
+        assert not set(threading.enumerate()) - before
+        assert not store_in(tmp_path).is_used
+        monkeypatch.undo()
+        LLM(**options).close()
+    finally:
+        delete_named_cache(name)
 
 
 def test_a_host_that_is_made_ready_late_takes_what_was_published_before(monkeypatch: pytest.MonkeyPatch) -> None:
