@@ -177,10 +177,11 @@ class InProcess:
         return self._thread.submit(self.engine.flush, tiers).result()
 
     def close(self) -> None:
-        """Ends the thread, lets cached pages reach slower tiers, and frees the engine."""
-        self._thread.submit(self.engine.finish_copies, self._copy_s)
+        """Ends the thread, lets cached pages reach slower tiers, and frees the engine; then tells what failed of that."""
+        copying = self._thread.submit(self.engine.finish_copies, self._copy_s)
         self._thread.shutdown()
         self._undo.close()
+        copying.result()
 
 
 class Processes:

@@ -279,7 +279,7 @@ def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events:
         host_eviction=eviction(ON_HOST),
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if segment is None else 1,
-        max_upload_pages=0 if config.cache.store is None else num_host_pages // UPLOAD_SHARE,
+        max_upload_pages=0 if config.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
         host_admission=HostAdmission(config.cache.host_admission),
         listener=kv_events,
         link=chain_of(is_strong=config.cache.store is not None),

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
+from hiserve.cache.pools.inventory import store_in
 from hiserve.cache.pools.sim_store import Fault, SimStore, Step
+from hiserve.core.resolve import GIB
 from hiserve.worker import build, prefetch
 from tests.e2e.live import Live
 from tests.e2e.test_store_tier import PAGE, SMALL
@@ -23,6 +25,7 @@ from tests.helpers.tiered import cache_of, engine_of
 
 SEED = 23
 NUM_PROMPTS, NUM_TOKENS = 12, 161  # ten whole pages each, twice the device and eight times the host
+PAGE_BYTES = 1 << 18
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True)
 TINY: dict[str, Any] = SMALL | {"host_cache_gib": 0.004, "spec": "off"}  # 15 pages
 
@@ -45,6 +48,22 @@ def test_the_next_server_finds_what_was_computed_however_small_the_host_was(tmp_
         for prompt in prompts():  # several pass at once where the host is full
             llm.generate([prompt], GREEDY)
     assert found_by_the_next(tmp_path) >= 0.99 * NUM_PROMPTS * (NUM_TOKENS // PAGE)
+
+
+def test_a_host_of_a_single_page_lets_all_others_pass(tmp_path: Path) -> None:
+    with LLM(**TINY | {"host_cache_gib": 2.5 * PAGE_BYTES / GIB}, store=f"file:{tmp_path}") as llm:
+        assert llm.config.identity is not None and llm.config.identity.page_bytes == PAGE_BYTES
+        assert cache_of(llm).host.pages.num_pages == 2
+        llm.generate(prompts(2), GREEDY)
+    assert found_by_the_next(tmp_path, 2) == 2 * (NUM_TOKENS // PAGE)
+
+
+def test_what_fails_while_the_last_pages_are_copied_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(**TINY, store=f"file:{tmp_path}")
+    monkeypatch.setattr(engine_of(llm), "finish_copies", lambda _: pytest.fail("the store's thread failed"))
+    with pytest.raises(pytest.fail.Exception, match="the store's thread failed"):
+        llm.close()
+    assert not store_in(tmp_path).is_used, "it was not closed"
 
 
 def test_what_waits_when_an_engine_is_closed_is_uploaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
