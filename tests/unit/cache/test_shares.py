@@ -6,7 +6,7 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.shares import MAX_IDLE_TURNOVERS, MAX_OWNERS
-from tests.helpers.tiers import cached, lock, new_cache, serve, store
+from tests.helpers.tiers import cached, lock, new_cache, serve, store, take
 
 NUM_PAGES = 40
 
@@ -92,3 +92,26 @@ def test_who_holds_pages_keeps_them_whatever_its_share(num_host_pages: int) -> N
     assert num_found(cache, 30, b"calm")[0] == len(held)
     for receipt in held:
         cache.release(receipt)
+
+
+def test_who_has_more_than_the_share_gives_first_then_who_has_more_than_the_mean_then_whoever_was_away_longest() -> (
+    None
+):
+    cache = new_cache(num_pages=NUM_PAGES + 1, num_host_pages=0)
+    flood(cache, 15, b"older", first=1)
+    cache.release(serve(cache, *range(1, 26), tenant=b"newer"))  # a single leaf, of more than its share of 20
+    cache.give(take(cache, 10))
+    # 5 pages beyond the share, then 3 beyond the mean of 17; of the other 2 the oldest.
+    assert cached(cache, *range(1, 26), tenant=b"newer") == (17, 0)
+    assert num_found(cache, 15, b"older") == (13, 0)
+
+
+def test_of_several_who_have_more_than_their_share_the_oldest_pages_go_first() -> None:
+    cache = new_cache(num_pages=NUM_PAGES + 1, num_host_pages=0)
+    flood(cache, 4, b"small", first=1)
+    for page in range(1, 19):  # of a share of 13
+        flood(cache, 1, b"odd", first=page)
+        flood(cache, 1, b"even", first=page)
+    cache.give(take(cache, 6))
+    assert num_found(cache, 18, b"odd") == num_found(cache, 18, b"even") == (15, 0)
+    assert num_found(cache, 4, b"small") == (4, 0)

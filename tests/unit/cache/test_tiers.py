@@ -210,6 +210,19 @@ def test_a_copy_that_a_running_row_has_on_the_device_may_leave_the_host() -> Non
     assert is_whole(cache)
 
 
+def test_a_page_that_another_server_computed_is_stored_again_before_the_device_loses_it() -> None:
+    cache = new_cache(num_pages=9, num_host_pages=3)
+    assert cache.adopt([run_of(ints([1]), 50)]) == 1
+    receipt, copy = load(cache, 50)
+    cache.settle(copy.op, ok=True)
+    cache.release(receipt)
+    assert cache.tiers.make_host_room(2) == 2 and states(cache) == "D"
+    for page in range(8):
+        cache.release(serve(cache, page))
+        store(cache)
+    assert cache.tiers.num_unbacked == 0 and cached(cache, 50) == (0, 1)
+
+
 def test_storing_a_page_is_no_use_of_it() -> None:
     cache = new_cache()
     cache.release(serve(cache, 1))

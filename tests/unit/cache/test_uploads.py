@@ -9,7 +9,7 @@ from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyKind, PageCopy
-from tests.helpers.tiers import backed, cached, digests, is_whole, new_cache, serve, squeeze, store
+from tests.helpers.tiers import TENANT, backed, cached, digests, is_whole, new_cache, prompt, serve, squeeze, store
 
 Digests = list[bytes]
 
@@ -165,6 +165,16 @@ def test_of_pages_chosen_by_use_only_those_on_the_host_are_uploaded() -> None:
     cache.release(serve(cache, 1, 2))
     store(cache)
     assert end_all(cache) == [digests(1, 2)]
+
+
+def test_what_waits_is_uploaded_though_what_follows_it_came_from_the_store() -> None:
+    cache = new_cache(max_upload_pages=9)
+    backed(cache, 1, 2)
+    begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 1)
+    assert begun is not None and cache.end_prefetch(begun.op, 1) == 1
+    squeeze(cache)
+    assert cached(cache, 1, 2, 3) == (0, 3), "three pages that nothing else tells apart"
+    assert end_all(cache) == [digests(1, 2)] and not cache.uploads.num_waiting
 
 
 def test_without_a_store_nothing_waits() -> None:
