@@ -19,6 +19,7 @@ from hiserve.worker.waiting import Request
 MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
 MAX_LOOKUPS = 64  # without an answer
 MAX_PREFETCHES = 8  # under way
+FIRST_PAGES_S = 5.0  # after the start: a host that has no page ready by then has no memory
 MAX_PAGES = 256  # of one prefetch: a longer prefix comes in pieces, so that what is there can be used
 TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
 STALL_S = 5.0  # at the end, whoever waits for uploads gives a store up that has answered nothing for so long
@@ -97,6 +98,7 @@ class Prefetches:
         self._to_ask: dict[int, _Want] = {}
         self._asked: dict[int, _Want] = {}
         self._open: dict[int, _Order] = {}
+        self._began_s = clock()
         self._answered_s = 0.0
 
     @property
@@ -263,7 +265,8 @@ class Prefetches:
             return None
         num_pages = min(want.end - num_here, max_pages, self._cache.host.num_available)
         if not num_pages:
-            if self._cache.host.pages.num_ready > 1:  # else the host has just begun to make its pages ready
+            has_just_begun = self._clock() - self._began_s < FIRST_PAGES_S
+            if self._cache.host.pages.num_ready > 1 or not has_just_begun:
                 self._give_up(want, HOST_FULL)
             return None
         num_more = want.end - num_here - num_pages

@@ -12,7 +12,16 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.worker.cache_stats import CacheCounts
 from hiserve.worker.costs import MAX_LEFT, Costs
-from hiserve.worker.prefetch import MAX_LOOKUPS, MAX_PAGES, MAX_PREFETCHES, MAX_WAIT_S, PATIENCE_S, STALL_S, Prefetches
+from hiserve.worker.prefetch import (
+    FIRST_PAGES_S,
+    MAX_LOOKUPS,
+    MAX_PAGES,
+    MAX_PREFETCHES,
+    MAX_WAIT_S,
+    PATIENCE_S,
+    STALL_S,
+    Prefetches,
+)
 from hiserve.worker.waiting import Request
 from tests.helpers.tiers import PAGE_SIZE, TENANT, backed, cached, is_whole, new_cache, serve, squeeze, store
 
@@ -329,6 +338,23 @@ def test_a_host_that_has_no_page_ready_yet_is_waited_for() -> None:
     desk.cache.tiers.give_host(held)
     desk.send()
     assert desk.copies and desk.is_awaited(1)
+
+
+def test_a_host_that_never_has_a_page_ready_keeps_nobody() -> None:
+    """As where its memory cannot be had."""
+    desk = Desk("wait", num_host_pages=4)
+    pages, held = desk.cache.host.pages, desk.cache.tiers.take_host(3)
+    pages.num_ready = 1
+    desk.fetch(1, 5, 6)
+    assert desk.is_awaited(1)
+    desk.now_s += FIRST_PAGES_S
+    desk.send()
+    assert not desk.is_awaited(1) and desk.unfulfilled() == {"host_full": 2}
+    desk.fetch(2, 5, 6)
+    assert not desk.is_awaited(2)
+    pages.num_ready = 4
+    desk.cache.tiers.give_host(held)
+    desk.check()
 
 
 def test_of_a_prefix_that_is_too_long_for_the_host_comes_what_has_a_place() -> None:
