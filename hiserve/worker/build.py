@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from hiserve.errors import ResourceError
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, load_decoder
-from hiserve.models.draft import load_draft
+from hiserve.models.draft import DraftHead, load_draft
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import page_groups, read_draft
@@ -105,8 +106,7 @@ def _compose(
 ) -> Engine:
     """Makes the engine; ``undo`` gets what ends the threads that were started, should a later part fail."""
     startup_s: dict[str, float] = {}
-    device, dtype = config.model.device, config.model.dtype
-    if device == "cuda":
+    if config.model.device == "cuda":
         with _phase(startup_s, "await memory"):
             await_memory(findings.free_bytes, free_cuda_bytes)
             findings = replace(findings, free_bytes=max(findings.free_bytes, free_cuda_bytes()))
@@ -119,20 +119,16 @@ def _compose(
     draft = read_draft(config, folder, model_config)
     groups = page_groups(config, model_config, draft)
     with _phase(startup_s, "load weights"):
-        settings: dict[str, Any] = {"dtype": dtype, "device": device, "load_format": config.model.load_format}
-        taps = () if draft is None else draft.taps
-        model = load_decoder(folder, model_config, max_len=max_len, taps=taps, **settings)
-        head = None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
+        model, head = _load(config, folder, model_config, draft)
     with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
-        pool = DevicePool(groups, num_pages, page_size, device)
+        pool = DevicePool(groups, num_pages, page_size, config.model.device)
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
-        rows = DeviceRows(max_rows, max_len, page_size, num_pages, device, eos_token_ids=ends)
+        rows = DeviceRows(max_rows, max_len, page_size, num_pages, config.model.device, eos_token_ids=ends)
     check_unchanged(config, folder, model_config, draft)
     namespace = identity_of(config).namespace
     cache = _cache(config, namespace, segment, kv_events)
-    copier = None
-    if segment is not None:
-        copier = _copier(config, _host_pool(config, segment, groups, namespace), cache, pool, startup_s, undo)
+    host = None if segment is None else _host_pool(config, segment, groups, namespace)
+    copier = None if host is None else _copier(config, host, cache, pool, startup_s, undo)
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         is_serving = threading.Event()
@@ -161,6 +157,17 @@ def _compose(
         kv_events=kv_events,
         has_heirs=config.cache.store is not None or config.cache.host_cache_name is not None,
     )
+
+
+def _load(
+    config: Config, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
+) -> tuple[Decoder, DraftHead | None]:
+    """Reads the weights of the model, and of what drafts."""
+    max_len = known(config.model.max_model_len)
+    settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
+    taps = () if draft is None else draft.taps
+    model = load_decoder(folder, model_config, max_len=max_len, taps=taps, **settings)
+    return model, None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
 
 
 def _depth(config: Config, runners: Dispatch) -> int:
