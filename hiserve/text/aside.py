@@ -103,6 +103,7 @@ class Aside:
 
     async def _do(self, job: Job, *frames: bytes, caller: int) -> bytes:
         """Returns the second frame of the answer. A caller that goes leaves its place when the work is over."""
+        message = [msgspec.msgpack.encode(job), *frames]  # what cannot be encoded takes no place
         await self._turns.enter(caller)
         process = self._free.pop()
 
@@ -110,7 +111,7 @@ class Aside:
             self._free.append(process)
             self._turns.leave()
 
-        working = _begin(process.do([msgspec.msgpack.encode(job), *frames]))
+        working = _begin(process.do(message))
         working.add_done_callback(leave)
         told, result = await asyncio.shield(working)
         if isinstance(told, Done):

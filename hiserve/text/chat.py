@@ -152,6 +152,7 @@ def _parse_message(value: Any, where: str) -> Message:
     else:
         message["content"] = _parse_content(value.get("content"), f"{where}.content")
     for name, text in message.items():
+        check_text(name, where)
         check_text(text, f"{where}.{name[:100]}" if name in value else where)
     if calls:
         message["tool_calls"] = calls

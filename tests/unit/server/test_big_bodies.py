@@ -20,7 +20,7 @@ from hiserve.errors import RequestError
 from hiserve.text import aside, aside_process
 from hiserve.text.aside import Aside
 from hiserve.text.bodies import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
-from hiserve.text.chat import MAX_PARTS
+from hiserve.text.chat import MAX_PARTS, ChatRequest
 from hiserve.text.template import ChatTemplate
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children
@@ -204,6 +204,16 @@ async def test_a_process_that_dies_refuses_its_body_alone(helpers: Aside) -> Non
     with pytest.raises(RequestError, match="more time or memory"):
         await reading
     assert await helpers.slim(b'{"a": 1}', SIZES, 0) == {"a": 1}
+
+
+async def test_work_that_cannot_be_sent_takes_no_place() -> None:
+    made = Aside(ChatTemplate("{{ messages[0].content }}"))
+    for _ in range(2 * aside.NUM_PROCESSES):
+        with pytest.raises(OverflowError):
+            await made.render(ChatRequest(messages=[HI], template_kwargs={"number": 2**70}), None, 0)
+    async with asyncio.timeout(60):
+        assert await made.render(ChatRequest(messages=[HI]), None, 0) == "Hi"
+    await made.close()
 
 
 async def test_an_idle_process_ends(helpers: Aside, monkeypatch: pytest.MonkeyPatch) -> None:

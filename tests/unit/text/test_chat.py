@@ -83,6 +83,7 @@ def user(content: Any, **more: Any) -> list[Any]:
         ),
         (assistant({**CALL, "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}), "messages[0].tool_calls[0]"),
         (assistant(*[CALL] * (MAX_TOOLS + 1)), "messages[0].tool_calls"),
+        ([{**USER, "\ud800": "x"}], "messages[0]"),
         ([USER] * (MAX_MESSAGES + 1), "messages"),
     ],
 )
