@@ -10,6 +10,7 @@ fails anyway kills nothing.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import multiprocessing
@@ -66,9 +67,12 @@ def load() -> list[Mutant]:
     names = [mutant.name for mutant in found]
     assert len(set(names)) == len(names), f"names occur twice: {sorted({n for n in names if names.count(n) > 1})}"
     for mutant in found:
-        count = (ROOT / mutant.file).read_text().count(mutant.old)
+        source = (ROOT / mutant.file).read_text()
+        count = source.count(mutant.old)
         assert count == 1, f"{mutant.name}: its text occurs {count} times in {mutant.file}, not once"
         assert mutant.old != mutant.new, f"{mutant.name}: replaces its text by itself"
+        if mutant.file.endswith(".py"):
+            ast.parse(source.replace(mutant.old, mutant.new), mutant.name)  # a test of what is no Python kills nothing
     return found
 
 

@@ -63,7 +63,7 @@ MUTANTS = [
         name="a capture that failed is forgotten",
         file=GRAPH,
         old="                    self.failed.add(num_rows)\n",
-        new="self._captured.pop(num_rows, None)",
+        new="                    self._captured.pop(num_rows, None)\n",
         test=OF_GRAPHS + "test_a_capture_that_fails_is_told_once_and_its_steps_run_eagerly",
     ),
     Mutant(
