@@ -232,7 +232,7 @@ MUTANTS = [
         file=PROMPTS,
         old="if len(step.chat.messages) <= INLINE_MESSAGES and",
         new="if",
-        test=OF_PROMPTS + "test_a_slow_template_does_not_hold_up_the_loop",
+        test=OF_PROMPTS + "test_a_large_conversation_is_not_begun_in_the_loop",
     ),
     Mutant(
         name="a text is cut anywhere",

@@ -61,6 +61,18 @@ def test_an_edited_config_is_another_cache(folder: Path, change: dict[str, Any])
     assert named(folder) != before
 
 
+def test_pages_of_another_layout_are_another_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = named(folder)
+    monkeypatch.setattr("hiserve.models.identity.LAYOUT_VERSION", "another")
+    assert named(folder) != before
+
+
+def test_weights_drawn_on_another_device_are_others(folder: Path) -> None:
+    drawn = {"load_format": "dummy"}
+    assert named(folder, **drawn) == named(folder, **drawn) != named(folder, **drawn, device="cuda")
+    assert named(folder, device="cpu") == named(folder, device="cuda"), "files are the same on both"
+
+
 def test_longrope_has_a_cache_for_each_list_of_divisors(folder: Path) -> None:
     edit(folder / "config.json", rope_parameters=LONGROPE)
     short, at_the_bound, beyond, longer = (named(folder, max_model_len=length) for length in (100, 256, 257, 512))
@@ -91,8 +103,12 @@ def test_an_edited_draft_is_another_cache(folder: Path, kind: DraftKind) -> None
     model = read_model_config(folder)
     draft = find_draft(kind, None, folder, model)
     digest = shape_digest(model, draft, 512)
-    assert shape_digest(model, msgspec.structs.replace(draft, taps=(0,)), 512) != digest
-    assert shape_digest(model, msgspec.structs.replace(draft, folder=Path("x"), is_bundled=False), 512) == digest
+    shapes: dict[str, Any] = {"kind": "draft_model", "model": model, "taps": (0,), "head": None}
+    for name, other in shapes.items():
+        assert shape_digest(model, msgspec.structs.replace(draft, **{name: other}), 512) != digest, name
+    places: dict[str, Any] = {"folder": Path("x"), "is_bundled": False}
+    assert shape_digest(model, msgspec.structs.replace(draft, **places), 512) == digest
+    assert set(draft.__struct_fields__) == shapes.keys() | places.keys(), "a new field is one or the other"
 
 
 def test_weights_of_the_draft_count_too(folder: Path) -> None:

@@ -14,7 +14,7 @@ from tokenizers import processors
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.text.chat import ChatRequest, Message
-from hiserve.text.prompts import INLINE_CHARS, INLINE_S, Prompts, truncated
+from hiserve.text.prompts import INLINE_CHARS, INLINE_MESSAGES, INLINE_RENDER_CHARS, INLINE_S, Prompts, truncated
 from hiserve.text.replies import Replies
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
@@ -118,6 +118,33 @@ async def test_a_slow_template_does_not_hold_up_the_loop(
     ids = await made.encode_chat(chat, namespace=b"", max_tokens=1000)
     assert tiny_text.byte_level().decode(ids) == "a small coffee"
     assert sum(spent_s) < 10 * INLINE_S
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("num_messages", "num_chars", "is_in_loop"),
+    [
+        (INLINE_MESSAGES, 1, True),
+        (INLINE_MESSAGES + 1, 1, False),
+        (1, INLINE_RENDER_CHARS - 100, True),
+        (1, INLINE_RENDER_CHARS + 1, False),
+    ],
+)
+async def test_a_large_conversation_is_not_begun_in_the_loop(
+    num_messages: int, num_chars: int, is_in_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, places = ChatTemplate("{{ messages[0].content }}"), list[str]()
+    made = Prompts(tiny_text.byte_level(), template, Replies())
+
+    async def aside(*args: Any) -> str:
+        places.append("aside")
+        return "a"
+
+    monkeypatch.setattr(template, "render", lambda *args, **limits: places.append("loop") or "a")
+    monkeypatch.setattr(made.aside, "render", aside)
+    chat = ChatRequest(messages=[{"role": "user", "content": "a" * num_chars}] * num_messages)
+    await made.encode_chat(chat, namespace=b"", max_tokens=10**7)
+    assert places == ["loop" if is_in_loop else "aside"]
     await made.close()
 
 
