@@ -67,6 +67,16 @@ def test_a_tenant_that_sends_nothing_for_long_has_no_share_any_more() -> None:
     assert num_found(cache, 20, b"gone") == (0, 0)
 
 
+def test_a_tenant_without_a_share_makes_those_of_others_no_smaller() -> None:
+    cache = new_cache(num_pages=NUM_PAGES + 1, num_host_pages=0)
+    held = serve(cache, 1, 2, 3, 4, tenant=b"gone")  # and never released
+    flood(cache, (MAX_IDLE_TURNOVERS + 2) * NUM_PAGES)
+    flood(cache, 15, b"calm", first=1)
+    flood(cache, 10 * NUM_PAGES)
+    assert num_found(cache, 15, b"calm") == (15, 0), "a share of two, not of three"
+    cache.release(held)
+
+
 def test_accounts_join_what_several_tenants_have() -> None:
     cache = new_cache(num_pages=NUM_PAGES + 1, num_host_pages=0)
     for tenant in (b"a", b"b", b"c"):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -190,6 +191,15 @@ async def test_a_process_that_has_grown_ends_and_the_next_body_has_another(helpe
     (second,) = set(children(os.getpid())) - before
     assert second != first
     assert resident_bytes(second) < aside_process.KEPT_MEMORY_BYTES
+
+
+async def test_a_process_gives_way_to_the_event_loop_and_may_not_take_all_memory(helpers: Aside) -> None:
+    before = set(children(os.getpid()))
+    await helpers.slim(b"{}", SIZES, 0)
+    (pid,) = set(children(os.getpid())) - before
+    least = 19  # no process is nicer
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(least, os.nice(0) + aside_process.NICENESS)
+    assert resource.prlimit(pid, resource.RLIMIT_DATA) == (aside_process.MAX_MEMORY_BYTES,) * 2
 
 
 async def test_a_process_that_dies_refuses_its_body_alone(helpers: Aside) -> None:

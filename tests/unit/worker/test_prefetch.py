@@ -383,6 +383,19 @@ def test_a_prefetch_that_cannot_be_in_time_is_not_begun() -> None:
     desk.check()
 
 
+def test_what_is_on_its_way_when_a_request_is_let_go_is_counted_once() -> None:
+    desk = Desk()
+    desk.measure(fetch_s=0.3 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
+    desk.fetch(1, 5, 6, 7, 8, 9)
+    assert [copy.host_pages.size for copy in desk.copies.values()] == [3]
+    desk.now_s += 1.1 * TIMEOUT_S
+    assert not desk.is_awaited(1)
+    assert desk.unfulfilled() == {"too_late": 2}
+    desk.end()
+    assert desk.unfulfilled() == {"too_late": 2, "place_lost": 3}
+    desk.check()
+
+
 def test_of_a_prefix_comes_what_can_be_in_time() -> None:
     desk = Desk()
     desk.measure(fetch_s=0.3 * TIMEOUT_S, prefill_s=10 * TIMEOUT_S)
