@@ -13,7 +13,6 @@ from itertools import count
 import numpy as np
 
 NUM_CONVERSATIONS = 64
-REPLY = 1  # what the model of a simulation says; no prompt has it
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,20 @@ def by_rank(rng: np.random.Generator) -> Iterator[int]:
         yield int(names[rng.choice(NUM_CONVERSATIONS, p=weights / weights.sum())])
 
 
-ORDERS: dict[str, Callable[[np.random.Generator], Iterator[int]]] = {"in turn": in_turn, "zipf": by_rank}
+def rounds(rng: np.random.Generator) -> Iterator[int]:
+    """All, one after the other: the order in which least recently used is the worst that can go."""
+    while True:
+        yield from range(NUM_CONVERSATIONS)
 
 
-def conversations(order: str, seed: int, page_size: int, max_pages: int) -> Iterator[Turn]:
+ORDERS: dict[str, Callable[[np.random.Generator], Iterator[int]]] = {
+    "in turn": in_turn,
+    "zipf": by_rank,
+    "rounds": rounds,
+}
+
+
+class Conversations:
     """Turns without end: each continues its conversation, or begins it anew when that has become too long.
 
     Args:
@@ -60,17 +69,32 @@ def conversations(order: str, seed: int, page_size: int, max_pages: int) -> Iter
         seed: Of everything.
         page_size: Tokens per page; lengths are in proportion.
         max_pages: Longest prompt and reply, in pages.
+        vocabulary: The first token that is asked, and the one after the last.
     """
-    rng = np.random.default_rng(seed)
-    said = [np.empty(0, dtype=np.int32)] * NUM_CONVERSATIONS
-    for which in ORDERS[order](rng):
-        num_asked, num_new = (int(n) for n in rng.integers((4 * page_size, page_size), (12 * page_size, 4 * page_size)))
-        if said[which].size + num_asked + num_new > max_pages * page_size:
-            said[which] = said[which][:0]
-        asked = rng.integers(2, 128_000, num_asked, dtype=np.int32)
-        prompt = np.concatenate((said[which], asked))
-        said[which] = np.concatenate((prompt, np.full(num_new, REPLY, dtype=np.int32)))
-        yield Turn(prompt, num_new, which)
+
+    def __init__(
+        self, order: str, seed: int, page_size: int, max_pages: int, vocabulary: tuple[int, int] = (2, 128_000)
+    ) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._order = ORDERS[order](self._rng)
+        self._page_size = page_size
+        self._max_tokens = max_pages * page_size
+        self._vocabulary = vocabulary
+        self._said = [np.empty(0, dtype=np.int32)] * NUM_CONVERSATIONS
+
+    def next(self) -> Turn:
+        """Returns the next request. What was replied to it must be told before that conversation's next one."""
+        which, page = next(self._order), self._page_size
+        num_asked, num_new = (int(n) for n in self._rng.integers((4 * page, page), (12 * page, 4 * page)))
+        said = self._said[which]
+        if said.size + num_asked + num_new > self._max_tokens:
+            said = said[:0]
+        asked = self._rng.integers(*self._vocabulary, num_asked, dtype=np.int32)
+        return Turn(np.concatenate((said, asked)), num_new, which)
+
+    def replied(self, turn: Turn, reply: np.ndarray) -> None:
+        """Takes in a reply, int32 ``[turn.num_new]``."""
+        self._said[turn.conversation] = np.concatenate((turn.prompt, reply))
 
 
 class UnionLru:
@@ -88,15 +112,14 @@ class UnionLru:
         self._serial = count(1)
         self._held: OrderedDict[int, None] = OrderedDict()
 
-    def serve(self, turn: Turn) -> int:
-        """Returns the tokens of a prompt that are found; the last one never is."""
+    def serve(self, turn: Turn, reply: np.ndarray) -> int:
+        """Returns the tokens of a prompt that are found; the last one never is. Nor is a reply's last one computed."""
         found = 0
         for page in self._path(turn.prompt[:-1]):
             if page not in self._held:
                 break
             found += self._page_size
-        computed = np.concatenate((turn.prompt, np.full(turn.num_new - 1, REPLY, dtype=np.int32)))
-        for page in reversed(self._path(computed)):
+        for page in reversed(self._path(np.concatenate((turn.prompt, reply[:-1])))):
             self._held[page] = None
             self._held.move_to_end(page)
         while len(self._held) > self._num_pages:

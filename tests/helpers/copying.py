@@ -8,6 +8,7 @@ import numpy as np
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, LruEviction
 from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.tier import TierListener
 from hiserve.core.copies import CopyAck, PageCopy
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
@@ -78,6 +79,7 @@ def copying_engine(
     budget: int = 64,
     depth: int = 0,
     policy: type[Eviction] = LruEviction,
+    listener: TierListener | None = None,
 ) -> tuple[Engine, CopyingExecutor, CacheManager]:
     cache = CacheManager(
         num_pages=num_pages,
@@ -86,6 +88,7 @@ def copying_engine(
         eviction=policy(ON_DEVICE),  # type: ignore[call-arg]
         num_host_pages=num_host_pages,
         host_eviction=policy(ON_HOST),  # type: ignore[call-arg]
+        listener=listener,
     )
     planner = Planner(
         cache=cache,

@@ -7,10 +7,9 @@ from hiserve.cache.index.node import Node
 from hiserve.cache.index.tier import TierPages
 
 STEPS = 2  # a store that one step begins has ended when the step after the next takes pages
-FADE = (
-    1 / 8,
-    1 / 512,
-)  # what is remembered of a large step fades by so much at each smaller one: for the least, the most
+# What is remembered of a large step fades by so much at each smaller one: for the least, the most. The least follows what
+# steps take closely: pages kept ready for longer cost more hits than the pages that a sudden large step loses.
+FADE = (1 / 2, 1 / 512)
 DEVICE_SHARE, HOST_SHARE = 4, 2  # of the pages of a tier, one in so many may be spare: both tiers hold them
 
 

@@ -570,6 +570,13 @@ MUTANTS = [
         test="tests/invariants/test_union_of_tiers.py",
     ),
     Mutant(
+        name="pages stay ready long after a large step",
+        file="hiserve/cache/index/reserve.py",
+        old="FADE = (1 / 2, 1 / 512)",
+        new="FADE = (1 / 8, 1 / 512)",
+        test="tests/invariants/test_union_of_tiers.py",
+    ),
+    Mutant(
         name="a joined run forgets the step that wrote its first part",
         file=RADIX,
         old="        node.written_step = max(parent.written_step, node.written_step)\n",
