@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -11,14 +12,23 @@ from starlette.responses import Response
 
 from hiserve.server.choices import Choices
 from hiserve.server.gate import Engine
-from hiserve.server.generation import Piece, Terms
+from hiserve.server.generation import Generation, Piece, Terms
 from hiserve.server.options import Options
 from hiserve.server.shapes import Shape, json_response, usage
 from hiserve.server.sse import DONE, EventHead, EventStream, unless_gone
+from hiserve.text.turns import Threads
+
+Word = Callable[[Callable[[], dict[str, Any] | None]], Awaitable[dict[str, Any] | None]]
 
 
 async def answer(
-    request: Request, engine: Engine, choices: Choices, shape: Shape, options: Options, terms: Terms
+    request: Request,
+    engine: Engine,
+    choices: Choices,
+    shape: Shape,
+    options: Options,
+    terms: Terms,
+    words: Threads,
 ) -> Response:
     """Returns the response: whole when all choices have ended, or a stream that is about to begin.
 
@@ -29,6 +39,7 @@ async def answer(
         shape: Words the reply.
         options: Stream or not, and with what usage.
         terms: For whom they run, and when.
+        words: Where large replies are worded.
 
     Raises:
         HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
@@ -36,13 +47,15 @@ async def answer(
     """
     pieces = choices.run(engine, terms)
     if options.is_stream:
-        return EventStream(_events(pieces, choices, shape, options))
+        return EventStream(_events(pieces, choices, shape, options, partial(words.do, caller=terms.caller)))
     await unless_gone(request.receive, _exhaust(pieces))
-    return json_response(await shape.whole(choices))
+    if choices.is_large:
+        return await words.do(lambda: json_response(shape.whole(choices)), terms.caller)
+    return json_response(shape.whole(choices))
 
 
 async def _events(
-    pieces: AsyncGenerator[Piece, None], choices: Choices, shape: Shape, options: Options
+    pieces: AsyncGenerator[Piece, None], choices: Choices, shape: Shape, options: Options, word: Word
 ) -> AsyncGenerator[bytes, None]:
     """Yields the events of a reply, those of one piece together."""
     unopened = {generation.choice: generation for generation in choices.generations}
@@ -50,7 +63,8 @@ async def _events(
     so_far: dict[str, Any] = {"usage": None} if options.has_usage else {}
     async with aclosing(pieces):
         async for piece in pieces:
-            opening = shape.opening(unopened.pop(piece.choice)) if piece.choice in unopened else None
+            generation = unopened.pop(piece.choice, None)
+            opening = await _opening(shape, generation, word) if generation else None
             shown = shape.piece(piece)
             if options.has_usage and options.has_running_usage:
                 so_far = {"usage": usage(choices)}
@@ -60,6 +74,11 @@ async def _events(
             if events:
                 yield events
     yield (head.event({"choices": [], "usage": usage(choices)}) if options.has_usage else b"") + DONE
+
+
+async def _opening(shape: Shape, generation: Generation, word: Word) -> dict[str, Any] | None:
+    opening = partial(shape.opening, generation)
+    return await word(opening) if generation.scorer.has_many_prompt_scores else opening()
 
 
 async def _exhaust(pieces: AsyncGenerator[Piece, None]) -> None:

@@ -35,6 +35,7 @@ from hiserve.server.tokens import TokenRoutes
 from hiserve.text.bodies import Sizes
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
+from hiserve.text.turns import Threads
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CLIENT_CLOSED_REQUEST = 499
@@ -68,10 +69,11 @@ def create_app(
         startup_s: Seconds per start-up phase of this process, for ``/server_info``.
     """
     auth = Auth(resolved.config.server)
+    words = Threads(1, "hiserve-word")
     app = FastAPI(
         title="hiserve",
         version=__version__,
-        lifespan=_lifespan(gate, prompts),
+        lifespan=_lifespan(gate, prompts, words),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -83,11 +85,11 @@ def create_app(
     max_model_len = known(resolved.config.model.max_model_len)
     bodies = Bodies(prompts.aside, Sizes(model.vocab_size, max_model_len))
     tokens = TokenRoutes(
-        bodies, prompts, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
+        bodies, prompts, words, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
     )
     routers = [
-        OpenAIRoutes(gate, bodies, prompts, spelling, metrics, model, is_strict=is_strict).router(),
-        NativeRoutes(gate, bodies, prompts, spelling, metrics, model, is_strict=is_strict).router(),
+        OpenAIRoutes(gate, bodies, prompts, words, spelling, metrics, model, is_strict=is_strict).router(),
+        NativeRoutes(gate, bodies, prompts, words, spelling, metrics, model, is_strict=is_strict).router(),
         tokens.router(),
         HealthRoutes(gate, auth, metrics).router(),
         AdminRoutes(gate, bodies, auth, model, resolved, startup_s).router(),
@@ -111,7 +113,7 @@ def create_app(
     return app
 
 
-def _lifespan(gate: Gate, prompts: Prompts) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(gate: Gate, prompts: Prompts, words: Threads) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         gate.open()
@@ -120,6 +122,7 @@ def _lifespan(gate: Gate, prompts: Prompts) -> Callable[[FastAPI], AbstractAsync
         finally:
             await gate.close()
             await prompts.close()
+            words.close()
 
     return lifespan
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from hiserve.server.choices import Choices
@@ -33,12 +32,11 @@ class ChatShape:
         self._shows_tokens = self._has_token_ids or self._num_top is not None
         self._spell = spell
 
-    async def whole(self, choices: Choices) -> dict[str, Any]:
+    def whole(self, choices: Choices) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
         shown = []
         for piece in map(Generation.whole, choices.generations):
             shown.append(self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None}))
-            await asyncio.sleep(0)  # other requests come in between
         prompt = self._prompt(choices.generations[0])
         return {**self._whole_head, **prompt, "choices": shown, "usage": usage(choices)}
 

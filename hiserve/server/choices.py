@@ -13,11 +13,12 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.server.gate import Engine
-from hiserve.server.generation import Generation, Piece, Terms
+from hiserve.server.generation import QUICK_SCORE_BYTES, Generation, Piece, Terms
 
 # Choices of one reply that are in the engine at once, and pieces that wait for a slow reader.
 MAX_AT_ONCE = 256
 MAX_WAITING = 16
+QUICK_CHOICES = 64
 _T = TypeVar("_T")
 
 
@@ -68,6 +69,12 @@ class Choices:
     def num_generated(self) -> int:
         """Generated tokens so far, all choices together."""
         return sum(len(generation.tokens) for generation in self.generations)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes long to word the reply."""
+        num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
+        return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
 
     def run(self, engine: Engine, terms: Terms) -> AsyncGenerator[Piece, None]:
         """Yields pieces of all choices as they arrive. Closing the generator aborts them all.

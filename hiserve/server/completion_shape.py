@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ class CompletionShape:
         self._has_opening = options.has_echo or options.has_token_ids or options.num_prompt_top is not None
         self._logprobs: dict[int, TextLogprobs] = {}
 
-    async def whole(self, choices: Choices) -> dict[str, Any]:
+    def whole(self, choices: Choices) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
         shown = []
         for generation in choices.generations:
@@ -49,7 +48,6 @@ class CompletionShape:
                 before, after = opening["logprobs"], reply["logprobs"]
                 reply["logprobs"] = {name: before[name] + after[name] for name in before}
             shown.append({**opening, **reply})
-            await asyncio.sleep(0)  # other requests come in between
         return {**self.chunk_head, "choices": shown, "usage": usage(choices)}
 
     def opening(self, generation: Generation) -> dict[str, Any] | None:

@@ -17,6 +17,9 @@ from hiserve.server.gate import Delta, Engine
 from hiserve.server.metrics import Meter
 from hiserve.text.output import Output
 
+# Wording the scores of so many bytes, four to eight of each token, takes a few milliseconds.
+QUICK_SCORE_BYTES = 2**14
+
 logger = logging.getLogger(__name__)
 
 
@@ -129,6 +132,11 @@ class Generation:
     def text(self) -> str:
         """The text so far."""
         return "".join(self._texts)
+
+    @property
+    def has_many_prompt_scores(self) -> bool:
+        """Whether it takes long to word them."""
+        return len(self.prompt_scores) > QUICK_SCORE_BYTES
 
     def whole(self) -> Piece:
         """Returns everything so far as one piece."""

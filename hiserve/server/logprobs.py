@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hiserve.core.plan import WORD_BYTES, Scores
+from hiserve.errors import RequestError
 from hiserve.server.generation import Generation, Piece
 from hiserve.text.detokenizer import Detokenizer
 
@@ -13,6 +14,8 @@ from hiserve.text.detokenizer import Detokenizer
 Spell = Callable[[int], bytes]
 # Stands for minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0
+# In one reply: some 100 MB of JSON.
+MAX_PROMPT_SCORES = 2**20
 
 
 class Scored(NamedTuple):
@@ -27,6 +30,24 @@ class Scored(NamedTuple):
     token: int
     logprob: float
     top: list[tuple[int, float]]
+
+
+def check_prompt_scores(number: int, param: str) -> None:
+    """Refuses a reply that would show the scores of prompts without end.
+
+    Args:
+        number: Of each token its own and those of the likeliest; a prompt that several choices show counts as often.
+        param: The field that asks for them.
+
+    Raises:
+        RequestError: There are more than ``MAX_PROMPT_SCORES``.
+    """
+    if number > MAX_PROMPT_SCORES:
+        raise RequestError(
+            f"the reply would show {number} scores of prompt tokens; the most is {MAX_PROMPT_SCORES}. Ask for fewer choices "
+            "or prompts, or for fewer likeliest tokens.",
+            param=param,
+        )
 
 
 def unpack(tokens: Sequence[int], packed: bytes, num_top: int) -> list[Scored]:

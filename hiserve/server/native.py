@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.bodies import Bodies
-from hiserve.server.choices import each_choice, merge
+from hiserve.server.choices import QUICK_CHOICES, each_choice, merge
 from hiserve.server.fields import check_model
-from hiserve.server.gate import Gate
+from hiserve.server.gate import Engine, Gate
 from hiserve.server.generation import Generation, Piece, Terms
+from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.metrics import Meter, Metrics
-from hiserve.server.native_fields import NativeRequest, fitted, parse_native
+from hiserve.server.native_fields import NativeRequest, fitted, num_prompt_scores, parse_native
 from hiserve.server.native_shape import NativeShape
 from hiserve.server.shapes import ServedModel, json_response
 from hiserve.server.sse import DONE, EventStream, event, unless_gone
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
 from hiserve.text.prompts import Prompts
+from hiserve.text.turns import Threads
+
+Word = Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
 
 
 class NativeRoutes:
@@ -33,6 +39,7 @@ class NativeRoutes:
         gate: Where the engine is.
         bodies: Reads what requests say.
         prompts: Encodes texts.
+        words: Where large replies are worded.
         spelling: Of the model's tokens.
         metrics: Where requests are counted.
         model: The served model.
@@ -44,6 +51,7 @@ class NativeRoutes:
         gate: Gate,
         bodies: Bodies,
         prompts: Prompts,
+        words: Threads,
         spelling: Spelling,
         metrics: Metrics,
         model: ServedModel,
@@ -53,6 +61,7 @@ class NativeRoutes:
         self._gate = gate
         self._bodies = bodies
         self._prompts = prompts
+        self._words = words
         self._spelling = spelling
         self._metrics = metrics
         self._model = model
@@ -80,6 +89,29 @@ class NativeRoutes:
         encoded = await unless_gone(
             request.receive, self._encode(asked, engine.max_model_len, caller_of(request).number)
         )
+        num_scores = sum(
+            num_prompt_scores(one, len(prompt)) for one, prompt in zip(asked.prompts, encoded, strict=True)
+        )
+        check_prompt_scores(num_scores, "logprob_start_len")
+        streams, shapes = self._choices(request, asked, encoded, engine, arrived)
+        pieces = streams[0] if len(streams) == 1 else merge(streams)
+        if asked.is_stream:
+            word = partial(self._words.do, caller=caller_of(request).number)
+            return EventStream(_events(pieces, shapes, word, has_index=asked.is_list))
+        await unless_gone(request.receive, _exhaust(pieces, shapes))
+
+        def worded() -> Response:
+            replies = [shape.reply() for shape in shapes]
+            return json_response(replies if asked.is_list else replies[0])
+
+        if len(shapes) > QUICK_CHOICES or any(shape.is_large for shape in shapes):
+            return await self._words.do(worded, caller_of(request).number)
+        return worded()
+
+    def _choices(
+        self, request: Request, asked: NativeRequest, encoded: list[Int32Array], engine: Engine, arrived: float
+    ) -> tuple[list[AsyncGenerator[Piece, None]], list[NativeShape]]:
+        """Returns a stream and a shape for each choice of each prompt."""
         shapes: list[NativeShape] = []
         streams: list[AsyncGenerator[Piece, None]] = []
         for i, (one, prompt) in enumerate(zip(asked.prompts, encoded, strict=True)):
@@ -115,12 +147,7 @@ class NativeRoutes:
                     arrived=arrived,
                 )
                 shapes.append(shape)
-        pieces = streams[0] if len(streams) == 1 else merge(streams)
-        if asked.is_stream:
-            return EventStream(_events(pieces, shapes, has_index=asked.is_list))
-        await unless_gone(request.receive, _exhaust(pieces, shapes))
-        replies = [shape.reply() for shape in shapes]
-        return json_response(replies if asked.is_list else replies[0])
+        return streams, shapes
 
     async def _encode(self, asked: NativeRequest, max_model_len: int, caller: int) -> list[Int32Array]:
         prompts = []
@@ -134,13 +161,15 @@ class NativeRoutes:
 
 
 async def _events(
-    pieces: AsyncGenerator[Piece, None], shapes: list[NativeShape], *, has_index: bool
+    pieces: AsyncGenerator[Piece, None], shapes: list[NativeShape], word: Word, *, has_index: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yields an event a piece, each with the whole of its choice so far."""
     async with aclosing(pieces):
         async for piece in pieces:
-            shapes[piece.choice].take(piece)
-            yield event(shapes[piece.choice].reply() | ({"index": piece.choice} if has_index else {}))
+            shape = shapes[piece.choice]
+            shape.take(piece)
+            reply = await word(shape.reply) if shape.is_large else shape.reply()
+            yield event(reply | ({"index": piece.choice} if has_index else {}))
     yield DONE
 
 

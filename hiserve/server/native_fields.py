@@ -151,6 +151,14 @@ def fitted(asked: NativePrompt, num_prompt: int, max_model_len: int) -> Sampling
     return sampling
 
 
+def num_prompt_scores(asked: NativePrompt, num_prompt: int) -> int:
+    """Returns how many scores of its prompt's tokens are shown, all choices together."""
+    if asked.first_scored is None:
+        return 0
+    sampling = asked.sampling
+    return sampling.n * max(0, num_prompt - asked.first_scored) * (1 + (sampling.prompt_logprobs or 0))
+
+
 def _each(body: dict[str, Any], num_prompts: int, *, is_batch: bool) -> list[dict[str, Any]]:
     """Returns the fields of each prompt: its own entry of a list, or the one value that is for all."""
     singles: list[dict[str, Any]] = [{} for _ in range(num_prompts)]

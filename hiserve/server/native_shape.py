@@ -51,6 +51,11 @@ class NativeShape:
         self._input: dict[str, msgspec.Raw] = {}
         self._last = Piece(generation.choice, "", [], b"", FinishReason.RUNNING, None)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes long to word the next reply: the first one with the scores of a long prompt."""
+        return self._first_scored is not None and not self._input and self._generation.scorer.has_many_prompt_scores
+
     def take(self, piece: Piece) -> None:
         """Adds a piece."""
         self._last = piece

@@ -21,6 +21,7 @@ from hiserve.server.completion_shape import CompletionShape
 from hiserve.server.fields import check_model
 from hiserve.server.gate import Gate
 from hiserve.server.generation import Generation, Terms
+from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.metrics import Meter, Metrics
 from hiserve.server.options import Options, fit_context, parse_options
 from hiserve.server.prompt_fields import parse_prompts
@@ -30,6 +31,7 @@ from hiserve.text.chat import parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.output import Output
 from hiserve.text.prompts import Prompts, truncated
+from hiserve.text.turns import Threads
 
 WARNING_HEADER = "x-hiserve-warning"
 HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
@@ -42,6 +44,7 @@ class OpenAIRoutes:
         gate: Where the engine is.
         bodies: Reads what requests say.
         prompts: Encodes prompts and remembers replies.
+        words: Where large replies are worded.
         spelling: Of the model's tokens.
         metrics: Where requests are counted.
         model: The served model.
@@ -53,6 +56,7 @@ class OpenAIRoutes:
         gate: Gate,
         bodies: Bodies,
         prompts: Prompts,
+        words: Threads,
         spelling: Spelling,
         metrics: Metrics,
         model: ServedModel,
@@ -62,6 +66,7 @@ class OpenAIRoutes:
         self._gate = gate
         self._bodies = bodies
         self._prompts = prompts
+        self._words = words
         self._spelling = spelling
         self._metrics = metrics
         self._model = model
@@ -101,7 +106,7 @@ class OpenAIRoutes:
             remember=partial(self._prompts.remember, terms.namespace, chat),
         )
         shape = ChatShape(head, options, self._spelling.piece)
-        response = await answer(request, engine, choices, shape, options, terms)
+        response = await answer(request, engine, choices, shape, options, terms, self._words)
         if self._prompts.hides_tools(chat):
             self._metrics.hidden_tools.inc()
             response.headers[WARNING_HEADER] = HIDDEN_TOOLS
@@ -123,7 +128,7 @@ class OpenAIRoutes:
         is_whole = options.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
         shape = CompletionShape(head, options, self._spelling, texts)
-        return await answer(request, engine, choices, shape, options, _terms(request, options))
+        return await answer(request, engine, choices, shape, options, _terms(request, options), self._words)
 
     async def models(self) -> Response:
         """Lists the one served model."""
@@ -195,6 +200,11 @@ class OpenAIRoutes:
     ) -> Choices:
         """Makes the generations of a reply; ``remember`` is for a chat's."""
         generations: list[Generation] = []
+        num_top = options.sampling.prompt_logprobs
+        if num_top is not None:
+            num_shown = 1 if remember else options.sampling.n  # a chat shows them once
+            param = "logprobs" if options.num_prompt_top is None else "prompt_logprobs"
+            check_prompt_scores(num_shown * sum(map(len, prompts)) * (1 + num_top), param)
         for prompt in prompts:
             sampling = fit_context(len(prompt), options, max_model_len, is_chat=remember is not None)
             scorer: Generation | None = None

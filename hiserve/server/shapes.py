@@ -47,7 +47,7 @@ class Shape(Protocol):
 
     chunk_head: dict[str, Any]
 
-    async def whole(self, choices: Choices) -> dict[str, Any]:
+    def whole(self, choices: Choices) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
 
     def opening(self, generation: Generation) -> dict[str, Any] | None:

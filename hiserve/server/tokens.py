@@ -20,10 +20,12 @@ from hiserve.text.bodies import parse_prompt
 from hiserve.text.chat import parse_chat
 from hiserve.text.detokenizer import Spelling
 from hiserve.text.prompts import Prompts
+from hiserve.text.turns import Threads
 
 # What is worked on at once: others wait meanwhile. Encoding so much takes a second or two of a thread, decoding 0.05 s.
 MAX_CHARS = 4 * 2**20
 MAX_TOKENS = 2**18
+QUICK_TOKENS = 2**12
 TOKENIZE = CONVERSATION | {"add_special_tokens", "cache_salt", "model", "prompt", "return_token_strs"}
 DETOKENIZE = frozenset({"model", "tokens"})
 
@@ -34,6 +36,7 @@ class TokenRoutes:
     Args:
         bodies: Reads what requests say.
         prompts: Encodes and decodes.
+        words: Where large replies are worded.
         spelling: Of the model's tokens.
         model: The served model.
         tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
@@ -45,6 +48,7 @@ class TokenRoutes:
         self,
         bodies: Bodies,
         prompts: Prompts,
+        words: Threads,
         spelling: Spelling,
         model: ServedModel,
         tokenizer_info: bytes,
@@ -54,6 +58,7 @@ class TokenRoutes:
     ) -> None:
         self._bodies = bodies
         self._prompts = prompts
+        self._words = words
         self._spelling = spelling
         self._model = model
         self._tokenizer_info = tokenizer_info
@@ -90,10 +95,20 @@ class TokenRoutes:
             encoding = self._prompts.encode_text(
                 text, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
             )
-        ids = (await unless_gone(request.receive, encoding)).tolist()
-        strings = [token_text(self._spelling.piece(token)) for token in ids] if has_strings else None
-        reply = {"count": len(ids), "max_model_len": self._max_model_len, "tokens": ids, "token_strs": strings}
-        return json_response(reply)
+        ids = await unless_gone(request.receive, encoding)
+
+        def worded() -> Response:
+            tokens = ids.tolist()
+            strings = [token_text(self._spelling.piece(token)) for token in tokens] if has_strings else None
+            reply = {
+                "count": len(tokens),
+                "max_model_len": self._max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+            return json_response(reply)
+
+        return worded() if len(ids) <= QUICK_TOKENS else await self._words.do(worded, caller)
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of ``tokens``, special tokens as they are spelled."""
@@ -106,7 +121,11 @@ class TokenRoutes:
         ids = parse_prompt(tokens, vocab_size=self._model.vocab_size, param="tokens")
         if isinstance(ids, str):
             raise RequestError("tokens must be a list of token ids.", param="tokens")
-        return json_response({"prompt": self._prompts.detokenize(ids.tolist())})
+
+        def worded() -> Response:
+            return json_response({"prompt": self._prompts.detokenize(ids.tolist())})
+
+        return worded() if len(ids) <= QUICK_TOKENS else await self._words.do(worded, caller_of(request).number)
 
     async def tokenizer_info(self) -> Response:
         """Shows the tokenizer's configuration."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
@@ -17,7 +16,7 @@ from hiserve.text.replies import Replies, chat_steps
 from hiserve.text.steps import Render, Steps, Wanted, text_steps
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
-from hiserve.text.turns import Turns
+from hiserve.text.turns import Threads
 
 # Encoding this many characters takes about 5 ms; longer texts go to a thread.
 INLINE_CHARS = 20_000
@@ -27,8 +26,6 @@ INLINE_RENDER_CHARS = 2**20
 INLINE_WORK_CHARS = 2**23
 INLINE_MESSAGES = 512
 STEP_CHARS = 200  # what the encoding of an empty text costs
-
-_T = TypeVar("_T")
 
 
 class Prompts:
@@ -51,8 +48,7 @@ class Prompts:
         self._template = template
         self._replies = replies
         self._cuts = Cuts(tokenizer)
-        self._turns = Turns(num_threads)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hiserve-encode")
+        self._threads = Threads(num_threads, "hiserve-encode")
         self.aside = Aside(template)
 
     def hides_tools(self, chat: ChatRequest) -> bool:
@@ -65,7 +61,7 @@ class Prompts:
 
     async def close(self) -> None:
         """Ends threads and processes; encodings that have not begun are cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         await self.aside.close()
 
     async def encode_text(
@@ -141,7 +137,7 @@ class Prompts:
             num_chars += len(step.text) + STEP_CHARS
             encode = partial(self._tokenizer.encode, step.text, add_special_tokens=step.add_special_tokens)
             if len(step.text) > INLINE_CHARS:
-                done = await self._in_thread(encode, caller)
+                done = await self._threads.do(encode, caller)
             else:
                 done = encode()
             if num_chars > INLINE_CHARS:
@@ -187,14 +183,6 @@ class Prompts:
                 "Shorten it.",
                 param=param,
             )
-
-    async def _in_thread(self, work: Callable[[], _T], caller: int) -> _T:
-        await self._turns.enter(caller)
-        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        working.add_done_callback(
-            lambda _: self._turns.leave()
-        )  # a caller that goes leaves its place when the work is over
-        return await asyncio.shield(working)
 
 
 def _wanted(max_tokens: int, truncate: int | None, param: str) -> Wanted:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class Turns:
@@ -48,3 +53,32 @@ class Turns:
                 place.set_result(None)
                 return
         self._num_free += 1
+
+
+class Threads:
+    """Threads for work that would hold the event loop up; callers take turns at them. Lives in one event loop.
+
+    Args:
+        num_threads: How many pieces of work are done at once.
+        name: What the threads' names begin with.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._turns = Turns(num_threads)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    async def do(self, work: Callable[[], _T], caller: int) -> _T:
+        """Does a piece of work and returns what it returns.
+
+        Args:
+            work: Called in a thread. It goes on if the caller goes, who leaves the place when it is over.
+            caller: Whose it is.
+        """
+        await self._turns.enter(caller)
+        working = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        working.add_done_callback(lambda _: self._turns.leave())
+        return await asyncio.shield(working)
+
+    def close(self) -> None:
+        """Ends the threads; work that has not begun is cancelled."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

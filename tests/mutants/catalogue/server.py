@@ -279,10 +279,24 @@ MUTANTS = [
         test=OF_REPLIES + "test_a_streamed_chat_reply",
     ),
     Mutant(
+        name="large replies are worded in the loop",
+        file=ANSWER,
+        old="if choices.is_large:",
+        new="if False:",
+        test="tests/unit/server/test_large_replies.py::test_the_scores_of_a_long_prompt_are_worded_in_a_thread",
+    ),
+    Mutant(
+        name="a reply shows the scores of prompts without end",
+        file="hiserve/server/logprobs.py",
+        old="if number > MAX_PROMPT_SCORES:",
+        new="if False:",
+        test="tests/unit/server/test_large_replies.py::test_the_scores_of_prompts_in_a_reply_are_bounded",
+    ),
+    Mutant(
         name="every piece opens its choice",
         file=ANSWER,
-        old="shape.opening(unopened.pop(piece.choice)) if piece.choice in unopened else None",
-        new="shape.opening(unopened[piece.choice])",
+        old="generation = unopened.pop(piece.choice, None)",
+        new="generation = unopened[piece.choice]",
         test=OF_CHOICES + "test_streamed_choices_each_have_an_opening_and_one_finish",
     ),
     Mutant(
