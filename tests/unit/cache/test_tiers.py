@@ -678,6 +678,31 @@ def test_an_aborted_prefetch_lets_go_of_its_place_but_not_of_its_pages(cache: Ca
     assert cache.exchange.unfulfilled["place_lost"] == 1 and is_whole(cache)
 
 
+def test_what_is_on_its_way_to_a_place_that_is_gone_can_be_fetched_again(cache: CacheManager) -> None:
+    demoted(cache, 1)
+    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert begun is not None and cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None, "it is on its way"
+    cache.flush()
+    again = cache.begin_prefetch(TENANT, prompt(2), 9)
+    other = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert again is not None and other is not None
+    for run in (begun, again, other):
+        cache.end_prefetch(run.op, run.run.pages.size)
+    assert cached(cache, 1, 2) == (0, 2) and cached(cache, 2) == (0, 1)
+    assert not cache.exchange.is_arriving(other.run.digests[0])
+
+
+def test_an_abandoned_place_is_no_place_for_what_arrives(cache: CacheManager) -> None:
+    begun = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert begun is not None and cache.exchange.is_arriving(begun.run.digests[1])
+    cache.abort_prefetch(begun.op)
+    assert not cache.exchange.is_arriving(begun.run.digests[1])
+    again = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
+    assert again is not None
+    assert cache.end_prefetch(begun.op, 2) == 0 and cache.exchange.is_arriving(again.run.digests[0])
+    assert cache.end_prefetch(again.op, 2) == 2
+
+
 def test_uploads_keep_their_pages_and_are_as_many_as_they_may() -> None:
     cache = new_cache(max_upload_pages=2)
     backed(cache, 1, 2)

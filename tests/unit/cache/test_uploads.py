@@ -157,6 +157,16 @@ def test_a_stage_that_fails_is_counted_and_gives_its_pages_back() -> None:
     assert cache.uploads.num_not_uploaded == 1 and not cache.uploads.has_uploads
 
 
+def test_stages_that_fail_take_nothing_of_what_later_ones_may_have() -> None:
+    cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=2)
+    full_of(cache, 100)
+    for page in range(5):
+        cache.release(serve(cache, page))
+        ((), (stage,)) = cache.take_uploads()
+        cache.end_stage(stage.op, ok=False)
+    assert cache.uploads.num_not_uploaded == 5
+
+
 def test_of_pages_chosen_by_use_only_those_on_the_host_are_uploaded() -> None:
     cache = new_cache(admission=HostAdmission.SELECTIVE, max_upload_pages=9)
     cache.release(serve(cache, 1, 2))

@@ -489,6 +489,7 @@ def test_a_store_that_owes_an_answer_is_asked_nothing_until_it_comes() -> None:
     assert desk.unfulfilled() == {"store_behind": 2}
     assert desk.prefetches.may_have_more(2, 0)
     desk.answer(1, 1)
+    assert desk.unfulfilled() == {"store_behind": 2, "too_late": 1}
     desk.add(3, 7, 8)
     assert desk.is_awaited(3)
     desk.prefetches.forget(3)
