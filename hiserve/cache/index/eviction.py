@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -98,8 +99,12 @@ class OwnedHeaps:
         """Records that ``node`` became one of them, or changed its place. O(log n)."""
         heap = self._heaps.get(node.owner)
         if heap is None:
-            heap = self._heaps[node.owner] = LeafHeap(self._rank, self._is_victim)
+            heap = self._heaps[node.owner] = LeafHeap(self._rank, partial(self._is_leaf_of, node.owner))
         heap.add(node)
+
+    def _is_leaf_of(self, owner: bytes, node: Node) -> bool:
+        """Whether a node is one of them, and still the owner's (see ``Tiers.hand_over``)."""
+        return node.owner == owner and self._is_victim(node)
 
     def sweep(self) -> None:
         """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""

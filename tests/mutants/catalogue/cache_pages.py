@@ -102,4 +102,18 @@ MUTANTS = [
         new="self._heap = sorted(latest.values(), key=lambda entry: entry[:2])[1:]",
         test=OF_EVICTION + "test_a_sweep_keeps_what_nobody_used_since",
     ),
+    Mutant(
+        name="a leaf that changed hands still goes for its former owner",
+        file=EVICTION,
+        old="return node.owner == owner and self._is_victim(node)",
+        new="return self._is_victim(node)",
+        test="tests/unit/cache/test_shares.py::test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on",
+    ),
+    Mutant(
+        name="a long leaf is evicted beyond its owner's share",
+        file="hiserve/cache/index/shares.py",
+        old="yield found, excess",
+        new="yield found, found.num_pages",
+        test="tests/unit/cache/test_shares.py",
+    ),
 ]

@@ -401,6 +401,13 @@ MUTANTS = [
         test=OF_TIERS + "test_an_aborted_prefetch_lets_go_of_its_place_but_not_of_its_pages",
     ),
     Mutant(
+        name="an idle engine forgets what waits for the store",
+        file=UPLOADS,
+        old="is_stuck = self._stuck_at == self._ops.num_ended",
+        new="is_stuck = self._stuck_at >= 0",
+        test=OF_UPLOADS + "test_what_the_host_is_about_to_get_is_not_staged",
+    ),
+    Mutant(
         name="uploads keep as many pages as they like",
         file=UPLOADS,
         old="room = min(self._max_pages - self._num_pages, MAX_RUN_PAGES)",

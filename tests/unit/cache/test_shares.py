@@ -6,7 +6,8 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.shares import MAX_IDLE_TURNOVERS, MAX_OWNERS
-from tests.helpers.tiers import cached, lock, new_cache, serve, store, take
+from tests.helpers.tiers import cached, lock, new_cache, run_of, serve, store, take
+from tests.invariants.tier_model import ints
 
 NUM_PAGES = 40
 
@@ -125,3 +126,14 @@ def test_of_several_who_have_more_than_their_share_the_oldest_pages_go_first() -
     cache.give(take(cache, 6))
     assert num_found(cache, 18, b"odd") == num_found(cache, 18, b"even") == (15, 0)
     assert num_found(cache, 4, b"small") == (4, 0)
+
+
+def test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on() -> None:
+    cache = new_cache(num_pages=NUM_PAGES + 1, num_host_pages=NUM_PAGES + 1)
+    runs = [run_of(ints([page]), page, tenant=b"calm") for page in range(1, 11)]
+    runs += [run_of(ints([page]), page, tenant=b"other") for page in range(11, NUM_PAGES + 1)]
+    assert cache.adopt(runs) == NUM_PAGES
+    cache.release(cache.lock(cache.match(b"calm", bytes(4))))
+    cache.tiers.give_host(cache.tiers.take_host(10))
+    assert num_found(cache, 10, b"calm") == (0, 10), "it has less than its share"
+    assert set(cache.host.shares.held.values()) == {10, 20}
