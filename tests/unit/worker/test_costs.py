@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hiserve.core.copies import STORE_LANES
 from hiserve.worker.costs import MAX_LEFT, MIN_MEASUREMENTS, Costs, Line
 
 
@@ -86,14 +87,24 @@ def test_what_was_measured_lately_weighs_most() -> None:
 
 def test_a_stall_is_not_believed_for_ever() -> None:
     costs = measured(load_fixed_s=0.0, load_token_s=1e-6, step_fixed_s=0.0, token_s=1e-4)
-    costs.end_load(64, 10.0)  # one load among fast ones met a machine that stood still
-    for _ in range(MAX_LEFT):
-        assert not costs.is_worth_loading(64, 0)
-        costs.leave()
-    for _ in range(MIN_MEASUREMENTS):
+    for _ in range(2):
+        costs.end_load(64, 10.0)  # one load among fast ones met a machine that stood still
+        for _ in range(MAX_LEFT):
+            assert not costs.is_worth_loading(64, 0)
+            costs.leave()
+        for _ in range(MIN_MEASUREMENTS):
+            assert costs.is_worth_loading(64, 0)
+            costs.end_load(64, 64e-6)
         assert costs.is_worth_loading(64, 0)
-        costs.end_load(64, 64e-6)
-    assert costs.is_worth_loading(64, 0)
+
+
+def test_of_what_a_store_has_comes_as_much_as_there_is_time_for() -> None:
+    costs = Costs(512, Clock())
+    for size in (64, 512, 128, 256, 448):
+        costs.end_fetch(size, 0.5 + size * 0.01)
+    assert costs.num_in_time(100, 0, 0.4) == 0, "the first comes after half a second"
+    assert [costs.num_in_time(100, 0, wait_s) for wait_s in (1.0005, 1.6)] == [50, 100]
+    assert costs.num_in_time(100, 40 * STORE_LANES, 1.0005) == 10
 
 
 def test_a_step_that_did_not_run_tells_nothing_of_prefill() -> None:
