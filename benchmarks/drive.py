@@ -75,11 +75,15 @@ class Drive:
         model: Its shape.
         max_len: Of its longest request, in tokens.
         memory: The plan of ``resolve``, bytes by item.
-        build_s: Seconds until it was ready, its host pages included.
+        build_s: Seconds until it was ready, its host pages included if they are awaited.
         loads: All that were ordered since the caller last cleared the list.
+
+    Args:
+        awaits_host: It is ready when all its host pages are.
+        **settings: Of the engine.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, awaits_host: bool = True, **settings: Any) -> None:
         begin = time.perf_counter()
         given = make_config(log_level="warning", **settings)
         folder, model = read_model(given.model)
@@ -94,11 +98,21 @@ class Drive:
         self._open: dict[int, LoadSeen] = {}
         self.loads: list[LoadSeen] = []
         self._watch()
-        if self._segment is not None:
-            while self._executor.num_ready_host_pages < self._segment.layout.num_pages:
-                assert time.perf_counter() < begin + READY_TIMEOUT_S, "the host pages are not ready"
-                time.sleep(0.01)
+        if awaits_host:
+            self.await_host()
         self.build_s = time.perf_counter() - begin
+
+    @property
+    def is_host_ready(self) -> bool:
+        """Whether every page of the host can be copied to; without a host tier there is none that cannot."""
+        return self._segment is None or self._executor.num_ready_host_pages >= self._segment.layout.num_pages
+
+    def await_host(self) -> None:
+        """Waits until all host pages can be copied to."""
+        end = time.perf_counter() + READY_TIMEOUT_S
+        while not self.is_host_ready:
+            assert time.perf_counter() < end, "the host pages are not ready"
+            time.sleep(0.01)
 
     @property
     def _executor(self) -> Any:

@@ -1,6 +1,6 @@
 """Speculation while requests arrive: how many steps have prompts in them, and what their drafts cost without graphs.
 
-Usage: ``python -m benchmarks.spec_arrivals OUT.json [--tiny] [--requests N]``. hiserve-nano widened to 8B on a GPU, with
+Usage: ``python -m benchmarks.spec_arrivals OUT.json [--tiny] [--requests N] [--commit COMMIT]``. hiserve-nano widened to 8B on a GPU, with
 its EAGLE-3 head; held-out prompts arrive by a Poisson process at shares of the rate that an engine without speculation
 takes when all come at once. Each rate is served by an engine without a head, with drafts chosen step by step, and with
 three. Told are tokens per second, times to the first token and per token, the gate's verdicts, and, of the steps with
@@ -15,7 +15,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,10 @@ def told(seen: Sequence[Seen]) -> dict[str, Any]:
     }
 
 
-def measure(sizes: Sizes, folder: str, num_requests: int) -> dict[str, Any]:
-    """Returns what each engine does at each rate; all begin with the same arrivals."""
+def measure(sizes: Sizes, folder: str, num_requests: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each engine's name, and what it does at each rate; all begin with the same arrivals."""
     settings = sizes.settings | sizes.spec.settings | {"model": folder}
     settings.pop("load_format", None)
-    found: dict[str, Any] = {}
     full_rate = 0.0
     for mode, more in MODES.items():
         drive = Drive(**settings, **more)
@@ -94,7 +93,7 @@ def measure(sizes: Sizes, folder: str, num_requests: int) -> dict[str, Any]:
         serve(drive, prompts, sizes.spec.warm_output, at_once)
         whole = told(serve(drive, prompts, sizes.spec.output, at_once))
         full_rate = full_rate or whole["tokens_per_s"] / sizes.spec.output  # of the engine without a head, the first
-        found[mode] = {"at once": whole}
+        found: dict[str, Any] = {"at once": whole}
         for share in SHARES:
             drive.engine.flush()
             drafts.clear()
@@ -105,28 +104,30 @@ def measure(sizes: Sizes, folder: str, num_requests: int) -> dict[str, Any]:
                 action: {reason: count - before.get(action, {}).get(reason, 0) for reason, count in reasons.items()}
                 for action, reasons in drive.engine.stats().graph_gate.items()
             }
-            found[mode][f"{share} of {full_rate:.2f}/s"] = told(seen) | {"drafts": dict(drafts), "gate": gate}
+            found[f"{share} of {full_rate:.2f}/s"] = told(seen) | {"drafts": dict(drafts), "gate": gate}
         drive.close()
-    return found
+        yield mode, found
 
 
 def main() -> int:
-    """Command line."""
+    """Writes the result file, engine by engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--commit", help="that is measured; needed where there is no checkout to ask")
     given = parser.parse_args()
     sizes = TINY if given.tiny else FULL
     command = f"python -m benchmarks.spec_arrivals OUT.json --requests {given.requests}{' --tiny' * given.tiny}"
     with tempfile.TemporaryDirectory() as folder:
         settings = sizes.settings if given.tiny else sizes.settings | {"device": "cuda"}
         widened(Path(folder), sizes.spec, {"dtype": "bfloat16"} | settings)
-        result = about(command, "hiserve", "benchmarks") | {"modes": measure(sizes, folder, given.requests)}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
-    for mode, rates in result["modes"].items():
-        for rate, each in rates.items():
-            print(f"{mode:>5} {rate:<18} {each['tokens_per_s']:9.1f} tokens/s {each.get('drafts', '')}")
+        result = about(command, "hiserve", "benchmarks", at_commit=given.commit) | {"modes": {}}
+        for mode, rates in measure(sizes, folder, given.requests):
+            result["modes"][mode] = rates
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            for rate, each in rates.items():
+                print(f"{mode:>5} {rate:<18} {each['tokens_per_s']:9.1f} tokens/s {each.get('drafts', '')}", flush=True)
     return 0
 
 

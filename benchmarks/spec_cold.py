@@ -146,12 +146,16 @@ def main() -> int:
     parser.add_argument("--heads", default="eagle3")
     parser.add_argument("--batches", help="as 1,4; all of the scale unless given")
     parser.add_argument("--json", type=Path, help="instead of benchmarks/results/spec_cold_SCALE.json")
+    parser.add_argument("--commit", help="that is measured; needed where there is no checkout to ask")
     args = parser.parse_args()
     scale, kinds = SCALES[args.scale], args.heads.split(",")
     rounds = args.rounds or scale.rounds
     batches = scale.batches if args.batches is None else tuple(map(int, args.batches.split(",")))
     command = f"python -m benchmarks.spec_cold --scale {args.scale} --rounds {rounds} --heads {args.heads}"
-    result = about(command, "hiserve", "benchmarks") | {"bar": BAR, "timed_by": scale.clock.__name__}
+    result = about(command, "hiserve", "benchmarks", at_commit=args.commit) | {
+        "bar": BAR,
+        "timed_by": scale.clock.__name__,
+    }
     shares, path = [], args.json or ROOT / f"benchmarks/results/spec_cold_{args.scale}.json"
     with tempfile.TemporaryDirectory() as folder:
         model, specs = prepare(args.scale, kinds, Path(folder))

@@ -1,0 +1,246 @@
+"""Runs the benchmarks of a GPU, one after the other, and keeps whatever each of them has found.
+
+Usage: ``python -m tools.gpu_bench --out FOLDER [--commit COMMIT] [--only NAME ...] [--skip NAME ...] [--within S] [--list]``.
+Each has a process of its own and a limit of time. One that fails, misses a bar or is stopped at its limit stops nothing; what it
+had written by then is kept. FOLDER has two files, written anew after each: ``results.json``, with what became of each and its
+result file, and ``log.txt``, with everything that was printed. With ``--within`` those are left out, and told, that would not
+end in so many seconds. A table comes last. ``--unpack`` writes the results in FOLDER to ``benchmarks/results``.
+``--tiny`` runs all that can run on a CPU with tiny sizes, as a test of the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import commit
+
+ROOT = Path(__file__).parents[1]
+OUT, COMMIT = "OUT.json", "COMMIT"
+END_S = 10.0  # from the end that is asked for to the one that is not
+
+
+@dataclass(frozen=True)
+class Job:
+    """One benchmark.
+
+    Attributes:
+        name: Of it, and of its file in ``benchmarks/results``.
+        command: Arguments of Python; ``OUT.json`` and ``COMMIT`` are replaced.
+        expected_s: What it takes on one H200, files and compilers warm; some are estimates.
+        tiny: Further arguments for a CPU; None where it needs a GPU.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    expected_s: float
+    tiny: tuple[str, ...] | None = ("--tiny",)
+
+    @property
+    def limit_s(self) -> float:
+        """When it is stopped."""
+        return 60 + 1.6 * self.expected_s
+
+
+def _bench(module: str, *more: str) -> tuple[str, ...]:
+    return ("-m", f"benchmarks.{module}", OUT, COMMIT, *more)
+
+
+def _suite(*files: str) -> tuple[str, ...]:
+    """The GPU tests of some files, or of all others."""
+    return ("-m", "tools.gpu_suite", "--commit", COMMIT, "--output", OUT, "--", "-m", "gpu", "-v", *files)
+
+
+_SLOW_TESTS = tuple(
+    f"tests/gpu/test_{each}.py" for each in ("readiness", "spec", "large_pool", "faults", "graph_memory")
+)
+_JITTER = ("tests/gpu/test_graph_jitter.py", "tests/gpu/test_spec_jitter.py")
+_LEFT_OUT = tuple(f"--ignore={each}" for each in (*_SLOW_TESTS, *_JITTER))
+
+# What is least known first: a machine may be taken away.
+JOBS = (
+    Job("suite_gpu_compiling", _suite("tests/gpu/test_compiling.py"), 90, None),
+    Job("first_seconds", _bench("first_seconds"), 110),
+    Job("verify_long", _bench("verify_long"), 90),
+    Job("bare_start", _bench("bare_start"), 190),
+    Job("weights_gpu", _bench("weights", "--gib", "16", "--device", "cuda", "--rounds", "3"), 150, None),
+    Job(
+        "spec_cold_gpu",
+        (
+            *("-m", "benchmarks.spec_cold", "--scale", "large", "--json", OUT, "--commit", COMMIT),
+            *("--heads", "eagle3,mtp", "--batches", "32,64,128", "--rounds", "3"),
+        ),
+        330,
+        None,
+    ),
+    Job(
+        "spec_arrivals",
+        ("-m", "benchmarks.spec_arrivals", OUT, "--commit", COMMIT, "--requests", "128"),
+        210,
+        ("--tiny", "--requests", "8"),
+    ),
+    Job("gpu_spec", _bench("gpu", "--parts", "spec"), 240),
+    Job("gpu_parts", _bench("gpu", "--parts", "decode", "small-decode", "traffic"), 90),
+    Job("cache", _bench("cache"), 60),
+    Job("defaults", _bench("defaults"), 150),
+    Job("suite_gpu", _suite("tests/gpu", "tests/contract", *_LEFT_OUT), 480, None),
+    Job("suite_gpu_slow", _suite(*_SLOW_TESTS), 500, None),
+    Job("suite_gpu_jitter", _suite(*_JITTER), 200, None),
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a benchmark.
+
+    Attributes:
+        ended: ``ended 0``, with its exit code: benchmarks end with 1 where a bar is missed; or why it did not run or end.
+        seconds: It took.
+        command: That was run.
+        result: What its file holds; None if there is none.
+    """
+
+    ended: str
+    seconds: float
+    command: str
+    result: Any
+
+
+def run(job: Job, commit: str, log: Path, *, limit_s: float, tiny: bool) -> Ran:
+    """Runs a benchmark; what it prints goes to the terminal and to the end of the log.
+
+    Args:
+        job: The benchmark.
+        commit: That is measured.
+        log: A file.
+        limit_s: When it is stopped.
+        tiny: On a CPU.
+    """
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "out.json"
+        places = {OUT: str(path), COMMIT: commit}
+        command = [sys.executable, *(places.get(each, each) for each in job.command), *((tiny and job.tiny) or ())]
+        with log.open("a") as file:
+            file.write(f"--- {job.name}: {shlex.join(command)}\n")
+            file.flush()
+            # In a session of its own, so that what it started ends with it.
+            child = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+            try:
+                ended = f"ended {child.wait(limit_s)}"
+            except subprocess.TimeoutExpired:
+                ended = f"stopped after {limit_s:.0f} s"
+            finally:
+                _end(child)
+        result = None
+        with suppress(OSError, ValueError):  # it ended before there was one, or while it wrote
+            result = json.loads(path.read_text())
+    return Ran(ended, round(time.monotonic() - begin, 1), shlex.join(job.command), result)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends a process and what it started."""
+    for number, wait_s in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(wait_s)
+            if number is signal.SIGTERM:
+                time.sleep(0.1)
+
+
+def run_all(jobs: Sequence[Job], out: Path, commit: str, *, within_s: float, tiny: bool) -> dict[str, Ran]:
+    """Runs benchmarks and writes what became of them, each time one has ended; returns it too.
+
+    Args:
+        jobs: In this order.
+        out: A folder.
+        commit: That is measured.
+        within_s: Those that would not end in so many seconds from now are left out.
+        tiny: On a CPU, without those that need a GPU.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    log, end_s, ran = out / "log.txt", time.monotonic() + within_s, dict[str, Ran]()
+    log.write_text("")
+    for job in jobs:
+        left_s = end_s - time.monotonic()
+        if tiny and job.tiny is None:
+            ran[job.name] = Ran("left out: it needs a GPU", 0.0, shlex.join(job.command), None)
+        elif job.expected_s > left_s:
+            ran[job.name] = Ran(f"left out: {left_s:.0f} s are left", 0.0, shlex.join(job.command), None)
+        else:
+            print(f"{job.name}: some {job.expected_s:.0f} s", flush=True)
+            ran[job.name] = run(job, commit, log, limit_s=min(job.limit_s, left_s), tiny=tiny)
+            print(f"{job.name}: {ran[job.name].ended}, {ran[job.name].seconds:.0f} s", flush=True)
+        found = {name: asdict(each) for name, each in ran.items()}
+        (out / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    return ran
+
+
+def unpack(out: Path, target: Path) -> list[str]:
+    """Writes each result that is there to a file of its own; returns their names."""
+    names = []
+    for name, each in json.loads((out / "results.json").read_text()).items():
+        if each["result"] is not None:
+            (target / f"{name}.json").write_text(json.dumps(each["result"], indent=1) + "\n")
+            names.append(name)
+    return names
+
+
+def table(ran: dict[str, Ran], out: Path) -> str:
+    """Returns a line for each benchmark, and of those that failed what they printed last."""
+    lines = [f"{name:<20} {each.seconds:6.0f} s  {each.ended}" for name, each in ran.items()]
+    parts = (out / "log.txt").read_text().split("--- ")
+    for name, each in ran.items():
+        if each.ended != "ended 0" and each.seconds:
+            printed = next((part for part in parts if part.startswith(f"{name}: ")), "").splitlines()
+            lines += [f"--- {name} printed last:", *printed[-8:]]
+    return "\n".join(lines)
+
+
+def main(jobs: Sequence[Job] = JOBS) -> int:
+    """Runs what is asked for; returns 1 if a benchmark failed, missed a bar or was stopped."""
+    names = [job.name for job in jobs]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", help="that is measured; needed where there is no checkout to ask")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="in this order")
+    parser.add_argument("--skip", nargs="+", choices=names, default=[])
+    parser.add_argument("--within", type=float, default=float("inf"), help="seconds")
+    parser.add_argument("--list", action="store_true", help="what would run, and how long that may take")
+    parser.add_argument("--unpack", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    if given.unpack:
+        print(*unpack(given.out, ROOT / "benchmarks" / "results"))
+        return 0
+    chosen = [next(job for job in jobs if job.name == name) for name in given.only if name not in given.skip]
+    if given.list:
+        for job in chosen:
+            print(
+                f"{job.name:<20} {job.expected_s:6.0f} s, at most {job.limit_s:4.0f}  python {shlex.join(job.command)}"
+            )
+        print(f"{sum(job.expected_s for job in chosen):.0f} s")
+        return 0
+    if given.commit is None and not (ROOT / ".git").exists():
+        parser.error("this is no checkout of git: pass --commit")
+    at = given.commit or commit("hiserve", "benchmarks")
+    ran = run_all(chosen, given.out, at, within_s=given.within, tiny=given.tiny)
+    print(table(ran, given.out))
+    return int(any(not each.ended.startswith(("ended 0", "left out")) for each in ran.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
