@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hiserve.cache.index.eviction import OwnedHeaps
 from hiserve.cache.index.node import Node
 from hiserve.cache.index.tier import TierPages
@@ -23,16 +25,20 @@ class Reserve:
         device: The device's pages.
         host: The host's.
         is_kept: Whether there is a host tier; else there is no reserve.
+        on_change: Hears of a node that became spare, or is spare no more: its place among others has changed.
 
     Attributes:
         num_pages: Spare pages.
         num_taken: Device pages taken so far.
     """
 
-    def __init__(self, device: TierPages, host: TierPages, *, is_kept: bool) -> None:
+    def __init__(
+        self, device: TierPages, host: TierPages, *, is_kept: bool, on_change: Callable[[Node], object]
+    ) -> None:
         self._device = device
         self._host = host
         self._is_kept = is_kept
+        self._on_change = on_change
         self._candidates = OwnedHeaps(device.eviction.age, lambda node: node.is_candidate)
         self._demand = [0.0, 0.0]
         self._num_seen = 0
@@ -79,25 +85,23 @@ class Reserve:
         """Returns the leaf that goes next of those that are not spare, and forgets it."""
         return next((leaf for leaf, _ in self._device.shares.next(self._candidates)), None)
 
-    def mark(self, leaf: Node) -> list[Node]:
-        """Makes a leaf spare that may go at no loss, and what was used with it and goes after it.
-
-        Returns:
-            Those whose place among the others has changed.
-        """
+    def mark(self, leaf: Node) -> None:
+        """Makes a leaf spare that may go at no loss, and what was used with it and goes after it."""
         marked = [leaf]
         while (parent := marked[-1].parent) is not None and self._goes_with(parent, leaf):
             marked.append(parent)
         for node in marked:
             node.is_spare = True
             self.num_pages += node.num_pages
-        return marked
+            self._on_change(node)
 
     def leave(self, node: Node, count: int | None = None) -> None:
         """A node was used, or loses its last ``count`` pages, or all."""
         if node.is_spare:
             self.num_pages -= node.num_pages if count is None else count
             node.is_spare = count is not None and count < node.num_pages
+            if not node.is_spare:
+                self._on_change(node)
 
     def leave_path(self, node: Node) -> None:
         """A node may not go at no loss any more, nor what would have gone after it."""

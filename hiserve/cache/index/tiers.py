@@ -44,7 +44,7 @@ class Tiers:
         self.tree = tree
         self.device = device
         self.host = host
-        self.reserve = Reserve(device, host, is_kept=has_host)
+        self.reserve = Reserve(device, host, is_kept=has_host, on_change=self.queue_copy)
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
         self.versions = Versions()
         self.clock = 0
@@ -215,8 +215,7 @@ class Tiers:
 
     def spare(self, leaf: Node) -> None:
         """Counts a leaf of the device among what may go at no loss, before all others."""
-        for node in self.reserve.mark(leaf):
-            self.queue_copy(node)
+        self.reserve.mark(leaf)
         self.device.eviction.add(leaf)
 
     def hand_over(self, root: Node, owner: bytes) -> None:

@@ -61,6 +61,23 @@ def test_a_full_host_is_passed_by() -> None:
     assert cache.uploads.num_not_uploaded == cache.uploads.num_waiting == 0
 
 
+def test_what_the_device_has_of_the_same_prefix_makes_room_for_what_passes() -> None:
+    """Of a host of two pages one has the start of the prefix, which the device would lose at no loss."""
+    cache = new_cache(num_pages=9, num_host_pages=3, max_upload_pages=2)
+    backed(cache, 1)
+    assert end_all(cache) == [digests(1)]
+    cache.release(serve(cache, 1, 2, 3))
+    for page in range(10, 15):
+        cache.release(serve(cache, page))
+    assert cache.begin_stores(9, is_worth=lambda num_pages: False) == []
+    assert sum(node.is_spare for node in cache.tree.nodes()) == 2 and not cache.tiers.has_idle_host_pages
+    ((), (stage,)) = cache.take_uploads()
+    assert told([stage]) == [digests(1, 2, 3)[1:]] and cached(cache, 1, 2, 3) == (3, 0)
+    cache.end_stage(stage.op, ok=True)
+    end_all(cache)
+    assert is_whole(cache)
+
+
 def test_a_staged_page_that_leaves_the_device_meanwhile_is_uploaded_all_the_same() -> None:
     cache = new_cache(num_pages=64, num_host_pages=17, max_upload_pages=9)
     full_of(cache, 100)
