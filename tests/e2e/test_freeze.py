@@ -1,0 +1,62 @@
+"""Plans, results and the wire are what was recorded. ``python -m tools.freeze record`` after a change that is wanted."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.freeze.logs import Logs, difference
+
+ROOT = Path(__file__).parents[2]
+
+
+def check(*arguments: str, seed: str) -> str:
+    command = [sys.executable, "-m", "tools.freeze", "check", *arguments]
+    environment = os.environ | {"PYTHONHASHSEED": seed}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.timeout(900)  # some 15 s of CPU, whoever else wants it
+def test_a_few_workloads_and_the_session_are_as_recorded() -> None:
+    said = check("--quick", seed="1")
+    num_same = said.count("the same")
+    assert num_same >= 5
+    assert f"{num_same} of {num_same} are as recorded" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", ["2", "3"])
+def test_everything_is_as_recorded(seed: str) -> None:
+    assert check(seed=seed).count("the same") == 22
+
+
+def test_a_difference_shows_the_first_step_that_differs() -> None:
+    old = ["step 1:", "  row 1", "step 2:", "  row 1", "  row 2", "step 3:", "  row 1"]
+    new = ["step 1:", "  row 1", "step 2:", "  row 1", "  row 3", "step 3:", "  row 7"]
+    shown = difference(old, new)
+    assert "-  row 2" in shown and "+  row 3" in shown and "step 2:" in shown
+    assert "step 3:" not in shown and "row 7" not in shown
+    assert difference(old, old) == ""
+
+
+def test_a_log_that_ends_early_differs() -> None:
+    old = ["step 1:", "  row 1", "step 2:", "  row 1"]
+    assert "-step 2:" in difference(old, old[:2])
+    assert "+step 2:" in difference(old[:2], old)
+
+
+def test_what_was_recorded_is_whole(tmp_path: Path) -> None:
+    logs = Logs.load()
+    assert len(logs.lines) == 22
+    logs.save(tmp_path)
+    assert Logs.load(tmp_path) == logs
+    (tmp_path / "hashes.json").write_text("{}")
+    with pytest.raises(AssertionError, match="record anew"):
+        Logs.load(tmp_path)

@@ -1,0 +1,148 @@
+"""What the frozen logs call a thing, and what the code calls it. A rename of the code changes this file and no log.
+
+Keys are the logs' words; values are paths of attributes, from the object that is encoded. Importing this file loads torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from hiserve import LLM, SamplingParams
+from hiserve.core.copies import CopyKind
+from hiserve.core.plan import StepFault
+from hiserve.core.request import FinishReason
+from hiserve.messages.types import Admit
+
+PLAN = {
+    "step": "step_id",
+    "rows": "rows",
+    "new": "num_new",
+    "drafts": "num_draft",
+    "samples": "samples",
+    "scored": "num_scored",
+    "bound": "max_len",
+    "propose": "num_propose",
+    "cold": "is_cold",
+    "released": "release",
+    "admitted": "admit",
+    "table_rows": "table.rows",
+    "table_indices": "table.indices",
+    "table_pages": "table.pages",
+    "table_owners": "table.owners",
+    "table_new": "table.are_new",
+    "host_released": "host_release",
+    "copies": "copies",
+    "waits": "waits",
+    "lookups": "lookups",
+    "relocations": "relocation_version",
+    "replay": "may_replay",
+}
+ADMISSION = {
+    "row": "row",
+    "tokens": "tokens",
+    "prompt": "num_prompt",
+    "computed": "num_computed",
+    "sampling": "sampling",
+    "choice": "choice",
+}
+COPY = {
+    "number": "op",
+    "kind": "kind",
+    "device": "device_pages",
+    "host": "host_pages",
+    "after": "after_step",
+    "run": "run",
+}
+RUN = {
+    "namespace": "namespace",
+    "parent": "parent",
+    "digests": "digests",
+    "tokens": "key",
+    "revision": "draft_revision",
+}
+LOOKUP = {"request": "uid", "digests": "digests"}
+ACK = {"number": "op", "reason": "reason", "bytes": "num_bytes", "pages": "num_pages", "seconds": "seconds"}
+RESULT = {
+    "step": "step_id",
+    "counts": "counts",
+    "tokens": "tokens",
+    "scores": "scores",
+    "prompt_scores": "prompt_scores",
+    "faults": "faults",
+    "deferred": "deferred",
+    "fault": "fault",
+}
+SCORES = {"own": "logprobs", "top": "top_tokens", "top_scores": "top_logprobs"}
+REPORT = {
+    "requests": "uids",
+    "counts": "counts",
+    "ends": "finishes",
+    "cached": "cached",
+    "drafts": "drafts",
+    "tokens": "tokens",
+    "words": "score_words",
+    "scores": "scores",
+    "failed": "failed",
+    "published": "published",
+    "removed": "removed",
+}
+CACHED = {"device": "device", "host": "host", "store": "store", "miss": "miss", "at": "miss_at"}
+DRAFTS = {"steps": "verify_steps", "proposed": "proposed", "accepted": "accepted_per_position"}
+FAULT = {"kind": "kind", "replay": "was_replay"}
+
+KINDS = {CopyKind.LOAD: "load", CopyKind.STORE: "offload", CopyKind.PREFETCH: "prefetch", CopyKind.UPLOAD: "upload"}
+ENDS = {FinishReason.RUNNING: "", FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+# Texts of the recorded session that are to read differently now: old text -> new text, applied to what was recorded.
+REWORDED: dict[str, str] = {}
+
+
+def value(what: Any, table: Mapping[str, str], key: str) -> Any:
+    """Returns what the logs call ``key``, of an object that ``table`` is about."""
+    return operator.attrgetter(table[key])(what)
+
+
+def changed(what: Any, table: Mapping[str, str], **values: Any) -> Any:
+    """Returns a copy of a frozen object with other values; the names are those of the logs."""
+    fields = {name: getattr(what, name) for name in type(what).__dataclass_fields__}
+    return type(what)(**fields | {table[key]: each for key, each in values.items()})
+
+
+# --- doors to an engine of this process ---------------------------------------------------
+
+
+def engine_of(llm: LLM) -> Any:
+    """Returns the engine: ``add``, ``abort``, ``flush``, ``step``, ``has_work``."""
+    return llm._backend.engine
+
+
+def tokens_of(llm: LLM, text: str) -> list[int]:
+    """Returns the tokens of a text, without any that stand for its beginning."""
+    return [int(token) for token in llm.tokenizer.encode(text, add_special_tokens=False)]
+
+
+def executor_of(engine: Any) -> Any:
+    """Returns what runs its plans."""
+    return engine._executor
+
+
+def replace_executor(engine: Any, executor: Any) -> None:
+    """Lets it run its plans by another executor."""
+    engine._executor = executor
+
+
+def start_before_loads(engine: Any) -> None:
+    """Lets rows start before their loads have arrived, as on a GPU."""
+    engine._planner._overlaps_loads = True
+
+
+def admission(uid: int, num_prompt: int, sampling: SamplingParams, tenant: bytes, choice: int, priority: int) -> Any:
+    """Returns the message that brings a request to the engine, beside its tokens."""
+    return Admit(uid, num_prompt, sampling, tenant, choice, priority, caller=1 + priority if tenant else 0)
+
+
+def out_of_memory() -> Any:
+    """Returns the fault of a step for which memory ran out."""
+    return StepFault("out_of_memory", "no memory for it")
