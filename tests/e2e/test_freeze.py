@@ -18,7 +18,8 @@ def check(*arguments: str, seed: str) -> str:
     command = [sys.executable, "-m", "tools.freeze", "check", *arguments]
     environment = os.environ | {"PYTHONHASHSEED": seed}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    remedy = "if this change is wanted: python -m tools.freeze record"
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{remedy}"
     return done.stdout
 
 

@@ -21,6 +21,7 @@ from tools.freeze.names import value
 from tools.freeze.workloads import Workload
 
 SETTINGS: dict[str, Any] = {
+    "device": "cpu",
     "dtype": "float64",
     "max_model_len": 256,
     "max_running_requests": 4,

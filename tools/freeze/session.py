@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 KEY, ADMIN = "alpha", "omega"
+ENGINE = ("--device", "cpu", "--dtype", "float64", "--cpu-threads", "1", "--kv-pages", "1000", "--log-level", "error")
 FLAGS = (
-    *("--dtype", "float64", "--cpu-threads", "1", "--kv-pages", "1000", "--max-model-len", "1024"),
-    *("--host-cache-gib", "0", "--spec", "ngram", "--spec-steps", "2", "--log-level", "error"),
-    *("--api-key", KEY, "--admin-api-key", ADMIN, "--max-request-bytes", "20000"),
+    *("--max-model-len", "1024", "--max-request-bytes", "20000", "--host-cache-gib", "0"),
+    *("--spec", "ngram", "--spec-steps", "2", "--api-key", KEY, "--admin-api-key", ADMIN),
 )
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 LONE = "\ud800"
@@ -153,7 +153,19 @@ ADMINISTRATION = (
     *(Ask("POST", path) for path in ("/flush_cache", "/reset_prefix_cache")),
     _post("/abort_request", {"abort_all": True}),
 )
-BAD_MESSAGES: tuple[Any, ...] = (None, [], "Hi", [{}], [{"role": "robot", "content": "x"}])
+WRONG_PROMPTS: tuple[Any, ...] = (None, "", [], 5, [4096], [-1], LONE, [1] * 1024, ["a", 5])
+WRONG_TEXT: tuple[dict[str, Any], ...] = (
+    *({"temperature": value} for value in (-1, "1", True)),
+    *({"top_p": 0}, {"n": 65}, {"n": 0}, {"max_tokens": 0}, {"max_tokens": 5000}, {"seed": -1}, {"seed": 2**63}),
+    *({"stop": [""]}, {"stop": ["x"] * 17}, {"logit_bias": {"9999": 1}}, {"stop_token_ids": [4096]}),
+    *({"logprobs": 21}, {"stream_options": 5}, {"suffix": "x"}, {"unknown": 1}, {"model": "other"}),
+    *({"spec": {"num_steps": 9}}, {"spec": {"steps": 1}}, {"min_tokens": 9, "max_tokens": 8}),
+)
+WRONG_MESSAGES: tuple[Any, ...] = (None, [], "Hi", [{}], [{"role": "robot", "content": "x"}], [{"role": "user"}])
+WRONG_CHAT: tuple[dict[str, Any], ...] = (
+    *({"tools": [{}]}, {"top_logprobs": 2}, {"tool_choice": "required"}, {"echo": True}),
+    {"response_format": {"type": "json_object"}},
+)
 BAD = (
     _post(TEXT, {"prompt": "Hi"}, key=""),
     _post(TEXT, {"prompt": "Hi"}, key="wrong"),
@@ -162,30 +174,10 @@ BAD = (
     Ask("DELETE", TEXT),
     Ask("GET", CHAT),
     *(_post(TEXT, body) for body in (b"", b"{", b"[]", b'{"prompt": "\xff"}', b"x" * 30_000)),
-    *(_post(TEXT, {"prompt": prompt}) for prompt in (None, "", [], 5, [4096], [-1], LONE, [1] * 1024, ["a", 5])),
-    *(_post(TEXT, {"prompt": "Hi", **more}) for more in ({"temperature": -1}, {"temperature": "1"}, {"top_p": 0})),
-    *(
-        _post(TEXT, {"prompt": "Hi", **more})
-        for more in ({"n": 65}, {"max_tokens": 0}, {"max_tokens": 5000}, {"seed": -1})
-    ),
-    *(
-        _post(TEXT, {"prompt": "Hi", **more})
-        for more in ({"stop": [""]}, {"stop": ["x"] * 17}, {"logit_bias": {"9999": 1}})
-    ),
-    *(_post(TEXT, {"prompt": "Hi", **more}) for more in ({"logprobs": 21}, {"stream_options": 5}, {"suffix": "x"})),
-    *(
-        _post(TEXT, {"prompt": "Hi", **more})
-        for more in ({"unknown": 1}, {"spec": {"num_steps": 9}}, {"model": "other"})
-    ),
-    *(_post(CHAT, {"messages": messages}) for messages in BAD_MESSAGES),
-    *(
-        _post(CHAT, {"messages": [HELLO], **more})
-        for more in ({"tools": [{}]}, {"top_logprobs": 2}, {"tool_choice": "required"})
-    ),
-    *(
-        _post(CHAT, {"messages": [HELLO], **more})
-        for more in ({"response_format": {"type": "json_object"}}, {"echo": True})
-    ),
+    *(_post(TEXT, {"prompt": prompt}) for prompt in WRONG_PROMPTS),
+    *(_post(TEXT, {"prompt": "Hi", **GREEDY, **wrong}) for wrong in WRONG_TEXT),
+    *(_post(CHAT, {"messages": messages}) for messages in WRONG_MESSAGES),
+    *(_post(CHAT, {"messages": [HELLO], **GREEDY, **wrong}) for wrong in WRONG_CHAT),
     _post(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
     *(
         _post(NATIVE, body)

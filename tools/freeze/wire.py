@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tools.freeze.session import FLAGS, SESSION, Ask
+from tools.freeze.session import ENGINE, FLAGS, SESSION, Ask
 
 SERVE = (sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())", "serve", "--port", "0")
 ANSWER_S = 60.0
@@ -57,7 +57,7 @@ def serving(*flags: str) -> Iterator[tuple[str, int]]:
 
 def session() -> list[str]:
     """Returns the answers of the scripted session, each a line and its indented content."""
-    with serving(*FLAGS) as address:
+    with serving(*ENGINE, *FLAGS) as address:
         return [line for number, ask in enumerate(SESSION) for line in told(ask, exchange(address, ask.bytes(number)))]
 
 
@@ -68,7 +68,7 @@ def refusals() -> list[str]:
 
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--max-request-bytes", str(MAX_REQUEST_BYTES))
     lines = []
-    with serving(*FLAGS[:10], "--log-level", "error", *flags) as address:
+    with serving(*ENGINE, *flags) as address:
         for bad in corpus():
             status, _, body = parse(exchange(address, bad.raw()))
             lines += [bad.name, f"  {status} {json.dumps(_steady(json.loads(body)), sort_keys=True)}"]
@@ -142,15 +142,20 @@ def _events(body: str) -> Iterator[str]:
     yield f"  a stream that ends with {datas[-1]}"
     parsed = [_steady(json.loads(data)) for data in datas if data != "[DONE]"]
     shape: Any = None
+    heads: list[Any] = []
     whole: dict[int, Any] = {}
     for event in parsed:
+        head = {key: value for key, value in event.items() if "choices" in event and key not in ("choices", "usage")}
+        heads += [head] * (head not in heads)
         shape = _joined_shapes(shape, _shape(event))
         for part in event.get("choices") or [event]:
             index = part.get("index", -1 if "choices" in event else 0)
             whole[index] = _appended(whole.get(index), part)
     if parsed and parsed[-1].get("usage"):
         whole[-1] = parsed[-1]["usage"]
-    yield from _pretty({"events": shape, "in all": {str(index): whole[index] for index in sorted(whole)}})
+    yield from _pretty(
+        {"heads": heads, "events": shape, "in all": {str(index): whole[index] for index in sorted(whole)}}
+    )
 
 
 def _appended(before: Any, new: Any) -> Any:

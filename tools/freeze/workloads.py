@@ -77,7 +77,7 @@ STORE = {"store": "file:", "store_prefetch": "wait"}  # the folder is drawn by w
 LOADING = {"kv_canary": False, "kv_pages": 30}
 
 WORKLOADS = (
-    Workload("chat", {"overlap": 0}),
+    Workload("chat", {"overlap": 0, "max_batched_tokens": 24}),
     Workload("chat ahead", {"overlap": 1}, is_quick=True),
     Workload("tenants", {"overlap": 1, "eviction": "priority", "kv_pages": 60}, tenants=3),
     Workload(
@@ -88,7 +88,9 @@ WORKLOADS = (
     Workload("preempted", {**TIGHT, "overlap": 0}, num_new=40),
     Workload("preempted with drafts", {**TIGHT, "overlap": 1, **_spec("ngram", 3)}, (GREEDY, SCORES), num_new=40),
     Workload("choices", {"overlap": 1}, choices=3, conversations=5),
-    Workload("scores", {"overlap": 1, "kv_pages": 50}, (SCORES, PROMPT_SCORES), conversations=6),
+    Workload(
+        "scores", {"overlap": 1, "kv_pages": 50, "max_batched_tokens": 40}, (SCORES, PROMPT_SCORES), conversations=6
+    ),
     Workload("ngram", {"overlap": 1, **_spec("ngram", 2)}, (GREEDY, FEW_DRAFTS, NO_DRAFTS, PENALTIES)),
     Workload("ngram, chosen", {"overlap": 1, **_spec("ngram", "auto")}, num_new=30, weather=Weather(token_s=0.0004)),
     Workload("eagle3", {"overlap": 1, **_spec("eagle3", 3)}, is_quick=True),
@@ -112,9 +114,12 @@ WORKLOADS = (
         "failed copies",
         _host(overlap=1, **LOADING),
         starts_early=True,
-        conversations=12,
+        conversations=8,
+        gap=14,
         turns=3,
-        weather=Weather(failing=("load", "offload"), faults=(26, 60), deferrals=(14, 45)),
+        pause=40,
+        flushes=dict.fromkeys(range(30, 180, 15), ("device",)),
+        weather=Weather(failing=("load", "offload"), faults=(56,), deferrals=(14, 45), token_s=0.0005),
         is_quick=True,
     ),
     Workload(
