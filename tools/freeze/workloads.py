@@ -120,7 +120,6 @@ WORKLOADS = (
         pause=40,
         flushes=dict.fromkeys(range(30, 180, 15), ("device",)),
         weather=Weather(failing=("load", "offload"), faults=(56,), deferrals=(14, 45), token_s=0.0005),
-        is_quick=True,
     ),
     Workload(
         "store",
