@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from html import escape
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from hiserve import __version__
+from hiserve.server.known_fields import IGNORED, REFUSED
 from hiserve.server.shapes import ServedModel
 
 # Pages load nothing, from nowhere: no scripts, no fonts, no pictures.
@@ -29,6 +32,8 @@ LINKS = {
     "/ready": "whether requests are served now",
     "/metrics": "Prometheus metrics",
 }
+# Of the fields with few values, the one whose values differ: without tools or with them.
+WITH_EFFECT = frozenset({"tool_choice"})
 
 
 class PageRoutes:
@@ -81,11 +86,12 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
     """Yields the content of ``/docs``, made from the OpenAPI document."""
     info, schemas = document["info"], document["components"]["schemas"]
     yield f'<h1>{escape(info["title"])} {escape(info["version"])}</h1><p><a href="/">back</a></p>'
+    yield "<p>A field that is not required may be null, which is as good as leaving it out.</p>"
     for path, operations in sorted(document["paths"].items()):
         for method, operation in operations.items():
             if method == "head":
                 continue
-            yield f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>"
+            yield f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{_prose(operation['summary'])}</p>"
             fields = {each["name"]: each["schema"] for each in operation.get("parameters", ())}
             yield from _fields("Parameters", fields, ())
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
@@ -96,31 +102,65 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
             yield "<p>" + " ".join(f"<code>{status}</code> {escape(words)}" for status, words in answers) + "</p>"
 
 
+def _prose(text: str) -> str:
+    """Returns a sentence of a docstring, with what stands in backquotes as code."""
+    return re.sub("``(.+?)``", r"<code>\1</code>", escape(text))
+
+
 def _fields(title: str, fields: dict[str, Any], required: Any) -> Iterator[str]:
-    """Yields a table that can be folded; nothing without fields."""
-    if not fields:
-        return
-    yield f"<details open><summary>{title}</summary><table><tr><th>name</th><th>type</th><th>range</th></tr>"
+    """Yields a table, and a folded one of the fields that change nothing; nothing without fields."""
+    named = dict(_named(fields))
+    served = {name: schema for name, schema in named.items() if not _is_neutral(name, schema)}
+    neutral = {name: schema for name, schema in named.items() if name not in served}
+    if served:
+        yield f"<details open><summary>{title}</summary><table><tr><th>name</th><th>type</th><th>range</th></tr>"
+        for name, schema in served.items():
+            mark = " (required)" if name in required else ""
+            cells = f"<td><code>{escape(name)}</code>{mark}</td><td>{escape(_kind(schema))}</td>"
+            yield f"<tr>{cells}<td>{escape(_range(schema))}</td></tr>"
+        yield "</table></details>"
+    if neutral:
+        yield "<details><summary>Fields of other servers, taken with these values alone: they change nothing</summary>"
+        yield "<table><tr><th>name</th><th>values</th></tr>"
+        for name, schema in neutral.items():
+            yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(schema))}</td></tr>"
+        yield "</table></details>"
+
+
+def _named(fields: dict[str, Any], before: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields fields by name, behind an object those in it: ``spec``, ``spec.num_steps``."""
     for name, schema in fields.items():
-        mark = " (required)" if name in required else ""
-        cells = f"<td><code>{escape(name)}</code>{mark}</td><td>{escape(_kind(schema))}</td>"
-        yield f"<tr>{cells}<td>{escape(_range(schema))}</td></tr>"
-    yield "</table></details>"
+        yield before + name, schema
+        for each in _forms(schema):
+            yield from _named(each.get("properties", {}), f"{before}{name}.")
+
+
+def _is_neutral(name: str, schema: dict[str, Any]) -> bool:
+    """Says whether a field is taken for other servers' clients alone."""
+    bare = name.rpartition(".")[2]
+    is_fixed = all("enum" in form or form.get("type") == "null" for form in _forms(schema))
+    return bare in IGNORED or (bare in REFUSED and is_fixed and bare not in WITH_EFFECT)
+
+
+def _forms(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the alternatives of a schema, those within them too; itself if it has none."""
+    inner = [each for word in ("anyOf", "oneOf") for each in schema.get(word, ())]
+    return [form for each in inner for form in _forms(each)] or [schema]
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Returns the type of a field in words."""
-    for word in ("anyOf", "oneOf"):
-        if word in schema:
-            return " or ".join(dict.fromkeys(_kind(each) for each in schema[word]))
-    if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
-    if "$ref" in schema:
-        return str(schema["$ref"].rpartition("/")[2])
-    kind = schema.get("type", "any value")
-    if kind == "array":
-        return f"list of {_kind(schema.get('items', {}))}"
-    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+    """Returns the type of a field in words; null, which is as good as nothing, where it is all."""
+    words: dict[str, None] = {}
+    for form in _forms(schema):
+        if "enum" in form or "const" in form:
+            words |= dict.fromkeys(map(json.dumps, form.get("enum", [form.get("const")])))
+        elif "$ref" in form:
+            words[str(form["$ref"].rpartition("/")[2])] = None
+        elif form.get("type") == "array":
+            words[f"list of {_kind(form.get('items', {}))}"] = None
+        else:
+            words[str(form.get("type", "any value"))] = None
+    return " or ".join(word for word in words if word != "null" or len(words) == 1)
 
 
 def _range(schema: dict[str, Any]) -> str:
@@ -136,7 +176,6 @@ def _range(schema: dict[str, Any]) -> str:
         "maxLength": "characters at most",
         "default": "default",
     }
-    found = [f"{word} {schema[name]}" for name, word in words.items() if name in schema]
-    for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found += [limits] if (limits := _range(each)) else []
+    limits = [(name, form[name]) for form in _forms(schema) for name in words if name in form]
+    found = [f"{words[name]} {limit}" for name, limit in limits if (name, limit) != ("minItems", 0)]
     return ", ".join(dict.fromkeys(found))

@@ -29,6 +29,21 @@ async def test_the_docs_describe_every_route_and_field(server: Server) -> None:
     assert "at most 2" in page, "ranges are shown"
 
 
+async def test_the_docs_say_which_fields_change_nothing_and_what_objects_hold(server: Server) -> None:
+    page = (await server.get("/docs")).text
+    assert "``" not in page, "code is shown as code"
+    for words in ("or null", "null or", "items at least 0", "True", "False"):
+        assert words not in page, words
+    (generate,) = re.findall(r"<code>POST /generate</code></h2>(.*?)<h2>", page)
+    served, neutral = generate.split("change nothing</summary>")
+    for name in ("text", "input_ids", "sampling_params.temperature", "return_logprob"):
+        assert f"<code>{name}</code>" in served and f"<code>{name}</code>" not in neutral
+    for name in ("user", "response_format", "use_beam_search", "sampling_params.metadata"):
+        assert f"<code>{name}</code>" in neutral and f"<code>{name}</code>" not in served
+    (chat,) = re.findall(r"<code>POST /v1/chat/completions</code></h2>(.*?)<h2>", page)
+    assert "<code>tool_choice</code>" in chat.split("change nothing</summary>")[0]
+
+
 async def test_pages_load_nothing_and_run_nothing(server: Server) -> None:
     for path in ("/", "/docs"):
         call = await server.get(path)
