@@ -32,8 +32,6 @@ LINKS = {
     "/ready": "whether requests are served now",
     "/metrics": "Prometheus metrics",
 }
-# Of the fields with few values, the one whose values differ: without tools or with them.
-WITH_EFFECT = frozenset({"tool_choice"})
 
 
 class PageRoutes:
@@ -111,6 +109,8 @@ def _fields(title: str, fields: dict[str, Any], required: Any) -> Iterator[str]:
     """Yields a table, and a folded one of the fields that change nothing; nothing without fields."""
     named = dict(_named(fields))
     served = {name: schema for name, schema in named.items() if not _is_neutral(name, schema)}
+    if "tools" in served:  # its two values differ then
+        served["tool_choice"] = named["tool_choice"]
     neutral = {name: schema for name, schema in named.items() if name not in served}
     if served:
         yield f"<details open><summary>{title}</summary><table><tr><th>name</th><th>type</th><th>range</th></tr>"
@@ -139,7 +139,7 @@ def _is_neutral(name: str, schema: dict[str, Any]) -> bool:
     """Says whether a field is taken for other servers' clients alone."""
     bare = name.rpartition(".")[2]
     is_fixed = all("enum" in form or form.get("type") == "null" for form in _forms(schema))
-    return bare in IGNORED or (bare in REFUSED and is_fixed and bare not in WITH_EFFECT)
+    return bare in IGNORED or (bare in REFUSED and is_fixed)
 
 
 def _forms(schema: dict[str, Any]) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ async def test_the_docs_say_which_fields_change_nothing_and_what_objects_hold(se
     served, neutral = generate.split("change nothing</summary>")
     for name in ("text", "input_ids", "sampling_params.temperature", "return_logprob"):
         assert f"<code>{name}</code>" in served and f"<code>{name}</code>" not in neutral
-    for name in ("user", "response_format", "use_beam_search", "sampling_params.metadata"):
+    for name in ("user", "response_format", "use_beam_search", "tool_choice", "sampling_params.metadata"):
         assert f"<code>{name}</code>" in neutral and f"<code>{name}</code>" not in served
     (chat,) = re.findall(r"<code>POST /v1/chat/completions</code></h2>(.*?)<h2>", page)
     assert "<code>tool_choice</code>" in chat.split("change nothing</summary>")[0]
