@@ -117,6 +117,12 @@ def prepare(path: Path) -> None:
         raise ConfigError(f"cannot write --output {path}: {error}.", param="output") from None
 
 
+def discard_empty(path: Path) -> None:
+    """Removes a result file to which nothing was written."""
+    if path.is_file() and path.stat().st_size == 0:
+        path.unlink()
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
     """Writes a result file; infinite numbers become null."""
     path.write_bytes(msgspec.json.encode(content, enc_hook=str) + b"\n")

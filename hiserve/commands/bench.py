@@ -43,7 +43,7 @@ from hiserve.bench.options import (
     pick,
 )
 from hiserve.bench.plot import Plotter
-from hiserve.bench.record import about, prepare, raw, write
+from hiserve.bench.record import about, discard_empty, prepare, raw, write
 from hiserve.bench.request import Run
 from hiserve.bench.soak.report import show_soak
 from hiserve.bench.soak.run import soak
@@ -107,9 +107,13 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
         HiserveError: The options, the data, the server or the engine do not do.
     """
     output = pick(Results, arguments).output
-    if output is not None:
-        prepare(output)
-    return KINDS[kind].run(config, arguments)
+    if output is None:
+        return KINDS[kind].run(config, arguments)
+    prepare(output)
+    try:
+        return KINDS[kind].run(config, arguments)
+    finally:
+        discard_empty(output)
 
 
 def _serve(_: Config, arguments: Mapping[str, Any]) -> int:

@@ -52,6 +52,9 @@ class Job:
     fail: Callable[[HiserveError], None]
 
 
+CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
+
+
 class Backend(Protocol):
     """Runs jobs to their ends.
 
@@ -184,6 +187,18 @@ class InProcess:
         copying.result()
 
 
+async def _end_others() -> None:
+    """Returns when no other task of the event loop is left.
+
+    One that Ctrl-C has cancelled has time to stop the processes that it began to start; what hangs is cancelled.
+    """
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    _, pending = await asyncio.wait(others, timeout=CLEAN_UP_S) if others else (set(), set())
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
 class Processes:
     """Talks to a scheduler process from an event loop in a thread."""
 
@@ -253,6 +268,7 @@ class Processes:
         self._end_loop()
 
     def _end_loop(self) -> None:
+        asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -172,6 +172,17 @@ async def test_what_cannot_be_run_is_one_line_that_says_what_to_do(argv: list[st
     assert words in err
 
 
+async def test_a_benchmark_that_fails_leaves_no_empty_file_and_keeps_an_older_one(tmp_path: Path) -> None:
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("{}")
+    async with serving(scripted(0.0)) as server:
+        for output in (new, old):
+            argv = ["serve", "--url", server.url, "--model-name", "other", "--output", str(output)]
+            assert await bench_cli(*argv) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert old.read_text() == "{}"
+
+
 async def test_no_kind_is_told_what_kinds_there_are(capsys: Any) -> None:
     assert await bench_cli() == 1
     assert "KIND" in capsys.readouterr().err

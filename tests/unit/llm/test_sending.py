@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
+from hiserve.config import Config, Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.llm.backends import Job, Processes
+from hiserve.scheduler.client import EngineClient
 from hiserve.scheduler.stream import Delta
 
 PROMPT, NUM_PROMPTS = 100, 12
@@ -51,3 +56,30 @@ def test_processes_get_each_prompt_before_the_next_is_encoded() -> None:
     assert ended.qsize() == NUM_PROMPTS + 1
     for number in range(NUM_PROMPTS - 1):
         assert diary.events.index(f"sent {number}") < diary.events.index(f"encoded {number + 1}")
+
+
+def test_what_is_cancelled_has_cleaned_up_before_the_event_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C during a start does."""
+    begun, cleaned = threading.Event(), list[bool]()
+
+    async def start(_: Any) -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            cleaned.append(True)
+
+    def interrupted(self: Processes, work: Any) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        begun.wait()
+        future.cancel()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(EngineClient, "start", start)
+    config = msgspec.structs.replace(Config(), scheduler=Scheduler(max_running_requests=4))
+    monkeypatch.setattr(Processes, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Processes(config)
+    assert cleaned == [True]
