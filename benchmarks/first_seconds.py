@@ -1,11 +1,12 @@
 """What the host tier takes of an engine's first seconds, while its pages are pinned, and what of all later ones.
 
-Usage: ``python -m benchmarks.first_seconds OUT.json COMMIT [--shapes qwen3-0.6b llama-8b] [--rounds N] [--tiny]`` on a CUDA
-device: random weights, defaults, engines of this process. The same workloads run over and over on an engine with the host
-tier from the moment it is ready: rounds until its pages are all pinned (``early``, each with what was pinned at its end),
-then ``--rounds`` more (``late``); then as many on an engine without (``none``). Each round begins with an empty cache.
-Early over none is what pinning and copies cost together, late over none what copies cost. With them: pages that were to be
-stored, those that were and why the others were not. ``--tiny`` runs all of it on the CPU, as a test of this file.
+Usage: ``python -m benchmarks.first_seconds OUT.json COMMIT [--shapes qwen3-0.6b llama-8b] [--piece-mib 64 16] [--rounds N]
+[--tiny]`` on a CUDA device: random weights, defaults, engines of this process. The same workloads run over and over on an
+engine with the host tier from the moment it is ready: rounds until its pages are all pinned (``early``), then ``--rounds`` more
+(``late``); again for each size of the pieces that are pinned at once, which are 64 MiB; then as many on an engine without a host
+tier (``none``). Each round begins with an empty cache. Early over none is what pinning and copies cost together, late over none
+what copies cost. With each round stand the pages that were stored, why others were not, and what pinning took meanwhile: pieces,
+seconds of all and of the longest. ``--tiny`` runs all of it on the CPU, where nothing is pinned, as a test of this file.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import statistics
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
 from benchmarks.record import about
+from hiserve.cache.pools.touch import FirstTouch
 from hiserve.models.config import NANO
 
 SEED = 20261122
@@ -29,8 +32,24 @@ VOCAB_SIZE = 4096  # ids of prompts are below it
 WORKLOADS = {"1 row": (1, 1024, 256), "128 rows": (128, 1024, 256)}  # rows, tokens of each prompt, of each reply
 TINY_WORKLOADS = {"1 row": (1, 24, 4), "128 rows": (4, 24, 4)}
 TINY: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256, "host_cache_gib": 0.05}
-MAX_EARLY_S = 90.0
-GIB = 2**30
+MAX_EARLY_S = 60.0
+MIB = 2**20
+
+
+def watch_pinning(drive: Drive) -> list[float]:
+    """Returns a list that grows by the seconds that each piece takes to pin, from now on."""
+    taken: list[float] = []
+    copier: Any = drive.engine._executor._copier  # type: ignore[attr-defined]
+    if copier is not None:
+        pace = copier._host.touch.pace
+        told = pace.pinned
+
+        def watched(taken_s: float) -> None:
+            taken.append(taken_s)
+            told(taken_s)
+
+        pace.pinned = watched
+    return taken
 
 
 def run(drive: Drive, rows: int, num_prompt: int, num_output: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -58,38 +77,44 @@ def run(drive: Drive, rows: int, num_prompt: int, num_output: int, rng: np.rando
     }
 
 
-def measure(settings: dict[str, Any], workloads: dict[str, tuple[int, int, int]], rounds: int) -> dict[str, Any]:
-    """Returns every round of both engines, by workload."""
-    found: dict[str, Any] = {name: {"early": [], "late": [], "none": []} for name in workloads}
-    for has_host in (True, False):
-        rng = np.random.default_rng(SEED)
-        drive = Drive(**settings | ({} if has_host else {"host_cache_gib": 0}), awaits_host=False)
-        begin = time.perf_counter()
-        while has_host and not drive.is_host_ready and time.perf_counter() < begin + MAX_EARLY_S:
-            for name, workload in workloads.items():
-                made = run(drive, *workload, rng) | {"at_s": time.perf_counter() - begin}
-                found[name]["early"].append(made)
-                print(f"  early, {made['at_s']:5.1f} s, {name}: {made}", flush=True)
-        if has_host:
-            drive.await_host()
-        for number in range(1 + rounds):
-            for name, workload in workloads.items():
-                made = run(drive, *workload, rng)
-                if number:
-                    found[name]["late" if has_host else "none"].append(made)
-        drive.close()
+def measure(
+    settings: dict[str, Any], workloads: dict[str, tuple[int, int, int]], rounds: int, has_host: bool
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Returns every round of an engine, by workload: until its host pages are pinned, and afterwards."""
+    found: dict[str, Any] = {name: {"early": [], "late": []} for name in workloads}
+    rng = np.random.default_rng(SEED)
+    drive = Drive(**settings | ({} if has_host else {"host_cache_gib": 0}), awaits_host=False)
+    begin, pinned = time.perf_counter(), watch_pinning(drive)
+    is_early = has_host  # at least once
+    while is_early:
+        for name, workload in workloads.items():
+            before = len(pinned)
+            made = run(drive, *workload, rng)
+            seconds = pinned[before:]
+            made["pinning"] = {"pieces": len(seconds), "s": sum(seconds), "longest_s": max(seconds, default=0.0)}
+            made["at_s"] = time.perf_counter() - begin
+            found[name]["early"].append(made)
+            print(f"  early, {name}: {made}", flush=True)
+        is_early = not drive.is_host_ready and time.perf_counter() < begin + MAX_EARLY_S
+    drive.await_host()
+    for number in range(1 + rounds):
+        for name, workload in workloads.items():
+            made = run(drive, *workload, rng)
+            if number:
+                found[name]["late"].append(made)
+    drive.close()
     return found
 
 
-def ratios(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+def compare(found: dict[str, Any], none: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Returns medians of tokens a second over those without a host tier, by workload; of early rounds the first too."""
     told = {}
     for name, kinds in found.items():
-        none = statistics.median(each["tokens_per_s"] for each in kinds["none"])
-        rates = {kind: [each["tokens_per_s"] for each in kinds[kind]] for kind in ("early", "late")}
-        told[name] = {kind: round(statistics.median(each) / none, 3) for kind, each in rates.items() if each}
+        base = statistics.median(each["tokens_per_s"] for each in none[name]["late"])
+        rates = {kind: [each["tokens_per_s"] for each in rounds] for kind, rounds in kinds.items()}
+        told[name] = {kind: round(statistics.median(each) / base, 3) for kind, each in rates.items() if each}
         if rates["early"]:
-            told[name]["first"] = round(rates["early"][0] / none, 3)
+            told[name]["first"] = round(rates["early"][0] / base, 3)
     return told
 
 
@@ -99,20 +124,28 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("commit")
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
+    parser.add_argument("--piece-mib", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    command = f"python -m benchmarks.first_seconds OUT.json COMMIT --shapes {' '.join(given.shapes)}"
+    flags = f"--shapes {' '.join(given.shapes)} --piece-mib {' '.join(map(str, given.piece_mib))}"
+    command = f"python -m benchmarks.first_seconds OUT.json COMMIT {flags}"
     result = about(command, *ENGINE, at_commit=given.commit, num_gpus=int(not given.tiny)) | {
         "seed": SEED,
         "shapes": {},
     }
+    workloads = TINY_WORKLOADS if given.tiny else WORKLOADS
     for shape in [NANO] if given.tiny else given.shapes:
         settings = TINY if given.tiny else {"shape": shape, "load_format": "dummy", "device": "cuda"}
-        found = measure(settings, TINY_WORKLOADS if given.tiny else WORKLOADS, given.rounds)
-        result["shapes"][shape] = {"of no host tier": ratios(found), "rounds": found}
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-        print(shape, json.dumps(ratios(found)), flush=True)
+        rounds = {"none": measure(settings, workloads, given.rounds, False)}
+        result["shapes"][shape] = told = {"of no host tier": {}, "rounds": rounds}
+        for piece_mib in given.piece_mib:
+            name = f"pieces of {piece_mib} MiB"
+            with mock.patch.dict(FirstTouch.__init__.__kwdefaults__, piece_bytes=piece_mib * MIB):
+                rounds[name] = measure(settings, workloads, given.rounds, True)
+            told["of no host tier"][name] = compare(rounds[name], rounds["none"])
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            print(shape, name, json.dumps(told["of no host tier"][name]), flush=True)
     return 0
 
 
