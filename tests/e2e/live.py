@@ -95,7 +95,7 @@ def serve(
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
             process.wait()
@@ -111,7 +111,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], timeout_s: float = 10.0) -> None:
+def wait_gone(pids: list[int], timeout_s: float = 60.0) -> None:
     """Waits until none of the processes lives."""
     deadline = time.monotonic() + timeout_s
     while alive := [pid for pid in pids if is_alive(pid)]:

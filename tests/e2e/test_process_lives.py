@@ -21,9 +21,10 @@ from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, HiserveError, ModelError, UnavailableError
 from hiserve.messages.codec import Received
 from hiserve.messages.types import Halted
+from hiserve.scheduler import client as client_module
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import CRASH, KILL, LIE, reply
-from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens
+from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_running
 from tests.helpers.processes import children, wait_dead
 
 pytestmark = pytest.mark.alone
@@ -38,8 +39,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("death", [CRASH, KILL, LIE])
 async def test_a_request_that_kills_its_worker_fails_alone_and_the_others_get_what_they_would_have(death: int) -> None:
     async with engine() as client:
-        tasks = [asyncio.create_task(finish(client, tokens(1000 * number), 300)) for number in range(4)]
-        await asyncio.sleep(0.05)
+        tasks = [asyncio.create_task(finish(client, tokens(1000 * number), 1500)) for number in range(4)]
+        await until_running(client, 4)
         with pytest.raises(EngineError, match="at last with no other"):
             await collect(client, order(death))
         await asyncio.gather(*tasks)
@@ -55,7 +56,7 @@ async def test_the_client_knows_of_deaths_and_restarts_when_they_come_and_keeps_
     async with engine() as client:
         assert (client.crash, client.num_restarts) == (None, 0)
         os.kill(client.started.workers[0].pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not client.num_restarts:
                 await asyncio.sleep(0.01)
         os.kill(client.started.scheduler_pid, signal.SIGKILL)
@@ -67,11 +68,11 @@ async def test_the_client_knows_of_deaths_and_restarts_when_they_come_and_keeps_
 
 async def test_a_killed_worker_costs_nobody_a_token() -> None:
     async with engine(replicas=2) as client:
-        tasks = [asyncio.create_task(finish(client, tokens(1000 * number), 400)) for number in range(8)]
-        await asyncio.sleep(0.1)
+        tasks = [asyncio.create_task(finish(client, tokens(1000 * number), 2000)) for number in range(8)]
+        await until_running(client, 4, 4)
         os.kill(client.started.workers[0].pid, signal.SIGKILL)
         await asyncio.gather(*tasks)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len((await client.status()).workers) < 2:
                 await asyncio.sleep(0.01)
         status = await client.status()
@@ -89,18 +90,19 @@ async def test_queued_requests_survive_the_death_of_the_only_worker() -> None:
         await asyncio.gather(*first, *queued)
 
 
-async def test_requests_aborted_while_their_worker_starts_again_end_at_once() -> None:
-    async with engine() as client:
+async def test_requests_aborted_while_their_worker_starts_again_end_at_once(tmp_path: Path) -> None:
+    async with engine(model="held") as client:
         tasks = [asyncio.create_task(collect(client, tokens(1000 * number), 90_000)) for number in range(6)]
-        await asyncio.sleep(0.05)
+        await until_running(client, 6)
+        (tmp_path / "hold").touch()
         os.kill(client.started.workers[0].pid, signal.SIGKILL)
         while (await client.status()).queued < 6:
             await asyncio.sleep(0.001)
-        begin = time.monotonic()
         assert client.abort() == 6
         for deltas in await asyncio.gather(*tasks):
             assert deltas[-1].finish is FinishReason.ABORT
-        assert time.monotonic() - begin < 0.1
+        assert client.num_restarts == 0
+        (tmp_path / "hold").unlink()
         await finish(client, tokens(7000))
         await settled(client)
 
@@ -108,18 +110,16 @@ async def test_requests_aborted_while_their_worker_starts_again_end_at_once() ->
 async def test_a_killed_scheduler_fails_every_request_and_takes_its_workers_along() -> None:
     async with engine(replicas=2) as client:
         tasks = [asyncio.create_task(collect(client, tokens(1000 * number), 90_000)) for number in range(30)]
-        await asyncio.sleep(0.1)
+        await until_running(client, 8 + 1, 8 + 1)  # a worker holds one more
         os.kill(client.started.scheduler_pid, signal.SIGKILL)
-        begin = time.monotonic()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - begin < 3
         assert all(isinstance(result, UnavailableError) for result in results)
         assert not client.is_ready
         assert client.num_inflight == 0
         with pytest.raises(UnavailableError, match="SIGKILL"):
             await client.status()
-        await asyncio.to_thread(wait_dead, [worker.pid for worker in client.started.workers], 2.0)
+        await asyncio.to_thread(wait_dead, [worker.pid for worker in client.started.workers])
 
 
 async def test_a_client_that_was_told_that_no_worker_is_left_says_so() -> None:
@@ -156,7 +156,7 @@ class Family:
 
     def wait_born(self) -> None:
         """Waits until the workers' processes exist."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not (schedulers := children(self.client.pid)) or len(children(schedulers[0])) < self._num_workers:
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -233,12 +233,21 @@ async def test_a_scheduler_that_cannot_run_is_one_clear_error() -> None:
         await EngineClient.start(make_config(), command=(sys.executable, "-c", "raise SystemExit(5)"))
 
 
-async def test_stop_drains_as_long_as_it_was_told_and_fails_the_rest() -> None:
+async def test_stop_drains_as_long_as_it_was_told_and_fails_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    told_s: list[float] = []
+
+    async def wait_for_short(event: asyncio.Event, timeout_s: float) -> bool:
+        told_s.append(timeout_s)
+        await asyncio.wait([short, asyncio.create_task(event.wait())], return_when=asyncio.FIRST_COMPLETED)
+        return event.is_set()
+
+    monkeypatch.setattr(client_module, "wait_for_event", wait_for_short)
     async with engine() as client:
         short = asyncio.create_task(finish(client, tokens(0), 50))
         long = asyncio.create_task(collect(client, tokens(1000), 90_000))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         await client.stop(drain_s=0.5)
+        assert told_s == [0.5]
         assert short.done()
         await short
         with pytest.raises(UnavailableError, match="stopped"):
@@ -250,9 +259,8 @@ async def test_stop_drains_as_long_as_it_was_told_and_fails_the_rest() -> None:
 
 async def test_an_idle_engine_stops_quickly_even_when_asked_to_drain() -> None:
     async with engine(replicas=2) as client:
-        begin = time.monotonic()
-        await client.stop(drain_s=30)
-        assert time.monotonic() - begin < 2
+        async with asyncio.timeout(60):
+            await client.stop(drain_s=3600)
 
 
 def test_an_engine_lives_in_uvloop_as_well() -> None:
@@ -260,7 +268,7 @@ def test_an_engine_lives_in_uvloop_as_well() -> None:
         async with engine(replicas=2) as client:
             for worker in client.started.workers:
                 assert list(worker.startup_s) == ["start process", "build"]
-                assert 0 < worker.startup_s["start process"] < 20
+                assert worker.startup_s["start process"] > 0
             await asyncio.gather(*(finish(client, tokens(1000 * number), 50) for number in range(8)))
             running = asyncio.create_task(collect(client, tokens(0), 90_000))
             await asyncio.sleep(0.05)
@@ -280,5 +288,5 @@ def test_an_engine_may_live_in_the_loop_of_a_background_thread() -> None:
 
     thread = threading.Thread(target=lambda: asyncio.run(use()))
     thread.start()
-    thread.join(30)
+    thread.join(120)
     assert got == reply(tokens(0), 5)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -214,4 +216,7 @@ def build(config: Config, host_fd: int = -1, replica: int = 0, findings: Finding
             os._exit(7)
         case "slow":
             time.sleep(60)
+        case "held":  # as long as a test wants
+            while (Path(tempfile.gettempdir()) / "hold").exists():
+                time.sleep(0.005)
     return FakeEngine(config, findings=findings)

@@ -76,9 +76,16 @@ async def finish(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) 
     return got
 
 
+async def until_running(client: EngineClient, *counts: int) -> None:
+    """Waits until each worker runs so many requests."""
+    async with asyncio.timeout(60):
+        while [worker.stats.running for worker in (await client.status()).workers] != list(counts):
+            await asyncio.sleep(0.01)
+
+
 async def settled(client: EngineClient) -> None:
     """Waits until nothing is owed, here, in the scheduler and in the workers; fails if something stays."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             status = await client.status()
             if not client.num_inflight and not status.queued and not any(w.stats.running for w in status.workers):

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from hiserve.scheduler.stillness import usage_of
+
 
 def is_alive(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
@@ -24,13 +26,26 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def wait_dead(pids: Iterable[int], timeout_s: float = 10.0) -> None:
+def wait_dead(pids: Iterable[int], timeout_s: float = 60.0) -> None:
     """Waits until all processes are gone, and says which is not."""
     deadline = time.monotonic() + timeout_s
     left = set(pids)
     while left := {pid for pid in left if is_alive(pid)}:
         assert time.monotonic() < deadline, f"still alive after {timeout_s} s: {sorted(left)}"
         time.sleep(0.01)
+
+
+def wait_resting(pid: int, rest_s: float = 1.0, timeout_s: float = 120.0) -> None:
+    """Waits until a process neither computed nor wanted to for a while, so that a machine that is busy looks like no rest."""
+    deadline = rested_s = time.monotonic()
+    deadline += timeout_s
+    before = usage_of(pid)
+    while time.monotonic() - rested_s < rest_s:
+        assert time.monotonic() < deadline, f"{pid} still computes after {timeout_s} s"
+        time.sleep(0.02)
+        now = usage_of(pid)
+        if now is None or before is None or now.wants_cpu or now.cpu_s > before.cpu_s + 0.015:  # a tick is a heartbeat
+            rested_s, before = time.monotonic(), now
 
 
 def resident_bytes(pid: int) -> int:
