@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hiserve.errors import InvariantError
 from hiserve.messages.channels import Broadcast
@@ -30,6 +30,7 @@ class Publisher:
         replica: Data-parallel rank that every batch names.
         heartbeat_s: An empty batch follows so many seconds of silence.
         max_queued: Batches that may wait for the thread; what comes while so many do is dropped, and its number with it.
+        clock: Seconds, monotone; tells silence.
 
     Attributes:
         num_dropped: Batches dropped.
@@ -43,12 +44,14 @@ class Publisher:
         replica: int,
         heartbeat_s: float = HEARTBEAT_S,
         max_queued: int = MAX_QUEUED_BATCHES,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._broadcast = broadcast
         self._page_size = page_size
         self._replica = replica
         self._heartbeat_s = heartbeat_s
         self._max_queued = max_queued
+        self._clock = clock
         self._history = History()
         self._queue: deque[tuple[int, float, Sequence[Change]]] = deque()
         self._num_lost = 0  # since the last batch that was queued
@@ -90,19 +93,19 @@ class Publisher:
             self._failure = error
 
     def _serve(self) -> None:
-        due_s = time.monotonic() + self._heartbeat_s
+        due_s = self._clock() + self._heartbeat_s
         is_closing = False
         while not is_closing:
-            self._broadcast.wait(due_s - time.monotonic())
+            self._broadcast.wait(due_s - self._clock())
             is_closing = self._is_closing  # asked first: what was put before is queued by now
-            is_silent = time.monotonic() >= due_s and not self._queue
-            if self._queue or is_silent:
-                due_s = time.monotonic() + self._heartbeat_s
-            while self._queue:
+            is_silent = self._clock() >= due_s and not self._queue
+            while self._queue:  # more may come meanwhile
+                due_s = self._clock() + self._heartbeat_s
                 num_lost, now_s, changes = self._queue.popleft()
                 self._history.skip(num_lost)
                 self._publish(now_s, changes)
             if is_silent:
+                due_s = self._clock() + self._heartbeat_s
                 self._publish(time.time(), ())
             question = self._broadcast.take_question()
             if question is not None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.alone
 
 NUM_STREAMS = 6
 LEAST_STREAMS = 4
-ANSWER_S = 5.0
+ANSWER_S = 60.0
 # Double precision, so that a token does not depend on what else is in its batch.
 FLAGS = ("--dtype", "float64", "--cpu-threads", "1", "--kv-pages", "1000", "--max-model-len", str(MAX_MODEL_LEN))
 LIMITS = ("--max-request-bytes", str(MAX_REQUEST_BYTES), "--log-level", "warning")
@@ -213,7 +213,7 @@ class Belongings:
         assert stats["free_pages"] + stats["evictable_pages"] == worker["num_pages"]
         assert self._live.pids() == self._pids
         assert all(is_alive(pid) for pid in self._pids)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(now > before for now, before in zip(self._num_files(), self._files, strict=True)):
             assert time.monotonic() < deadline, f"{self._num_files()} open files, {self._files} before"
             time.sleep(0.05)

@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         name="heartbeats come in the middle of a talk",
         file=PUBLISHER,
-        old="            if self._queue or is_silent:",
-        new="            if is_silent:",
+        old="                due_s = self._clock() + self._heartbeat_s\n                num_lost",
+        new="                num_lost",
         test=OF_PUBLISHER + "test_who_talks_has_no_heartbeat",
     ),
     Mutant(

@@ -119,10 +119,21 @@ async def test_each_framing_is_read_to_its_end(server: FakeServer, path: str, st
 
 
 async def test_the_time_of_each_part_is_when_it_arrived(server: FakeServer) -> None:
-    pool, body = Pool(server.url), Body()
-    await pool.request("POST", "/chunked", b"", body)
-    assert 0.04 < body.times[1] - body.times[0] < 0.5
-    assert body.times[-1] <= time.perf_counter()
+    pool, body, said_s = Pool(server.url), Body(), [time.perf_counter()]
+
+    async def in_turns(_: Asked, out: Out) -> None:
+        await out.begin()
+        for number in range(1, 4):
+            await out.part(b"part")
+            while len(body.parts) < number:
+                await asyncio.sleep(0.001)
+            said_s.append(time.perf_counter())
+        await out.raw(b"0\r\n\r\n")
+
+    server.routes["/in_turns"] = in_turns
+    await pool.request("POST", "/in_turns", b"", body)
+    moments = [said_s[0], *(moment for each in zip(body.times[:3], said_s[1:], strict=True) for moment in each)]
+    assert moments == sorted(moments)
     pool.close()
 
 
@@ -216,9 +227,9 @@ def test_a_malformed_url_is_refused(url: str) -> None:
 
 
 async def test_a_slow_reader_takes_its_time_and_gets_everything(server: FakeServer) -> None:
-    begin = time.perf_counter()
+    begin_s = time.perf_counter()
     pool, body = Pool(server.url, bytes_per_s=30_000), Body()
     assert await pool.request("POST", "/long", b"", body) == 200
     assert body.text == "x" * 60_000
-    assert 1.5 < time.perf_counter() - begin < 20
+    assert time.perf_counter() - begin_s > 1.5
     pool.close()
