@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +117,17 @@ def test_sigterm_lets_pages_reach_a_slow_store(tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("is_hurried", [False, True], ids=["until the time is over", "until a second signal"])
 def test_the_end_waits_for_pages_as_long_as_it_may_and_nobody_hurries_it(tmp_path: Path, is_hurried: bool) -> None:
-    """The store is a worker's that takes 3 s for each call."""
+    """The store is a worker's whose calls take longer than this test waits for the end."""
     store = ("--store", f"file:{tmp_path}/store", "--store-prefetch", "best_effort", "--host-cache-gib", "0.01")
     limit = ("--drain-timeout-s", "3600" if is_hurried else "4")
-    with serving(tmp_path, *store, *limit, worker="tests.faults.worker stall_s=3") as live:
+    with serving(tmp_path, *store, *limit, worker="tests.faults.worker stall_s=200") as live:
         for prompt in prompts(4):
             ask(live, prompt)
-        begin = time.monotonic()
         live.process.send_signal(signal.SIGTERM)
         if is_hurried:
             with contextlib.suppress(Exception):
                 live.process.wait(2)
             assert live.process.poll() is None
             live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(30) == 0
-        assert time.monotonic() - begin < 20
+        assert live.process.wait(120) == 0
     assert os.path.isdir(tmp_path / "store")

@@ -76,7 +76,7 @@ def check_idle(live: Live, num_files: dict[int, int]) -> dict[str, Any]:
         live: The server.
         num_files: As ``open_files`` gave it; processes that are gone are not asked about.
     """
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         info = live.wait_idle()
         stats = [(worker["stats"], worker["num_pages"]) for worker in info["workers"]]
@@ -199,7 +199,7 @@ class Crowd:
         await self._http.aclose()
         print(dict(self.counts))
 
-    async def until(self, name: str, more: int, timeout_s: float = 60) -> None:
+    async def until(self, name: str, more: int, timeout_s: float = 200) -> None:
         """Returns when so many more requests came to this end."""
         wanted = self.counts[name] + more
         async with asyncio.timeout(timeout_s):
