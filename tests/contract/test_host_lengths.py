@@ -89,6 +89,14 @@ def test_lengths_that_a_backend_plans_with_are_exact(
     assert len(told) == (depth == 1 and proposer != "off")
 
 
+def test_no_step_is_planned_ahead_where_drafts_may_be_chosen_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[bool] = []
+    open_with(monkeypatch, partial(HostLengthAttention, log=log))
+    with LLM(**settings("ngram", 1, spec_steps="auto")) as llm:
+        assert llm.config.spec.tiers[0] == 0 < llm.config.spec.tiers[-1]
+        assert engine_of(llm)._depth == 0
+
+
 @PROPOSERS
 def test_graphs_that_are_planned_before_each_replay_get_exact_lengths_too(
     proposer: str, monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,17 @@ def test_a_whole_engine_comes_to_this_reason_with_the_same_tokens(
     assert sum(reasons.get(reason.value, 0) for reasons in counts.values()) > 0, counts
 
 
+@pytest.mark.parametrize(("asked", "most"), [("auto", 96), (64, 64), (10**6, 96)])
+def test_graphs_hold_rows_as_long_as_was_asked_for_and_no_longer_than_any_can_be(
+    asked: Any, most: int, monkeypatch: Patch
+) -> None:
+    allow_recording(monkeypatch)
+    with LLM(**SETTINGS | {"graph_max_len": asked}) as llm:
+        coverage = engine_of(llm)._executor._runners.coverage  # type: ignore[attr-defined]
+        assert {graphs.max_len for graphs in coverage.full.values()} == {most}
+        assert coverage.mixed is None or coverage.mixed.max_len == most
+
+
 def test_a_step_whose_replay_fails_for_memory_runs_eagerly_in_the_end(
     expected: list[list[int]], monkeypatch: Patch
 ) -> None:

@@ -47,3 +47,14 @@ async def test_places_are_kept_whoever_leaves() -> None:
     assert sum(not task.cancelled() for task in tasks) > 150
     for _ in range(3):  # all places are free
         await asyncio.wait_for(turns.enter(0), 1)
+
+
+async def test_who_goes_as_soon_as_it_is_his_turn_passes_it_on() -> None:
+    turns = Turns(1)
+    await turns.enter(1)
+    goes, stays = (asyncio.create_task(turns.enter(caller)) for caller in (2, 3))
+    await asyncio.sleep(0)
+    turns.leave()
+    goes.cancel()  # the place is his, and he does not know it yet
+    await asyncio.wait_for(stays, 10)
+    assert goes.cancelled()

@@ -66,6 +66,32 @@ def test_each_step_proposes_what_is_chosen_for_it_and_verifies_what_was_chosen_b
     ]
 
 
+class Cold(Scripted):
+    """Goes cold with its third step; what stands behind the rows then is still verified."""
+
+    num_steps = 0
+
+    @property
+    def is_cold(self) -> bool:
+        return self.num_steps > 2
+
+    def stays_cold(self, allowed: Int32Array) -> bool:
+        self.num_steps += 1
+        return self.is_cold
+
+
+def test_a_cold_step_proposes_nothing_and_tells_of_drafts_alone() -> None:
+    controller = Cold([2, 2])
+    steps = Steps(num_pages=30, num_draft=3, controller=controller)
+    steps.add(1, prompt(5), max_tokens=20)
+    made = plans(steps, [[11], [12, 13], [14, 15, 16], [17], [18]])
+    assert [plan.num_propose for plan in made] == [2, 2, 0, 0, 0]
+    assert [plan.num_draft.tolist() for plan in made] == [[0], [2], [2], [0], [0]]
+    assert [plan.is_cold for plan in made] == [False, False, True, True, True]
+    # A step that the head takes no part in costs what a step with it does not: it tells nothing of that.
+    assert [num_draft for num_draft, *_ in controller.told] == [[0], [2], [2]]
+
+
 def test_a_row_has_no_more_drafts_than_it_wants() -> None:
     steps = Steps(num_pages=30, num_draft=3, controller=Scripted([3, 3, 3]))
     steps.add(1, prompt(5, seed=1), max_tokens=20, spec=SpecParams(num_steps=1))
