@@ -93,7 +93,7 @@ def test_a_whole_engine_comes_to_this_reason_with_the_same_tokens(
     assert sum(reasons.get(reason.value, 0) for reasons in counts.values()) > 0, counts
 
 
-@pytest.mark.parametrize(("asked", "most"), [("auto", 96), (64, 64), (10**6, 96)])
+@pytest.mark.parametrize(("asked", "most"), [("auto", 96), (64, 64), (128, 96)])
 def test_graphs_hold_rows_as_long_as_was_asked_for_and_no_longer_than_any_can_be(
     asked: Any, most: int, monkeypatch: Patch
 ) -> None:
