@@ -9,7 +9,19 @@ from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyKind, PageCopy
-from tests.helpers.tiers import TENANT, backed, cached, digests, is_whole, new_cache, prompt, serve, squeeze, store
+from tests.helpers.tiers import (
+    TENANT,
+    backed,
+    cached,
+    demoted,
+    digests,
+    is_whole,
+    new_cache,
+    prompt,
+    serve,
+    squeeze,
+    store,
+)
 
 Digests = list[bytes]
 
@@ -230,3 +242,25 @@ def test_what_passes_the_host_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     (_, stages) = cache.take_uploads()
     assert [len(run) for run in told(stages)] == [3]
     assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
+
+
+def test_no_more_pages_are_staged_at_once_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "MAX_STAGED_PAGES", 3)
+    cache = new_cache(num_pages=64, num_host_pages=33, max_upload_pages=30)
+    demoted(cache, *range(100, 129))  # the host could have room for all, if it had to
+    end_all(cache)
+    num_lost = cache.uploads.num_not_uploaded
+    cache.release(serve(cache, *range(1, 8)))
+    (_, (first,)) = cache.take_uploads()
+    assert told([first]) == [digests(1, 2, 3)]
+    assert cache.take_uploads() == ([], [])
+    cache.end_stage(first.op, ok=True)
+    ((upload,), none) = cache.take_uploads()
+    assert not none, "what is on its way from the host counts still"
+    cache.end_upload(upload.op)
+    (_, (second,)) = cache.take_uploads()
+    assert told([second]) == [digests(1, 2, 3, 4, 5, 6)[3:]]
+    cache.end_stage(second.op, ok=False)
+    assert end_all(cache) == [digests(*range(1, 8))[6:]]
+    assert cache.uploads.num_not_uploaded - num_lost == 3
+    assert is_whole(cache)

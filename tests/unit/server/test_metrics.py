@@ -206,6 +206,21 @@ async def test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_look
     assert first.num_restarts == 5
 
 
+def test_slow_readers_are_counted_once_whichever_scheduler_counts_them() -> None:
+    metrics, seen = Metrics("model", page_size=16, compat="none"), list[bytes]()
+    for num_slow in (3, 3, 5, 0, 1):
+        metrics.observe_readers(num_slow)
+        seen += [
+            line.split()[-1] for line in metrics.render().splitlines() if line.startswith(b"hiserve:slow_readers_t")
+        ]
+    assert seen == [b"3.0", b"3.0", b"5.0", b"5.0", b"6.0"]
+
+
+def test_memory_and_time_of_the_process_are_shown_to_everybody() -> None:
+    rendered = Metrics("model", page_size=16, compat="none").render(is_whole=False)
+    assert b"process_resident_memory_bytes" in rendered and b"process_cpu_seconds_total" in rendered
+
+
 @pytest.mark.parametrize("step", [0, 1])
 async def test_a_request_that_no_worker_looked_up_is_no_miss(server: Server, step: int) -> None:
     """As one that was aborted, or shed, in the queue: neither the hit rate nor the throughput of prompts falls by it."""
