@@ -6,15 +6,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hiserve import LLM
 from hiserve.commands import doctor
 from hiserve.config import make_config
 from hiserve.core.machine import probe
-from hiserve.core.resolve import resolve
+from hiserve.core.resolve import GIB, resolve
 from hiserve.core.tier_remarks import tier_remarks
-from tests.unit.core.test_resolve import NANO, SERVER
+from tests.unit.core.test_resolve import NANO, NANO_HEAD, SERVER
 
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_model_len": 100, "kv_pages": 1000}
 ROOMY = {"host_cache_gib": 1.0, "store": "file:x"}
@@ -41,6 +42,18 @@ def test_a_tier_that_cannot_help_is_named_with_its_limit_and_remedy(
     found = tier_remarks(resolve(make_config(**BASE | settings), NANO, SERVER))
     assert len(found) == len(words)
     assert all(word in line for word, line in zip(words, found, strict=True)), found
+
+
+def test_pages_are_as_large_as_drafts_make_them() -> None:
+    settings = BASE | {"host_cache_gib": 0.004}
+    said = []
+    for model, spec in ((NANO, "off"), (msgspec.structs.replace(NANO, draft=NANO_HEAD), "eagle3")):
+        resolved = resolve(make_config(**settings, spec=spec), model, SERVER)
+        page_bytes = sum(size for name, size in resolved.memory.items() if name.startswith("KV pool")) // 1000
+        (line,) = tier_remarks(resolved)
+        assert f"it holds {int(0.004 * GIB) // page_bytes - 1} pages" in line
+        said.append(page_bytes)
+    assert said[0] < said[1]
 
 
 def test_a_store_without_room_for_a_page_is_named() -> None:

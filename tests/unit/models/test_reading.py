@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiserve.models import reading
-from hiserve.models.checkpoint import stored_tensors
+from hiserve.models.checkpoint import StoredTensor, stored_tensors
 from hiserve.models.reading import ProgressLog, plan_pieces, read_pieces
 
 CPU = torch.device("cpu")
@@ -60,6 +60,15 @@ def test_every_element_is_that_of_the_file(files: list[Path], dtype: torch.dtype
     assert targets.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.equal(targets[name], tensor.to(dtype or tensor.dtype)), name
+
+
+def test_a_file_that_goes_on_where_another_ends_is_another_piece() -> None:
+    def stored(path: str, begin: int) -> StoredTensor:
+        return StoredTensor(path=Path(path), dtype="F32", shape=(4,), begin=begin)
+
+    wanted = [(stored("a", 64), torch.empty(4)), (stored("b", 80), torch.empty(4)), (stored("b", 96), torch.empty(4))]
+    pieces = plan_pieces(wanted, PIECE)
+    assert [(piece.path.name, piece.begin, piece.num_bytes) for piece in pieces] == [("a", 64, 16), ("b", 80, 32)]
 
 
 def test_pieces_are_in_the_order_of_the_files_and_no_byte_is_read_twice(files: list[Path]) -> None:

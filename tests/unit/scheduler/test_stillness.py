@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from hiserve.messages.types import Ready, WorkerStats
+from hiserve.scheduler.incarnation import Incarnation
 from hiserve.scheduler.stillness import Stillness, Usage, usage_of
 
 TICK_S = 0.25
@@ -81,6 +83,24 @@ def test_time_in_which_nobody_looked_is_forgiven() -> None:
     still.forgive(7.0)
     still.look(107.25, Usage(5007.25, wants_cpu=True))
     assert (still.since_s, still.own_s) == (107.0, 0.25)
+
+
+def test_time_in_which_nobody_looked_is_forgiven_since_the_last_look() -> None:
+    still = begun()
+    still.look(102.0, None)
+    still.forgive(7.0)
+    still.look(109.5, None)
+    assert (still.since_s, still.own_s) == (107.0, 2.5)
+
+
+def test_steps_are_progress_whatever_else_waits_and_words_without_steps_are_none() -> None:
+    worker = Incarnation(0, 1, process=None)  # type: ignore[arg-type]
+    worker.welcome(Ready(1, 7, max_running=4, max_len=9, num_pages=9, page_size=1, namespace=b"", startup_s={}), 100.0)
+    for now_s, steps, since_s in ((101.0, 1, 101.0), (102.0, 1, 101.0), (103.0, 2, 103.0)):
+        worker.note(WorkerStats(steps=steps, running=3), now_s)
+        assert worker.still.since_s == since_s
+    worker.note(WorkerStats(steps=2), 104.0)
+    assert worker.still.since_s == 104.0, "it has nothing to do"
 
 
 # --- what the kernel says -------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.host_segment import open_segment
+from hiserve.cache.pools.identity import identity_of
 from hiserve.cache.pools.inventory import delete_named_cache, store_in
-from hiserve.cache.pools.segment import Segment
+from hiserve.cache.pools.segment import Segment, SegmentLayout
 from hiserve.cache.pools.touch import Populate
 from hiserve.config import make_config
 from hiserve.core.copies import CopyAck, PageCopy
@@ -75,6 +76,24 @@ def leave(segment: Segment, pages: Sequence[int]) -> None:
     write(pool, segment, pages)
     assert pool.wait_checksums(10)
     pool.close()
+
+
+@pytest.mark.parametrize("kept", ["nothing", "segment", "store"])
+def test_only_who_leaves_pages_behind_finishes_copies_at_the_end(kept: str, tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    given: dict[str, dict[str, Any]] = {
+        "nothing": {},
+        "segment": {"host_cache_name": "left"},
+        "store": {"store": f"file:{tmp_path}/store"},
+    }
+    config = identified(make_config(**SMALL, spec="off", graphs="off", **given[kept]), tmp_path / "shm")
+    identity = identity_of(config)
+    layout = SegmentLayout(identity.namespace, config.cache.page_size, identity.page_bytes, NUM_PAGES)
+    segment = Segment.anonymous(layout)
+    engine = build_engine(config, segment)
+    engine.close()
+    segment.close()
+    assert engine._has_heirs == (kept != "nothing")
 
 
 def new_cache() -> CacheManager:
