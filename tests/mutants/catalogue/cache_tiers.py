@@ -611,4 +611,18 @@ MUTANTS = [
         new="            if False:\n",
         test=OF_TIERS + "test_device_pages_that_a_pointless_store_reads_are_not_handed_out",
     ),
+    Mutant(
+        name="tenants without a share make those of others smaller",
+        file="hiserve/cache/index/shares.py",
+        old="capacity // max(1, len(active))",
+        new="capacity // max(1, len(self._held))",
+        test="tests/unit/cache/test_shares.py::test_a_tenant_without_a_share_makes_those_of_others_no_smaller",
+    ),
+    Mutant(
+        name="any number of pages is staged at once",
+        file="hiserve/cache/index/uploads.py",
+        old="MAX_STAGED_PAGES - self._num_staged)",
+        new="MAX_STAGED_PAGES)",
+        test="tests/unit/cache/test_uploads.py::test_no_more_pages_are_staged_at_once_than_may_be",
+    ),
 ]

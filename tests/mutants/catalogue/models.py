@@ -342,4 +342,11 @@ MUTANTS = [
         new="dtype",
         test=OF_LAYERS + "test_rotation_of_a_sixteen_bit_model_happens_in_float32",
     ),
+    Mutant(
+        name="the kind of a draft is no part of a cache's identity",
+        file="hiserve/models/identity.py",
+        old="(draft.kind, _shape(draft.model, max_len), draft.taps, draft.head)",
+        new="(_shape(draft.model, max_len), draft.taps, draft.head)",
+        test="tests/unit/models/test_identity.py::test_an_edited_draft_is_another_cache",
+    ),
 ]

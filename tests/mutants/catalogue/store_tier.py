@@ -235,4 +235,11 @@ MUTANTS = [
         new="    return chain\n",
         test="tests/unit/core/test_digest.py::test_a_store_wants_the_chain_that_nobody_can_make_collide",
     ),
+    Mutant(
+        name="who leaves a named host cache behind drops what is on its way there",
+        file="hiserve/worker/build.py",
+        old="has_heirs=config.cache.store is not None or config.cache.host_cache_name is not None",
+        new="has_heirs=config.cache.store is not None",
+        test="tests/unit/worker/test_build_host.py::test_only_who_leaves_pages_behind_finishes_copies_at_the_end",
+    ),
 ]

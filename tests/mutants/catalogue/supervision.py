@@ -60,4 +60,12 @@ MUTANTS = [
         new="            if count is not None:\n                self._late_pages[digest] = count\n",
         test="tests/unit/worker/test_outbox.py::test_pages_that_come_and_go_while_the_scheduler_is_slow_take_no_memory",
     ),
+    Mutant(
+        name="steps are no progress while requests run",
+        file="hiserve/scheduler/incarnation.py",
+        old="if stats.steps != self.stats.steps or not",
+        new="if not",
+        test="tests/unit/scheduler/test_stillness.py::"
+        "test_steps_are_progress_whatever_else_waits_and_words_without_steps_are_none",
+    ),
 ]

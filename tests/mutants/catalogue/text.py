@@ -298,4 +298,19 @@ MUTANTS = [
         new='        text.encode("utf-8", "replace")\n',
         test=OF_CHAT + "test_only_lone_surrogates_are_invalid_text",
     ),
+    Mutant(
+        name="a place is lost with a caller who goes as it becomes his",
+        file="hiserve/text/turns.py",
+        old="            if place.done() and not place.cancelled():\n                self.leave()\n",
+        new="",
+        test="tests/unit/text/test_turns.py::test_who_goes_as_soon_as_it_is_his_turn_passes_it_on",
+        timeout_s=60.0,
+    ),
+    Mutant(
+        name="a text is cut behind a word that takes the spaces that follow",
+        file="hiserve/text/cuts.py",
+        old="if any(token.rstrip and token.content[-1:].isalpha() for token in added):",
+        new="if not self.tokenizer.vocab:",
+        test="tests/unit/text/test_cuts.py::test_a_part_of_a_prompt_has_the_tokens_of_the_whole",
+    ),
 ]

@@ -173,6 +173,23 @@ def test_rows_that_want_no_drafts_ask_for_nothing() -> None:
     assert not controller.is_cold
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 100])
+def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
+    keep_share, draft_share = 0.01, 0.3
+    warmth = Warmth(WARM_STEPS)
+    price = warmth.price(rows, keep_share, draft_share)
+    warmth.chill()
+    num_saved = 0
+    while warmth.phase is Phase.COLD:
+        warmth.save(rows, price)
+        num_saved += 1
+    cost = 0.0
+    while (phase := warmth.advance()) is not Phase.WARM:
+        cost += draft_share if phase is Phase.TRIAL else keep_share
+    assert cost == pytest.approx(price)
+    assert num_saved * TRIAL_SHARE == pytest.approx(cost, abs=2 * TRIAL_SHARE)
+
+
 def test_phases_follow_each_other() -> None:
     warmth = Warmth(2)
     for _ in range(COLD_AFTER):
