@@ -96,6 +96,14 @@ def test_every_command_is_one_that_its_program_takes(
     assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err.splitlines()[-1], shlex.join(words)
 
 
+def test_each_file_of_the_suite_is_in_one_of_its_parts() -> None:
+    parts = {each.name: each.command for each in JOBS if each.command[1] == "tools.gpu_suite"}
+    named = [word for command in parts.values() for word in command if word.startswith("tests/gpu/test_")]
+    left_out = [word.removeprefix("--ignore=") for word in parts["suite_gpu_rest"] if word.startswith("--ignore=")]
+    assert sorted(named) == sorted(set(left_out)), "the rest is what no other part has"
+    assert {"tests/gpu", "tests/contract"} < set(parts["suite_gpu_rest"])
+
+
 def test_names_are_told_apart_and_each_fits_into_one_command_of_ten_minutes() -> None:
     assert len({each.name for each in JOBS}) == len(JOBS)
     assert all(each.expected_s <= 540 for each in JOBS)
