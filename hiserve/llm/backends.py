@@ -28,6 +28,8 @@ from hiserve.worker.build import build_engine
 from hiserve.worker.loop import Engine
 from hiserve.worker.report import Report
 
+CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
@@ -50,9 +52,6 @@ class Job:
     choice: int
     take: Callable[[list[int], FinishReason, CacheUse | None, DraftUse | None, bytes], bool]
     fail: Callable[[HiserveError], None]
-
-
-CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
 
 
 class Backend(Protocol):
