@@ -237,13 +237,18 @@ def main() -> None:
                 f"{name}, {order}, host:device {ratio}, seed {seed}: {hits}; {smaller}; {missing}; {verdict}",
                 flush=True,
             )
+        write(options.out, results)
+
+
+def write(path: Path, results: list[dict[str, Any]]) -> None:
+    """Records what was measured so far."""
     record = {
         "what": "Prompt tokens found on device and host, against one LRU cache of both sizes and against smaller ones.",
         **about(" ".join(["python -m benchmarks.tiers", *sys.argv[1:]]), "hiserve/cache/index", "hiserve/worker"),
         "scales": {name: asdict(scale) for name, scale in SCALES.items()},
         "results": results,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

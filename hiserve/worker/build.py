@@ -305,13 +305,13 @@ def _copier(
     undo.callback(host.close)
     with _phase(startup_s, "adopt host cache"):
         adopt(host, cache)
+    transfers = make_transfers(config.model.device, pool, host)
+    undo.callback(transfers.close)
     beyond = None
     with _phase(startup_s, "open store"):
         if (store := open_store(config.cache)) is not None:
-            beyond = StoreTransfers(store, host)
+            beyond = StoreTransfers(store, host, wake=transfers.wake)
             undo.callback(beyond.close)
-    transfers = make_transfers(config.model.device, pool, host)
-    undo.callback(transfers.close)
     return Copier(transfers, host, beyond, linger_s=0.0 if config.cache.host_cache_name is None else LINGER_S)
 
 

@@ -33,6 +33,7 @@ class StoreTransfers:
     Args:
         store: Beyond the host; closed at the end.
         host: The host pool; learns what a prefetch is about to write and has written.
+        wake: Called by the threads when ``poll`` or ``take_found`` has something new.
         num_prefetch_threads: Lookups and prefetches that run at once.
         max_upload_bytes_per_s: Bound on what uploads take of the medium.
         checksum_timeout_s: Longest an upload waits for the checksums of its pages.
@@ -44,6 +45,7 @@ class StoreTransfers:
         store: PageStore,
         host: HostPool,
         *,
+        wake: Callable[[], None] = lambda: None,
         num_prefetch_threads: int = STORE_LANES,
         max_upload_bytes_per_s: float = 1e9,
         checksum_timeout_s: float = 5.0,
@@ -51,6 +53,7 @@ class StoreTransfers:
     ) -> None:
         self._store = store
         self._host = host
+        self._wake = wake
         self._upload_s_per_page = host.layout.page_bytes / max_upload_bytes_per_s
         self._checksum_timeout_s = checksum_timeout_s
         self._close_timeout_s = close_timeout_s
@@ -126,6 +129,7 @@ class StoreTransfers:
         if self._is_closing.is_set():
             return
         self._found.append((lookup.uid, self._store.exists([store_key(digest) for digest in lookup.digests])))
+        self._wake()
 
     def _prefetch(self, op: int, run: PageRun) -> None:
         if self._is_closing.is_set():
@@ -159,6 +163,7 @@ class StoreTransfers:
     def _end(self, op: int, count: int, begin: float, reason: str) -> None:
         num_bytes = count * self._host.layout.page_bytes
         self._acks.append(CopyAck(op, reason, num_bytes, time.perf_counter() - begin, count))
+        self._wake()
 
     def _buffers(self, run: PageRun) -> list[memoryview]:
         return [self._host.buffer(page) for page in run.pages.tolist()]

@@ -101,6 +101,10 @@ class StreamTransfers:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
         return self._queue.poll(wait_s)
 
+    def wake(self) -> None:
+        """Ends the wait of ``poll``, or of the next one."""
+        self._queue.wake()
+
     def wait(self, op: int, layer: int | None = None) -> None:
         """Makes the current stream wait for a load, or its part of one layer; blocks only until the load is enqueued."""
         self._queue.wait(op)

@@ -33,6 +33,9 @@ class TransferEngine(Protocol):
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
 
+    def wake(self) -> None:
+        """Ends the wait of ``poll``, or of the next one: there is news from elsewhere. Any thread may call it."""
+
     def wait(self, op: int, layer: int | None = None) -> None:
         """Makes what is launched next wait for a load, or at least for its part of one layer, counted from 0."""
 
@@ -80,6 +83,10 @@ class ThreadTransfers:
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
         """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
         return self._queue.poll(wait_s)
+
+    def wake(self) -> None:
+        """Ends the wait of ``poll``, or of the next one."""
+        self._queue.wake()
 
     def wait(self, op: int, layer: int | None = None) -> None:
         """Blocks until a load has ended, all of it whatever the layer."""

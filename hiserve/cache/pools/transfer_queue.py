@@ -37,6 +37,7 @@ class TransferQueue:
         self._ended: deque[CopyAck] = deque()
         self._done_step = 0
         self._store_free_at = 0.0
+        self._is_woken = False
         self._is_closed = False
         self._failure: Exception | None = None
         self._news = threading.Condition()
@@ -135,19 +136,26 @@ class TransferQueue:
             self._news.notify_all()
 
     def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
-        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one.
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one, or for ``wake``.
 
         Raises:
             InvariantError: The engine's thread has failed; orders are carried out no more.
         """
         if wait_s and not self._ended:
             with self._news:
-                self._news.wait_for(lambda: bool(self._ended) or self._failure is not None, wait_s)
+                self._news.wait_for(lambda: self._ended or self._is_woken or self._failure is not None, wait_s)
+        self._is_woken = False
         self._check()
         acks = []
         while self._ended:
             acks.append(self._ended.popleft())
         return acks
+
+    def wake(self) -> None:
+        """Ends the wait of ``poll``, or of the next one: there is news from elsewhere."""
+        with self._news:
+            self._is_woken = True
+            self._news.notify_all()
 
     def wait(self, op: int) -> None:
         """Blocks until a forward may follow a load.

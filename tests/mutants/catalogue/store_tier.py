@@ -26,6 +26,13 @@ MUTANTS = [
         test="tests/unit/pools/test_file_store_damage.py::test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store",
     ),
     Mutant(
+        name="an answer of the store wakes nobody",
+        file=TRANSFERS,
+        old="for digest in lookup.digests])))\n        self._wake()\n",
+        new="for digest in lookup.digests])))\n",
+        test="tests/unit/worker/test_copier.py::test_an_answer_of_the_store_ends_the_wait_for_copies",
+    ),
+    Mutant(
         name="a request waits for the store for ever",
         file=PREFETCH,
         old="        if self._clock() - want.since < self._max_wait_s:\n",

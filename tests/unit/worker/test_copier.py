@@ -1,15 +1,18 @@
-"""The copier tells the gate how loads stand."""
+"""The copier tells the gate how loads stand; what a store has to say ends the wait of an idle engine."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.cache.pools.sim_store import SimStore
+from hiserve.cache.pools.store_transfers import StoreTransfers
+from hiserve.core.copies import CopyKind, PageCopy, StoreLookup
 from hiserve.worker.copier import Copier
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, TransferBench, ints
@@ -67,3 +70,19 @@ def test_each_step_tells_pinning_to_leave_the_device_to_it(copier: Copier, bench
     assert pace.pause_s(0) == 0
     start(copier)
     assert pace.pause_s(0) > 0
+
+
+def test_an_answer_of_the_store_ends_the_wait_for_copies(bench: TransferBench) -> None:
+    """Whoever is not woken here waits for an hour."""
+    beyond = StoreTransfers(SimStore(), bench.host, wake=bench.engine.wake)
+    copier = Copier(bench.engine, bench.host, beyond)
+    assert copier.take_acks(0.0) == []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(copier.take_acks, 3600.0)
+        beyond.look_up(StoreLookup(7, [b"d" * 16]))
+        try:
+            assert waiting.result(60.0) == []
+        finally:
+            bench.engine.wake()
+    assert copier.take_found() == [(7, 0)]
+    beyond.close()
