@@ -143,8 +143,9 @@ class Ops:
         for op in self._ops.values():
             if op.read_pages.size and pages.size:
                 is_read = np.isin(pages, op.read_pages)
-                op.orphans.append(pages[is_read])
-                pages = pages[~is_read]
+                if is_read.any():
+                    op.orphans.append(pages[is_read])
+                    pages = pages[~is_read]
         self._tiers.give(pages)
 
     def free_host(self, pages: Int32Array) -> None:

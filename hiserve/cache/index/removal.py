@@ -72,7 +72,7 @@ class Removal:
             if op.hold.is_host:
                 self._holds.shorten(op.hold)
                 op.hold.is_lost |= op.kind is OpKind.PREFETCH
-        for leaves in (device.eviction.leaves, host.eviction.leaves, tiers.reserve):
+        for leaves in (device.eviction.leaves, host.eviction.leaves, tiers.reserve, tiers.copies):
             leaves.sweep()
         num_freed = device.pages.num_free - num_free
         device.num_evicted += num_freed

@@ -598,6 +598,13 @@ MUTANTS = [
         test=OF_TIERS + "test_storing_a_page_is_no_use_of_it",
     ),
     Mutant(
+        name="a copy that the device counts on no more is out of reach",
+        file="hiserve/cache/index/reserve.py",
+        old="            if not node.is_spare:\n                self._on_change(node)\n",
+        new="",
+        test=OF_UPLOADS + "test_what_the_device_has_of_the_same_prefix_makes_room_for_what_passes",
+    ),
+    Mutant(
         name="tenants have no shares",
         file="hiserve/cache/index/shares.py",
         old="        if len(self._held) <= 1:\n",

@@ -304,6 +304,18 @@ def test_the_queue_of_stores_forgets_nodes_that_are_gone(cache: CacheManager) ->
     }
 
 
+def test_after_a_flush_no_list_keeps_a_node_that_is_gone(cache: CacheManager) -> None:
+    demoted(cache, 100)
+    for page in range(5):
+        backed(cache, page)
+        cache.release(serve(cache, page, 50 + page))
+    lists = cache.device.eviction.leaves, cache.host.eviction.leaves, cache.tiers.copies, cache.transfers._queue
+    assert all(len(each) > 0 for each in lists) and cache.tiers.reserve.has_candidates
+    cache.flush()
+    assert not any(len(each) for each in lists[:3])
+    assert not cache.transfers.num_to_store and not cache.tiers.reserve.has_candidates
+
+
 def test_what_is_left_of_a_run_whose_end_was_evicted_is_stored(cache: CacheManager) -> None:
     cache.release(serve(cache, 1, 2, 3))
     held = lock(cache, 1)
