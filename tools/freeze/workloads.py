@@ -85,7 +85,7 @@ WORKLOADS = (
     ),
     Workload("no cache", {"disable_prefix_cache": True, "overlap": 1}),
     Workload("small pages", {"page_size": 1, "kv_pages": 360, "overlap": 1}, (GREEDY, PENALTIES)),
-    Workload("preempted", {**TIGHT, "overlap": 0}, num_new=40),
+    Workload("preempted", _host(overlap=0, host_admission="write_through_selective", **TIGHT), num_new=80, gap=2),
     Workload("preempted with drafts", {**TIGHT, "overlap": 1, **_spec("ngram", 3)}, (GREEDY, SCORES), num_new=40),
     Workload("choices", {"overlap": 1}, choices=3, conversations=5),
     Workload(
