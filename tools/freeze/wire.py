@@ -140,7 +140,7 @@ def _events(body: str) -> Iterator[str]:
     assert events.pop() == "", "the stream ends in the middle of an event"
     datas = [event.removeprefix("data: ") for event in events]
     yield f"  a stream that ends with {datas[-1]}"
-    parsed = [_steady(json.loads(data)) for data in datas if data != "[DONE]"]
+    parsed = [_steady(json.loads(data)) for data in datas if data.startswith("{")]
     shape: Any = None
     heads: list[Any] = []
     whole: dict[int, Any] = {}
