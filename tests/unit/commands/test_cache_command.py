@@ -58,7 +58,8 @@ def test_named_host_caches_and_the_stores_given_are_listed(
     used.close()
     open_store.close()
     run(directory, "list", "used")
-    assert capsys.readouterr().out.splitlines()[-1].endswith("free")
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("name") and [line.split()[0] for line in lines] == ["used"] and lines[0].endswith("free")
 
 
 def test_a_host_cache_is_deleted_with_its_secret(directory: Path) -> None:

@@ -62,6 +62,14 @@ def test_every_element_is_that_of_the_file(files: list[Path], dtype: torch.dtype
         assert torch.equal(targets[name], tensor.to(dtype or tensor.dtype)), name
 
 
+def test_what_a_read_leaves_out_is_read_next(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, begin: preadv(fd, [view[:300] for view in views], begin))
+    _, targets = read(files, None)
+    wanted = load_file(files[0]) | load_file(files[1])
+    assert all(torch.equal(targets[name], tensor) for name, tensor in wanted.items())
+
+
 def test_a_file_that_goes_on_where_another_ends_is_another_piece() -> None:
     def stored(path: str, begin: int) -> StoredTensor:
         return StoredTensor(path=Path(path), dtype="F32", shape=(4,), begin=begin)

@@ -167,3 +167,10 @@ def test_a_thread_that_computes_beside_a_sleeping_one_is_seen() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("states", ["RSS", "SRS", "SSR"])
+def test_any_thread_may_want_a_cpu(tmp_path: Path, states: str) -> None:
+    written(tmp_path, 70, states, user=1, system=1)
+    usage = usage_of(70, tmp_path)
+    assert usage is not None and usage.wants_cpu

@@ -183,9 +183,11 @@ def test_the_price_of_a_trial_is_what_its_steps_cost(rows: int) -> None:
     while warmth.phase is Phase.COLD:
         warmth.save(rows, price)
         num_saved += 1
-    cost = 0.0
+    cost, num_tried = 0.0, 0
     while (phase := warmth.advance()) is not Phase.WARM:
         cost += draft_share if phase is Phase.TRIAL else keep_share
+        num_tried += rows * (phase is Phase.TRIAL)
+    assert num_tried >= cold.TRIAL_ROWS
     assert cost == pytest.approx(price)
     assert num_saved * TRIAL_SHARE == pytest.approx(cost, abs=2 * TRIAL_SHARE)
 
