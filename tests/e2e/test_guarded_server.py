@@ -24,7 +24,7 @@ SECRET = "sesame-9f3c41d2"
 KEYS = ("--api-key", "alpha", "--api-key", "beta", "--api-key", SECRET, "--admin-api-key", "root")
 SMALL_REGION_BYTES = 16 * 2**20
 TEXT = "I would like to book a table for two people at seven tonight, near the river, with a view, please. "
-START_LIMIT_S, MEMORY_LIMIT = 30, 250 * 2**20
+START_LIMIT_S, MEMORY_LIMIT = 200, 250 * 2**20
 
 
 @pytest.fixture(scope="module")

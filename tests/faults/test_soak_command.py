@@ -54,7 +54,7 @@ def test_a_soak_strikes_its_server_and_tells_what_it_survived(
     assert set(outcomes) <= fine | set(REFUSALS.values())
     assert {fault["fault"] for fault in found["faults"]} >= {"flip-store", "kill-worker"}  # in the order of the seed
     (killed, *_) = [fault for fault in found["faults"] if fault["fault"] == "kill-worker"]
-    assert 0 < killed["ready_s"] <= killed["recovery_s"] < 30
+    assert 0 < killed["ready_s"] <= killed["recovery_s"]
     assert found["beside_faults"]["ttft_ms"]["count"] > 0
     assert {grown["role"] for grown in found["growth"]} >= {"api", "scheduler"}
     assert "nothing that must not be" in told and "kill-worker" in told

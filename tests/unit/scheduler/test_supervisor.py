@@ -74,7 +74,7 @@ class Witness:
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
         self.events.append(f"abandoned: {error.message}")
 
-    async def until(self, event: str, timeout_s: float = 30) -> None:
+    async def until(self, event: str, timeout_s: float = 120) -> None:
         async with asyncio.timeout(timeout_s):
             while not any(event in seen for seen in self.events):
                 await asyncio.sleep(0.005)
@@ -114,7 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_messages_of_another_incarnation_are_counted_and_ignored() -> None:
     async with supervised("stale") as (supervisor, witness):
         await supervisor.started
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not witness.reports:
                 await asyncio.sleep(0.005)
         assert [report.uids for report in witness.reports] == [[1]]
@@ -336,8 +336,6 @@ async def test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time(
     async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
         await supervisor.started
         begin = time.monotonic()
-        await asyncio.sleep(0.3)
-        assert supervisor.facts()[0].step_age_s > 0.1
         await witness.until("ready 2")
         assert time.monotonic() - begin > 0.6
         crash = supervisor.crash
@@ -345,7 +343,6 @@ async def test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time(
         assert "ended no step for" in crash.error
         await asyncio.sleep(1.0)
         assert witness.events == ["ready 1", "lost", "ready 2"], "the second one rests"
-        assert supervisor.facts()[0].step_age_s < 3
     assert "time.sleep" in (err := capfd.readouterr().err) or "in main" in err, "it was not asked where it hangs"
 
 
@@ -354,12 +351,13 @@ async def test_without_a_limit_no_worker_hangs() -> None:
         await supervisor.started
         await asyncio.sleep(1.0)
         assert witness.events == ["ready 1"]
+        assert supervisor.facts()[0].step_age_s > 0.1
 
 
 async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers() -> None:
     async with supervised("mute", step_timeout_s=2) as (supervisor, witness):
         await supervisor.started
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not supervisor.facts()[0].stats.running:
                 await asyncio.sleep(0.01)
         time.sleep(2.5)
@@ -373,7 +371,7 @@ async def test_the_way_back_is_measured_by_phase() -> None:
         assert supervisor.recoveries.last is None, "nothing was told yet"
     async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
         await witness.until("ready 2")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while supervisor.recoveries.last is None:
                 await asyncio.sleep(0.005)
         recovery = supervisor.recoveries.last

@@ -111,7 +111,7 @@ class Harness:
             self.join()
 
     def join(self) -> None:
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
         assert not self._thread.is_alive()
         self.link.close()
 
@@ -119,6 +119,7 @@ class Harness:
 @pytest.fixture
 def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(service, "HEARTBEAT_S", 3600.0)
     built = Harness()
     yield built
     built.stop()
@@ -161,7 +162,7 @@ def test_stats_that_changed_without_news_of_a_request_are_told_once_the_worker_r
     report = harness.receive().message
     assert isinstance(report, StepReport)
     assert (report.uids, report.stats.preemptions) == ([], 1)
-    before, deadline = harness.engine.num_step_calls, time.monotonic() + 10
+    before, deadline = harness.engine.num_step_calls, time.monotonic() + 60
     harness.send(*encode(Drop([77])))
     while harness.engine.num_step_calls == before:  # else one turn may take both messages
         assert time.monotonic() < deadline, "nothing was done about it"
@@ -188,9 +189,10 @@ def test_an_idle_worker_sleeps(harness: Harness) -> None:
     harness.admit(5)
     harness.until(is_over)
     time.sleep(0.05)
-    before = harness.engine.num_step_calls
+    before, begin_s = harness.engine.num_step_calls, time.monotonic()
     time.sleep(0.3)
-    assert harness.engine.num_step_calls <= before + 1
+    num_calls = harness.engine.num_step_calls - before
+    assert num_calls <= 1 + (time.monotonic() - begin_s) / service.IDLE_S
 
 
 def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
@@ -201,7 +203,7 @@ def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
     harness.admit(5)  # the wait that has begun is longer
     harness.until(is_over)
     harness.engine.extra_stats = {"preemptions": 1}
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (frames := harness.link.try_receive()) is None:
         assert time.monotonic() < deadline, "nothing was told"
         time.sleep(0.01)
@@ -209,8 +211,9 @@ def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
     assert isinstance(report, StepReport)
     assert (report.uids, report.stats.preemptions) == ([], 1)
     before = harness.engine.num_step_calls
-    time.sleep(0.2)
-    assert harness.engine.num_step_calls > before
+    while harness.engine.num_step_calls < before + 3:
+        assert time.monotonic() < deadline, "it does not look any more"
+        time.sleep(0.01)
     assert harness.link.try_receive() is None, "what had not changed was told again"
 
 
@@ -222,7 +225,7 @@ def test_a_worker_says_every_second_that_it_lives(harness: Harness, monkeypatch:
     harness.until(is_over)
     harness.engine.is_quiet = True
     harness.admit(6, max_tokens=90_000)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     steps: set[int] = set()
     while len(steps) < 3:
         assert time.monotonic() < deadline, "nothing was told"
@@ -238,7 +241,7 @@ def test_a_worker_says_every_second_that_it_lives(harness: Harness, monkeypatch:
 def test_a_scheduler_that_does_not_read_never_holds_up_the_steps(harness: Harness) -> None:
     num_tokens = 30_000
     harness.admit(5, max_tokens=num_tokens)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while harness.engine.stats().steps < num_tokens:
         assert time.monotonic() < deadline, f"stuck after {harness.engine.stats().steps} steps"
         time.sleep(0.01)
