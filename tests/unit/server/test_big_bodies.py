@@ -41,6 +41,10 @@ def calling(arguments: str) -> dict[str, Any]:
 
 # Of the thread of the event loop, for one body of up to 8 MB: copies of its bytes, and no work in Python on its values.
 LOOP_S = 0.08
+MAX_TRIES = (
+    5  # others on the machine take caches and share cores: the least of some tries is what the body itself costs
+)
+YARDSTICK, YARDSTICK_S = json.dumps([[1.5]] * 100_000), 0.018
 ATTACKS: dict[str, tuple[str, Any, str | None]] = {
     "biases": (TEXT, {"prompt": "Hi", "logit_bias": {str(token): 1.5 for token in range(400_000)}}, "logit_bias"),
     "ids": (TEXT, {"prompt": [5] * 2_000_000}, "prompt"),
@@ -71,17 +75,26 @@ async def big() -> AsyncIterator[Server]:
         yield made
 
 
+def slowness() -> float:
+    """How much longer this machine takes now than the one on which the limits were set, at least 1."""
+    begin = time.thread_time()
+    json.loads(YARDSTICK)
+    return max(1.0, (time.thread_time() - begin) / YARDSTICK_S)
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_no_large_body_takes_the_event_loop(big: Server, name: str) -> None:
     path, body, param = ATTACKS[name]
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     await big.post(TEXT, {"prompt": "warm " * 20_000, "truncate_prompt_tokens": 3})
-    begin = time.thread_time()
-    call = big.call("POST", path, raw)
-    await asyncio.wait_for(call._task, 60)
-    spent_s = time.thread_time() - begin
-    print(f"{len(raw) / 1e6:.1f} MB: {1000 * spent_s:.0f} ms of the loop, {call.status} {call.text[:150]}")
-    assert spent_s < LOOP_S
+    spent_s = []
+    while not spent_s or (len(spent_s) < MAX_TRIES and min(spent_s) >= LOOP_S):
+        begin = time.thread_time()
+        call = big.call("POST", path, raw)
+        await asyncio.wait_for(call._task, 200)
+        spent_s.append((time.thread_time() - begin) / slowness())
+    print(f"{len(raw) / 1e6:.1f} MB: {spent_s} s of the loop, {call.status} {call.text[:150]}")
+    assert min(spent_s) < LOOP_S
     if name in ("ids to truncate", "parts that fit", "arguments of code", "cut text"):
         assert call.status == 200, call.text
         (*_, seen) = big.engine.seen
@@ -158,11 +171,14 @@ def test_what_is_quick_is_told_by_counts() -> None:
 ], ids=["ids", "lists", "biases", "quotes", "escapes", "deep", "broken", "string without an end"])  # fmt: skip
 def test_the_worst_of_what_is_quick_takes_little(raw: str) -> None:
     body = raw.encode()
-    begin = time.thread_time()
-    if is_quick(body):
-        with contextlib.suppress(RequestError):
-            parse_body(body)
-    assert time.thread_time() - begin < 0.06
+    spent_s = []
+    for _ in range(MAX_TRIES):
+        begin = time.thread_time()
+        if is_quick(body):
+            with contextlib.suppress(RequestError):
+                parse_body(body)
+        spent_s.append((time.thread_time() - begin) / slowness())
+    assert min(spent_s) < 0.06
 
 
 # --- the processes --------------------------------------------------------------------------
