@@ -80,7 +80,7 @@ SCALES = {
     "device of 800": Scale(device=800),
     "device of 400": Scale(device=400),
     "device of 3200": Scale(device=3200),
-    "conversations of 160, steps of 128": Scale(longest=160, step=128),
+    "conversations of 160 in steps of 128": Scale(longest=160, step=128),
 }
 
 
@@ -227,10 +227,8 @@ def main() -> None:
         for order, ratio, seed in [(order, ratio, seed) for order in ORDERS for ratio in RATIOS for seed in SEEDS]:
             each = measure(name, order, ratio, seed)
             results.append(each)
-            hits = (
-                f"{each['found_of_union'] or 1.0:.3f} of the union, as an LRU cache of {each['as_large_as']:.3f} of it"
-            )
-            smaller = f"one of {SMALLER} finds {each['smaller_of_union'] or 1.0:.3f}"
+            hits = f"{text(each['found_of_union'])} of the union, as an LRU cache of {each['as_large_as']:.3f} of it"
+            smaller = f"one of {SMALLER} finds {text(each['smaller_of_union'])}"
             missing = f"missing {each['pages']['missing']}"
             verdict = "bar met" if each["met"] else "BAR MISSED"
             print(
@@ -238,6 +236,11 @@ def main() -> None:
                 flush=True,
             )
         write(options.out, results)
+
+
+def text(share: float | None) -> str:
+    """Returns a share as it is printed; there is none of nothing."""
+    return "nothing" if share is None else f"{share:.3f}"
 
 
 def write(path: Path, results: list[dict[str, Any]]) -> None:
