@@ -23,6 +23,7 @@ from hiserve.attention import backends
 from hiserve.core import resolve
 from hiserve.kernels import ahead, draft_ops, fused, ops, step_ops
 from hiserve.worker import build, runners
+from hiserve.worker.profile import profile_steps
 from hiserve.worker.rehearsal import compile_steps, rehearse_steps
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.drafted import save_heads
@@ -84,6 +85,16 @@ def toolchain(monkeypatch: pytest.MonkeyPatch) -> Toolchain:
     on_cpu = dataclasses.replace(backends._BACKENDS["triton"], devices=("cpu",))
     monkeypatch.setitem(backends._BACKENDS, "triton", on_cpu)
     return made
+
+
+class NoMeter:
+    """Measures nothing."""
+
+    def begin(self) -> None:
+        """As ``Meter``."""
+
+    def peak_bytes(self) -> int:
+        return 0
 
 
 def norm(num_rows: int = 4) -> torch.Tensor:
@@ -193,6 +204,9 @@ def test_what_graphs_and_steps_launch_was_compiled_before(
         executor: Any = engine_of(llm)._executor
         num_draft = 0 if spec == "off" else 3
         rehearse_steps(executor._runners, executor._rows, max_batched_tokens=256, num_draft=num_draft)
+        profile_steps(
+            executor._runners, executor._rows, NoMeter(), max_batched_tokens=256, num_draft=num_draft, budget_bytes=0
+        )
         assert executor._runners.num_nodes, "nothing was captured"
     (before,) = num_compiled
     print(before, Counter(name for name, _ in toolchain.compiled))
