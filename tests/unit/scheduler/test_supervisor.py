@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -300,6 +301,18 @@ async def test_a_worker_killed_while_it_computed_leaves_more_time_to_the_next_an
         assert supervisor._patience == {0: supervisor_module.MAX_PATIENCE}
         supervisor._learn(0, is_alive=False)
         assert supervisor._patience == {0: 1}
+
+
+async def test_a_worker_whose_limit_was_doubled_has_so_much_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "PATROL_S", 0.02)
+    kernel = Kernel(cpu_s_per_look=10.0)
+    async with supervised("mute", step_timeout_s=0.3, usage=kernel.usage) as (supervisor, witness):
+        supervisor._patience[0] = 8
+        await witness.until("ready 2")
+        assert supervisor.crash is not None
+        own_s = re.search(r"\(([\d.]+) s its own", supervisor.crash.error)
+        assert own_s is not None and float(own_s[1]) >= 8 * 0.3
+        assert supervisor._patience == {0: 16}
 
 
 async def test_a_worker_that_spins_for_ever_is_found_too() -> None:
