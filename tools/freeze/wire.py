@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+from tests.e2e.live import serve
 from tools.freeze.session import ENGINE, FLAGS, SESSION, Ask
 
-SERVE = (sys.executable, "-c", "import sys; from hiserve.cli import main; sys.exit(main())", "serve", "--port", "0")
 ANSWER_S = 60.0
 # Headers and fields that say when, how fast, or who by chance.
 PASSING_HEADERS = {"date", "content-length"}
@@ -37,22 +36,9 @@ DIGITS = 4
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[tuple[str, int]]:
     """Starts a server and ends it; yields its address."""
-    server = subprocess.Popen([*SERVE, *flags], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        assert line.startswith("listening on "), f"the server said {line!r}"
-        host, port = line.strip().removeprefix("listening on http://").split(":")
+    with tempfile.TemporaryDirectory() as folder, serve(Path(folder), *flags) as live:
+        host, port = live.url.removeprefix("http://").split(":")
         yield host, int(port)
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(30)
-        finally:
-            server.kill()
-            server.wait()
-            if server.stdout is not None:
-                server.stdout.close()
 
 
 def session() -> list[str]:
