@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.identity import identify
@@ -186,7 +188,11 @@ class Drive:
         cache.give(pages)
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives everything back, the device's memory too: another engine may follow."""
         self.engine.close()
         if self._segment is not None:
             self._segment.close()
+        del self.engine
+        gc.collect()  # what looks at its executor refers to it
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

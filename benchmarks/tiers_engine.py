@@ -90,9 +90,10 @@ class Child:
 
 
 def groups(trace: Conversations, count: int) -> list[Turn]:
-    """Returns the next requests, none of them of one conversation."""
-    turns = [trace.next() for _ in range(count)]
-    assert len({turn.conversation for turn in turns}) == count
+    """Returns the next requests, no two of them of one conversation: where one is asked again, the group ends before."""
+    turns = [trace.next()]
+    while len(turns) < count and trace.following not in {turn.conversation for turn in turns}:
+        turns.append(trace.next())
     return turns
 
 

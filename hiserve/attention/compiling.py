@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
+
+NICE = 10
+"""Of the compilers: a start that computes meanwhile needs its cores more."""
 
 
 class Building:
@@ -36,6 +41,8 @@ class Building:
 
 
 def _run(build: Callable[[], object], end: Future[None]) -> None:
+    with suppress(OSError):  # where it is not allowed, compilers are as important as the rest
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # of this thread; its children inherit it
     try:
         build()
     except Exception as error:  # noqa: BLE001 - the future carries it to whoever waits

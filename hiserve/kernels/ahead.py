@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 from triton.runtime import JITFunction
 
 _LOCK = threading.Lock()  # the method that is replaced is the library's own, and so that of every engine of the process
@@ -34,8 +35,10 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def compiled_side_by_side(num_threads: int) -> Iterator[None]:
+def compiled_side_by_side(num_threads: int) -> Iterator[list[str]]:
     """Within, this thread launches no Triton kernel: each is compiled by another thread. At the end all are compiled.
+
+    Yields the names of the kernels that were in no cache, complete at the end.
 
     What the work computes means nothing. Compilers work outside Python's lock. What was compiled is in Triton's caches, of
     the process and of the machine. A kernel that cannot be compiled is left out, and fails when it is launched.
@@ -43,21 +46,28 @@ def compiled_side_by_side(num_threads: int) -> Iterator[None]:
     Args:
         num_threads: That compile.
     """
-    launch, ours = JITFunction.run, threading.get_ident()
+    launch, ours, told = JITFunction.run, threading.get_ident(), knobs.compilation.listener
+    compiled: list[str] = []
+
+    def note(*, src: Any, cache_hit: bool, **more: Any) -> None:
+        if not cache_hit:
+            compiled.append(src.name)
+        if told is not None:
+            told(src=src, cache_hit=cache_hit, **more)
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
         if threading.get_ident() != ours:
             return launch(kernel, *args, grid=grid, warmup=warmup, **settings)
-        compiled = launch(kernel, *args, grid=grid, warmup=True, **settings)
-        future = getattr(compiled, "future", None)
+        made = launch(kernel, *args, grid=grid, warmup=True, **settings)
+        future = getattr(made, "future", None)
         if future is not None and future.done() and future.exception() is None:
-            compiled.result()  # from now on it is found at once
+            made.result()  # from now on it is found at once
         return None
 
     with _LOCK, ThreadPoolExecutor(num_threads, "compile") as threads:
-        JITFunction.run = compile_only
+        JITFunction.run, knobs.compilation.listener = compile_only, note
         try:
             with triton.AsyncCompileMode(threads, ignore_errors=True), _Zeros():  # type: ignore[no-untyped-call]
-                yield
+                yield compiled
         finally:
-            JITFunction.run = launch
+            JITFunction.run, knobs.compilation.listener = launch, told

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,12 @@ logger = logging.getLogger(__name__)
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of rows that attention takes as short ones, in any group of query heads: each next power of two once."""
+MANY = 32
+"""Rows of one token: a product with the output layer's weights has another kernel for so many rows than for few."""
 LONG = 2 * WIDTHS[-1]
 """Tokens of a row that is never short, in which drafts are not either."""
+
+_NUM_FIRST = 2  # shapes of steps that tell whether any kernel has to be compiled
 
 _DRAWINGS = {
     Drawing.GREEDY: SamplingParams(seed=0, temperature=0.0),
@@ -50,7 +55,9 @@ class _Row(NamedTuple):
         return self.known + self.num_draft
 
 
-def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: int, num_draft: int = 0) -> int:
+def rehearse_steps(
+    runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: int, num_draft: int = 0, most: int | None = None
+) -> int:
     """Runs small steps eagerly: rows of every width and of several, with drafts and without, few and longer ones.
 
     Their rows have no pages: all that they store goes to the sink, and afterwards they have forgotten it, as such rows do.
@@ -60,13 +67,14 @@ def rehearse_steps(runners: Dispatch, rows: DeviceRows, *, max_batched_tokens: i
         rows: Nobody has one yet; nobody has one afterwards.
         max_batched_tokens: Tokens of the largest step.
         num_draft: Drafts of a row, at most.
+        most: Shapes of steps, the smallest ones first; None is all.
 
     Returns:
-        How many there were.
+        How many steps there were.
     """
     num_steps, max_rows = 0, rows.page_table.shape[0] - 1
     with torch.inference_mode():
-        for step, num_propose in _steps(rows.max_len, num_draft):
+        for step, num_propose in islice(_steps(rows.max_len, num_draft), most):
             step = step[:max_rows]
             num_new = [row.num_new for row in step]
             if sum(num_new) > max_batched_tokens or max(num_new) >= rows.max_len:
@@ -87,7 +95,8 @@ def compile_steps(
 ) -> None:
     """Compiles, side by side, the Triton kernels of small steps; graphs consist of the same ones.
 
-    It saves time, and no more: where it fails, that is told, and kernels are compiled one by one as they are launched.
+    Where the first steps find all of theirs in Triton's cache, that is all: this machine has had such a start before. It
+    saves time, and no more: where it fails, that is told, and kernels are compiled one by one as they are launched.
 
     Args:
         runners: Of a CUDA device.
@@ -100,8 +109,11 @@ def compile_steps(
     ahead = import_module("hiserve.kernels.ahead")
     begin = time.perf_counter()
     try:
-        with ahead.compiled_side_by_side(num_threads):
-            rehearse_steps(runners, rows, max_batched_tokens=max_batched_tokens, num_draft=num_draft)
+        for most in (_NUM_FIRST, None):
+            with ahead.compiled_side_by_side(num_threads) as compiled:
+                rehearse_steps(runners, rows, max_batched_tokens=max_batched_tokens, num_draft=num_draft, most=most)
+            if not compiled:
+                break
     except Exception as error:  # noqa: BLE001 - whatever it is, the start goes on as without it
         logger.warning("kernels are compiled one by one, as they are launched: %s", error)
     with torch.inference_mode():
@@ -114,6 +126,7 @@ def _steps(max_len: int, num_draft: int) -> Iterator[tuple[list[_Row], int]]:
     for width in WIDTHS:
         yield [_Row(width)], num_draft
         yield [_Row(width), _Row(1)], 0
+    yield [_Row(1)] * MANY, 0
     for drafts in range(1, num_draft + 1):
         yield [_Row(1, drafts, max_len), _Row(1, 0, max_len)], drafts
     # Rows with a prefix, or those besides some without, whose keys are split among programs if they may be many.

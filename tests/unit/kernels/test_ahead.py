@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
@@ -45,6 +46,7 @@ class Toolchain:
         threads: That compiled them.
         launched: Names of kernels.
         failing: Names of kernels that cannot be compiled.
+        is_warm: Whether a cache of the machine has them all.
     """
 
     def __init__(self) -> None:
@@ -52,12 +54,16 @@ class Toolchain:
         self.threads: set[int] = set()
         self.launched: Counter[str] = Counter()
         self.failing: set[str] = set()
+        self.is_warm = False
 
     def compile(self, src: Any, target: Any, options: Any, **_: Any) -> Any:
         self.compiled.append((src.name, f"{src.signature} {src.constants} {src.attrs}"))
         self.threads.add(threading.get_ident())
         if src.name in self.failing:
             raise RuntimeError(f"{src.name} cannot be compiled")
+        if knobs.compilation.listener is not None:
+            told: Any = {"metadata": {}, "metadata_group": {}, "times": None}
+            knobs.compilation.listener(src=src, cache_hit=self.is_warm, **told)
 
         def run(*_: Any) -> None:
             self.launched[src.name] += 1
@@ -111,6 +117,41 @@ def test_kernels_are_compiled_by_other_threads_and_not_launched(toolchain: Toolc
     assert not toolchain.launched and not made.any()  # what nobody wrote is an index that every table has
     norm()
     assert len(toolchain.compiled) == 2 and toolchain.launched == {"_norm_kernel": 1}
+
+
+def test_who_listens_to_the_compiler_still_hears_of_all_and_alone_afterwards(
+    toolchain: Toolchain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    def listen(*, src: Any, **_: Any) -> None:
+        heard.append(src.name)
+
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    with ahead.compiled_side_by_side(2) as compiled:
+        norm()
+    assert compiled == heard == ["_norm_kernel"] and knobs.compilation.listener is listen
+    toolchain.is_warm = True
+    with ahead.compiled_side_by_side(2) as compiled:
+        fused.silu_mul(torch.ones(4, 64))
+    assert heard == ["_norm_kernel", "_silu_mul_kernel"] and not compiled
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_start_whose_kernels_are_in_the_cache_looks_no_further_than_two_steps(
+    toolchain: Toolchain, is_warm: bool
+) -> None:
+    ran: list[int] = []
+
+    def run(plan: Any, _: Any) -> None:
+        ran.append(int(plan.num_new.sum()))
+        norm(len(ran))
+
+    toolchain.is_warm = is_warm
+    rows: Any = SimpleNamespace(page_table=torch.zeros(3, 2), max_len=8, apply=lambda plan: None, forget=lambda: None)
+    runners: Any = SimpleNamespace(run=run, propose=lambda *_: None)
+    compile_steps(runners, rows, num_threads=2, max_batched_tokens=8)
+    assert ran == [1, 1, 2, 2] if is_warm else ran[:4] == [1, 1, 2, 2] and max(ran) > 2
 
 
 def test_other_threads_launch_meanwhile(toolchain: Toolchain) -> None:
