@@ -29,9 +29,14 @@ _EMPTY = (
 class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fills new tensors with zeros: what no kernel has written may be an index, and 0 is one that every table has."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs or {})
-        return out.zero_() if func in _EMPTY else out
+
+def _dispatch(mode: _Zeros, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    out = func(*args, **kwargs or {})
+    return out.zero_() if func in _EMPTY else out
+
+
+# Set here: what stands in the class is wrapped in something that imports all of torch's own compiler, for seconds.
+_Zeros.__torch_dispatch__ = _dispatch  # type: ignore[method-assign]
 
 
 @contextmanager

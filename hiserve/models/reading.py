@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 << 20
 NUM_THREADS = 16  # to fill a link from the page cache; of a disk, they are its queue depth
-NUM_BUFFERS = 2 * NUM_THREADS  # of one piece each: some are read into while others are copied to the device
+NUM_COPIED = 8  # buffers that are copied to the device, so that no thread waits for a copy before it reads
+NUM_BUFFERS = 2 * NUM_THREADS + NUM_COPIED  # of one piece each
 _SHOWN_BYTES = 256 << 20  # less is read before anybody has seen a bar
 _LOG_S = 10.0
 
@@ -131,7 +132,7 @@ def read_pieces(pieces: Sequence[Piece], device: torch.device) -> None:
             advance(piece.num_bytes)
 
         for number, piece in enumerate(pieces):
-            if len(waiting) == len(buffers):
+            if len(waiting) == max(1, len(buffers) - NUM_COPIED):
                 finish()
             buffer = buffers[number % len(buffers)]
             waiting.append((piece, buffer, pool.submit(buffer.load, piece)))

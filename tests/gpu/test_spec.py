@@ -129,9 +129,14 @@ def test_drafts_behind_graphs_are_those_of_eager_steps(heads: dict[str, Path], k
 def test_heads_that_go_cold_change_no_token_and_compute_nothing(
     heads: dict[str, Path], kind: str, graphs: str, depth: int
 ) -> None:
-    """In float64, through pages that left the device and came back; a cold step replays no graph of a draft's."""
+    """Through pages that left the device and came back; a cold step replays no graph of a draft's.
+
+    In float64, whose attention cannot be captured; with graphs in float32, and only tokens are compared.
+    """
     spec = f"draft:{NANO}" if kind == "draft_model" else f"{kind}:{heads[kind]}"
+    is_captured = graphs == "all"
     settings = SETTINGS | ON_CUDA | {"host_cache_gib": 0.05, "overlap": depth, "graphs": graphs}
+    settings |= {"dtype": "float32"} if is_captured else {}
     with LLM(**settings, spec="off") as plain:
         expected = plain.generate(LONG_PROMPTS, HOW["drawn"])
     with LLM(**settings | {"spec": spec, "spec_steps": STEPS}) as llm:
@@ -149,12 +154,14 @@ def test_heads_that_go_cold_change_no_token_and_compute_nothing(
                 script(llm, Scripted(STEPS, lambda step, p=period: (step + p // 10_000 * p) // p % 2 == 1))
                 before = head.num_forwards + replays
                 for result, theirs in zip(llm.generate(LONG_PROMPTS, HOW["drawn"]), expected, strict=True):
-                    check(result.outputs[0], theirs.outputs[0])
+                    assert result.outputs[0].token_ids == theirs.outputs[0].token_ids
+                    if not is_captured:
+                        check(result.outputs[0], theirs.outputs[0])
                 assert (head.num_forwards + replays == before) == (period == 10_000)
                 leave_device(llm)
         finally:
             DraftGraphs.propose = replay  # type: ignore[method-assign]
-        assert (replays > 0) == (graphs == "all")
+        assert (replays > 0) == is_captured
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
