@@ -30,7 +30,7 @@ class _Zeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fills new tensors with zeros: what no kernel has written may be an index, and 0 is one that every table has."""
 
 
-def _dispatch(mode: _Zeros, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _dispatch(mode: TorchDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     out = func(*args, **kwargs or {})
     return out.zero_() if func in _EMPTY else out
 

@@ -57,8 +57,8 @@ def fill(pages: np.ndarray, run: PageRun) -> None:
 
 def seal(records: Records, pages: np.ndarray, page: int) -> bool:
     """Does for one page what the checksum thread does."""
-    life = records.life(page)
-    return life is not None and records.seal(page, life, page_checksum(pages[page].data, records.digest(page)))
+    ours, lives, digests = records.unsealed(np.array([page], dtype=np.int32))
+    return bool(records.seal(ours, lives, [page_checksum(pages[page].data, digest) for digest in digests]).size)
 
 
 def store(records: Records, pages: np.ndarray, run: PageRun) -> PageRun:

@@ -66,9 +66,9 @@ class Shelf:
 
     def seal(self, pages: set[int]) -> None:
         """They got their checksums."""
-        for page in pages:
-            life = self._records.life(page)
-            assert life is not None and self._records.seal(page, life, self._checksum(page))
+        ours, lives, _ = self._records.unsealed(np.array(sorted(pages), dtype=np.int32))
+        sealed = self._records.seal(ours, lives, [self._checksum(page) for page in ours.tolist()])
+        assert set(sealed.tolist()) == pages
         self.unsealed -= pages
         self.sealed |= pages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -134,24 +134,32 @@ class Records:
         """Returns the digest of a page; it means nothing while the page is FREE."""
         return bytes(self._fields["digest"][page])
 
-    def life(self, page: int) -> int | None:
-        """Returns a number that tells a VALID page without checksum from later uses of the page; None for others."""
+    def unsealed(self, pages: Int32Array) -> tuple[Int32Array, NDArray[np.int64], list[bytes]]:
+        """Returns the pages that are VALID without a checksum, what tells each from later uses of it, and their digests."""
         with self._lock:
-            lacks = self.state(page) is PageState.VALID and self.checksum(page) == NO_CHECKSUM
-            return int(self._lives[page]) if lacks else None
+            fields = self._fields
+            lacks = (fields["state"][pages] == PageState.VALID) & (fields["checksum"][pages] == NO_CHECKSUM)
+            ours = pages[lacks]
+            return ours, self._lives[ours], [bytes(digest) for digest in fields["digest"][ours]]
 
-    def seal(self, page: int, life: int, checksum: int) -> bool:
-        """Records a checksum, unless the page was freed since ``life`` was asked for.
+    def seal(self, pages: Int32Array, lives: NDArray[np.int64], checksums: Sequence[int]) -> Int32Array:
+        """Records checksums, except of pages that were freed since ``unsealed`` named them.
+
+        Args:
+            pages: int32 ``[n]``.
+            lives: int64 ``[n]``, of ``unsealed``.
+            checksums: Of each page's bytes.
 
         Returns:
-            Whether it was recorded.
+            The pages whose checksum was recorded.
         """
-        assert checksum != NO_CHECKSUM, f"page {page} cannot have the checksum that stands for none"
+        values = np.array(checksums, dtype=np.uint64)
+        assert (values != NO_CHECKSUM).all(), f"one of {pages} cannot have the checksum that stands for none"
         with self._lock:
-            if self._lives[page] != life:
-                return False
-            self._write("checksum", np.array([page], dtype=np.int32), checksum)
-            return True
+            is_same = self._lives[pages] == lives
+            ours: Int32Array = pages[is_same]
+            self._write("checksum", ours, values[is_same])
+            return ours
 
     def adopt(self) -> list[PageRun]:
         """Takes over what a former process left: its VALID pages with a checksum, parents first.

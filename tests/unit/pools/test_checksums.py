@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_pages_freed_or_rewritten_while_they_wait_are_skipped(records: Records, 
         pass  # the first page has its turn at once
     records.free(numbers[1:])
     records.begin(make_run([2], [9]))
-    assert [records.life(2), records.life(3)] == [None, None]
+    assert not records.unsealed(numbers[1:])[0].size
     assert checksums.num_queued == 2
     checksums.close()
     assert records.checksum(2) == NO_CHECKSUM
@@ -76,6 +77,29 @@ def test_a_page_freed_while_it_is_read_gets_no_checksum(
     go_on.set()
     assert checksums.wait(10)
     assert records.checksum(1) == NO_CHECKSUM
+    checksums.close()
+
+
+def test_pages_are_taken_together_as_many_as_are_read_in_a_few_milliseconds(
+    records: Records, pages: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go_on, taken = threading.Event(), threading.Event(), []
+    unsealed = records.unsealed
+
+    def note(some: np.ndarray) -> Any:
+        taken.append(some.tolist())
+        reading.set()
+        assert go_on.wait(10)
+        return unsealed(some)
+
+    monkeypatch.setattr(records, "unsealed", note)
+    checksums = Checksums(records, pages, max_bytes_per_s=PAGE_BYTES / (module.BATCH_S / 4))
+    checksums.add(valid(records, pages, [15]))
+    assert reading.wait(10)
+    checksums.add(valid(records, pages, [3, 1, 2, 7, 6, 4, 9, 8, 5]))
+    go_on.set()
+    assert checksums.wait(10)
+    assert taken == [[15], [3, 1, 2, 7], [6, 4, 9, 8], [5]]
     checksums.close()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.pools.records import NO_CHECKSUM, PageState, Records, page_checksum, record_type
+from hiserve.core.copies import PageRun
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, TENANTS, content, fill, make_run, seal, store, told
 
 
@@ -175,20 +176,31 @@ def test_clear_forgets_everything(table: np.ndarray, pages: np.ndarray) -> None:
     records.begin(make_run([2], [9]))
 
 
+def store_unsealed(records: Records, pages: np.ndarray, run: PageRun) -> PageRun:
+    """Takes a run through its life to VALID."""
+    records.begin(run)
+    fill(pages, run)
+    records.finish(run.pages)
+    return run
+
+
 def test_a_checksum_computed_for_an_earlier_life_of_a_page_is_dropped(table: np.ndarray, pages: np.ndarray) -> None:
     """The page is freed and used again, even for the same prefix, while its bytes are read."""
     records = Records(table, PAGE_SIZE)
     run = make_run([3], [7])
     records.begin(run)
     records.finish(run.pages)
-    life = records.life(3)
+    unsealed, lives, _ = records.unsealed(np.array([2, 3], dtype=np.int32))
+    assert unsealed.tolist() == [3]
     records.free(run.pages)
     records.begin(run)
     fill(pages, run)
     records.finish(run.pages)
-    assert life is not None
-    assert not records.seal(3, life, 12345)
-    assert records.checksum(3) == NO_CHECKSUM
+    other = store_unsealed(records, pages, make_run([5], [8]))
+    ours, others_lives, _ = records.unsealed(other.pages)
+    both = np.concatenate((unsealed, ours))
+    assert records.seal(both, np.concatenate((lives, others_lives)), [12345, 6789]).tolist() == [5]
+    assert (records.checksum(3), records.checksum(5)) == (NO_CHECKSUM, 6789)
     assert seal(records, pages, 3)
 
 
@@ -205,12 +217,13 @@ def test_a_page_begun_again_has_no_checksum(table: np.ndarray, pages: np.ndarray
 def test_only_valid_pages_without_checksum_want_one(table: np.ndarray, pages: np.ndarray) -> None:
     records = Records(table, PAGE_SIZE)
     run = make_run([3], [7])
-    assert records.life(3) is None
+    assert not records.unsealed(run.pages)[0].size
     records.begin(run)
-    assert records.life(3) is None
+    assert not records.unsealed(run.pages)[0].size
     records.finish(run.pages)
+    assert records.unsealed(run.pages)[0].tolist() == [3] and records.unsealed(run.pages)[2] == run.digests
     assert seal(records, pages, 3)
-    assert records.life(3) is None
+    assert not records.unsealed(run.pages)[0].size
 
 
 def test_a_checksum_is_of_the_bytes_and_of_the_prefix() -> None:

@@ -125,7 +125,7 @@ class Model:
             return
         self.lives.append(("valid", life))
         for page, digest in zip(life.pages.tolist(), life.digests, strict=True):
-            if self.writer.records.life(page) is None:
+            if not self.writer.records.unsealed(np.array([page], dtype=np.int32))[0].size:
                 continue
             self.safe[page] = digest
             assert seal(self.writer.records, self.writer.pages, page)
