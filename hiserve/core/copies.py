@@ -21,9 +21,9 @@ class CopyKind(IntEnum):
 DEVICE_KINDS = (CopyKind.LOAD, CopyKind.STORE)
 STORE_LANES = 4  # lookups and prefetches that run at once
 # Memory of a CUDA device that large pages pass through, both directions together. Others wait for the copy engine while
-# a piece crosses, a quarter of it at least; but each piece costs the enqueuing thread time, which the thread that launches
+# a piece crosses, a fifth of it at least; but each piece costs the enqueuing thread time, which the thread that launches
 # forwards lacks: with pieces of 16 MiB a step took twice as long.
-STAGING_BYTES = 128 << 20
+STAGING_BYTES = 160 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)

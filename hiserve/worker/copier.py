@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.store_transfers import StoreTransfers
@@ -68,6 +70,15 @@ class Copier:
         """Lets what is launched next wait for loads that were started, or for their part of one layer."""
         for op in loads:
             self._transfers.wait(op, layer)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Within, the caller launches a forward: stores stay out of its way. However it ends, they go on then."""
+        self._transfers.launch_begins()
+        try:
+            yield
+        finally:
+            self._transfers.launch_ends()
 
     def forward_done(self, step_id: int) -> None:
         """Tells that the step's forward is done, or, on a stream device, was launched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -158,7 +158,8 @@ class Executor:
 
     def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
-        with self._on_stream(), torch.inference_mode():
+        launching = nullcontext() if self._copier is None else self._copier.launching()
+        with launching, self._on_stream(), torch.inference_mode():
             outcome, ran = self._step(plan)
             host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
             host.copy_(outcome.words, non_blocking=True)

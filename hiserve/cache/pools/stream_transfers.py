@@ -19,8 +19,10 @@ from hiserve.core.faults import attempt
 MAX_DIRECT_PAGE_BYTES = 512 << 10
 MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
 
-# Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others.
-_STAGING_PERCENT = {CopyKind.LOAD: 75, CopyKind.STORE: 25}
+# Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others. Pieces of
+# 48 and 32 MiB: one of a store crosses in 0.6 ms at most, and as long may the outcome of a step, a small copy the same way,
+# wait for it.
+_STAGING_PERCENT = {CopyKind.LOAD: 60, CopyKind.STORE: 40}
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
 
 
@@ -90,6 +92,14 @@ class StreamTransfers:
             self._by_layer.add(copy.op)
         self._queue.add(copy)
 
+    def launch_begins(self) -> None:
+        """Has stores give way: each piece of one takes the interpreter from the thread that launches, many times."""
+        self._queue.launch_begins()
+
+    def launch_ends(self) -> None:
+        """Lets stores go on."""
+        self._queue.launch_ends()
+
     def forward_done(self, step_id: int) -> None:
         """Tells that everything that the step does is on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -143,7 +153,7 @@ class StreamTransfers:
         flight = self._streams[copy.kind].begin(
             copy,
             self._fence(copy.after_step),
-            partial(self._pace, copy.op) if is_load else _at_once,
+            partial(self._pace, copy.op) if is_load else self._give_way,
             by_layer=copy.op in self._by_layer,
         )
         if is_load:
@@ -151,10 +161,14 @@ class StreamTransfers:
         self._flights[copy.kind].put(flight)
         return ""
 
-    def _pace(self, op: int, room: torch.cuda.Event) -> None:
+    def _pace(self, op: int, room: torch.cuda.Event | None) -> None:
         """Enqueues no faster than the link takes it, unless somebody waits: the launches of others come in between."""
-        if not (self._queue.is_closed or self._queue.is_wanted(op)):
+        if not (room is None or self._queue.is_closed or self._queue.is_wanted(op)):
             room.synchronize()
+
+    def _give_way(self, room: torch.cuda.Event | None) -> None:
+        """The pace of stores: nobody waits for them, and the queue bounds their rate."""
+        self._queue.give_way()
 
     def _fence(self, after_step: int) -> torch.cuda.Event | None:
         """Returns the event of the first step kept that is not before this one: of a forgotten step, a later one's."""
@@ -169,7 +183,3 @@ class StreamTransfers:
             flight.end.synchronize()
             self._queue.end(flight.copy, flight.seconds)
             self._loads.pop(flight.copy.op, None)
-
-
-def _at_once(room: torch.cuda.Event) -> None:
-    """The pace of stores: they are short, and the queue bounds their rate."""

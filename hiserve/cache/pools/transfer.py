@@ -27,6 +27,12 @@ class TransferEngine(Protocol):
             by_layer: A forward is about to wait for each layer of this load (``wait``).
         """
 
+    def launch_begins(self) -> None:
+        """Tells that the caller launches a forward now; what is not urgent stays out of its way meanwhile."""
+
+    def launch_ends(self) -> None:
+        """Tells that it does so no more, also where the launch failed."""
+
     def forward_done(self, step_id: int) -> None:
         """Tells that the forwards up to this step are done, or, on a stream device, were launched."""
 
@@ -75,6 +81,12 @@ class ThreadTransfers:
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         """Takes an order; a store that comes while the link is behind is dropped."""
         self._queue.add(copy)
+
+    def launch_begins(self) -> None:
+        """Changes nothing: copies of memory leave the interpreter to others."""
+
+    def launch_ends(self) -> None:
+        """Changes nothing either."""
 
     def forward_done(self, step_id: int) -> None:
         """Tells that the forwards up to this step are done."""

@@ -230,7 +230,7 @@ def test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_throug
     assert resolved.config.cache.host_cache_gib == 40
     assert resolved.host_memory == {"host cache": 40 * GIB}
     assert "host cache" not in resolved.memory
-    assert resolved.memory["staging of host pages"] == 128 * MIB
+    assert resolved.memory["staging of host pages"] == 160 * MIB
     assert "staging of host pages" not in resolve(make_config(host_cache_gib=0), LARGE, SERVER).memory
 
 

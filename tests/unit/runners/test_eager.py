@@ -62,6 +62,12 @@ class Waited:
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         self.by_layer[copy.op] = by_layer
 
+    def launch_begins(self) -> None:
+        pass
+
+    def launch_ends(self) -> None:
+        pass
+
     def forward_done(self, step_id: int) -> None:
         pass
 

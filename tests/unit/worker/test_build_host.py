@@ -142,6 +142,12 @@ class NoTransfers:
     def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
         raise AssertionError(copy)
 
+    def launch_begins(self) -> None:
+        pass
+
+    def launch_ends(self) -> None:
+        pass
+
     def forward_done(self, step_id: int) -> None:
         pass
 

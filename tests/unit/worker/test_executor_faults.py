@@ -5,15 +5,20 @@ from __future__ import annotations
 import gc
 import weakref
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.errors import EngineError
 from hiserve.runners.gate import Loads
+from hiserve.worker import executor as executor_module
+from hiserve.worker.copier import Copier
 from hiserve.worker.executor import Executor
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import GREEDY, HandPlanner
@@ -179,3 +184,79 @@ def test_any_other_error_is_raised(folder: Path, threaded: bool) -> None:
 def first_plan() -> BatchPlan:
     planner = admit(HandPlanner(PAGE, NUM_PAGES))
     return planner.step(dict(planner.known))
+
+
+class Tells:
+    """As transfers that copy nothing: remembers what they were told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def launch_begins(self) -> None:
+        self.told.append("begins")
+
+    def launch_ends(self) -> None:
+        self.told.append("ends")
+
+    def forward_done(self, step_id: int) -> None:
+        self.told.append(f"done {step_id}")
+
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class NoDevice:
+    """What a launch needs of torch, where there is no CUDA."""
+
+    cuda = SimpleNamespace(
+        Event=lambda **options: SimpleNamespace(record=lambda: None, synchronize=lambda: None), empty_cache=lambda: None
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return torch.empty(*shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (None, ["begins", "runs", "done 1", "ends"]),
+        (RuntimeError("CUDA out of memory"), ["begins", "runs", "ends", "done 1"]),
+        (RuntimeError("an illegal memory access was encountered"), ["begins", "runs", "ends"]),
+    ],
+)
+def test_stores_give_way_while_a_step_is_launched_and_no_longer_also_when_it_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: Exception | None, told: list[str]
+) -> None:
+    running, transfers = engine(folder), Tells()
+    host = SimpleNamespace(
+        touch=SimpleNamespace(pace=SimpleNamespace(step=lambda: None)),
+        wait_checksums=lambda timeout_s: True,
+        close=lambda: None,
+    )
+    executor = Executor(running.runners, running.rows, threaded=True, copier=Copier(transfers, host))  # type: ignore[arg-type]
+    monkeypatch.setattr(executor_module, "torch", NoDevice())
+    executor._stream = object()  # type: ignore[assignment]
+    executor._on_stream = nullcontext  # type: ignore[method-assign,assignment]
+    run = running.runner.run
+
+    def launch(*args: Any, **options: Any) -> Any:
+        transfers.told.append("runs")
+        if fails is not None:
+            raise fails
+        return run(*args, **options)
+
+    running.runner.run = launch  # type: ignore[method-assign]
+    future = executor.submit(first_plan())
+    if fails is None or "memory access" not in str(fails):
+        assert (future.result(60).fault is None) == (fails is None)
+    else:
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            future.result(60)
+    assert transfers.told == told
+    executor.close()
