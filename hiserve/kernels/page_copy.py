@@ -31,27 +31,46 @@ def copy_pages(planes: Tensor, pages: Tensor, indices: Tensor, *, to_planes: boo
         to_planes: The direction.
         max_programs: Bound on the programs that run at once, and so on the multiprocessors that forwards lose.
     """
-    num_planes, num_plane_pages, piece_words = planes.shape
-    num_words, count = num_planes * piece_words, indices.shape[1]
-    assert planes.is_contiguous() and pages.stride(1) == 1 and pages.shape[1] == num_words, (planes.shape, pages.shape)
-    assert not count or indices.stride(1) == 1, f"page numbers {indices.stride()} apart"
-    assert planes.dtype == pages.dtype, f"{planes.dtype} and {pages.dtype}"
-    block = min(_BLOCK_BYTES // planes.element_size(), triton.next_power_of_2(num_words))
-    num_items = count * triton.cdiv(num_words, block)
-    _copy_pages[(max(1, min(num_items, max_programs)),)](
-        planes,
-        pages,
-        indices,
-        count,
-        indices.stride(0),
-        num_plane_pages * piece_words,
-        pages.stride(0),
-        NUM_WORDS=num_words,
-        PIECE_WORDS=piece_words,
-        TO_PLANES=to_planes,
-        BLOCK=block,
-        num_warps=_NUM_WARPS,
-    )
+    PreparedCopy(planes, pages, to_planes=to_planes, max_programs=max_programs)(indices)
+
+
+class PreparedCopy:
+    """``copy_pages`` between the same memory again and again: what does not change from call to call is computed once.
+
+    Args:
+        planes: As of ``copy_pages``.
+        pages: Likewise.
+        to_planes: Likewise.
+        max_programs: Likewise.
+    """
+
+    def __init__(self, planes: Tensor, pages: Tensor, *, to_planes: bool, max_programs: int) -> None:
+        num_planes, num_plane_pages, piece_words = planes.shape
+        num_words = num_planes * piece_words
+        assert planes.is_contiguous() and pages.stride(1) == 1, f"{planes.stride()} and {pages.stride()} apart"
+        assert pages.shape[1] == num_words, f"{planes.shape} and {pages.shape}"
+        assert planes.dtype == pages.dtype, f"{planes.dtype} and {pages.dtype}"
+        block = min(_BLOCK_BYTES // planes.element_size(), triton.next_power_of_2(num_words))
+        self._planes, self._pages = planes, pages
+        self._strides = num_plane_pages * piece_words, pages.stride(0)
+        self._blocks_per_page, self._max_programs = triton.cdiv(num_words, block), max_programs
+        self._constants = {
+            "NUM_WORDS": num_words,
+            "PIECE_WORDS": piece_words,
+            "TO_PLANES": to_planes,
+            "BLOCK": block,
+            "num_warps": _NUM_WARPS,
+        }
+
+    def __call__(self, indices: Tensor) -> None:
+        """Copies the pages that ``indices`` names, as of ``copy_pages``. Waits for nothing."""
+        index_stride, one = indices.stride()
+        count = indices.shape[1]
+        assert not count or one == 1, f"page numbers {indices.stride()} apart"
+        num_programs = max(1, min(count * self._blocks_per_page, self._max_programs))
+        _copy_pages[(num_programs,)](
+            self._planes, self._pages, indices, count, index_stride, *self._strides, **self._constants
+        )
 
 
 @triton.jit(  # type: ignore[untyped-decorator]

@@ -26,6 +26,8 @@ class CopyEngine:
         if self._many is not None:
             size, pointer = ctypes.c_size_t, ctypes.c_void_p
             self._many.argtypes = (pointer, pointer, pointer, size, pointer, pointer, size, pointer)
+        self._attributes, self._first = _Attributes(_AS_STREAMS_GO, flags=_BESIDE_KERNELS), ctypes.c_size_t(0)
+        self._of_all = ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1  # from the first copy on
 
     def copy(
         self, targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int
@@ -43,15 +45,7 @@ class CopyEngine:
         """
         if self._many is not None and len(sizes) > 1:
             arrays = [np.ascontiguousarray(each) for each in (targets, sources, sizes)]
-            attributes, first = _Attributes(_AS_STREAMS_GO, flags=_BESIDE_KERNELS), ctypes.c_size_t(0)
-            error = self._many(
-                *(each.ctypes.data for each in arrays),
-                len(sizes),
-                ctypes.addressof(attributes),
-                ctypes.addressof(first),
-                1,
-                stream,
-            )
+            error = self._many(*(each.ctypes.data for each in arrays), len(sizes), *self._of_all, stream)
             _check(error, f"{len(sizes)} copies")
             return
         for target, source, num_bytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):

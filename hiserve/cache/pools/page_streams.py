@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hiserve.cache.pools.copy_engine import CopyEngine
@@ -22,7 +24,7 @@ from hiserve.cache.pools.host import HostPool
 from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array
-from hiserve.kernels.page_copy import copy_pages, word_type
+from hiserve.kernels.page_copy import PreparedCopy, copy_pages, word_type
 
 _NUM_SLOTS = 2  # while the copy engine is busy with one, the other is gathered or scattered
 _STAGING_PROGRAMS = 64  # far from the device's bandwidth, well above the link's
@@ -60,24 +62,42 @@ class Flight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
-    """Staging memory, uint8 ``[n, page_bytes]``.
+    """Staging memory.
 
     Attributes:
-        filled: Recorded when the first stream has written it.
-        drained: Recorded when the last stream has read it.
+        address: Of its first byte.
+        moves: Between the device pool and its rows, uint8 ``[n, page_bytes]``: one kernel a group.
+        crossed: Recorded when the copy engine has filled or emptied it.
     """
 
-    memory: Tensor
-    filled: torch.cuda.Event
-    drained: torch.cuda.Event
+    address: int
+    moves: list[PreparedCopy]
+    crossed: torch.cuda.Event
+
+
+class _Runs(NamedTuple):
+    """What crosses at once: adjacent pages in one pinned piece are one copy.
+
+    Attributes:
+        offsets: uint64 ``[n]``, bytes from the start of staging memory.
+        addresses: uint64 ``[n]``, on the host.
+        sizes: uint64 ``[n]``, bytes.
+    """
+
+    offsets: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
 
 
 class PageStreams:
     """The streams of one direction. Used by one thread at a time, whose current device is the pools'.
 
-    Large pages take two streams, so that the copy engine never waits for a kernel: the first fills staging
-    memory, the last drains it. For small pages both are the same. Between two pieces of staging memory others have their
-    turn at the copy engine.
+    Large pages take two streams, so that the copy engine never waits for a kernel: one gathers or scatters, on the other
+    staging memory crosses the link. For small pages both are the same. Between two pieces of staging memory others have
+    their turn at the copy engine.
+
+    What is enqueued takes the interpreter from the thread that launches forwards, so all that can be is made once: here,
+    or once for an order.
 
     Args:
         device: The device pool.
@@ -104,32 +124,35 @@ class PageStreams:
         page_bytes = host.layout.page_bytes
         self._pages_per_slot = max(1, staging_bytes // _NUM_SLOTS // page_bytes)
         self._min_layer_bytes = min_layer_bytes
+        self._max_programs = _DIRECT_PROGRAMS[kind]
         self._copy_engine = CopyEngine()
-        self._others = _stream()
-        self._passed, self._returned = _event(), _event()
-        self._first = self._last = _stream()
+        self._kernels = self._crossing = _stream()
         self._slots: deque[_Slot] = deque()
+        self._turn = _event()
         if page_bytes > max_direct_page_bytes:
-            self._last = _stream()
+            self._max_programs = _STAGING_PROGRAMS
+            self._crossing = _stream()
             with torch.cuda.stream(self._first):  # its memory from the start: nobody else may still use it
-                for _ in range(_NUM_SLOTS):
-                    memory = torch.empty((self._pages_per_slot, page_bytes), dtype=torch.uint8, device="cuda")
-                    self._slots.append(_Slot(memory, _event(), _event()))
+                shape = self._pages_per_slot, page_bytes
+                memories = [torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(_NUM_SLOTS)]
+            self._slots.extend(_Slot(memory.data_ptr(), self._moves(memory), _event()) for memory in memories)
+        else:
+            self._direct = self._moves(self._all_pages())
 
     def compile(self) -> None:
         """Compiles what ``begin`` launches, so that the first copy need not wait for it. No host page need be ready yet."""
         nothing = np.empty(0, dtype=np.int32)
         with torch.cuda.stream(self._kernels):
             page = torch.empty((1, self._host.layout.page_bytes), dtype=torch.uint8, device="cuda")
-        self._move(page, self._upload(nothing, nothing))
-        if not self._slots and self._kind is CopyKind.LOAD:
-            self._move_by_layer(page, nothing, nothing)
+            _move(self._moves(page), self._upload(nothing, nothing))
+            if not self._slots and self._kind is CopyKind.LOAD:
+                self._move_by_layer(page, nothing, nothing)
 
     def begin(
         self,
         copy: PageCopy,
         fence: torch.cuda.Event | None,
-        pace: Callable[[torch.cuda.Event], None],
+        pace: Callable[[torch.cuda.Event | None], None],
         *,
         by_layer: bool = False,
     ) -> Flight:
@@ -138,89 +161,108 @@ class PageStreams:
         Args:
             copy: The order.
             fence: What must be done before.
-            pace: Called with what a piece of staging memory waits for, before more is enqueued behind it.
+            pace: Called before each piece is enqueued, with what it waits for; small pages are one piece, of None.
             by_layer: A forward will wait for each layer of the load; it is slower so, by a third with small pages.
         """
+        pace(self._slots[0].crossed if self._slots else None)
         order = np.argsort(copy.host_pages, kind="stable")  # so that adjacent pages make runs
         ours, theirs = copy.device_pages[order], copy.host_pages[order]
         begin, end = _event(timed=True), _event(timed=True)
         layers: tuple[torch.cuda.Event, ...] = ()
-        if fence is not None:
-            self._first.wait_event(fence)
-        begin.record(self._first)
-        if self._slots:
-            indices = self._upload(ours, np.arange(ours.size, dtype=np.int32) % self._pages_per_slot)
-            for start in range(0, ours.size, self._pages_per_slot):
-                end_page = start + self._pages_per_slot
-                pace(self._slots[0].drained)
-                self._enqueue(indices[:, start:end_page], theirs[start:end_page])
-        elif by_layer and ours.size * self._layer_bytes() >= self._min_layer_bytes:
-            layers = self._move_by_layer(self._all_pages(), ours, theirs)
-        else:
-            self._move(self._all_pages(), self._upload(ours, theirs))
-        end.record(self._last)
+        with torch.cuda.stream(self._kernels):
+            if fence is not None:
+                self._first.wait_event(fence)
+            begin.record(self._first)
+            if self._slots:
+                self._stage(ours, theirs, pace)
+            elif by_layer and ours.size * self._layer_bytes() >= self._min_layer_bytes:
+                layers = self._move_by_layer(self._all_pages(), ours, theirs)
+            else:
+                _move(self._direct, self._upload(ours, theirs))
+            end.record(self._last)
         return Flight(copy, begin, end, layers)
 
     def drain(self) -> None:
         """Waits until nothing that was enqueued runs any more."""
-        for stream in (self._first, self._last):
+        for stream in (self._kernels, self._crossing):
             stream.synchronize()
 
-    def _enqueue(self, indices: Tensor, theirs: Int32Array) -> None:
-        """Copies at most as many pages as a slot has room for; ``indices`` names them on the device and in the slot."""
+    @property
+    def _first(self) -> torch.cuda.Stream:
+        """The stream on which a copy begins."""
+        return self._crossing if self._kind is CopyKind.LOAD else self._kernels
+
+    @property
+    def _last(self) -> torch.cuda.Stream:
+        """The stream on which it ends."""
+        return self._kernels if self._kind is CopyKind.LOAD else self._crossing
+
+    def _stage(self, ours: Int32Array, theirs: Int32Array, pace: Callable[[torch.cuda.Event | None], None]) -> None:
+        """Copies through staging memory, piece by piece."""
+        rows = np.arange(ours.size, dtype=np.int32) % self._pages_per_slot
+        indices = self._upload(ours, rows)
+        enqueue = self._load_piece if self._kind is CopyKind.LOAD else self._store_piece
+        starts = range(0, ours.size, self._pages_per_slot)
+        for start, runs in zip(starts, self._runs(rows, theirs), strict=True):
+            if start:
+                pace(self._slots[0].crossed)
+            enqueue(indices[:, start : start + self._pages_per_slot], runs)
+            self._slots.rotate()
+
+    def _load_piece(self, indices: Tensor, runs: _Runs) -> None:
+        """Fills a slot and scatters it. What crosses next waits until the slot before this one was scattered."""
         slot = self._slots[0]
-        self._slots.rotate()
-        self._first.wait_event(slot.drained)
-        if self._kind is CopyKind.LOAD:
-            self._cross(slot.memory, theirs, self._first)
-        else:
-            self._move(slot.memory, indices)
-        slot.filled.record(self._first)
-        self._last.wait_event(slot.filled)
-        if self._kind is CopyKind.LOAD:
-            self._move(slot.memory, indices)
-        else:
-            self._cross(slot.memory, theirs, self._last)
-        slot.drained.record(self._last)
-        self._let_others_pass(self._first if self._kind is CopyKind.LOAD else self._last)
+        self._copy_engine.copy(runs.offsets + slot.address, runs.addresses, runs.sizes, self._crossing.cuda_stream)
+        slot.crossed.record(self._crossing)
+        self._let_others_pass(slot.crossed)
+        _move(slot.moves, indices)
 
-    def _let_others_pass(self, crossing: torch.cuda.Stream) -> None:
-        """Has the copy engine wait a moment for another stream: only then does it turn to copies of others."""
-        self._passed.record(crossing)
-        self._others.wait_event(self._passed)
-        self._returned.record(self._others)
-        crossing.wait_event(self._returned)
+    def _store_piece(self, indices: Tensor, runs: _Runs) -> None:
+        """Gathers a slot and empties it. What is gathered next waits until the slot before this one has crossed."""
+        slot = self._slots[0]
+        _move(slot.moves, indices)
+        self._let_others_pass(self._slots[1].crossed)
+        self._copy_engine.copy(runs.addresses, runs.offsets + slot.address, runs.sizes, self._crossing.cuda_stream)
+        slot.crossed.record(self._crossing)
 
-    def _cross(self, memory: Tensor, pages: Int32Array, stream: torch.cuda.Stream) -> None:
-        """Sends rows of staging memory to host pages, or the other way: runs of adjacent pages in one pinned piece."""
-        page_bytes = self._host.layout.page_bytes
-        is_cut = (np.diff(pages) != 1) | (pages[1:] % self._host.touch.pages_per_piece == 0)
-        edges = np.concatenate(([0], np.flatnonzero(is_cut) + 1, [pages.size])).astype(np.uint64)
-        firsts, sizes = edges[:-1], np.diff(edges) * np.uint64(page_bytes)
-        ours = np.uint64(memory.data_ptr()) + firsts * np.uint64(page_bytes)
-        theirs = np.uint64(self._all_pages().data_ptr()) + pages[firsts].astype(np.uint64) * np.uint64(page_bytes)
-        targets, sources = (ours, theirs) if self._kind is CopyKind.LOAD else (theirs, ours)
-        self._copy_engine.copy(targets, sources, sizes, stream.cuda_stream)
+    def _let_others_pass(self, crossed: torch.cuda.Event) -> None:
+        """Has the copy engine wait a moment for the kernels' stream: only then does it turn to copies of others.
+
+        What crosses next comes after all kernels enqueued so far, and kernels enqueued from now on after what has crossed.
+        """
+        self._kernels.wait_event(crossed)
+        self._turn.record(self._kernels)
+        self._crossing.wait_event(self._turn)
+
+    def _runs(self, rows: Int32Array, pages: Int32Array) -> list[_Runs]:
+        """Returns what crosses between rows of staging memory and host pages, for each time that it is filled."""
+        page_bytes = np.uint64(self._host.layout.page_bytes)
+        is_cut = (np.diff(pages) != 1) | (pages[1:] % self._host.touch.pages_per_piece == 0) | (rows[1:] == 0)
+        edges = np.concatenate(([0], np.flatnonzero(is_cut) + 1, [pages.size]))
+        firsts = edges[:-1]
+        offsets = rows[firsts].astype(np.uint64) * page_bytes
+        addresses = pages[firsts].astype(np.uint64) * page_bytes + np.uint64(self._all_pages().data_ptr())
+        sizes = np.diff(edges).astype(np.uint64) * page_bytes
+        refills = np.flatnonzero(offsets == 0)[1:]
+        return [_Runs(*each) for each in zip(*(np.split(x, refills) for x in (offsets, addresses, sizes)), strict=True)]
 
     def _all_pages(self) -> Tensor:
         return self._host.span(0, self._host.num_pages)
 
-    @property
-    def _kernels(self) -> torch.cuda.Stream:
-        """The stream on which pieces are gathered or scattered."""
-        return self._last if self._kind is CopyKind.LOAD else self._first
-
     def _upload(self, ours: Int32Array, rows: Int32Array) -> Tensor:
         """Copies page numbers to the device, int32 ``[2, n]``; torch keeps the pinned memory until they are there."""
-        with torch.cuda.stream(self._kernels):
-            return torch.from_numpy(np.stack((ours, rows))).pin_memory().to("cuda", non_blocking=True)
+        return torch.from_numpy(np.stack((ours, rows))).pin_memory().to("cuda", non_blocking=True)
 
-    def _move(self, pages: Tensor, indices: Tensor) -> None:
-        """Gathers or scatters: one kernel a group, between pages of the device and rows of ``[n, page_bytes]``."""
-        max_programs = _STAGING_PROGRAMS if self._slots else _DIRECT_PROGRAMS[self._kind]
-        with torch.cuda.stream(self._kernels):
-            for group in self._host.layout.groups:
-                self._launch(pages, indices, group, range(group.num_layers), max_programs)
+    def _moves(self, pages: Tensor) -> list[PreparedCopy]:
+        """Prepares gathers or scatters between pages of the device and rows of ``[n, page_bytes]``: one kernel a group."""
+        return [
+            PreparedCopy(
+                *self._views(pages, group, range(group.num_layers)),
+                to_planes=self._kind is CopyKind.LOAD,
+                max_programs=self._max_programs,
+            )
+            for group in self._host.layout.groups
+        ]
 
     def _layer_bytes(self) -> int:
         """Returns the bytes of a page that belong to one layer of the first group, the model's own."""
@@ -229,31 +271,34 @@ class PageStreams:
     def _move_by_layer(self, pages: Tensor, ours: Int32Array, theirs: Int32Array) -> tuple[torch.cuda.Event, ...]:
         """Scatters pages of the host: other groups first, then the first one layer after layer, with an event each."""
         own, *others = self._host.layout.groups
-        max_programs, events = _DIRECT_PROGRAMS[self._kind], []
-        indices = self._upload(ours, theirs)
-        with torch.cuda.stream(self._kernels):
-            for group in others:
-                self._launch(pages, indices, group, range(group.num_layers), max_programs)
-            for layer in range(own.num_layers):
-                self._launch(pages, indices, own, range(layer, layer + 1), max_programs)
+        parts = [(group, range(group.num_layers)) for group in others]
+        parts += [(own, range(layer, layer + 1)) for layer in range(own.num_layers)]
+        indices, events = self._upload(ours, theirs), []
+        for group, layers in parts:
+            views = self._views(pages, group, layers)
+            copy_pages(*views, indices, to_planes=self._kind is CopyKind.LOAD, max_programs=self._max_programs)
+            if group is own:
                 events.append(_event())
                 events[-1].record(self._kernels)
         return tuple(events)
 
-    def _launch(self, pages: Tensor, indices: Tensor, group: CacheGroupSpec, layers: range, max_programs: int) -> None:
-        """One kernel for adjacent layers of a group."""
+    def _views(self, pages: Tensor, group: CacheGroupSpec, layers: range) -> tuple[Tensor, Tensor]:
+        """Returns the planes of adjacent layers of a group, and where they lie in the rows of ``[n, page_bytes]``."""
         layout = self._host.layout
         piece_bytes = layout.piece_bytes(group)
         words = word_type(piece_bytes)
         start = int(layout.offsets[group.name][layers.start, 0])
         planes = self._device.storage(group.name).view(2 * group.num_layers, -1).view(words)
-        copy_pages(
+        return (
             planes.view(2 * group.num_layers, -1, piece_bytes // words.itemsize)[2 * layers.start : 2 * layers.stop],
             pages[:, start : start + 2 * len(layers) * piece_bytes].view(words),
-            indices,
-            to_planes=self._kind is CopyKind.LOAD,
-            max_programs=max_programs,
         )
+
+
+def _move(moves: list[PreparedCopy], indices: Tensor) -> None:
+    """Gathers or scatters on the current stream; ``indices`` names pages of the device and rows."""
+    for move in moves:
+        move(indices)
 
 
 def _stream() -> torch.cuda.Stream:
