@@ -17,8 +17,13 @@ _ENGINES = {
     "cpu": ("hiserve.cache.pools.transfer", "ThreadTransfers"),
     "cuda": ("hiserve.cache.pools.stream_transfers", "StreamTransfers"),
 }
-# Stores give way to everything else: what waits beyond the first bound is dropped, and counted.
-_MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+# Stores give way to everything else: what waits beyond this is dropped, and counted. Between the least and the most it is
+# a share of the device pool: pages on their way to the host are locked until they are there, so that this bounds what
+# eviction cannot have. The most holds what a few steps of prompts write, 0.94 GB each on an H200 with a model of 0.6B; the
+# least has room for a long order where the pool is small.
+_LEAST_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+_QUEUED_SHARE = 8  # one in so many bytes of the pool
 _MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
 
 
@@ -40,7 +45,12 @@ def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEng
     engine: TransferEngine = make(
         pool,
         host,
-        max_queued_bytes=_MAX_QUEUED_STORE_BYTES[device],
+        max_queued_bytes=_max_queued_bytes(device, pool),
         max_store_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
     )
     return engine
+
+
+def _max_queued_bytes(device: str, pool: DevicePool) -> int:
+    share = pool.num_bytes // _QUEUED_SHARE
+    return max(_LEAST_QUEUED_STORE_BYTES[device], min(_MAX_QUEUED_STORE_BYTES[device], share))

@@ -33,6 +33,11 @@ class DevicePool:
             self._storages[group.name] = storage
             self._layers[group.name] = layer_views(storage)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all groups."""
+        return sum(storage.nbytes for storage in self._storages.values())
+
     def layers(self, group: str) -> tuple[LayerKV, ...]:
         """Returns the views of a group's layers, in order."""
         return self._layers[group]

@@ -7,7 +7,9 @@ from tests.mutants.mutant import Mutant
 SHAPES = "hiserve/models/shapes.py"
 DISPATCH = "hiserve/runners/dispatch.py"
 OF_SHAPES = "tests/unit/models/test_shapes.py::"
+QUEUE = "hiserve/cache/pools/transfer_queue.py"
 OF_EAGER = "tests/unit/runners/test_eager.py::"
+OF_QUEUE = "tests/unit/pools/test_transfer_queue.py::"
 
 MUTANTS = [
     Mutant(
@@ -96,5 +98,42 @@ MUTANTS = [
         test="tests/contract/test_transfers.py::"
         "test_a_copy_that_fails_is_answered_with_its_reason_and_nobody_waits_for_it[thread]",
         timeout_s=30.0,
+    ),
+    Mutant(
+        name="stores begin while a step is launched",
+        file=QUEUE,
+        old="        if self._is_launching:\n            with self._news:\n                self._news.wait_for",
+        new="        if False:\n            with self._news:\n                self._news.wait_for",
+        test=OF_QUEUE + "test_launches_that_never_end_cost_each_piece_a_moment",
+    ),
+    Mutant(
+        name="a load waits for a store that waits for a launch",
+        file=QUEUE,
+        old=" or self._may_begin(CopyKind.LOAD)\n",
+        new="\n",
+        test=OF_QUEUE + "test_a_piece_of_a_store_waits_until_the_launch_is_over_or_the_queue_closed_or_a_load_there",
+    ),
+    Mutant(
+        name="a launch that fails leaves stores waiting",
+        file="hiserve/worker/copier.py",
+        old="            self._transfers.launch_ends()\n",
+        new="            pass\n",
+        test="tests/unit/worker/test_executor_faults.py::"
+        "test_stores_give_way_while_a_step_is_launched_and_no_longer_also_when_it_fails",
+    ),
+    Mutant(
+        name="stores may lock all of a device pool",
+        file="hiserve/worker/transfers.py",
+        old="share = pool.num_bytes // _QUEUED_SHARE",
+        new="share = pool.num_bytes",
+        test="tests/unit/worker/test_transfers.py::"
+        "test_stores_that_wait_lock_an_eighth_of_the_device_pool_or_what_a_long_order_takes",
+    ),
+    Mutant(
+        name="staging memory is filled again before it was emptied",
+        file="hiserve/cache/pools/page_streams.py",
+        old="        self._kernels.wait_event(crossed)\n",
+        new="",
+        test="tests/unit/pools/test_page_streams.py::test_every_byte_arrives_whichever_stream_runs_first",
     ),
 ]
