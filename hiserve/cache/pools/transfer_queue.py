@@ -18,6 +18,7 @@ GARBLED = "checksum"
 # How long a piece of a store waits for a launch. Bounded, so that stores go on while launch follows launch: with pieces of
 # 32 MiB at 16 GB/s still.
 MAX_GIVE_WAY_S = 2e-3
+MAX_GIVE_WAY_FILL = 0.5  # of what stores may fill: with more they wait for no launch
 
 
 class TransferQueue:
@@ -111,15 +112,15 @@ class TransferQueue:
     def give_way(self) -> None:
         """Waits while a forward is launched; called before each piece of a store, whose thread would be in the way.
 
-        It ends at once where a load may begin: that waits for the store. Also where stores fill half of what they may:
-        none is dropped because others have waited here.
+        It ends at once where a load may begin: that waits for the store. Also where stores fill more than half of what
+        they may: none is dropped because others have waited here.
         """
         if self._is_launching:
             with self._news:
                 self._news.wait_for(self._may_go_on, MAX_GIVE_WAY_S)
 
     def _may_go_on(self) -> bool:
-        is_behind = 2 * self._num_store_pages > self._max_store_pages
+        is_behind = self._num_store_pages > MAX_GIVE_WAY_FILL * self._max_store_pages
         return not self._is_launching or self._is_closed or is_behind or self._may_begin(CopyKind.LOAD)
 
     def next(self) -> PageCopy | None:
