@@ -95,7 +95,7 @@ class Decoder:
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
         """
-        features = self.new_features(inputs.input_ids.shape[0])
+        features = self.new_features(inputs.input_ids.shape[0]) if inputs.is_shown else None
         mixed, residual = self.trunk(inputs, layers, attention, features)
         logits = self.logits(mixed, residual, inputs.logits_rows, features)
         return ForwardOutputs(logits=logits, features=features)

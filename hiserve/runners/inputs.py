@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -153,7 +153,8 @@ def uniform_columns(varying: Tensor, width: int, max_kv_len: int) -> Columns:
 
 def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
     """Builds an eager step: as large as its plan."""
-    return gather_inputs(upload_columns(plan, rows), rows)
+    inputs = gather_inputs(upload_columns(plan, rows), rows)
+    return replace(inputs, forward=replace(inputs.forward, is_shown=False)) if plan.is_cold else inputs
 
 
 def gather_inputs(columns: Columns, rows: DeviceRows, out: StepInputs | None = None) -> StepInputs:

@@ -246,7 +246,8 @@ class MixedRunner:
         self._places.fill(inputs, bucket)
         captured.graph.replay()
         mixed = self._out[:num_tokens].flatten(1)
-        features = None if captured.features is None else captured.features[:num_tokens]
+        shown = captured.features if inputs.is_shown else None
+        features = None if shown is None else shown[:num_tokens]
         logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, features)
         return ForwardOutputs(logits, features)
 

@@ -193,7 +193,8 @@ class PiecewiseRunner:
                 inputs.before_layer(layer)
             self._attention.forward(q, k, v, kv, layer, out)
         mixed = out.flatten(1)
-        features = None if captured.features is None else captured.features[:num_tokens]
+        shown = captured.features if inputs.is_shown else None
+        features = None if shown is None else shown[:num_tokens]
         logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, features)
         return ForwardOutputs(logits, features)
 

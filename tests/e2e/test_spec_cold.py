@@ -14,7 +14,7 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.models.config import NANO
 from hiserve.spec.adaptive import DraftController, StepCosts
 from tests.helpers.cache_paths import HOST, SETTINGS, answer, check, pool
-from tests.helpers.cold_heads import Scripted, counted, forwards_in_the_cold, proposer_of, script
+from tests.helpers.cold_heads import Scripted, counted, forwards_in_the_cold, proposer_of, script, shown_to
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.drafted import save_heads
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
@@ -76,8 +76,10 @@ def test_a_cold_head_computes_nothing_and_drafts_as_well_once_it_is_warm(work: A
         with LLM(**settings(named(kind), 4, overlap=0)) as llm:
             head = counted(llm)
             script(llm, Scripted(STEPS, lambda step, begins_warm=begins_warm: not begins_warm and step < 12))
-            while_cold = forwards_in_the_cold(llm, head)
+            while_cold, shown = forwards_in_the_cold(llm, head), shown_to(llm)
             results = llm.generate(work.prompts, work.sampling)
+            reads = kind != "draft_model"
+            assert shown == {(False, reads)} | (set() if begins_warm else {(True, False)})
         for result, expected in zip(results, work.expected, strict=True):
             check(result.outputs[0], expected)
         use = sum((result.outputs[0].drafts or DraftUse() for result in results), DraftUse())

@@ -96,3 +96,17 @@ def forwards_in_the_cold(llm: LLM, head: Counted) -> list[int]:
 
     executor.submit = watch
     return found
+
+
+def shown_to(llm: LLM) -> set[tuple[bool, bool]]:
+    """Returns a set that gets, of each step, whether it is cold and whether the model shows hidden states of it."""
+    found: set[tuple[bool, bool]] = set()
+    runners: Any = engine_of(llm)._executor._runners  # type: ignore[attr-defined]
+    propose = runners.propose
+
+    def watch(plan: BatchPlan, ran: Any) -> None:
+        found.add((plan.is_cold, ran.features is not None))
+        propose(plan, ran)
+
+    runners.propose = watch
+    return found
