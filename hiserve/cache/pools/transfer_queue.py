@@ -107,7 +107,9 @@ class TransferQueue:
         with self._news:
             self._is_launching = False
             self._done_step = max(self._done_step, step_id)
-            self._news.notify_all()
+            # To wake a thread costs a step more than all else here: the interpreter is its for a moment.
+            if self._num_store_pages or self._queues[CopyKind.LOAD]:
+                self._news.notify_all()
 
     def give_way(self) -> None:
         """Waits while a forward is launched; called before each piece of a store, whose thread would be in the way.

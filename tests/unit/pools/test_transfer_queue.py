@@ -21,6 +21,10 @@ class News(threading.Condition):
         super().__init__()
         self._happens = happens
         self.waits: list[tuple[float | None, bool]] = []
+        self.num_told = 0
+
+    def notify_all(self) -> None:
+        self.num_told += 1
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         if not (is_there := predicate()):
@@ -84,6 +88,30 @@ def test_launches_that_never_end_cost_each_piece_a_moment(bench: TransferBench) 
     queue.launch_begins()
     queue.give_way()
     assert len(waits(queue)) == 3
+    bench.close()
+
+
+@pytest.mark.parametrize("order", [lambda queue: store(queue, 1, 1), lambda queue: load(queue, 1, after_step=2)])
+def test_a_step_wakes_no_thread_unless_an_order_waits_or_is_on_its_way(
+    bench: TransferBench, order: Callable[[TransferQueue], object]
+) -> None:
+    queue = make_queue(bench, lambda queue: None)
+    news = queue._news
+    assert isinstance(news, News)
+    queue.forward_done(1)
+    assert news.num_told == 0
+    order(queue)
+    before = news.num_told
+    queue.forward_done(2)
+    assert news.num_told == before + 1
+    copy = queue.next()
+    assert copy is not None
+    queue.forward_done(3)
+    assert news.num_told == before + 1 + (copy.kind is CopyKind.STORE)  # one that gives way may go on
+    queue.end(copy, 0.0)
+    after = news.num_told
+    queue.forward_done(4)
+    assert news.num_told == after
     bench.close()
 
 
