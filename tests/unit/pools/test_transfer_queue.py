@@ -140,6 +140,7 @@ def test_a_piece_that_waits_really_wakes(bench: TransferBench, monkeypatch: pyte
     """Whoever is not woken here waits for an hour."""
     monkeypatch.setattr(transfer_queue, "MAX_GIVE_WAY_S", 3600.0)
     queue = TransferQueue(bench.host, max_queued_bytes=1 << 30, max_store_bytes_per_s=1e15)
+    store(queue, 1, num_pages=1)  # on its way
     for end in (queue.launch_ends, lambda: queue.forward_done(1), queue.close):
         queue.launch_begins()
         piece = threading.Thread(target=queue.give_way, daemon=True)
