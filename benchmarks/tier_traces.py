@@ -70,9 +70,6 @@ class Conversations:
         page_size: Tokens per page; lengths are in proportion.
         max_pages: Longest prompt and reply, in pages.
         vocabulary: The first token that is asked, and the one after the last.
-
-    Attributes:
-        following: The conversation whose turn is next.
     """
 
     def __init__(
@@ -80,16 +77,23 @@ class Conversations:
     ) -> None:
         self._rng = np.random.default_rng(seed)
         self._order = ORDERS[order](self._rng)
-        self.following = next(self._order)
+        self._following: int | None = None
         self._page_size = page_size
         self._max_tokens = max_pages * page_size
         self._vocabulary = vocabulary
         self._said = [np.empty(0, dtype=np.int32)] * NUM_CONVERSATIONS
 
+    @property
+    def following(self) -> int:
+        """The conversation whose turn is next."""
+        if self._following is None:
+            self._following = next(self._order)
+        return self._following
+
     def next(self) -> Turn:
         """Returns the next request. What was replied to it must be told before that conversation's next one."""
         which, page = self.following, self._page_size
-        self.following = next(self._order)
+        self._following = None
         num_asked, num_new = (int(n) for n in self._rng.integers((4 * page, page), (12 * page, 4 * page)))
         said = self._said[which]
         if said.size + num_asked + num_new > self._max_tokens:
