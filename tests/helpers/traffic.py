@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -90,6 +91,11 @@ class Memory:
         now = time.monotonic()
         if not self.samples or now - self.samples[-1][0] >= SAMPLE_S:
             self.samples.append((now, rss_bytes(self.pid)))
+
+    def parts(self, count: int) -> list[Memory]:
+        """Splits the samples into so many parts, one after the other."""
+        edges = np.linspace(0, len(self.samples), count + 1).astype(int).tolist()
+        return [Memory(self.pid, self.samples[start:end]) for start, end in itertools.pairwise(edges)]
 
     def growth(self) -> tuple[float, float]:
         """Fits a line to the samples; returns MiB a minute, and MiB in all."""
