@@ -1,4 +1,4 @@
-"""Writes the README's figures from the result files: ``python benchmarks/readme.py [--check]``."""
+"""Writes ``docs/figures.md`` and the README's table from the result files: ``python benchmarks/readme.py [--check]``."""
 
 from __future__ import annotations
 
@@ -20,23 +20,39 @@ from benchmarks.spread import spread_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "figures.md"
+STALE = "the code has changed since"
 THEN = f"{PEER} in another run, of {PEER_DATE}"
-# Parts of benchmarks.gpu, and what is said of their figures, which are shares of a limit or times as fast as something.
+# Parts of benchmarks.gpu, and the name of each in the page of figures. Their ratios are shares of a limit, or speed-ups.
 GPU_PARTS = {
-    "decode": "Llama-8B shape, decode step of rows x context, against reading weights, keys and values at a copy's rate",
-    "prefill": f"the same, prompts at once: against the rate of a matrix product; against {THEN}",
-    "peers": f"the same, rows x prompt -> output tokens, against {THEN}",
-    "chats": f"the same, 1024 tokens in common, 512 new and 64 out a turn, against {THEN}",
-    "conversations": f"the same, over a device pool of 64k tokens with a host tier, 256 new and 16 out a turn, against {THEN}",
-    "graphs": "the same, as fast as without graphs",
-    "traffic": "the same, conversations that come from the host beside 8 decoding rows: steps replayed as graphs",
-    "small-decode": "Qwen3-0.6B shape, decode step of rows x context, as above",
-    "overlap": "the same, as fast as steps planned one after the other",
-    "http": "Llama-8B shape over HTTP, as fast as in one process",
-    "small-http": "Qwen3-0.6B shape over HTTP, as fast as in one process",
-    "spec": "hiserve-nano and its draft heads widened to the Llama-8B shape: speed-up over plain decoding against accept length / "
-    "least cost of a cycle; drafts chosen step by step against the best fixed number; replies as without",
+    "decode": "Llama-8B shape, decode step of rows x context; ratio: time to read weights, keys and values at a copy's rate / time",
+    "prefill": f"Llama-8B shape, prompts computed at once; ratios: to the rate of a matrix product; to {THEN}",
+    "peers": f"Llama-8B shape, rows x prompt -> output tokens; ratio to {THEN}",
+    "chats": f"Llama-8B shape, chats: 1024 tokens in common, 512 new and 64 out a turn; ratio to {THEN}",
+    "conversations": f"Llama-8B shape, device pool of 64k tokens and a host tier, 256 new and 16 out a turn; ratio to {THEN}",
+    "graphs": "Llama-8B shape, decode step with graphs; ratio: time without graphs / time",
+    "traffic": "Llama-8B shape, prefixes loaded from the host beside 8 decoding rows; ratio: replayed steps / steps with a graph",
+    "small-decode": "Qwen3-0.6B shape, decode step of rows x context; ratio: time to read weights, keys and values / time",
+    "overlap": "Qwen3-0.6B shape, decode step planned ahead; ratio: time with --overlap 0 / time",
+    "http": "Llama-8B shape over HTTP; ratio: throughput over HTTP / in one process",
+    "small-http": "Qwen3-0.6B shape over HTTP; ratio: throughput over HTTP / in one process",
+    "spec": "hiserve-nano and its draft heads widened to the Llama-8B shape; ratios: speed-up over plain decoding / (accept length / "
+    "least cost of a cycle); throughput of adaptive drafts / best fixed number; equal replies",
 }
+# Rows of the README's table: parts of benchmarks.gpu that compare with the peer, and the name of a figure there.
+PEER_PARTS = {
+    "peers": "{} tokens, {} at once",
+    "chats": "64 chats, 6 turns each, one shared system prompt",
+    "conversations": "32 chats of 6k tokens over a device pool of 64k (input)",
+}
+PAGE_HEAD = """# Figures
+
+This page is written by `python benchmarks/readme.py` from `benchmarks/results/`, which holds every raw sample. `make bench` repeats the
+CPU figures, `make bench-gpu OUT=FOLDER` the GPU figures. `[a – b]` is the spread of the samples, `(≤ x)` or `(≥ x)` the bar of a
+figure. A figure is marked as older than the code when the code that it measures has changed since its commit.
+[State](state.md) gives the reason for each missed bar.
+
+"""
 START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures -->\n"
 
 
@@ -48,7 +64,7 @@ def result(name: str) -> dict[str, Any]:
 def source(found: dict[str, Any]) -> str:
     """Says where a figure comes from, and whether the code that it measures has changed since."""
     at = f" at {found['commit']}" if "commit" in found else ""
-    changed = "" if is_current(found) else "; **the code has changed since**"
+    changed = "" if is_current(found) else f"; **{STALE}**"
     return f"{found['hardware']}; `{found['command']}`, {found['date']}{at}{changed}"
 
 
@@ -85,7 +101,7 @@ def at_least(figure: float, bar: float, unit: str = "") -> str:
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Returns (what, figure with its bar, source)."""
+    """Returns (name, figures with their bars, source) of every line of the page."""
     turn, radix, planner, cuda = (result(name) for name in ("second_turn", "radix", "planner", "cuda_eager"))
     offline, serving = result("offline"), result("serving")
     server = cuda["servers"][0]
@@ -97,12 +113,12 @@ def rows() -> list[tuple[str, str, str]]:
     nodes = planned([case for case in planner["results"] if "nodes" in case][::3], "publish_and_store_us")
     return [
         (
-            "second turn of a 2,000-token conversation: first token, cached / uncached",
+            "time to first token of the second turn of a 2,000-token conversation: cached / uncached",
             f"{turns} {at_most(statistics.median(ratios), turn['bar'])}",
             source(turn),
         ),
         (
-            "offline, 8 rows, 256 → 128 tokens, float32: against transformers one by one, batched",
+            "offline, 8 rows, 256 → 128 tokens, float32: speed-up over transformers one by one, and batched",
             " and ".join(
                 against(offline["samples_tokens_per_s"], "hiserve", name, offline["bars"][name])
                 for name in ("one by one", "batched")
@@ -110,7 +126,7 @@ def rows() -> list[tuple[str, str, str]]:
             source(offline),
         ),
         (
-            "over HTTP at 32 streams against offline; start to ready; memory of the API process",
+            "throughput over HTTP at 32 streams / offline; time from start to ready; memory of the API process",
             f"{against(serving['samples'], 'http', 'offline', serving['bars']['http_over_offline'])}; "
             f"{spread_text(serving['starts_s'], '.1f', ' s')} "
             f"{at_most(statistics.median(serving['starts_s']), serving['bars']['ready_s'])}; "
@@ -118,21 +134,21 @@ def rows() -> list[tuple[str, str, str]]:
             source(serving),
         ),
         (
-            "match + lock + release of 100k tokens over 300 nodes, against memcmp",
+            "match + lock + release of 100k tokens over 300 nodes; ratio to memcmp",
             f"{spread_text(match['samples']['match_lock_release_us'], '.0f', ' µs')} = {match['ratio_to_memcmp']:.0f} × "
             f"{at_most(match['ratio_to_memcmp'], match['bar_ratio'], ' ×')}",
             source(radix),
         ),
-        ("plan + commit of a step, 32 and 256 decoding rows, one tier", ", ".join(plans[:2]), source(planner)),
-        ("the same, every page written through to the host", ", ".join(plans[2:]), source(planner)),
-        ("publication and backup of a node of 1 and 64 pages, planning thread", ", ".join(nodes), source(planner)),
+        ("plan + commit of a step, 32 and 256 decoding rows, device tier only", ", ".join(plans[:2]), source(planner)),
+        ("plan + commit of a step, 32 and 256 decoding rows, every page written through to the host", ", ".join(plans[2:]), source(planner)),
+        ("publication and backup of a node of 1 and 64 pages, in the planning thread", ", ".join(nodes), source(planner)),
         *heads(),
         *recovery(),
         *soak(),
         *tiers(),
         *gpu(),
         (
-            "hiserve-nano's server on a GPU, eager: 128 streams; first token of the second turn",
+            "hiserve-nano's server on a GPU, eager: throughput at 128 streams; time to first token of the second turn",
             f"{server['loads'][-1]['tokens_per_s']:.0f} tokens/s; {server['turns'][1]['ttft_ms']:.0f} ms",
             source(cuda),
         ),
@@ -164,12 +180,12 @@ def heads() -> list[tuple[str, str, str]]:
     )
     return [
         (
-            "hiserve-nano in held-out dialogues, accept length as `usage` has it: EAGLE-3 with three drafts, MTP with one; served off predicted",
+            "hiserve-nano in held-out dialogues, accept length as `usage` defines it: EAGLE-3 with three drafts, MTP with one; largest difference between served and predicted",
             f"{'; '.join(lengths)}; {shares}",
             source(accepted),
         ),
         (
-            "hiserve-nano on a CPU, one stream, as it comes against `--spec off`: dialogue and code",
+            "hiserve-nano on a CPU, one stream, defaults: speed-up over `--spec off` in dialogue and code",
             speedups,
             source(speed),
         ),
@@ -187,8 +203,8 @@ def recovery() -> list[tuple[str, str, str]]:
         settings = run["settings"]
         rows.append(
             (
-                f"{settings.get('shape', settings.get('model'))}, worker killed under {load['streams']} streams: first new token, "
-                "weights not counted; replayed tokens from the host; supervision and ledger of the CPU time meanwhile",
+                f"{settings.get('shape', settings.get('model'))}, worker killed under {load['streams']} streams: time to the first "
+                "new token without loading weights; share of replayed tokens found on the host; CPU share of supervision and ledger",
                 f"{spread_text([each['without_weights_s'] for each in rounds], '.1f', ' s')} "
                 f"{at_most(seconds, bars['without_weights_s'])}; "
                 f"{spread_text([each['host_share'] for each in rounds], '.2f')} "
@@ -214,8 +230,8 @@ def soak() -> list[tuple[str, str, str]]:
         slopes = ", ".join(f"{role} {slope:.2f}" for role, slope in grown)
         rows.append(
             (
-                f"hiserve-nano in float64 under load for {found['duration_s'] / 60:.0f} minutes ({struck}): violations of its "
-                "oracle; first new token behind a process that died or hung; growth of processes older than ten minutes",
+                f"hiserve-nano in float64 under load for {found['duration_s'] / 60:.0f} minutes ({struck}): violations of the "
+                "oracle; time to the first new token after a process died or hung; growth of processes older than ten minutes",
                 f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); {felt}; "
                 f"{slopes} MiB a minute (≤ 1{missed(max(slope for _, slope in grown) <= 1)})",
                 source(run | {"date": run["date"][:10]}),
@@ -238,25 +254,25 @@ def tiers() -> list[tuple[str, str, str]]:
     ]
     return [
         (
-            "Llama-8B shape, 16k tokens from the host + 256 new: first token, against the longer of load and prefill, "
-            "against computing all",
+            "Llama-8B shape, 16k tokens from the host + 256 new: time to first token; ratio to the longer of load and prefill; "
+            "ratio to computing all tokens",
             f"{1e3 * hit['ttft_s']:.0f} ms = {longer:.2f} × {at_most(longer, 1.5)}, "
             f"{recompute:.2f} × {at_most(recompute, 0.15)}",
             source(cache),
         ),
         (
-            "the same: p99 time per token of 8 others during such a load; time per token with write-through",
+            "Llama-8B shape: p99 time per token of 8 rows during such a load / without it; time per token with write-through / without",
             f"{slower:.2f} × {at_most(slower, 1.15)}, {stored:.3f} × {at_most(stored, 1.03)}",
             source(cache),
         ),
         (
-            "the same: 32 conversations of 6k tokens over a device pool of 64k, input tokens/s with host tier and without",
+            "Llama-8B shape: 32 conversations of 6k tokens over a device pool of 64k, input tokens/s with a host tier / without",
             f"{kept['host']['input_tokens_per_s']:.0f} / {kept['device']['input_tokens_per_s']:.0f} "
             f"= {kept['ratios']['conversations']:.1f} × {at_least(kept['ratios']['conversations'], 3)}",
             source(cache),
         ),
         (
-            "host to device and back, of pinned-copy bandwidth: pages of 2 MiB, of 64 KiB",
+            "transfers between host and device, share of pinned-copy bandwidth: load and offload, pages of 2 MiB, of 64 KiB",
             f"{rates[0]:.3f} and {rates[1]:.3f} {at_least(min(rates[:2]), 0.9)}, "
             f"{rates[2]:.3f} and {rates[3]:.3f} {at_least(min(rates[2:]), 0.8)}",
             source(copy),
@@ -274,7 +290,7 @@ def gpu() -> list[tuple[str, str, str]]:
     for path in sorted(RESULTS.glob("attention.json")):
         run = result(path.stem)
         barred = [figure for figure in run["figures"] if figure["bar"] is not None]
-        lines.append(("attention on the heads of Llama-8B, our Triton kernels against FlashInfer", barred, run))
+        lines.append(("attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels", barred, run))
     return [(said, "; ".join(map(figure_of, figures)), source(run)) for said, figures, run in lines]
 
 
@@ -294,21 +310,52 @@ def figure_of(given: dict[str, Any]) -> str:
     return f"{name}: {value} {figure.unit}, {ratio} (≥ {figure.bar}{missed(figure.is_met)})"
 
 
-def main() -> int:
-    """Rewrites the table; with ``--check``, returns 1 if it is out of date."""
-    lines = [
-        "| what | figure | from |",
-        "|---|---|---|",
-        *(f"| {what} | {figure} | {where} |" for what, figure, where in rows()),
+def peer_rows() -> list[str]:
+    """Returns the README's table: throughput of hiserve beside the peer's, scaled to the machine's measured ceilings."""
+    run = result("gpu_2")
+    lines = ["| workload | hiserve, tokens/s | vLLM, tokens/s | ratio |", "|---|---:|---:|---:|"]
+    for part, name in PEER_PARTS.items():
+        for figure in run["parts"][part]["figures"]:
+            count, _, sizes = figure["name"].partition(" x ")
+            peer = figure["value"] / figure["ratio"]
+            name_ = name.format(sizes.replace("->", "→"), count)
+            lines.append(f"| {name_} | {figure['value']:,.0f} | {peer:,.0f} | {figure['ratio']:.2f} |")
+    hardware = run["hardware"].split(", ")[-1]
+    return [
+        *lines,
+        "",
+        f"Llama-8B shape, bfloat16, {hardware}, `{run['command']}`. {PEER} ran in another session",
+        "on a machine of the same kind; its figures are scaled by the ceilings measured in both sessions.",
     ]
+
+
+def figures_page() -> str:
+    """Returns ``docs/figures.md``: a summary, then an entry for each row."""
+    entries = rows()
+    old = sum(STALE in where for _, _, where in entries)
+    bars = sum(figure.count("≤") + figure.count("≥") for _, figure, _ in entries)
+    misses = sum(figure.count(": missed") for _, figure, _ in entries)
+    parts = [PAGE_HEAD, f"{bars} bars, {misses} missed. {old} of {len(entries)} entries are older than the code.\n"]
+    for group, is_on_gpu in (("On a CPU", False), ("On a GPU", True)):
+        parts.append(f"\n## {group}\n")
+        for name, figure, where in (entry for entry in entries if ("NVIDIA" in entry[2]) == is_on_gpu):
+            title = name if name.startswith("hiserve") else name[0].upper() + name[1:]
+            parts.append(f"\n**{title}**\n\n")
+            parts += [f"- {each}\n" for each in figure.split("; ")]
+            parts.append(f"- Source: {where}\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    """Rewrites the page and the table; with ``--check``, returns 1 if one of them is out of date."""
     path = ROOT / "README.md"
-    text = path.read_text()
-    before, rest = text.split(START)
+    before, rest = path.read_text().split(START)
     _, after = rest.split(END)
-    fresh = before + START + "\n".join(lines) + "\n" + END + after
+    fresh = {path: before + START + "\n".join(peer_rows()) + "\n" + END + after, PAGE: figures_page()}
     if "--check" in sys.argv:
-        return int(fresh != text)
-    path.write_text(fresh)
+        return int(any(not each.is_file() or each.read_text() != text for each, text in fresh.items()))
+    for each, text in fresh.items():
+        each.write_text(text)
     return 0
 
 
