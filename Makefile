@@ -1,4 +1,4 @@
-# hiserve: make demo | test | test-long | test-clients | test-matrix | test-gpu | mutants | bench | bench-gpu | nano-heads
+# hiserve: make demo | test | test-long | test-clients | test-matrix | test-gpu | mutants | bench | bench-gpu | docs | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: demo test test-long test-clients test-matrix test-gpu mutants check bench bench-gpu nano-heads clean
+.PHONY: demo test test-long test-clients test-matrix test-gpu mutants check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -48,11 +48,17 @@ test-clients: .venv-clients/.installed  ## the clients that are too heavy for CI
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
 	$(BIN)/python -m tests.mutants.run
 
-bench: $(VENV)/.installed-dev  ## records the CPU figures of the README anew; some 15 minutes on a quiet machine
+bench: $(VENV)/.installed-dev  ## records the CPU figures anew; some 15 minutes on a quiet machine
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(VENV)/.installed-dev  ## the benchmarks of a GPU, into OUT (COMMIT=... ARGS="--only ..."; ARGS=--list says how long each takes)
 	$(BIN)/python -m tools.gpu_bench --out $(or $(OUT),build/gpu) $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
+
+docs: $(VENV)/.installed-dev  ## the pages written from code and results, and the site in build/site
+	$(BIN)/python -m tools.settings
+	$(BIN)/python -m tools.picture
+	$(BIN)/python benchmarks/readme.py
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp, into the package; then their figures
 	for kind in eagle3 mtp; do \

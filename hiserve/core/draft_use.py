@@ -33,7 +33,7 @@ class DraftUse(msgspec.Struct, frozen=True, array_like=True):
     def accept_length(self) -> float:
         """Tokens that a verifying step appends on average, at least 1; the ends of replies count.
 
-        Wherever an accept length is told, by ``usage``, metrics, benchmarks or the README, it is this one.
+        Wherever an accept length is told, by ``usage``, metrics, benchmarks or docs/figures.md, it is this one.
         """
         return 1 + self.accepted / max(1, self.verify_steps)
 

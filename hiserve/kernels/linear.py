@@ -102,7 +102,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 def _tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_early: bool) -> Tensor:
     """Few tiles are split along their depth, until every multiprocessor has one; their parts are summed in order.
 
-    A kernel that begins early costs the attention before it time: see ARCHITECTURE, "Decisions".
+    A kernel that begins early costs the attention before it time: see docs/design/execution.md.
     """
     assert x.is_contiguous() and weight.is_contiguous(), (x.stride(), weight.stride())
     (num_rows, depth), num_columns = x.shape, weight.shape[0]
