@@ -1,6 +1,6 @@
-"""Records the CPU figures of the README anew: ``python -m benchmarks``, on a machine that does nothing else.
+"""Records the CPU figures anew: ``python -m benchmarks``, on a machine that does nothing else.
 
-Each benchmark runs whatever became of the others; then the README's table is written. Takes some 15 minutes on 2 cores.
+Each benchmark runs whatever became of the others; then ``docs/figures.md`` is written. Takes some 15 minutes on 2 cores.
 What is not among these takes longer, or a GPU, or data that is not in the repository.
 """
 

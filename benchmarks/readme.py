@@ -140,8 +140,16 @@ def rows() -> list[tuple[str, str, str]]:
             source(radix),
         ),
         ("plan + commit of a step, 32 and 256 decoding rows, device tier only", ", ".join(plans[:2]), source(planner)),
-        ("plan + commit of a step, 32 and 256 decoding rows, every page written through to the host", ", ".join(plans[2:]), source(planner)),
-        ("publication and backup of a node of 1 and 64 pages, in the planning thread", ", ".join(nodes), source(planner)),
+        (
+            "plan + commit of a step, 32 and 256 decoding rows, every page written through to the host",
+            ", ".join(plans[2:]),
+            source(planner),
+        ),
+        (
+            "publication and backup of a node of 1 and 64 pages, in the planning thread",
+            ", ".join(nodes),
+            source(planner),
+        ),
         *heads(),
         *recovery(),
         *soak(),
@@ -290,7 +298,9 @@ def gpu() -> list[tuple[str, str, str]]:
     for path in sorted(RESULTS.glob("attention.json")):
         run = result(path.stem)
         barred = [figure for figure in run["figures"] if figure["bar"] is not None]
-        lines.append(("attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels", barred, run))
+        lines.append(
+            ("attention with the heads of Llama-8B: time of FlashInfer / time of the Triton kernels", barred, run)
+        )
     return [(said, "; ".join(map(figure_of, figures)), source(run)) for said, figures, run in lines]
 
 

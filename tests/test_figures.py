@@ -1,4 +1,4 @@
-"""The figures of the README are those of the result files, and each says whether the code that it measures has changed."""
+"""The page of figures and the README's table are those of the result files; each figure says whether its code has changed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def write(root: Path, source: str, data: bytes = b"7") -> dict[str, Any]:
     return measured.measured("code", root=root)
 
 
-def test_the_table_of_the_readme_is_that_of_the_result_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails when a result file is new, and when code has changed that a figure measures and the README does not say so."""
+def test_the_page_of_figures_and_the_table_of_the_readme_are_those_of_the_result_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fails when a result file is new, and when code has changed that a figure measures and the page does not say so."""
     monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
     assert readme.main() == 0, (
         "run `make bench`, or `python benchmarks/readme.py` to say which figures are older than the code"
@@ -85,7 +87,7 @@ def test_every_result_of_a_run_says_which_code_it_measures(monkeypatch: pytest.M
     assert [str(path) for path, call in calls if len(call.args) < 2] == [], "they do not say which code they measure"
 
 
-def test_make_bench_records_every_cpu_figure_of_the_readme_but_those_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_bench_records_every_cpu_figure_of_the_page_but_those_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others take half an hour each, or training data that is not here."""
     others = {"nano_acceptance", "soak", "soak_calm"}
     quoted: dict[str, Any] = {}
@@ -100,9 +102,23 @@ def test_make_bench_records_every_cpu_figure_of_the_readme_but_those_it_names(mo
 
 
 def test_no_figure_of_a_peer_passes_for_one_of_the_same_run() -> None:
-    table = readme.START + (ROOT / "README.md").read_text().split(readme.START)[1].split(readme.END)[0]
-    lines = [line for line in table.splitlines() if "vLLM" in line]
-    assert lines and all(readme.THEN in line for line in lines)
+    lines = [line for line in readme.PAGE.read_text().splitlines() if "vLLM" in line]
+    assert lines
+    assert all(readme.THEN in line for line in lines)
+    table = (ROOT / "README.md").read_text().split(readme.START)[1].split(readme.END)[0]
+    assert f"{readme.PEER} ran in another session" in table
+
+
+def test_the_table_of_the_readme_has_six_rows_each_with_the_figure_and_ratio_of_its_result() -> None:
+    _, _, *rows = [line for line in readme.peer_rows() if line.startswith("|")]
+    assert len(rows) == 6
+    figures = [each for part in readme.PEER_PARTS for each in readme.result("gpu_2")["parts"][part]["figures"]]
+    for row, figure in zip(rows, figures, strict=True):
+        ours, theirs, ratio = (float(cell.replace(",", "")) for cell in row.strip("| ").split("|")[1:])
+        assert ours == round(figure["value"])
+        assert ratio == round(figure["ratio"], 2)
+        assert theirs * figure["ratio"] == pytest.approx(figure["value"], abs=figure["ratio"])
+        assert readme.PEER in figure["against"]
 
 
 def test_a_spread_is_of_the_samples_and_a_single_one_is_said_to_be_one() -> None:

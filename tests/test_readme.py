@@ -1,4 +1,4 @@
-"""Every snippet of the README is executed as it stands, but for the port; the others are named here with a reason."""
+"""Every snippet of the README and of the guides is executed as it stands, but for the port; the others are named here with a reason."""
 
 from __future__ import annotations
 
@@ -69,7 +69,12 @@ class Snippet:
         return self.language == "bash" and all(command.startswith(tuple(NOT_RUN)) for command in self.commands)
 
 
-SNIPPETS = [Snippet(language, text) for language, text in FENCE.findall((ROOT / "README.md").read_text())]
+PAGES = ("README.md", "docs/index.md", "docs/operations.md", "docs/benches.md", "docs/nano.md", "docs/api.md")
+# A snippet that stands on two pages is one snippet.
+SNIPPETS = [
+    Snippet(language, text)
+    for language, text in dict.fromkeys(pair for page in PAGES for pair in FENCE.findall((ROOT / page).read_text()))
+]
 
 
 def of(kind: str) -> list[Snippet]:
@@ -94,7 +99,7 @@ def test_every_snippet_is_executed_or_named_here() -> None:
         for kind in ("is_serve", "is_serve_with_tiers", "is_serve_with_drafts", "is_request", "is_not_run")
     }
     assert sorted(snippet.text for each in known.values() for snippet in each) == sorted(each.text for each in SNIPPETS)
-    assert all(known.values()), "the README shows no snippet of some kind"
+    assert all(known.values()), "the pages show no snippet of some kind"
 
 
 def test_what_is_not_run_is_still_there() -> None:

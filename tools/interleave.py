@@ -23,7 +23,7 @@ from tools.interleave_probe import PROBES, WALL, Figures
 ROOT = Path(__file__).parents[1]
 PROBE = Path(__file__).parent / "interleave_probe.py"
 BAR = 0.02  # of a cost, that a change of the house may add
-# What is to be as fast as it was: the probe, and the benchmark in full that records the figure of the README.
+# What is to be as fast as it was: the probe, and the benchmark in full that records the figure.
 BASELINES = {
     "planner": "python -m benchmarks.planner",
     "radix": "python -m benchmarks.radix",
