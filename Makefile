@@ -58,7 +58,7 @@ docs: $(VENV)/.installed-dev  ## the pages written from code and results, and th
 	$(BIN)/python -m tools.settings
 	$(BIN)/python -m tools.picture
 	$(BIN)/python benchmarks/readme.py
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 
 nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp, into the package; then their figures
 	for kind in eagle3 mtp; do \
