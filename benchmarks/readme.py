@@ -50,7 +50,7 @@ PAGE_HEAD = """# Figures
 This page is written by `python benchmarks/readme.py` from `benchmarks/results/`, which holds every raw sample. `make bench` repeats the
 CPU figures, `make bench-gpu OUT=FOLDER` the GPU figures. `[a – b]` is the spread of the samples, `(≤ x)` or `(≥ x)` the bar of a
 figure. A figure is marked as older than the code when the code that it measures has changed since its commit.
-[State](state.md) gives the reason for each missed bar.
+[State](state.md) gives the known reasons of missed bars.
 
 """
 START, END = "<!-- figures: benchmarks/readme.py -->\n", "<!-- end of figures -->\n"
