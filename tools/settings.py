@@ -33,7 +33,7 @@ def page() -> str:
     """Returns the whole page."""
     parts = [HEAD]
     for section, members in groupby(settings().values(), key=lambda setting: setting.section):
-        parts.append(f"\n## {section.capitalize()}\n\n| flag | takes | default | what |\n|---|---|---|---|\n")
+        parts.append(f"\n## {section.capitalize()}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
         for setting in members:
             name = "MODEL" if setting.name == "model" else flag_of(setting.name)
             is_nothing = setting.default is None or setting.default is False or setting.default == ()
