@@ -43,7 +43,7 @@ GPU_PARTS = {
 PEER_PARTS = {
     "peers": "{} tokens, {} at once",
     "chats": "64 chats, 6 turns each, one shared system prompt",
-    "conversations": "32 chats of 6k tokens over a device pool of 64k (input)",
+    "conversations": "32 chats of 6k tokens over a device pool of 64k, input tokens",
 }
 PAGE_HEAD = """# Figures
 
@@ -323,7 +323,7 @@ def figure_of(given: dict[str, Any]) -> str:
 def peer_rows() -> list[str]:
     """Returns the README's table: throughput of hiserve beside the peer's, scaled to the machine's measured ceilings."""
     run = result("gpu_2")
-    lines = ["| workload | hiserve, tokens/s | vLLM, tokens/s | ratio |", "|---|---:|---:|---:|"]
+    lines = ["| workload | hiserve | vLLM | ratio |", "|---|---:|---:|---:|"]
     for part, name in PEER_PARTS.items():
         for figure in run["parts"][part]["figures"]:
             count, _, sizes = figure["name"].partition(" x ")
@@ -331,11 +331,12 @@ def peer_rows() -> list[str]:
             name_ = name.format(sizes.replace("->", "→"), count)
             lines.append(f"| {name_} | {figure['value']:,.0f} | {peer:,.0f} | {figure['ratio']:.2f} |")
     hardware = run["hardware"].split(", ")[-1]
+    older = "" if is_current(run) else " The code has changed since."
     return [
         *lines,
         "",
-        f"Llama-8B shape, bfloat16, {hardware}, `{run['command']}`. {PEER} ran in another session",
-        "on a machine of the same kind; its figures are scaled by the ceilings measured in both sessions.",
+        f"Output tokens per second, but for the last row; Llama-8B shape, bfloat16, {hardware}; `{run['command']}`.{older}",
+        f"{PEER} ran in another session on a machine of the same kind; its figures are scaled by the ceilings measured in both sessions.",
     ]
 
 
