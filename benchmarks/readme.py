@@ -331,7 +331,7 @@ def peer_rows() -> list[str]:
             name_ = name.format(sizes.replace("->", "→"), count)
             lines.append(f"| {name_} | {figure['value']:,.0f} | {peer:,.0f} | {figure['ratio']:.2f} |")
     hardware = run["hardware"].split(", ")[-1]
-    older = "" if is_current(run) else " The code has changed since."
+    older = "" if is_current(run) else f" {STALE.capitalize()}."
     return [
         *lines,
         "",
