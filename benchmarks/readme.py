@@ -233,7 +233,11 @@ def soak() -> list[tuple[str, str, str]]:
         counted = Counter(fault["fault"] for fault in found["faults"])
         struck = ", ".join(f"{count} {fault}" for fault, count in sorted(counted.items())) or "no faults"
         felt_s = [fault["recovery_s"] for fault in found["faults"] if fault["recovery_s"] is not None]
-        felt = f"median {statistics.median(felt_s):.1f} s, longest {max(felt_s):.1f} s" if felt_s else "-"
+        felt = (
+            f"median {statistics.median(felt_s):.1f} s, longest {max(felt_s):.1f} s"
+            if felt_s
+            else "no process died or hung"
+        )
         grown = [(each["role"], each["mib_per_min"]) for each in found["growth"] if each["is_judged"]]
         slopes = ", ".join(f"{role} {slope:.2f}" for role, slope in grown)
         rows.append(
@@ -269,7 +273,7 @@ def tiers() -> list[tuple[str, str, str]]:
             source(cache),
         ),
         (
-            "Llama-8B shape: p99 time per token of 8 rows during such a load / without it; time per token with write-through / without",
+            "Llama-8B shape: p99 time per token of 8 rows during a load of 16k tokens / without it; time per token with write-through / without",
             f"{slower:.2f} × {at_most(slower, 1.15)}, {stored:.3f} × {at_most(stored, 1.03)}",
             source(cache),
         ),
