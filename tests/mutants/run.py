@@ -1,39 +1,41 @@
-"""Runs every mutant of the catalogue and reports those that no test noticed.
+"""Runs the mutants of the catalogue and names those that no test notices.
 
-    python -m tests.mutants.run [--only WORD]
+    python -m tests.mutants.run [--only WORD] [--changed-since COMMIT] [--jobs N]
 
-The package and its tests are copied to a temporary directory; each mutant is written there,
-its test run there, and the file restored. First all named tests run unchanged: a test that
-fails anyway kills nothing.
+Each job has a copy of the package and its tests. First all named tests run unchanged, because a test that fails anyway
+kills nothing; then each mutant is written into a copy, its tests run there, and the file is restored.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import importlib
 import multiprocessing
 import os
-import pkgutil
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import catalogue
+from tests.mutants.entries import ROOT, load
 from tests.mutants.mutant import Mutant
 
-ROOT = Path(__file__).parents[2]
-TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; any other means that the tests did not run
+__all__ = ["load"]
+
 FORK = multiprocessing.get_context("fork")
 OUTPUT = "output.txt"
+FOLDERS = ("hiserve", "tests", "benchmarks")
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
-# What the package and its tests import and what takes long; none of them starts a thread by that.
+# Imports of the package and its tests that take long; none of them starts a thread.
 HEAVY = (
     "torch",
     "transformers.models.llama",
@@ -45,7 +47,7 @@ HEAVY = (
     "tokenizers",
     "hypothesis",
 )
-CONFTEST = '''"""Refuses to test any package but the copy beside this file, and seeks no smaller examples of a failure."""
+CONFTEST = '''"""Refuses to test any package but the copy beside this file, and shrinks no failing example."""
 
 import pathlib
 
@@ -59,109 +61,204 @@ assert pathlib.Path(hiserve.__file__).parents[1] == pathlib.Path(__file__).paren
 '''
 
 
-def load() -> list[Mutant]:
-    """Returns the mutants of every room, checked against the source."""
-    found: list[Mutant] = []
-    for module in sorted(pkgutil.iter_modules(catalogue.__path__), key=lambda module: module.name):
-        found += importlib.import_module(f"{catalogue.__name__}.{module.name}").MUTANTS
-    names = [mutant.name for mutant in found]
-    assert len(set(names)) == len(names), f"names occur twice: {sorted({n for n in names if names.count(n) > 1})}"
-    for mutant in found:
-        source = (ROOT / mutant.file).read_text()
-        count = source.count(mutant.old)
-        assert count == 1, f"{mutant.name}: its text occurs {count} times in {mutant.file}, not once"
-        assert mutant.old != mutant.new, f"{mutant.name}: replaces its text by itself"
-        if mutant.file.endswith(".py"):
-            ast.parse(source.replace(mutant.old, mutant.new), mutant.name)  # a test of what is no Python kills nothing
-    return found
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Tests to run, with one file replaced.
+
+    Attributes:
+        tests: Node ids.
+        limit_s: Longest they may take, in seconds.
+        path: File to replace, relative to the copy; empty for none.
+        text: What it holds meanwhile.
+    """
+
+    tests: tuple[str, ...]
+    limit_s: float
+    path: str = ""
+    text: str = ""
 
 
-def copy_to(place: Path) -> None:
-    """Copies what a test run needs, without caches and compiled files."""
-    junk = shutil.ignore_patterns("__pycache__", "*.pyc")
-    for folder in ("hiserve", "tests", "benchmarks"):
-        shutil.copytree(ROOT / folder, place / folder, ignore=junk)
-    shutil.copy(ROOT / "pyproject.toml", place)
-    (place / "conftest.py").write_text(CONFTEST)
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a job came to.
+
+    Attributes:
+        verdict: ``passed``, ``failed``, ``late`` (out of time) or ``broken`` (pytest ran no test).
+        seconds: How long it took.
+        output: What pytest wrote.
+    """
+
+    verdict: str
+    seconds: float
+    output: str
 
 
-def run_tests(place: Path, tests: list[str], timeout_s: float) -> tuple[int, str]:
-    """Runs pytest in the copy; returns its exit code (failed when out of time) and its output."""
-    child = FORK.Process(target=_test, args=(place, tests))
-    child.start()
-    child.join(timeout_s)
-    is_late = child.exitcode is None
-    assert child.pid is not None
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)  # and what it left behind
-    child.join()
-    output = (place / OUTPUT).read_text(errors="replace")
-    return (TESTS_FAILED, f"out of time after {timeout_s:.0f} s") if is_late else (child.exitcode or 0, output)
+class Copy:
+    """A copy of the package in which one job runs at a time.
+
+    Args:
+        place: Its directory, made here.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        junk = shutil.ignore_patterns("__pycache__", "*.pyc")
+        for folder in FOLDERS:
+            shutil.copytree(ROOT / folder, place / folder, ignore=junk)
+        shutil.copy(ROOT / "pyproject.toml", place)
+        (place / "conftest.py").write_text(CONFTEST)
+
+    def start(self, job: Job) -> None:
+        """Replaces the file and starts the tests in a child."""
+        if job.path:
+            (self._place / job.path).write_text(job.text)
+        self._job = job
+        self._start_s = time.monotonic()
+        self.child = FORK.Process(target=_test, args=(self._place, job.tests))
+        self.child.start()
+
+    def left_s(self) -> float:
+        """Returns how many seconds the job has left."""
+        return max(self._start_s + self._job.limit_s - time.monotonic(), 0)
+
+    def end(self) -> Done:
+        """Ends the child with all its processes, restores the file and returns what came out."""
+        code = self.child.exitcode
+        assert self.child.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.join()
+        if self._job.path:
+            shutil.copy(ROOT / self._job.path, self._place / self._job.path)
+        verdict = "late" if code is None else {0: "passed", 1: "failed"}.get(code, "broken")
+        output = self._place / OUTPUT
+        return Done(
+            verdict, time.monotonic() - self._start_s, output.read_text(errors="replace") if output.exists() else ""
+        )
 
 
-def _test(place: Path, tests: list[str]) -> None:
-    """What a child does: it takes the copy for its home, and runs pytest there."""
+def run(jobs: Iterable[Job], copies: list[Copy]) -> Iterator[tuple[Job, Done]]:
+    """Runs jobs, one in each copy at a time; yields them as they end."""
+    waiting, idle, busy = iter(jobs), list(copies), list[Copy]()
+    owner: dict[int, Job] = {}
+    while True:
+        while idle and (job := next(waiting, None)) is not None:
+            copy = idle.pop()
+            copy.start(job)
+            owner[id(copy)] = job
+            busy.append(copy)
+        if not busy:
+            return
+        wait([copy.child.sentinel for copy in busy], min(copy.left_s() for copy in busy))
+        for copy in [copy for copy in busy if copy.child.exitcode is not None or not copy.left_s()]:
+            busy.remove(copy)
+            idle.append(copy)
+            yield owner.pop(id(copy)), copy.end()
+
+
+def _test(place: Path, tests: tuple[str, ...]) -> None:
+    """Runs pytest in the copy; this is the body of a child."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     os.chdir(place)
+    os.environ["PYTHONPATH"] = str(place)
     with Path(OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "hiserve")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in FOLDERS]:
         del sys.modules[name]
     sys.path.insert(0, str(place))
     plugins = [option for name in PLUGINS for option in ("-p", name)]
     code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *plugins, *tests])
     sys.stdout.flush()
-    os._exit(int(code))  # whatever threads a broken package left
+    os._exit(int(code))  # threads of a broken package may never end
 
 
-def prepare(place: Path) -> None:
-    """Readies this process, whose children run the tests: a start of Python takes longer than most of them."""
-    os.environ |= {
-        "PYTHONPATH": str(place),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
+def prepare() -> None:
+    """Imports what all children need: a start of Python takes longer than most tests."""
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     sys.dont_write_bytecode = True
     for name in HEAVY:
         importlib.import_module(name)
 
 
-def is_killed(place: Path, mutant: Mutant) -> bool:
-    """Writes the mutant into the copy, runs its test, and restores the file."""
-    path = place / mutant.file
-    source = path.read_text()
-    path.write_text(source.replace(mutant.old, mutant.new))
-    try:
-        code, output = run_tests(place, mutant.test.split(), mutant.timeout_s)
-    finally:
-        path.write_text(source)
-    assert code in (TESTS_PASSED, TESTS_FAILED), f"{mutant.name}: the tests did not run\n{output}"
-    return code == TESTS_FAILED
+def limits(mutants: list[Mutant], copies: list[Copy]) -> dict[str, float]:
+    """Runs the unchanged tests, one file a job.
+
+    Returns:
+        By file of tests, the seconds after which a test of it is taken to hang.
+
+    Raises:
+        AssertionError: A test fails without any mutant.
+    """
+    tests: dict[str, set[str]] = {}
+    for test in (test for mutant in mutants for test in mutant.tests):
+        tests.setdefault(_file(test), set()).add(test)
+    found = {}
+    for job, done in run([Job(tuple(sorted(some)), 1200) for some in tests.values()], copies):
+        assert done.verdict == "passed", f"{done.verdict} without any mutant: {' '.join(job.tests)}\n{done.output}"
+        found[_file(job.tests[0])] = 30 + 10 * done.seconds
+    return found
+
+
+def judge(mutants: list[Mutant], copies: list[Copy], tell: Callable[[str], None]) -> list[str]:
+    """Runs each mutant; returns the titles of those that no test noticed, and tells each verdict."""
+    limit_s = limits(mutants, copies)
+    jobs = {
+        Job(
+            mutant.tests,
+            sum(limit_s[file] for file in {_file(test) for test in mutant.tests}),
+            mutant.path,
+            mutant.apply((ROOT / mutant.path).read_text()),
+        ): mutant
+        for mutant in mutants
+    }
+    survivors = []
+    for job, done in run(jobs, copies):
+        verdict = {"failed": "killed", "late": "killed, late", "passed": "SURVIVED", "broken": "BROKEN"}[done.verdict]
+        tell(f"{verdict:12} {done.seconds:6.1f} s  {jobs[job].target}: {jobs[job].title}")
+        if done.verdict == "broken":
+            tell(done.output)
+        survivors += [jobs[job].title] if done.verdict in ("passed", "broken") else []
+    return survivors
+
+
+def choose(mutants: list[Mutant], word: str, changed: set[str] | None) -> list[Mutant]:
+    """Returns the mutants whose title, target or test contains a word and whose file or test is among the changed ones."""
+    return [
+        mutant
+        for mutant in mutants
+        if any(word in text for text in (mutant.title, mutant.target, mutant.path, *mutant.tests))
+        and (changed is None or changed & {mutant.path, *map(_file, mutant.tests)})
+    ]
+
+
+def changed_since(commit: str) -> set[str]:
+    """Returns the files that differ from a commit, relative to the repository."""
+    command = ["git", "diff", "--name-only", "--relative", commit, "--"]
+    return set(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines())
+
+
+def _file(test: str) -> str:
+    return test.split("::")[0]
 
 
 def main() -> int:
-    """Runs what was asked for; returns 1 when a mutant survives."""
+    """Runs the mutants asked for; returns 1 if one survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run mutants whose name or file contains this")
+    parser.add_argument("--only", default="", help="mutants whose title, function or test contains this")
+    parser.add_argument("--changed-since", metavar="COMMIT", help="mutants whose file or test differs from this commit")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many run at a time (%(default)s)")
     options = parser.parse_args()
-    mutants = [mutant for mutant in load() if options.only in mutant.name or options.only in mutant.file]
-    assert mutants, f"no mutant's name or file contains {options.only!r}"
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        place = Path(folder)
-        copy_to(place)
-        prepare(place)
-        tests = sorted({test for mutant in mutants for test in mutant.test.split()})
-        code, output = run_tests(place, tests, sum(mutant.timeout_s for mutant in mutants))
-        assert code == TESTS_PASSED, f"the tests fail without any mutant\n{output}"
-        survivors = []
-        for mutant in mutants:
-            start = time.monotonic()
-            killed = is_killed(place, mutant)
-            verdict = "killed  " if killed else "SURVIVED"
-            print(f"{verdict} {time.monotonic() - start:6.1f} s  {mutant.file}: {mutant.name}", flush=True)
-            survivors += [] if killed else [mutant.name]
+    changed = changed_since(options.changed_since) if options.changed_since else None
+    mutants = choose(load(), options.only, changed)
+    if not mutants:
+        print("no mutant is concerned")
+        return 0 if changed is not None else 2
+    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+        prepare()
+        copies = [Copy(Path(folder, str(number))) for number in range(min(options.jobs, len(mutants)))]
+        survivors = judge(mutants, copies, lambda line: print(line, flush=True))
     print(f"{len(mutants) - len(survivors)} of {len(mutants)} killed" + "".join(f"\nsurvived: {n}" for n in survivors))
     return 1 if survivors else 0
 

@@ -1,1 +1,1 @@
-"""One module a room, each with a list ``MUTANTS``."""
+"""doc"""

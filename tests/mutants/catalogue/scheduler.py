@@ -1,274 +1,128 @@
-"""Guards of the scheduler: ledger, queue, policies, admission, prefix index."""
+"""Requests, queues, callers, workers that die."""
 
-from __future__ import annotations
+from hiserve.scheduler import dispatcher, ledger, prefix_index, quarantine, queue, stillness, stream, supervisor
 
-from tests.mutants.mutant import Mutant
+from tests.unit.scheduler import (
+    test_conservation,
+    test_dispatcher,
+    test_fairness,
+    test_prefix_index,
+    test_replays,
+    test_stillness,
+    test_stream,
+    test_supervisor,
+)
 
-LEDGER = "hiserve/scheduler/ledger.py"
-DISPATCHER = "hiserve/scheduler/dispatcher.py"
-ADMISSION = "hiserve/scheduler/admission.py"
-POLICY = "hiserve/scheduler/policy.py"
-INDEX = "hiserve/scheduler/prefix_index.py"
-OF_DISPATCHER = "tests/unit/scheduler/test_dispatcher.py::"
-OF_ADMISSION = "tests/unit/scheduler/test_admission.py::"
-OF_INDEX = "tests/unit/scheduler/test_prefix_index.py::"
-OF_PROCESSES = "tests/e2e/test_processes.py::"
-CONSERVATION = "tests/unit/scheduler/test_conservation.py"
-QUEUE = "hiserve/scheduler/queue.py"
-OF_REPORTS = "tests/unit/scheduler/test_reports.py::"
-
-MUTANTS = [
-    Mutant(
-        name="a request may end twice",
-        file=LEDGER,
-        old="if self._entries.pop(entry.uid, None) is not entry:",
-        new="if self._entries.pop(entry.uid, None) is None and False:",
-        test=OF_DISPATCHER + "test_ending_a_request_twice_is_an_invariant_error",
-    ),
-    Mutant(
-        name="a live uid is accepted again",
-        file=LEDGER,
-        old="if message.uid in self._entries:",
-        new="if False:",
-        test=OF_DISPATCHER + "test_a_uid_in_use_is_malformed",
-    ),
-    Mutant(
-        name="a worker may report on another's request",
-        file=LEDGER,
-        old="if entry is None or entry.replica != replica:",
-        new="if entry is None:",
-        test=OF_DISPATCHER + "test_a_report_on_what_the_worker_does_not_hold_changes_nothing",
-    ),
-    Mutant(
-        name="a seed the caller gave is replaced",
-        file="hiserve/core/request.py",
-        old="if self.seed is not None:",
-        new="if False:",
-        test=OF_DISPATCHER + "test_the_seed_is_drawn_once_and_a_given_one_is_kept",
-    ),
-    Mutant(
-        name="an admission forgets what was generated",
-        file=LEDGER,
-        old="        return message, self.tokens",
-        new="        return message, self.prompt",
-        test=OF_DISPATCHER + "test_an_admit_carries_prompt_then_generated",
-    ),
-    Mutant(
-        name="an abort is sent to the worker twice",
-        file=DISPATCHER,
-        old="if entry is None or entry.state is State.ABORTING:",
-        new="if entry is None:",
-        test=OF_DISPATCHER + "test_an_abort_while_running_ends_when_the_worker_answers",
-    ),
-    Mutant(
-        name="an aborted request stays in the queue",
-        file=DISPATCHER,
-        old="                self._take_out(entry)\n                self._end(entry)\n                dropped",
-        new="                self._end(entry)\n                dropped",
-        test=CONSERVATION,
-    ),
-    Mutant(
-        name="a credit is not given back",
-        file=DISPATCHER,
-        old="            self.admission.give_back(entry.replica)",
-        new="            pass",
-        test=OF_DISPATCHER + "test_fcfs_admits_in_order_of_arrival_as_credits_come_back",
-    ),
-    Mutant(
-        name="the requests of a dead worker are forgotten",
-        file=DISPATCHER,
-        old="        held = self.ledger.running_on(replica)",
-        new="        held = self.ledger.running_on(replica)[1:]",
-        test=CONSERVATION,
-    ),
-    Mutant(
-        name="failures are dropped",
-        file=DISPATCHER,
-        old="            self._end(entry)\n            self._outlet.failed(entry.uid, to_error(code, message))",
-        new="            self._end(entry)",
-        test=CONSERVATION,
-    ),
-    Mutant(
-        name="the ledger misses tokens",
-        file=DISPATCHER,
-        old="entry.extend(ids[start : start + count], num_words)",
-        new="entry.extend(ids[start : start + 1], num_words)",
-        test=CONSERVATION,
-    ),
-    Mutant(
-        name="queued requests wait for workers that never come",
-        file=DISPATCHER,
-        old="for entry in [entry for entry in self.ledger if entry.state is State.QUEUED]:",
-        new="for entry in ():",
-        test=OF_DISPATCHER + "test_without_any_worker_left_everything_is_refused",
-    ),
-    Mutant(
-        name="a prompt that fills the context is accepted",
-        file=DISPATCHER,
-        old="if len(prompt) >= self._max_len:",
-        new="if len(prompt) > self._max_len:",
-        test=OF_DISPATCHER + "test_a_request_that_cannot_run_is_refused_and_not_accepted",
-    ),
-    Mutant(
-        name="negative token ids reach the worker",
-        file=DISPATCHER,
-        old="if not len(prompt) or prompt.min() < 0:",
-        new="if not len(prompt):",
-        test=OF_DISPATCHER + "test_a_negative_token_id_never_reaches_a_worker",
-    ),
-    Mutant(
-        name="published pages are not remembered",
-        file=DISPATCHER,
-        old="        self.index.update(replica, published, removed)\n",
-        new="",
-        test=OF_PROCESSES + "test_a_conversation_returns_to_the_worker_that_holds_its_prefix",
-    ),
-    Mutant(
-        name="workers have endless credit",
-        file=ADMISSION,
-        old="max(1, self.max_running // LOOKAHEAD_SHARE) - self.num_held",
-        new="1000",
-        test=CONSERVATION,
-    ),
-    Mutant(
-        name="the prefix wins whatever the load",
-        file=ADMISSION,
-        old="if load.num_held - idlest <= slack:",
-        new="if True:",
-        test=OF_ADMISSION + "test_the_prefix_loses_when_its_worker_is_far_busier",
-    ),
-    Mutant(
-        name="a small prefix counts like a large one",
-        file=ADMISSION,
-        old="slack = load.max_running * cached / (2 * num_tokens)",
-        new="slack = load.max_running * bool(cached) / 2",
-        test=OF_ADMISSION + "test_a_small_shared_prefix_does_not_draw_all_traffic_to_one_worker",
-    ),
-    Mutant(
-        name="placement looks at load alone",
-        file=ADMISSION,
-        old="ranked.append((-cached, load.num_held,",
-        new="ranked.append((0, load.num_held,",
-        test=OF_ADMISSION + "test_the_longest_prefix_wins_against_load",
-    ),
-    Mutant(
-        name="longest-prefix lets a cold request starve",
-        file=QUEUE,
-        old="if self._num_gone - oldest.number >= MAX_OVERTAKEN:",
-        new="if False:",
-        test=OF_DISPATCHER + "test_longest_prefix_starves_nobody",
-    ),
-    Mutant(
-        name="longest-prefix takes the shortest",
-        file=POLICY,
-        old="lengths.index(max(lengths))",
-        new="lengths.index(min(lengths))",
-        test=OF_DISPATCHER + "test_longest_prefix_admits_the_best_match_first_and_the_oldest_among_equals",
-    ),
-    Mutant(
-        name="the index counts the last token of a prompt as cached",
-        file=INDEX,
-        old="max_pages=(len(prompt) - 1) // self._page_size,",
-        new="max_pages=len(prompt) // self._page_size,",
-        test=OF_INDEX + "test_whole_pages_match_and_the_last_token_is_always_computed",
-    ),
-    Mutant(
-        name="the index mixes tenants",
-        file=INDEX,
-        old="root=namespace_digest(self._namespace, namespace),",
-        new="root=namespace_digest(self._namespace, b''),",
-        test=OF_INDEX + "test_tenants_do_not_see_each_others_pages",
-    ),
-    Mutant(
-        name="the index forgets that pages were removed",
-        file=INDEX,
-        old="num_tiers = pages.pop(digest, 0) - 1",
-        new="num_tiers = pages.get(digest, 0)",
-        test=OF_INDEX + "test_removed_pages_end_the_match",
-    ),
-    Mutant(
-        name="a match asked again ignores evictions",
-        file=INDEX,
-        old="while depth and prefix.digests[depth - 1] not in pages:",
-        new="while False:",
-        test=OF_INDEX + "test_a_prefix_asked_again_follows_growth_eviction_and_a_new_worker",
-    ),
-    # --- bounds, deadlines, priorities ---
-    Mutant(
-        name="a queue has room without end",
-        file=QUEUE,
-        old="        return not self._waiting or (\n",
-        new="        return True or (\n",
-        test=OF_DISPATCHER + "test_a_full_queue_refuses_and_loses_nothing_it_accepted",
-    ),
-    Mutant(
-        name="a queue counts requests alone",
-        file=QUEUE,
-        old=" and self.num_tokens + num_tokens <= self._max_tokens",
-        new="",
-        test=OF_DISPATCHER + "test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request",
-    ),
-    Mutant(
-        name="an empty queue refuses a long prompt",
-        file=QUEUE,
-        old="return not self._waiting or (",
-        new="return (",
-        test=OF_DISPATCHER + "test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request",
-    ),
-    Mutant(
-        name="a burst is refused though rows are free",
-        file=DISPATCHER,
-        old="            self.dispatch()  # of",
-        new="            pass  # of",
-        test=OF_DISPATCHER + "test_a_burst_fills_free_rows_before_it_is_refused",
-    ),
-    Mutant(
-        name="a queued request waits for ever",
-        file=DISPATCHER,
-        old="for entry in self._late(timeout_s, _is_new):",
-        new="for entry in ():",
-        test=OF_DISPATCHER + "test_a_request_that_waited_too_long_ends_with_an_error_and_a_running_one_goes_on",
-    ),
-    Mutant(
-        name="a request takes any time",
-        file=DISPATCHER,
-        old="        self.abort([entry.uid for entry in self._late(self._limits.request_timeout_s, _is_open)])\n",
-        new="",
-        test=OF_DISPATCHER + "test_a_request_that_takes_too_long_in_all_is_aborted_wherever_it_is",
-    ),
-    Mutant(
-        name="all priorities are equal",
-        file=POLICY,
-        old="        return priority\n",
-        new="        return 0\n",
-        test=OF_DISPATCHER + "test_the_largest_priority_goes_first_and_the_oldest_among_equals",
-    ),
-    Mutant(
-        name="the smallest priority goes first",
-        file=QUEUE,
-        old="self._by_rank[max(self._by_rank)]",
-        new="self._by_rank[min(self._by_rank)]",
-        test=OF_DISPATCHER + "test_the_largest_priority_goes_first_and_the_oldest_among_equals",
-    ),
-    Mutant(
-        name="of equal workers the first gets everything",
-        file=ADMISSION,
-        old="        load.last_taken = self._num_taken\n",
-        new="",
-        test=OF_ADMISSION + "test_equals_take_turns",
-    ),
-    Mutant(
-        name="the time in the queue is told again and again",
-        file=LEDGER,
-        old="        queue_s, self.queue_s = self.queue_s, UNREPORTED\n        return queue_s\n",
-        new="        return self.queue_s\n",
-        test=OF_REPORTS + "test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then",
-    ),
-    Mutant(
-        name="nobody measures the time in the queue",
-        file=LEDGER,
-        old="self.queue_s = now_s - self.accepted_at_s",
-        new="self.queue_s = 0.0",
-        test=OF_REPORTS + "test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then",
-    ),
-]
+with ledger.Ledger.end, test_dispatcher.test_ending_a_request_twice_is_an_invariant_error:
+    "INV 10: a request ends twice"
+    self._entries.pop(entry.uid, None) is not entry
+    self._entries.pop(entry.uid, None) is None and False
+with dispatcher.Dispatcher.worker_lost, test_conservation:
+    "INV 10: the requests of a dead worker are dropped"
+    self.ledger.running_on(replica)
+    self.ledger.running_on(replica)[1:]
+with ledger.Ledger.rows, test_dispatcher.test_a_report_on_what_the_worker_does_not_hold_changes_nothing:
+    "a worker reports on the request of another"
+    entry is None or entry.replica != replica
+    entry is None
+with dispatcher.Dispatcher._refusal, test_dispatcher.test_a_negative_token_id_never_reaches_a_worker:
+    "INV 16: a negative token id reaches a worker"
+    not len(prompt) or prompt.min() < 0
+    not len(prompt)
+with dispatcher.Dispatcher._end, test_dispatcher.test_fcfs_admits_in_order_of_arrival_as_credits_come_back:
+    "an ended request does not return its credit"
+    self.admission.give_back(entry.replica)
+    pass
+with ledger.Entry.to_admit, test_replays.test_scores_of_the_prompt_are_asked_for_from_where_they_ended:
+    "INV 48: scores of a prompt are reported again after a replay"
+    Admit(
+        uid=self.uid,
+        num_prompt=len(self.prompt),
+        sampling=self.sampling,
+        namespace=self.namespace,
+        choice=self.choice,
+        priority=self.priority,
+        num_scored=self.num_scored,
+        caller=self.caller,
+    )
+    Admit(
+        uid=self.uid,
+        num_prompt=len(self.prompt),
+        sampling=self.sampling,
+        namespace=self.namespace,
+        choice=self.choice,
+        priority=self.priority,
+        caller=self.caller,
+    )
+with dispatcher.Dispatcher.worker_lost, test_replays.test_what_was_being_aborted_ends_with_its_worker:
+    "INV 48: a request being aborted is replayed"
+    aborted = [entry for entry in held if entry.state is State.ABORTING]
+    aborted: list[Entry] = []
+with quarantine.Quarantine.judge, test_replays.test_the_one_request_that_kills_its_workers_fails_and_no_other:
+    "INV 49: suspects are not halved"
+    (len(suspects) + 1) // 2
+    len(suspects)
+with quarantine.Quarantine.judge, test_replays.test_a_request_is_given_up_when_it_had_its_worker_for_itself_and_not_before:
+    "INV 49: the last suspect is convicted although others ran beside it"
+    suspects == on_trial == held and len(held) == 1
+    suspects == on_trial and len(suspects) == 1
+with supervisor.Supervisor._patrol, test_supervisor.test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time:
+    "INV 50: a worker that hangs is not ended"
+    limit_s
+    0
+with supervisor.Supervisor._patrol, test_supervisor.test_time_in_which_the_supervisor_stood_still_is_not_the_workers:
+    "INV 50: time in which the supervisor stood still counts for its workers"
+    worker.still.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))
+    pass
+with stillness.Stillness.look, test_stillness, test_supervisor.test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs:
+    "INV 50: time without a CPU counts for a worker"
+    computed_s if is_kept_waiting else passed_s
+    passed_s
+with supervisor.Supervisor._live, test_supervisor.test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again:
+    "INV 50: a worker that cannot be spawned ends the scheduler"
+    try:
+        process = await ChildProcess.start(
+            self._command,
+            partial(self._receive, replica),
+            pass_fds=() if segment is None else (host_fd,),
+            environment=environment_of(self._config, replica),
+        )
+    except ResourceError as error:
+        return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))
+    try:
+        process = await ChildProcess.start(
+            self._command,
+            partial(self._receive, replica),
+            pass_fds=() if segment is None else (host_fd,),
+            environment=environment_of(self._config, replica),
+        )
+    except KeyError as error:
+        return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))
+with supervisor.Supervisor._hear, test_supervisor.test_messages_of_another_incarnation_are_counted_and_ignored:
+    "messages of an earlier incarnation are accepted"
+    message.incarnation != worker.number
+    False
+with queue.Queue.window, test_fairness.test_a_flood_of_one_caller_does_not_hold_another_up:
+    "INV 61: the first caller has every turn"
+    min(self._lines, key=self._served.__getitem__)
+    next(iter(self._lines))
+with queue.Queue.crowding, test_fairness.test_a_full_queue_makes_room_for_who_has_less_than_a_share:
+    "INV 61: a full queue makes no room for a caller below its share"
+    not others or not is_fair
+    True
+with queue._Line.window, test_fairness.test_no_policy_lets_a_request_starve:
+    "INV 61: a policy lets a request starve"
+    MAX_OVERTAKEN
+    10 * MAX_OVERTAKEN
+with queue.Queue.has_room, test_dispatcher.test_a_full_queue_refuses_and_loses_nothing_it_accepted:
+    "INV 24: the queue has no limit"
+    not self._waiting
+    True
+with stream.Stream.is_too_long, test_stream.test_more_than_a_reader_may_leave_unread_is_too_long:
+    "INV 24: a reader may leave everything unread"
+    self._num_unread_bytes > self._max_unread_bytes
+    False
+with prefix_index.PrefixIndex.prefix, test_prefix_index.test_tenants_do_not_see_each_others_pages:
+    "INV 7: the placement index mixes tenants"
+    namespace
+    b""

@@ -1,0 +1,61 @@
+"""Triton kernels and their torch twins."""
+
+from hiserve.kernels import attention_blocks, attention_decode, draft_reference, draw, fused, reference, step, step_reference
+
+from tests.unit.kernels import (
+    test_attention_decode,
+    test_attention_extend,
+    test_draft,
+    test_draft_window,
+    test_draw,
+    test_large_pools,
+    test_launch,
+    test_random,
+    test_reference,
+    test_step,
+)
+
+with attention_decode._attend_part, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["edges"]:
+    "INV 37: the decode kernel reads keys after the end of a row"
+    is_key = (key >= begin) & (key < end)
+    is_key = key >= begin
+with attention_blocks._are_adjacent, test_attention_extend.test_equals_the_oracle_and_follows_no_entry_that_a_row_does_not_own["runs"]:
+    "INV 37: the extend kernel treats scattered pages as adjacent"
+    tl.min
+    tl.max
+with attention_decode._attend_part, test_large_pools.test_slots_beyond_what_32_bits_count_are_found:
+    "decode kernel: slot offsets are 32-bit"
+    page.to(tl.int64)
+    page
+with reference.is_last_loc_legal, test_reference.test_legal_last_locs_are_none_or_a_slot_past_the_sink_that_agrees_with_the_length:
+    "INV 9: last_loc may disagree with the length of its row"
+    in_range & agrees
+    in_range
+with step._check_rows, test_step.test_triton_does_what_the_twins_do:
+    "INV 9: kernel: a stale page is no fault"
+    num_stale == 0
+    num_stale >= 0
+with step_reference.accept, test_step.test_a_row_emits_its_drafts_up_to_the_first_that_was_not_drawn:
+    "INV 38: a draft after a rejected one is accepted"
+    agrees.to(torch.int64).cumprod(1)
+    agrees.to(torch.int64)
+with reference._words, test_random.test_each_part_of_the_key_gives_other_noise:
+    "INV 11: noise is the same at every position"
+    position[:, None]
+    0
+with draw._better, test_draw.test_triton_chooses_the_tokens_that_the_twins_choose:
+    "INV 37: the draw kernel breaks ties arbitrarily"
+    x > best
+    x >= best
+with draft_reference._own_pages, test_draft.test_draft_tokens_stand_in_the_pages_of_their_rows_and_else_in_the_sink:
+    "INV 43: a draft reads a page that changed owners"
+    is_own &= state.page_owner[table.clamp(0, num_pages - 1).long()] == owners
+    pass
+with draft_reference.draft_window, test_draft_window.test_no_page_with_a_token_that_the_head_left_out_is_drafted_or_attended_over:
+    "INV 68: a draft attends over pages that a cold head left out"
+    torch.minimum(progress.start_page.index_select(0, rows), last) * legal
+    0 * last
+with fused._norm_kernel, test_launch.test_a_kernel_that_begins_early_awaits_the_one_before_it_first:
+    "a norm reads its input before the kernel that writes it has ended"
+    await_previous(IS_EARLY)
+    pass

@@ -1,0 +1,38 @@
+"""Rows on the device, graphs and what they read."""
+
+from hiserve.kernels import step_reference
+from hiserve.runners import canary, dispatch, graph, rows, step
+
+from tests.unit.runners import test_canary, test_eager, test_graph, test_verify
+from tests.unit.worker import test_executor
+
+with step_reference._check, test_executor.test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched:
+    "INV 9: the owner of a row's pages is not checked"
+    is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size) & (computed_len >= 0) & is_table_owned(
+        table, owners, state.page_owner, end, page_size
+    )
+    is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size) & (computed_len >= 0)
+with rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_order_in_which_they_were_made:
+    "INV 8: an older plan is applied after a newer one"
+    plan.relocation_version >= before
+    True
+with step._places, test_verify.test_tokens_are_those_of_plain_decoding:
+    "INV 40: a draft is drawn at the position of the last token"
+    torch.minimum(nodes, num_draft)
+    0 * torch.minimum(nodes, num_draft)
+with graph.GraphRunner._fill, test_graph.test_replays_over_garbage_give_the_tokens_of_eager_steps:
+    "INV 35: padding rows keep the data of the previous replay"
+    host[0, :num_rows], host[0, num_rows:] = (plan.rows, 0)
+    host[0], host[0, :num_rows] = (captured.varying[0], plan.rows)
+with graph._check_replay, test_graph.test_a_replay_that_differs_from_the_eager_step_is_not_used:
+    "INV 35: a replay is not compared with the eager step"
+    not torch.equal(made, expected)
+    expected is None
+with dispatch.Dispatch.run, test_eager.test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others:
+    "INV 29: a forward does not wait for its loads"
+    forward = replace(forward, before_layer=wait)
+    pass
+with canary.Canary.note, test_canary.test_a_prefix_that_holds_something_else_is_named:
+    "INV 34: a prefix is not marked for the canary check"
+    self._due.update(table.rows[is_filled].tolist())
+    pass

@@ -1,0 +1,78 @@
+"""Speculation: heads, drafts, what it costs and tells."""
+
+from hiserve.cache.pools import transfer
+from hiserve.kernels import draft_reference
+from hiserve.runners import draft_graphs, gate, rows
+from hiserve.spec import adaptive, head
+from hiserve.worker import draft_counts, planner, tables
+
+from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
+from tests.invariants import test_reported_bugs_drafts
+from tests.unit.runners import test_draft_graphs, test_rows
+from tests.unit.spec import test_adaptive, test_cold
+from tests.unit.worker import test_draft_counts
+
+with draft_reference.draft_features, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
+    "INV 45: a prompt continues after a page with the hidden states of another row"
+    torch.where((first % step.page_size == 0)[:, None], at_boundary, kept)
+    kept.clone()
+with (
+    head.HeadProposer.draw,
+    test_spec_acceptance.test_drafts_drawn_with_the_noise_of_their_places_are_accepted_more_often_than_the_likeliest,
+):
+    "INV 44: drafts are the likeliest tokens at any temperature"
+    is_greedy
+    True
+with transfer.ThreadTransfers._copy, test_spec_sources.test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts:
+    "TC-01: the head's part of a page stays on the device"
+    self._host.layout.groups
+    self._host.layout.groups[:1]
+with tables.PageTables.publish, test_spec_hits.test_tc_07_speculation_does_not_defeat_prefix_reuse:
+    "TC-07: pages with drafts are found by the tokens that follow theirs"
+    columns.tokens[row, start * page_size : end * page_size]
+    columns.tokens[row, (ahead := min(1, columns._num_ahead)) + start * page_size :][: (end - start) * page_size]
+with rows.DeviceRows._admit, test_spec_hits.test_tc_09_lookups_in_the_text_work_over_the_host_tier:
+    "TC-09: a row after a cached prefix does not know its tokens"
+    self.tokens[each.row, : each.tokens.size].copy_(prompt)
+    self.tokens[each.row, each.num_computed : each.tokens.size].copy_(prompt[each.num_computed :])
+with draft_graphs.DraftCapture.behind.behind, test_draft_graphs.test_drafts_behind_graphs_are_those_of_eager_steps:
+    "INV 42: draft graphs start where the captured step started"
+    torch.sub(forward.kv_lens, width, out=first)
+    pass
+with head.HeadProposer.extend, test_spec_parity.test_drafts_are_those_of_the_head_wherever_the_prompt_came_from:
+    "INV 42: a draft is computed from the state of the first"
+    chain.carried.copy_(carried)
+    pass
+with head.HeadProposer.draw, test_spec_drafts.test_a_model_that_drafts_for_itself_is_right_every_time:
+    "INV 41: drafts are drawn with the noise of another position"
+    self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places, temperature > 0)
+    self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places + 1, temperature > 0)
+with rows.DeviceRows._write_table, test_rows.test_a_page_handed_out_for_new_tokens_has_not_been_drafted:
+    "INV 68: a reallocated page keeps its mark"
+    self.is_drafted.index_fill_(0, new_pages, 0)
+    pass
+with adaptive.DraftController.stays_cold, test_cold.test_it_comes_back_where_drafts_are_accepted_again:
+    "INV 68: a cold head is never tried again"
+    warmth.save(allowed.size, self._price)
+    pass
+with adaptive.DraftController._choose, test_adaptive.test_work_of_one_kind_is_done_as_fast_as_with_the_best_fixed_number:
+    "adaptive drafts: the longest draft is chosen at any cost"
+    tokens / seconds
+    tokens
+with gate.admit, test_reported_bugs_drafts.test_tc_05_steps_wait_for_the_loads_that_they_read_and_for_no_others:
+    "TC-05: a step waits for every load in flight"
+    (op for op in plan.waits if op in loads.open)
+    loads.open
+with planner.Planner.plan, test_reported_bugs_drafts.test_tc_05_steps_wait_for_the_loads_that_they_read_and_for_no_others:
+    "TC-05: a step inherits the loads of the previous one"
+    waits: tuple[int, ...] = ()
+    waits = self._in_flight[-1].plan.waits if self._in_flight else ()
+with tables.PageTables.grow, test_reported_bugs_drafts.test_tc_10_the_last_page_of_rejected_tokens_is_returned:
+    "TC-10: rows get new pages for all drafts at each step"
+    growing = (end > held * page_size).nonzero()[0]
+    end = np.minimum(end + page_size, columns._max_len)
+    growing = (end > held * page_size).nonzero()[0]
+with draft_counts.DraftCounts.verified, test_draft_counts.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
+    "accept length: the bonus token counts as a draft"
+    counts[did, None] - 1
+    counts[did, None]

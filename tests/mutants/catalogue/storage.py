@@ -1,0 +1,94 @@
+"""What outlives a process or comes from outside: segment, records, checksums, stores, identity of a cache."""
+
+from hiserve.cache.pools import file_store, host, records, segment, store_transfers, touch, transfer
+from hiserve.core import machine
+from hiserve.models import identity
+
+from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
+from tests.invariants import test_reported_bugs_namespaces
+from tests.unit.models import test_identity
+from tests.unit.pools import test_file_store_damage, test_host_pool, test_records, test_store_transfers, test_stores, test_touch
+
+with touch.FirstTouch.__init__, test_touch.test_every_page_lies_in_one_pinned_piece:
+    "TC-60: a page lies across two pinned pieces"
+    max(1, piece_bytes // stride) * stride // layout.page_bytes
+    max(1, piece_bytes // layout.page_bytes)
+with records._true_records, test_records.test_a_restart_drops_what_has_no_checksum_and_what_hangs_below_it:
+    "INV 32: a restart adopts pages without a checksum"
+    table["checksum"] != NO_CHECKSUM
+    table["checksum"] == table["checksum"]
+with records._true_records, test_records.test_a_restart_drops_a_record_with_a_flipped_bit:
+    "INV 32: a restart adopts a record whose digest does not follow from its tokens"
+    link(parent, key, page_size) == [digest]
+    True
+with records.Records.begin, test_records.test_a_page_begun_again_has_no_checksum:
+    "INV 32: a page that is written again keeps its old checksum"
+    self._write("checksum", pages, NO_CHECKSUM)
+    pass
+with host.HostPool.adopt, test_host_pool.test_pages_of_a_former_process_are_read_before_their_first_use:
+    "INV 32: adopted pages are not verified before use"
+    self._is_foreign[run.pages] = True
+    pass
+with (
+    host.HostPool.is_intact,
+    test_equality_matrix.test_the_tokens_are_those_of_an_engine_without_cache["garbled_pages-0_over-depth_0-greedy"],
+):
+    "INV 27: a corrupted host page is loaded"
+    not is_unsealed and (not self.verify(page))
+    False
+with segment.SegmentLayout.differences, test_reported_bugs_namespaces.test_tc_61_a_segment_of_another_page_size_is_refused_by_name:
+    "TC-61: a segment of another page size is adopted"
+    other.page_size != self.page_size
+    False
+with machine._available_memory, test_reported_bugs_namespaces.test_tc_64_the_host_cache_fits_the_least_of_memory_control_group_and_dev_shm:
+    "TC-64: the memory limit of the control group is ignored"
+    int(text)
+    int(text) * 99
+with identity._digest, test_identity.test_a_small_file_is_read_whole:
+    "TC-71: small weight files are told apart by size and header alone"
+    hasher.update(os.pread(file.fileno(), BLOCK_BYTES, start))
+    pass
+with identity.cache_namespace, test_reported_bugs_namespaces.test_tc_72_another_dtype_layout_or_shard_shares_nothing_of_one_store:
+    "TC-72: element types share a cache namespace"
+    namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
+    namespace_digest(secret, shape, str(len(weights)), *weights, layout, str(page_size), shard)
+with identity.cache_namespace, test_cache_identity.test_a_store_gives_an_edited_model_nothing:
+    "an edited config.json keeps the cache namespace"
+    namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
+    namespace_digest(secret, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
+with touch.PinningPace.pause_s, test_touch.test_pinning_takes_a_small_share_of_the_time_while_steps_run:
+    "pinning of host memory takes all the time while steps run"
+    now_s > self._step_s + _IDLE_S
+    True
+with file_store.FileStore._write, test_file_store_damage.test_a_page_appears_whole_or_not_at_all:
+    "INV 31: a store page is written in place"
+    f"{path}.{self._tag}-{self._num_drafts}.new"
+    path
+with file_store.FileStore._read, test_file_store_damage.test_a_chain_of_what_is_no_page_is_replaced_in_one_round:
+    "INV 31: a FIFO in the place of a store page hangs the reader"
+    os.O_RDONLY | os.O_NONBLOCK
+    os.O_RDONLY
+with store_transfers.StoreTransfers._upload, test_store_transfers.test_a_page_that_is_not_what_was_written_is_not_stored:
+    "INV 31: a damaged host page is uploaded with a new checksum"
+    (*is_intact, False).index(False)
+    len(is_intact)
+with file_store.store_secret, test_stores.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
+    "a secret is written into a directory of another user"
+    _claim(directory)
+    pass
+with file_store._share, test_file_store_damage.test_a_marker_that_cannot_be_opened_keeps_no_server_from_its_store:
+    "INV 31: a marker that cannot be opened ends the start"
+    try:
+        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        logger.warning("hiserve cache delete cannot see that this server uses the store %s: %s", marker.parent, error)
+        return None
+    try:
+        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC)
+    except FileExistsError as error:
+        logger.warning("hiserve cache delete cannot see that this server uses the store %s: %s", marker.parent, error)
+        return None
+with transfer.ThreadTransfers._copy, test_canary.test_a_page_of_each_tier_passes:
+    "INV 34: a copy mixes up the order of its pages"
+    torch.from_numpy(copy.host_pages).long()
+    torch.from_numpy(copy.host_pages).long().roll(int(is_load))

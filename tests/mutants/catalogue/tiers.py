@@ -1,0 +1,127 @@
+"""Copies between tiers: loads, offloads, prefetches, uploads."""
+
+from hiserve.cache.index import eviction, exchange, holds, manager, ops, radix, tiers, transfers, uploads
+from hiserve.cache.pools import transfer, transfer_queue
+from hiserve.worker import cache_stats, tables
+
+from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
+from tests.unit.cache import test_tiers, test_uploads
+from tests.unit.worker import test_cache_stats
+
+with manager.CacheManager.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
+    "TC-62: pages of the host count as cached on the device"
+    -num_beyond
+    0
+with tables.PageTables.publish, test_reported_bugs_streams.test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done:
+    "TC-20: a page is published while the forward that writes it runs"
+    columns.settled
+    columns.computed
+with transfer_queue.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
+    "TC-21: a copy does not wait for its step"
+    bool(queue) and queue[0].after_step <= self._done_step
+    bool(queue)
+with radix.RadixTree.split, test_reported_bugs_index.test_tc_22_a_split_of_a_pending_store_keeps_it_on_every_fragment:
+    "TC-22: a split drops the pending offload of its upper part"
+    upper.host_ready_op = node.host_ready_op
+    pass
+with (
+    transfers.Transfers.begin_load,
+    test_reported_bugs_index.test_tc_23_what_is_loaded_begins_after_the_device_and_ends_at_the_match,
+    test_tier_machine.test_two_tiers_agree_with_the_model_and_order_every_access,
+):
+    "TC-23: a load starts at the wrong page"
+    [node for node in path(receipt.node) if node.is_on_host_only]
+    [node for node in path(receipt.node) if node.is_on_host_only][::-1]
+with exchange.Exchange.begin_prefetch, test_reported_bugs_index.test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more:
+    "TC-25: a prefetch does not lock the node that it continues"
+    self._holds.lock_host(end)
+    self._holds.lock_host(next(reversed(list(path(end)))))
+with transfers.Transfers._fail_load, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
+    "TC-26: pages of a failed load are freed twice"
+    node.pages = NO_PAGES
+    pass
+with holds.Holds.cut, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
+    "TC-26: a row is not told that its pages were lost"
+    lost.append(receipt)
+    pass
+with transfers.Transfers._store, test_reported_bugs_index.test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes:
+    "TC-29: an offload does not lock its nodes"
+    self._holds.lock(chain[-1], is_use=False)
+    self._holds.lock_host(chain[-1])
+with ops.Ops.free, test_reported_bugs_index.test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends:
+    "TC-42: pages of a removed node are freed while a copy uses them"
+    if node.pending_op:
+        op = self._ops[node.pending_op]
+        op.orphans.append(node.pages)
+        op.host_orphans.append(node.host_pages)
+    else:
+        self._free_device(node.pages)
+        self.free_host(node.host_pages)
+    if False:
+        op = self._ops[node.pending_op]
+        op.orphans.append(node.pages)
+        op.host_orphans.append(node.host_pages)
+    else:
+        self._free_device(node.pages)
+        self.free_host(node.host_pages)
+with exchange.Exchange.arriving_by, test_reported_bugs_index.test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another:
+    "TC-44: a prefetch that was given up counts as in flight"
+    0 if number and self._ops[number].hold.is_lost else number
+    number
+with manager.CacheManager._insert, test_reported_bugs_index.test_tc_45_every_chunk_of_a_prefill_is_stored:
+    "TC-45: the pages of a chunk are not offloaded"
+    self._writes_through
+    self._writes_through and end is node
+with transfers.Transfers.begin_load, test_reported_bugs_index.test_tc_46_pages_that_copies_use_are_waited_for:
+    "TC-46: pages that a load fills are evicted"
+    self._holds.lock
+    self._holds.lock_host
+with manager.CacheManager._root, test_reported_bugs_index.test_tc_70_other_tenants_find_nothing_on_any_tier:
+    "TC-70: prefetched pages enter a namespace of their own"
+    namespace_digest(self.namespace, tenant)
+    namespace_digest(self.namespace)
+with transfers.Transfers.begin_load, test_reported_bugs_costs.test_tc_80_a_host_hit_costs_the_loop_no_more_when_it_is_long:
+    "TC-80: ordering a load touches each of its pages"
+    pages.copy()
+    np.array([page.item() for page in pages], dtype=np.int32)
+with transfer.ThreadTransfers.start, test_reported_bugs_costs.test_tc_81_a_load_is_one_order_carried_out_by_another_thread:
+    "TC-81: the thread that orders a copy carries it out"
+    self._queue.add(copy)
+    self._hold and self._hold(copy)
+    self._queue.add(copy)
+with transfers.Transfers.begin_stores, test_reported_bugs_costs.test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached:
+    "TC-83: each offload walks over the whole tree"
+    node.is_queued = False
+    _ = list(self._tiers.tree.nodes())
+    node.is_queued = False
+with eviction.LeafHeap.pop, test_reported_bugs_costs.test_tc_84_eviction_looks_at_what_it_evicts_and_not_at_every_leaf:
+    "TC-84: each eviction looks at every leaf"
+    while self._heap:
+        entry = heapq.heappop(self._heap)
+        if self._counts(entry):
+            return entry[2]
+    self.sweep()
+    while self._heap:
+        entry = heapq.heappop(self._heap)
+        if self._counts(entry):
+            return entry[2]
+with transfers.Transfers.begin_load, test_tiers.test_a_load_waits_for_the_last_forward_that_could_touch_its_pages:
+    "INV 26: a load does not wait for the forwards that read its pages"
+    int(tiers.device.last_step[pages].max())
+    0
+with manager.CacheManager.lock, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
+    "INV 26: a hit on a page being loaded does not wait for the load"
+    self.ops.num_loads
+    False
+with cache_stats._end, test_cache_stats.test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight:
+    "INV 30: pages of a failed load are in no counter"
+    ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
+    ended.unfulfilled[PLACE_LOST] += num_lost if ack.is_ok else 0
+with tiers.Tiers.put_on_device, test_tiers.test_events_tell_what_each_tier_can_give:
+    "INV 33: an event announces a load before it has arrived"
+    not ready_op
+    True
+with uploads.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
+    "uploads stop when the host is full"
+    not (node.pending_op or node.host_pages.size or is_next)
+    False
