@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -33,7 +33,10 @@ __all__ = ["load"]
 
 FORK = multiprocessing.get_context("fork")
 OUTPUT = "output.txt"
+# Tests take longest MAX_S, and under a mutant FACTOR times what they took without it, and LEAST_S.
+MAX_S, FACTOR, LEAST_S = 1200.0, 10, 30
 FOLDERS = ("hiserve", "tests", "benchmarks")
+WORDS = {"failed": "killed", "late": "killed, late", "passed": "SURVIVED", "broken": "BROKEN"}
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 # Imports of the package and its tests that take long; none of them starts a thread.
 HEAVY = (
@@ -117,6 +120,10 @@ class Copy:
         self.child = FORK.Process(target=_test, args=(self._place, job.tests))
         self.child.start()
 
+    def has_ended(self) -> bool:
+        """Says whether the tests, or their time, are over."""
+        return self.child.exitcode is not None or not self.left_s()
+
     def left_s(self) -> float:
         """Returns how many seconds the job has left."""
         return max(self._start_s + self._job.limit_s - time.monotonic(), 0)
@@ -137,23 +144,19 @@ class Copy:
         )
 
 
-def run(jobs: Iterable[Job], copies: list[Copy]) -> Iterator[tuple[Job, Done]]:
-    """Runs jobs, one in each copy at a time; yields them as they end."""
-    waiting, idle, busy = iter(jobs), list(copies), list[Copy]()
-    owner: dict[int, Job] = {}
-    while True:
-        while idle and (job := next(waiting, None)) is not None:
-            copy = idle.pop()
-            copy.start(job)
-            owner[id(copy)] = job
-            busy.append(copy)
-        if not busy:
-            return
-        wait([copy.child.sentinel for copy in busy], min(copy.left_s() for copy in busy))
-        for copy in [copy for copy in busy if copy.child.exitcode is not None or not copy.left_s()]:
-            busy.remove(copy)
+def run(jobs: Sequence[Job], copies: list[Copy]) -> Iterator[tuple[int, Done]]:
+    """Runs jobs, one in each copy at a time; yields the index of each as it ends."""
+    waiting, idle, busy = list(enumerate(jobs))[::-1], list(copies), dict[int, Copy]()
+    while waiting or busy:
+        while idle and waiting:
+            index, job = waiting.pop()
+            busy[index] = idle.pop()
+            busy[index].start(job)
+        wait([copy.child.sentinel for copy in busy.values()], min(copy.left_s() for copy in busy.values()))
+        for index in [index for index, copy in busy.items() if copy.has_ended()]:
+            copy = busy.pop(index)
             idle.append(copy)
-            yield owner.pop(id(copy)), copy.end()
+            yield index, copy.end()
 
 
 def _test(place: Path, tests: tuple[str, ...]) -> None:
@@ -194,32 +197,33 @@ def limits(mutants: list[Mutant], copies: list[Copy]) -> dict[str, float]:
     tests: dict[str, set[str]] = {}
     for test in (test for mutant in mutants for test in mutant.tests):
         tests.setdefault(_file(test), set()).add(test)
+    files = list(tests)
     found = {}
-    for job, done in run([Job(tuple(sorted(some)), 1200) for some in tests.values()], copies):
-        assert done.verdict == "passed", f"{done.verdict} without any mutant: {' '.join(job.tests)}\n{done.output}"
-        found[_file(job.tests[0])] = 30 + 10 * done.seconds
+    for index, done in run([Job(tuple(sorted(tests[file])), MAX_S) for file in files], copies):
+        assert done.verdict == "passed", f"{files[index]}: {done.verdict} without any mutant\n{done.output}"
+        found[files[index]] = LEAST_S + FACTOR * done.seconds
     return found
 
 
 def judge(mutants: list[Mutant], copies: list[Copy], tell: Callable[[str], None]) -> list[str]:
     """Runs each mutant; returns the titles of those that no test noticed, and tells each verdict."""
     limit_s = limits(mutants, copies)
-    jobs = {
+    jobs = [
         Job(
             mutant.tests,
             sum(limit_s[file] for file in {_file(test) for test in mutant.tests}),
             mutant.path,
             mutant.apply((ROOT / mutant.path).read_text()),
-        ): mutant
+        )
         for mutant in mutants
-    }
+    ]
     survivors = []
-    for job, done in run(jobs, copies):
-        verdict = {"failed": "killed", "late": "killed, late", "passed": "SURVIVED", "broken": "BROKEN"}[done.verdict]
-        tell(f"{verdict:12} {done.seconds:6.1f} s  {jobs[job].target}: {jobs[job].title}")
+    for index, done in run(jobs, copies):
+        mutant = mutants[index]
+        tell(f"{WORDS[done.verdict]:12} {done.seconds:6.1f} s  {mutant.target}: {mutant.title}")
         if done.verdict == "broken":
             tell(done.output)
-        survivors += [jobs[job].title] if done.verdict in ("passed", "broken") else []
+        survivors += [mutant.title] if done.verdict in ("passed", "broken") else []
     return survivors
 
 

@@ -2,7 +2,6 @@
 
 from hiserve.bench.cache import oracle
 from hiserve.bench.soak import judge
-
 from tests.unit.bench.cache import test_oracle
 from tests.unit.bench.soak import test_judge
 

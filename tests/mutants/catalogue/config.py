@@ -2,7 +2,6 @@
 
 from hiserve.config import settings
 from hiserve.core import devices
-
 from tests.unit import test_config
 from tests.unit.core import test_devices
 

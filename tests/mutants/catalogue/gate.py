@@ -1,12 +1,11 @@
 """The gate of steps: loads, coverage, reasons."""
 
 from hiserve.runners import gate
-
 from tests.unit.runners import test_gate, test_gate_oracle
 
 with gate.admit, test_gate.test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way:
     "INV 29: a step runs although a load that it reads has failed"
-    any((op in loads.failed for op in plan.waits))
+    any(op in loads.failed for op in plan.waits)
     False
 with gate.admit, test_gate_oracle.test_precise_replays_whatever_is_ordered_and_nothing_else:
     "INV 29: a replay does not wait for the loads that it reads"
@@ -26,8 +25,8 @@ with gate._full, test_gate.test_a_step_is_replayed_exactly_when_every_limit_of_s
     False
 with gate._full, test_gate.test_a_step_is_replayed_exactly_when_every_limit_of_some_graph_holds:
     "INV 29: a graph whose capture failed is replayed"
-    ((Reason.ROWS, not bucket), (Reason.CONTEXT, step.max_len > graphs.max_len), (Reason.CAPTURE_FAILED, bucket in graphs.failed))
-    ((Reason.ROWS, not bucket), (Reason.CONTEXT, step.max_len > graphs.max_len))
+    bucket in graphs.failed
+    False
 with gate._refusal, test_gate.test_a_step_that_may_not_be_replayed_runs_eagerly:
     "INV 47: the graph of a step that ran out of memory is replayed"
     not step.may_replay

@@ -1,7 +1,6 @@
 """Triton kernels and their torch twins."""
 
 from hiserve.kernels import attention_blocks, attention_decode, draft_reference, draw, fused, reference, step, step_reference
-
 from tests.unit.kernels import (
     test_attention_decode,
     test_attention_extend,

@@ -1,7 +1,6 @@
 """The offline engine."""
 
 from hiserve.llm import backends
-
 from tests.e2e import test_llm
 
 with backends.InProcess._take, test_llm.test_a_request_that_fails_ends_alone:

@@ -1,7 +1,6 @@
 """Models, their configurations and weights."""
 
 from hiserve.models import config, decoder, draft_config, weights
-
 from tests.e2e import test_transformers_oracle
 from tests.unit.models import test_config, test_draft_config, test_weights
 
@@ -15,10 +14,8 @@ with config.parse_config, test_config.test_a_size_that_no_model_has_is_refused_b
     pass
 with weights.compare, test_weights.test_a_missing_tensor_is_named:
     "a checkpoint may lack a tensor"
-    if missing:
-        raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
-    if False:
-        raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
+    raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
+    pass
 with draft_config._refuse_misfit, test_draft_config.test_a_head_that_does_not_fit_is_refused:
     "a head of another width is accepted"
     head.target_hidden_size != target.hidden_size

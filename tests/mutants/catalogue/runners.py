@@ -2,16 +2,18 @@
 
 from hiserve.kernels import step_reference
 from hiserve.runners import canary, dispatch, graph, rows, step
-
-from tests.unit.runners import test_canary, test_eager, test_graph, test_verify
+from tests.unit.runners import test_canary, test_eager, test_graph, test_rows, test_verify
 from tests.unit.worker import test_executor
 
 with step_reference._check, test_executor.test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched:
     "INV 9: the owner of a row's pages is not checked"
-    is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size) & (computed_len >= 0) & is_table_owned(
-        table, owners, state.page_owner, end, page_size
-    )
-    is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size) & (computed_len >= 0)
+    is_table_owned(table, owners, state.page_owner, end, page_size)
+    True
+with rows.DeviceRows.apply, test_rows.test_release_comes_before_admission_and_admission_before_the_table:
+    "a row is cleared after its page table was written"
+    self._write_table(plan.table)
+    self._write_table(plan.table)
+    self._clear(plan.release, plan.admit)
 with rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_order_in_which_they_were_made:
     "INV 8: an older plan is applied after a newer one"
     plan.relocation_version >= before

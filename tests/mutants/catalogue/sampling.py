@@ -1,7 +1,6 @@
 """Sampling: filters, noise, rows that share a batch."""
 
 from hiserve.sampling import params, sampler
-
 from tests.unit.sampling import test_params, test_reference, test_sampler
 
 with params.SamplingRows.write, test_params.test_a_row_forgets_its_last_tenant:

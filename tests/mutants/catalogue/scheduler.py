@@ -1,7 +1,6 @@
 """Requests, queues, callers, workers that die."""
 
 from hiserve.scheduler import dispatcher, ledger, prefix_index, quarantine, queue, stillness, stream, supervisor
-
 from tests.unit.scheduler import (
     test_conservation,
     test_dispatcher,
@@ -35,25 +34,8 @@ with dispatcher.Dispatcher._end, test_dispatcher.test_fcfs_admits_in_order_of_ar
     pass
 with ledger.Entry.to_admit, test_replays.test_scores_of_the_prompt_are_asked_for_from_where_they_ended:
     "INV 48: scores of a prompt are reported again after a replay"
-    Admit(
-        uid=self.uid,
-        num_prompt=len(self.prompt),
-        sampling=self.sampling,
-        namespace=self.namespace,
-        choice=self.choice,
-        priority=self.priority,
-        num_scored=self.num_scored,
-        caller=self.caller,
-    )
-    Admit(
-        uid=self.uid,
-        num_prompt=len(self.prompt),
-        sampling=self.sampling,
-        namespace=self.namespace,
-        choice=self.choice,
-        priority=self.priority,
-        caller=self.caller,
-    )
+    self.num_scored
+    0
 with dispatcher.Dispatcher.worker_lost, test_replays.test_what_was_being_aborted_ends_with_its_worker:
     "INV 48: a request being aborted is replayed"
     aborted = [entry for entry in held if entry.state is State.ABORTING]
@@ -78,26 +60,10 @@ with stillness.Stillness.look, test_stillness, test_supervisor.test_a_worker_tha
     "INV 50: time without a CPU counts for a worker"
     computed_s if is_kept_waiting else passed_s
     passed_s
-with supervisor.Supervisor._live, test_supervisor.test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again:
+with supervisor.Supervisor._live[1], test_supervisor.test_a_successor_that_cannot_be_started_is_a_failed_start_and_is_tried_again:
     "INV 50: a worker that cannot be spawned ends the scheduler"
-    try:
-        process = await ChildProcess.start(
-            self._command,
-            partial(self._receive, replica),
-            pass_fds=() if segment is None else (host_fd,),
-            environment=environment_of(self._config, replica),
-        )
-    except ResourceError as error:
-        return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))
-    try:
-        process = await ChildProcess.start(
-            self._command,
-            partial(self._receive, replica),
-            pass_fds=() if segment is None else (host_fd,),
-            environment=environment_of(self._config, replica),
-        )
-    except KeyError as error:
-        return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))
+    ResourceError
+    KeyError
 with supervisor.Supervisor._hear, test_supervisor.test_messages_of_another_incarnation_are_counted_and_ignored:
     "messages of an earlier incarnation are accepted"
     message.incarnation != worker.number

@@ -5,7 +5,6 @@ from hiserve.kernels import draft_reference
 from hiserve.runners import draft_graphs, gate, rows
 from hiserve.spec import adaptive, head
 from hiserve.worker import draft_counts, planner, tables
-
 from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
 from tests.unit.runners import test_draft_graphs, test_rows

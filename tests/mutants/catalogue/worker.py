@@ -3,7 +3,6 @@
 from hiserve.cache.index import exchange
 from hiserve.core import faults
 from hiserve.worker import admitter, budget, emission, executor, farewell, journal, loop, planner, prefetch, stops, tables, waiting
-
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_faults
@@ -46,10 +45,6 @@ with stops.Stops.cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts
     "INV 1: tokens after a stop token are kept"
     counts[ends] = is_end[ends].argmax(axis=1) + 1
     pass
-with tables.PageTables.publish, test_planner_pages.test_a_page_is_not_published_by_the_step_before_the_one_that_fills_it:
-    "INV 3: a page is published while a step computes it"
-    columns.settled
-    columns.computed
 with tables.PageTables.publish, test_planner_pages.test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one:
     "INV 8: the device is not told that a page moved"
     canonical is not pages
@@ -61,10 +56,6 @@ with journal.TableJournal.take, test_planner_pages.test_a_move_is_dropped_when_t
 with planner.Planner._release, test_planner.test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more:
     "INV 2: an ended row leaks its pages"
     self._cache.give(private)
-    pass
-with planner.Planner._release, test_planner.test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more:
-    "INV 5: an ended row keeps its lock"
-    self._cache.release(receipt)
     pass
 with waiting.Request.num_reusable, test_planner_scores.test_a_scored_prompt_is_computed_whole_though_it_is_cached_and_takes_no_more_pages:
     "a scored prompt comes from the cache"
@@ -82,18 +73,10 @@ with planner.Planner.awaits_acks, worker_test_planner_tiers.test_what_a_failed_l
     "INV 28: a result is taken before its load is known to have arrived"
     self._loading.is_open(self._in_flight[0].plan.waits)
     False
-with planner.Planner.commit, invariants_test_planner_tiers.test_steps_that_the_gate_refuses_are_planned_again:
+with planner.Planner.commit[2], invariants_test_planner_tiers.test_steps_that_the_gate_refuses_are_planned_again:
     "INV 29: a deferred step counts as run"
-    if result.deferred:
-        self._counters["deferred_steps"] += 1
-        for row in step.rows[ok].tolist():
-            self._waiting.put_back(self._release(row))
-        return
-    if result.deferred and (not plan.rows.size):
-        self._counters["deferred_steps"] += 1
-        for row in step.rows[ok].tolist():
-            self._waiting.put_back(self._release(row))
-        return
+    result.deferred
+    result.deferred and not plan.rows.size
 with loop.Engine.step, test_reported_bugs_life.test_tc_40_a_loop_that_only_decodes_takes_acks_and_returns_what_copies_held:
     "TC-40: acknowledgements of copies are read only when no row can run"
     self._executor.take_acks()
@@ -124,39 +107,16 @@ with prefetch.Prefetches.is_uploading, test_prefetch.test_a_store_that_answers_n
     True
 with faults, test_faults.test_nothing_else_is_contained:
     "INV 47: a CUDA error that outlives the step is contained"
-    {
-        "out of memory": OUT_OF_MEMORY,
-        "can't allocate memory": OUT_OF_MEMORY,
-        "_STATUS_ALLOC_FAILED": OUT_OF_MEMORY,
-        "in AlignedAllocator": OUT_OF_MEMORY,
-        "could not create a": OUT_OF_MEMORY,
-        "could not execute a primitive": OUT_OF_MEMORY,
-        "bad_alloc": OUT_OF_MEMORY,
-        "too many resources requested for launch": OUT_OF_RESOURCES,
-        "out of resource": OUT_OF_RESOURCES,
-    }
-    {
-        "out of memory": OUT_OF_MEMORY,
-        "can't allocate memory": OUT_OF_MEMORY,
-        "_STATUS_ALLOC_FAILED": OUT_OF_MEMORY,
-        "in AlignedAllocator": OUT_OF_MEMORY,
-        "could not create a": OUT_OF_MEMORY,
-        "could not execute a primitive": OUT_OF_MEMORY,
-        "bad_alloc": OUT_OF_MEMORY,
-        "CUDA error": OUT_OF_MEMORY,
-        "too many resources requested for launch": OUT_OF_RESOURCES,
-        "out of resource": OUT_OF_RESOURCES,
-    }
+    "bad_alloc"
+    "CUDA error"
 with (
     executor.Executor._contained,
     test_executor_faults.test_a_step_for_which_memory_runs_out_says_so_and_rows_admitted_anew_are_as_if_nothing_had_been,
 ):
     "INV 47: out-of-memory in a step ends the worker"
-    if not kind:
-        raise
-    raise
+    not kind
+    True
 with farewell._is_of_device, test_farewell.test_an_exit_code_tells_whether_the_device_is_lost:
     "INV 50: out-of-memory exits with the code of a lost device"
-    if isinstance(error, Exception) and fault_of(error):
-        return False
-    pass
+    isinstance(error, Exception) and fault_of(error)
+    False
