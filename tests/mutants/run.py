@@ -164,7 +164,8 @@ def _test(place: Path, tests: tuple[str, ...]) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     os.chdir(place)
-    os.environ["PYTHONPATH"] = str(place)
+    os.environ |= {"PYTHONPATH": str(place), "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    sys.dont_write_bytecode = True
     with Path(OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
@@ -179,8 +180,6 @@ def _test(place: Path, tests: tuple[str, ...]) -> None:
 
 def prepare() -> None:
     """Imports what all children need: a start of Python takes longer than most tests."""
-    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    sys.dont_write_bytecode = True
     for name in HEAVY:
         importlib.import_module(name)
 

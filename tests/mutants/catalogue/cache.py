@@ -40,7 +40,7 @@ with eviction.LeafHeap._counts, test_eviction.test_what_is_locked_has_children_o
     bool(self._rank(node) == rank) and self._is_victim(node)
     bool(self._rank(node) == rank)
 with manager.CacheManager._root, test_manager.test_tenants_and_namespaces_do_not_see_each_other:
-    "INV 7: tenants share cached pages"
+    "INV 7, TC-70: tenants share cached pages"
     namespace_digest(self.namespace, tenant)
     namespace_digest(self.namespace)
 with manager.CacheManager.publish, test_manager.test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used:

@@ -1,6 +1,6 @@
 """Models, their configurations and weights."""
 
-from hiserve.models import config, decoder, draft_config, weights
+from hiserve.models import config, decoder, draft_config, weights, windows
 from tests.e2e import test_transformers_oracle
 from tests.unit.models import test_config, test_draft_config, test_weights
 
@@ -20,3 +20,7 @@ with draft_config._refuse_misfit, test_draft_config.test_a_head_that_does_not_fi
     "a head of another width is accepted"
     head.target_hidden_size != target.hidden_size
     False
+with windows.read_windows, test_config.test_windows_are_those_that_a_request_could_outgrow:
+    "INV 67: all layers have a window although some attend to everything"
+    tuple(window if each else None for each in slides)
+    (window,) * len(slides)
