@@ -1,12 +1,13 @@
-# hiserve: make demo | test | test-long | test-clients | test-matrix | test-gpu | mutants | bench | bench-gpu | docs | nano-heads
+# hiserve: make demo | test | test-long | test-clients | test-matrix | test-gpu | mutants | mutants-pure | bench | bench-gpu | docs | nano-heads
 PYTHON ?= python3
 PIP_ARGS ?=
+MINUTES ?= 30
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 ARGS ?=
 
-.PHONY: demo test test-long test-clients test-matrix test-gpu mutants check bench bench-gpu docs nano-heads clean
+.PHONY: demo test test-long test-clients test-matrix test-gpu mutants mutants-pure check bench bench-gpu docs nano-heads clean
 
 $(VENV)/.installed: pyproject.toml
 	@echo "installing hiserve and PyTorch into $(VENV); a first time takes some minutes"
@@ -46,7 +47,12 @@ test-clients: .venv-clients/.installed  ## the clients that are too heavy for CI
 	.venv-clients/bin/python -m pytest -m clients -W default  # litellm warns, and leaves an event loop behind
 
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
-	$(BIN)/python -m tests.mutants.run
+	$(BIN)/python -m tests.mutants.run $(ARGS)
+
+mutants-pure: $(VENV)/.installed-dev  ## what no unit test of the planning half notices, MINUTES=30 at a time (ARGS="hiserve.worker.budget*")
+	timeout --foreground --signal=INT $(MINUTES)m $(BIN)/mutmut run $(ARGS) || test $$? = 124
+	$(BIN)/mutmut results | grep -v "not checked" || true
+	$(BIN)/mutmut export-cicd-stats && cat mutants/mutmut-cicd-stats.json
 
 bench: $(VENV)/.installed-dev  ## records the CPU figures anew; some 15 minutes on a quiet machine
 	$(BIN)/python -m benchmarks
@@ -72,4 +78,4 @@ nano-heads: $(VENV)/.installed-dev  ## trained heads, HEADS/eagle3 and HEADS/mtp
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-matrix build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-matrix build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

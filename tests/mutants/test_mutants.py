@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,12 @@ def test_the_catalogue_fits_the_source_and_has_each_invariant_and_each_reported_
     bugs = set(re.findall(r"def test_tc_(\d+)", tests))
     assert len(bugs) > 20
     assert sorted(number for number in bugs if f"TC-{number}" not in titles) == []
+
+
+def test_what_the_planning_half_is_mutated_and_tested_by_is_there() -> None:
+    settings = tomllib.loads((entries.ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    for pattern in settings["only_mutate"] + settings["pytest_add_cli_args_test_selection"]:
+        assert list(entries.ROOT.glob(pattern)), pattern
 
 
 def test_mutants_are_chosen_by_word_and_by_what_changed() -> None:
