@@ -1,4 +1,4 @@
-"""Reads the catalogue: ``with`` statements that are parsed and never run. ``catalogue/__init__.py`` says how they look."""
+"""Reads the catalogue: ``with`` statements that are parsed and never run. ``README.md`` shows one."""
 
 from __future__ import annotations
 

@@ -3,10 +3,6 @@
 from hiserve.messages import channels, child, codec, parent
 from tests.unit.messages import test_channels, test_codec, test_strangers
 
-with channels.Link.__init__, test_channels.test_what_waits_for_the_dead_holds_nobody_up:
-    "messages for a dead peer are kept"
-    0
-    -1
 with codec._check_columns, test_codec.test_columns_that_contradict_each_other_are_malformed:
     "INV 62: columns of different lengths are accepted"
     (counts, finishes, message.cached, message.drafts, words)
@@ -27,7 +23,3 @@ with channels.PollingChannel.receive, test_channels.test_what_the_dead_said_is_d
     "INV 10: the last messages of a dead process are lost"
     is_gone and (not batch)
     is_gone
-with channels.AsyncChannel.try_send, test_channels.test_what_waits_is_not_overtaken:
-    "a message overtakes queued ones"
-    self._backlog or not self._link.try_send(frames)
-    not self._link.try_send(frames)

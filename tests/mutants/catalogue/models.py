@@ -1,8 +1,8 @@
 """Models, their configurations and weights."""
 
-from hiserve.models import config, decoder, draft_config, weights, windows
+from hiserve.models import config, decoder, weights, windows
 from tests.e2e import test_transformers_oracle
-from tests.unit.models import test_config, test_draft_config, test_weights
+from tests.unit.models import test_config, test_weights
 
 with decoder.make_layer, test_transformers_oracle.test_float32_logits_of_every_position_agree:
     "INV 18: queries and keys are not normed"
@@ -16,10 +16,6 @@ with weights.compare, test_weights.test_a_missing_tensor_is_named:
     "a checkpoint may lack a tensor"
     raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
     pass
-with draft_config._refuse_misfit, test_draft_config.test_a_head_that_does_not_fit_is_refused:
-    "a head of another width is accepted"
-    head.target_hidden_size != target.hidden_size
-    False
 with windows.read_windows, test_config.test_windows_are_those_that_a_request_could_outgrow:
     "INV 67: all layers have a window although some attend to everything"
     tuple(window if each else None for each in slides)

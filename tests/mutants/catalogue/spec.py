@@ -7,7 +7,7 @@ from hiserve.spec import adaptive, head
 from hiserve.worker import draft_counts, planner, tables
 from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
-from tests.unit.runners import test_draft_graphs, test_rows
+from tests.unit.runners import test_draft_graphs
 from tests.unit.spec import test_adaptive, test_cold
 from tests.unit.worker import test_draft_counts
 
@@ -46,10 +46,6 @@ with head.HeadProposer.draw, test_spec_drafts.test_a_model_that_drafts_for_itsel
     "INV 41: drafts are drawn with the noise of another position"
     self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places, temperature > 0)
     self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places + 1, temperature > 0)
-with rows.DeviceRows._write_table, test_rows.test_a_page_handed_out_for_new_tokens_has_not_been_drafted:
-    "INV 68: a reallocated page keeps its mark"
-    self.is_drafted.index_fill_(0, new_pages, 0)
-    pass
 with adaptive.DraftController.stays_cold, test_cold.test_it_comes_back_where_drafts_are_accepted_again:
     "INV 68: a cold head is never tried again"
     warmth.save(allowed.size, self._price)

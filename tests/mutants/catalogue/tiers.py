@@ -1,11 +1,12 @@
 """Copies between tiers: loads, offloads, prefetches, uploads."""
 
 from hiserve.cache.index import eviction, exchange, holds, manager, ops, radix, tiers, transfers, uploads
-from hiserve.cache.pools import transfer, transfer_queue
-from hiserve.worker import cache_stats, tables
+from hiserve.cache.pools import page_streams, transfer, transfer_queue
+from hiserve.worker import cache_stats, copier, tables
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
 from tests.unit.cache import test_tiers, test_uploads
-from tests.unit.worker import test_cache_stats
+from tests.unit.pools import test_page_streams
+from tests.unit.worker import test_cache_stats, test_executor_faults
 
 with manager.CacheManager.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
     "TC-62: pages of the host count as cached on the device"
@@ -101,3 +102,11 @@ with uploads.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
     "uploads stop when the host is full"
     not (node.pending_op or node.host_pages.size or is_next)
     False
+with copier.Copier.launching, test_executor_faults.test_stores_give_way_while_a_step_is_launched_and_no_longer_also_when_it_fails:
+    "a launch that fails leaves offloads waiting"
+    self._transfers.launch_ends()
+    pass
+with page_streams.PageStreams._let_others_pass, test_page_streams.test_every_byte_arrives_whichever_stream_runs_first:
+    "INV 26: staging memory is filled again before it was emptied"
+    self._kernels.wait_event(crossed)
+    pass

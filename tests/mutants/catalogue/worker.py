@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import exchange
 from hiserve.core import faults
-from hiserve.worker import admitter, budget, emission, executor, farewell, journal, loop, planner, prefetch, stops, tables, waiting
+from hiserve.worker import admitter, budget, emission, executor, farewell, journal, loop, planner, prefetch, stops, tables
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_faults
@@ -25,10 +25,6 @@ with budget.share_budget, test_budget.test_a_row_that_may_have_reached_its_limit
     "a row plans more tokens than its limit"
     np.where(left > 0, ahead - computed, 0)
     ahead - computed
-with budget.share_budget, test_budget.test_drafts_stop_before_the_end_of_the_context_since_a_bonus_token_follows:
-    "drafts leave no room for the bonus token"
-    max_len - 1
-    max_len
 with admitter.Admitter._admit, test_planner_pages.test_admission_leaves_the_pages_that_running_rows_will_need:
     "admission ignores pages promised to running rows"
     cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages()
@@ -57,10 +53,6 @@ with planner.Planner._release, test_planner.test_an_aborted_running_request_give
     "INV 2: an ended row leaks its pages"
     self._cache.give(private)
     pass
-with waiting.Request.num_reusable, test_planner_scores.test_a_scored_prompt_is_computed_whole_though_it_is_cached_and_takes_no_more_pages:
-    "a scored prompt comes from the cache"
-    self.tokens.size - 1 if is_scored else self.num_scored
-    self.tokens.size - 1
 with planner.Planner.commit, test_planner_scores.test_scores_behind_a_stop_token_are_cut_with_their_tokens:
     "INV 20: scores after a stop token are reported"
     pick_scores(plan, result, ok, counts, columns)
