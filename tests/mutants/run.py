@@ -34,7 +34,7 @@ __all__ = ["load"]
 FORK = multiprocessing.get_context("fork")
 OUTPUT = "output.txt"
 # Tests take longest MAX_S, and under a mutant FACTOR times what they took without it, and LEAST_S.
-MAX_S, FACTOR, LEAST_S = 1200.0, 10, 30
+MAX_S, FACTOR, LEAST_S = 1200.0, 5, 30
 FOLDERS = ("hiserve", "tests", "benchmarks")
 WORDS = {"failed": "killed", "late": "killed, late", "passed": "SURVIVED", "broken": "BROKEN"}
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
