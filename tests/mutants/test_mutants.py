@@ -214,7 +214,7 @@ PROJECT = {
             min(a, b)
             max(a, b)
         with rule.rest, test_rule.test_the_rest:
-            "no import survives"
+            "no value"
             a > 3
             (yield)
         with rule, test_rule.test_any:
@@ -234,11 +234,15 @@ PROJECT = {
         from pathlib import Path
         from tests.mutants import run
 
-        run.LEAST_S, run.FACTOR = 2.0, 1
-        copies = [run.Copy(Path(sys.argv[1], name)) for name in "ab"]
-        print(run.judge(run.load(), copies, print))
+        place, is_endless, *given = sys.argv[1:]
+        if given:
+            limits = map(float, given)
+            run.limits = lambda mutants, copies: {run._file(test): next(limits) for mutant in mutants for test in mutant.tests}
+        copies = [run.Copy(Path(place, name)) for name in "ab"]
+        mutants = [mutant for mutant in run.load() if (mutant.title == "never ends") == (is_endless == "True")]
+        print(run.judge(mutants, copies, print))
         for name in "ab":
-            assert Path(sys.argv[1], name, "hiserve/rule.py").read_text() == Path("hiserve/rule.py").read_text()
+            assert Path(place, name, "hiserve/rule.py").read_text() == Path("hiserve/rule.py").read_text()
     """,
 }
 
@@ -254,24 +258,42 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def judged(project: Path) -> subprocess.CompletedProcess[str]:
+def judged(project: Path, *limits_s: float, is_endless: bool = False) -> subprocess.CompletedProcess[str]:
+    """Judges the mutants of the project.
+
+    Args:
+        project: Where it is.
+        limits_s: What each timing of a test gives for a limit; the real ones if left out.
+        is_endless: The mutant that never ends, alone, or all others.
+    """
     (project / "copies").mkdir()
-    command = [sys.executable, "script.py", str(project / "copies")]
+    command = [sys.executable, "script.py", str(project / "copies"), str(is_endless), *map(str, limits_s)]
     return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"(?m)^(\w+(?:, late)?) +\d+\.\d s  .*: (.+)$", done.stdout)
+    return {title: word for word, title in lines}
+
+
+JUDGED = {"the largest": "killed", "nobody looks": "SURVIVED", "no value": "killed", "not even importable": "BROKEN"}
 
 
 def test_each_mutant_gets_the_verdict_of_its_tests(project: Path) -> None:
     done = judged(project)
-    assert done.returncode == 0, done.stderr
-    verdicts = re.findall(r"(?m)^(\w+(?:, late)?) +\d+\.\d s  .*: (.+)$", done.stdout)
-    assert {title: word for word, title in verdicts} == {
-        "the largest": "killed",
-        "nobody looks": "SURVIVED",
-        "no import survives": "killed",
-        "not even importable": "BROKEN",
-        "never ends": "killed, late",
-    }
-    assert done.stdout.splitlines()[-1] == str(["nobody looks", "not even importable"])
+    assert verdicts(done) == JUDGED
+    assert sorted(ast.literal_eval(done.stdout.splitlines()[-1])) == ["nobody looks", "not even importable"]
+
+
+def test_a_mutant_that_never_ends_is_killed_when_its_time_is_over(project: Path) -> None:
+    done = judged(project, 0.5, 0.6, is_endless=True)
+    assert verdicts(done) == {"never ends": "killed, late"}
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_mutant_that_is_late_on_a_machine_that_has_become_slower_runs_again(project: Path) -> None:
+    assert verdicts(judged(project, *[0.0] * len(JUDGED), *[600.0] * len(JUDGED))) == JUDGED
 
 
 def test_tests_that_fail_without_a_mutant_kill_none(project: Path) -> None:
