@@ -209,7 +209,7 @@ def main() -> int:
     }
     is_met = all(ratios[name] >= BAR for name in ("cold against dd", "cached against the limit"))
     command = f"python -m benchmarks.weights OUT.json COMMIT --gib {options.gib:g} --device {options.device}"
-    result = about(command, "hiserve/models", at_commit=options.commit) | {
+    result = about(command, "hiserve/models", at_commit=options.commit, num_gpus=int(options.device == "cuda")) | {
         "seed": SEED,
         "link_gib_s": link,
         "samples_gib_s": found,

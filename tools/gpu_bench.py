@@ -76,10 +76,10 @@ _LEFT_OUT = tuple(f"--ignore={file}" for files in _FILES.values() for file in fi
 
 # What is least known first: a machine may be taken away.
 JOBS = (
-    Job("suite_gpu_compiling", _suite(*_FILES["compiling"]), 90, None),
-    Job("first_seconds", _bench("first_seconds", "--piece-mib", "64", "16"), 180),
-    Job("verify_long", _bench("verify_long"), 90),
-    Job("bare_start", _bench("bare_start"), 190),
+    Job("suite_gpu_compiling", _suite(*_FILES["compiling"]), 185, None),
+    Job("first_seconds", _bench("first_seconds", "--piece-mib", "64", "16"), 250),
+    Job("verify_long", _bench("verify_long"), 165),
+    Job("bare_start", _bench("bare_start"), 220),
     Job("weights_gpu", _bench("weights", "--gib", "8", "--device", "cuda", "--rounds", "3"), 120, None),
     Job(
         "spec_cold_gpu",
@@ -96,13 +96,13 @@ JOBS = (
         290,
         ("--tiny", "--requests", "8"),
     ),
-    Job("gpu_spec", _bench("gpu", "--parts", "spec"), 240),
+    Job("gpu_spec", _bench("gpu", "--parts", "spec"), 400),
     Job("gpu_parts", _bench("gpu", "--parts", "decode", "small-decode", "traffic"), 90),
     Job("cache", _bench("cache"), 120),
     Job("defaults_small", _bench("defaults", "--shapes", "qwen3-0.6b"), 120, ("--tiny", "--rounds", "1")),
     Job("defaults", _bench("defaults", "--shapes", "llama-8b"), 280, None),
     Job("suite_gpu_graphs", _suite(*_FILES["graphs"]), 230, None),
-    Job("suite_gpu_rest", _suite("tests/gpu", "tests/contract", *_LEFT_OUT), 260, None),
+    Job("suite_gpu_rest", _suite("tests/gpu", "tests/contract", *_LEFT_OUT), 480, None),
     Job("suite_gpu_slow", _suite(*_FILES["slow"]), 330, None),
     Job("suite_gpu_large", _suite(*_FILES["large"]), 280, None),
     Job("suite_gpu_jitter", _suite(*_FILES["jitter"]), 220, None),

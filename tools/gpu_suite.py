@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.record import about
 from tools.pytest_run import ROOT, Run, run_pytest, verdict
 
@@ -27,7 +29,8 @@ def log_of(run: Run, commit: str | None) -> dict[str, Any]:
         run: Of pytest.
         commit: That was tested; the checkout's if None.
     """
-    return about(shlex.join(["python", *run.command[1:]]), at_commit=commit) | {
+    command = shlex.join(["python", *run.command[1:]])
+    return about(command, at_commit=commit, num_gpus=torch.cuda.device_count()) | {
         "verdict": verdict(run.counts),
         "counts": {name: run.counts[name] for name in ("passed", "failed", "skipped")},
         "tests": [asdict(each) for each in run.outcomes],
