@@ -49,7 +49,7 @@ test-clients: .venv-clients/.installed  ## the clients that are too heavy for CI
 mutants: $(VENV)/.installed-dev  ## each named rule removed once; its test must fail
 	$(BIN)/python -m tests.mutants.run $(ARGS)
 
-mutants-pure: $(VENV)/.installed-dev  ## what no unit test of the planning half notices, MINUTES=30 at a time (ARGS="hiserve.worker.budget*")
+mutants-pure: $(VENV)/.installed-dev  ## what no unit test of the planning half notices, MINUTES=30 at a time (ARGS="hiserve.engine.budget*")
 	timeout --foreground --signal=INT $(MINUTES)m $(BIN)/mutmut run $(ARGS) || test $$? = 124
 	$(BIN)/mutmut results | grep -v "not checked" || true
 	$(BIN)/mutmut export-cicd-stats && cat mutants/mutmut-cicd-stats.json

@@ -18,10 +18,10 @@ from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
 from hiserve.core.reuse import CacheUse
+from hiserve.engine.build import build_engine
 from hiserve.messages.types import Admit
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
-from hiserve.worker.build import build_engine
 
 READY_TIMEOUT_S = 120.0
 
@@ -150,14 +150,16 @@ class Drive:
 
     def step(self) -> None:
         """One step; notes what it brought."""
-        report = self.engine.step()
-        if report is None:
+        updates = self.engine.step()
+        if updates is None:
             return
-        assert not report.failed, report.failed
+        assert not updates.failed, updates.failed
         now, start = time.perf_counter(), 0
-        for uid, count, finish, cached in zip(report.uids, report.counts, report.finishes, report.cached, strict=True):
+        for uid, count, finish, cached in zip(
+            updates.uids, updates.counts, updates.finishes, updates.cached, strict=True
+        ):
             seen = self._seen[uid]
-            seen.tokens += report.tokens[start : start + count].tolist()
+            seen.tokens += updates.tokens[start : start + count].tolist()
             seen.times += [now] * count
             seen.cached = cached or seen.cached
             seen.is_done |= bool(finish)

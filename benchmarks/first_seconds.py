@@ -39,7 +39,7 @@ MIB = 2**20
 def watch_pinning(drive: Drive) -> list[float]:
     """Returns a list that grows by the seconds that each piece takes to pin, from now on."""
     taken: list[float] = []
-    copier: Any = drive.engine._executor._copier  # type: ignore[attr-defined]
+    copier: Any = drive.engine._executor._tier_transfers  # type: ignore[attr-defined]
     if copier is not None:
         pace = copier._host.touch.pace
         told = pace.pinned

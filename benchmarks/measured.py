@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ENGINE = (
-    *("hiserve/worker", "hiserve/core", "hiserve/cache", "hiserve/runners", "hiserve/spec", "hiserve/sampling"),
+    *("hiserve/engine", "hiserve/core", "hiserve/cache", "hiserve/runners", "hiserve/spec", "hiserve/sampling"),
     *("hiserve/models", "hiserve/layers", "hiserve/attention", "hiserve/kernels"),
 )
 SERVER = (*ENGINE, "hiserve/text", "hiserve/messages", "hiserve/scheduler", "hiserve/server")

@@ -30,12 +30,12 @@ from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyAck
 from hiserve.core.plan import StepResult
 from hiserve.core.request import SamplingParams
-from hiserve.worker.planner import Planner
-from hiserve.worker.waiting import Request
+from hiserve.engine.planner import Planner
+from hiserve.engine.waiting_queue import Request
 
 MEASURED = (
-    *(f"hiserve/worker/{name}.py" for name in ("planner", "budget", "columns", "journal", "stops", "scores", "report")),
-    *(f"hiserve/worker/{name}.py" for name in ("admitter", "loading", "cache_stats", "costs", "tables")),
+    *(f"hiserve/engine/{name}.py" for name in ("planner", "budget", "columns", "journal", "stops", "scores", "report")),
+    *(f"hiserve/engine/{name}.py" for name in ("admitter", "loading", "cache_stats", "costs", "tables")),
     "hiserve/cache/index",
     "hiserve/core/plan.py",
     "benchmarks/planner.py",
@@ -83,7 +83,7 @@ def steps(planner: Planner, num_rows: int, rng: np.random.Generator) -> Iterator
     while True:
         tokens = rng.integers(3, 128_000, (num_rows, 1)).astype(np.int32)
         start = clock()
-        planner.settle(acks)
+        planner.complete_transfers(acks)
         plan = planner.plan()
         planned = clock()
         assert plan is not None and plan.samples.all() and plan.rows.size == num_rows

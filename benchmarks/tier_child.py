@@ -15,8 +15,8 @@ from typing import Any
 
 import hiserve
 from hiserve import LLM, SamplingParams
-from hiserve.worker.loop import Engine
-from hiserve.worker.report import Report
+from hiserve.engine.loop import Engine
+from hiserve.engine.updates import RequestUpdates
 
 GIB = 1 << 30
 READY_TIMEOUT_S = 30.0
@@ -51,26 +51,26 @@ class Watch:
         self.decode_cpu_s = 0.0
         self.num_decoded = 0
 
-    def step(self) -> Report | None:
+    def step(self) -> RequestUpdates | None:
         """One step of the engine."""
         is_decode = len(self._seen) == self._num_rows and len(self._ended) < self._num_rows
         wall, cpu = time.perf_counter(), time.process_time()
-        report = self._step()
+        updates = self._step()
         wall_now, cpu_now = time.perf_counter(), time.process_time()
-        if report is None:
-            return report
+        if updates is None:
+            return updates
         if is_decode:
             self.decode_s.append(wall_now - wall)
             self.decode_cpu_s += cpu_now - cpu
-            self.num_decoded += len(report.tokens)
-        for uid, count, finish in zip(report.uids, report.counts, report.finishes, strict=True):
+            self.num_decoded += len(updates.tokens)
+        for uid, count, finish in zip(updates.uids, updates.counts, updates.finishes, strict=True):
             if count and uid not in self._seen:
                 self._seen[uid] = None
                 assert self._waited_s is not None, "a token came before anything was computed"
                 self.first.append((wall_now - self._began[0], cpu_now - self._began[1], self._waited_s))
             if finish:
                 self._ended.add(uid)
-        return report
+        return updates
 
     def submit(self, plan: Any) -> Any:
         """A plan goes to the executor."""

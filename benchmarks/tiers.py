@@ -247,7 +247,7 @@ def write(path: Path, results: list[dict[str, Any]]) -> None:
     """Records what was measured so far."""
     record = {
         "what": "Prompt tokens found on device and host, against one LRU cache of both sizes and against smaller ones.",
-        **about(" ".join(["python -m benchmarks.tiers", *sys.argv[1:]]), "hiserve/cache/index", "hiserve/worker"),
+        **about(" ".join(["python -m benchmarks.tiers", *sys.argv[1:]]), "hiserve/cache/index", "hiserve/engine"),
         "scales": {name: asdict(scale) for name, scale in SCALES.items()},
         "results": results,
     }

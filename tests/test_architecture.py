@@ -26,7 +26,7 @@ TORCH_FREE = (
     "hiserve.scheduler.process",
     "hiserve.server.app",
     "hiserve.spec.adaptive",
-    "hiserve.worker.planner",
+    "hiserve.engine.planner",
 )
 LISTING = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
 

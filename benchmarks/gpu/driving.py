@@ -161,10 +161,10 @@ def decode(
     def step() -> None:
         nonlocal inside
         before = time.perf_counter()
-        report = drive.engine.step()
+        updates = drive.engine.step()
         ends.append(time.perf_counter())
         inside += ends[-1] - before
-        assert report is not None and len(report.uids) == rows, f"a step of {rows} rows brought {report}"
+        assert updates is not None and len(updates.uids) == rows, f"a step of {rows} rows brought {updates}"
 
     if during is not None:
         during(step)
@@ -211,14 +211,14 @@ def run(drive: Drive, prompts: Sequence[np.ndarray], num_new: int, streams: int 
             uids.append(drive.add(waiting.popleft(), num_new).uid)
             live += 1
         before = time.perf_counter()
-        report = drive.engine.step()
+        updates = drive.engine.step()
         inside += time.perf_counter() - before
         steps += 1
-        if report is not None:
-            assert not report.failed, report.failed
-            output += report.tokens.size
-            live -= sum(map(bool, report.finishes))
-            parts.append((report.uids, report.counts, report.tokens))
+        if updates is not None:
+            assert not updates.failed, updates.failed
+            output += updates.tokens.size
+            live -= sum(map(bool, updates.finishes))
+            parts.append((updates.uids, updates.counts, updates.tokens))
     seconds = time.perf_counter() - begin
     owners = np.concatenate([np.repeat(np.array(whose), counts) for whose, counts, _ in parts])
     tokens = np.concatenate([each for _, _, each in parts])

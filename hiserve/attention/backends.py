@@ -187,7 +187,7 @@ def _open_fastest(
     Nothing is measured here. Rows that decode are Triton's, though its kernels are not the faster ones: on an H200
     (``benchmarks/results/attention.json``, at 7fa9001) FlashInfer's took between 0.77 and 1.18 of their time, less in six of
     eight shapes, and 0.72 where 8 rows verified 4 tokens. But FlashInfer makes a schedule on the host before each step, from
-    lengths that the host must know: with drafts no step could be planned ahead (``worker/build.py``), and rows that decode
+    lengths that the host must know: with drafts no step could be planned ahead (``engine/build.py``), and rows that decode
     beside prompts would have no graph (``ragged``). ``choices`` in that benchmark says what a schedule costs, shape by shape.
     FlashInfer's kernels for Hopper compute prompts faster, in 0.73 to 0.91 of the time at each of the shapes measured.
     """

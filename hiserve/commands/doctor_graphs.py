@@ -29,7 +29,7 @@ from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 
 TIMEOUT_S = 1800.0  # weights are read and kernels compiled
-_COMMAND = (sys.executable, "-m", "hiserve.worker.readiness")
+_COMMAND = (sys.executable, "-m", "hiserve.engine.graph_check")
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -56,14 +56,14 @@ ALLOWED = (
     Allowed("runners/piecewise.py", "_padding", "allocation", _AT_START),
     Allowed("runners/rows.py", "DeviceRows.rehearse", "allocation", _AT_START),
     Allowed("runners/step.py", "_places", "allocation", _CACHED),
-    Allowed("worker/draft_costs.py", "DraftMeter._now", "synchronize", _AT_START),
-    Allowed("worker/executor.py", "Executor._compute", ".numpy()", _ON_CPU),
-    Allowed("worker/executor.py", "Executor._launch", "allocation", _PINNED),
+    Allowed("engine/draft_costs.py", "DraftTimer._now", "synchronize", _AT_START),
+    Allowed("engine/executor.py", "Executor._compute", ".numpy()", _ON_CPU),
+    Allowed("engine/executor.py", "Executor._launch", "allocation", _PINNED),
     Allowed(
-        "worker/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
+        "engine/executor.py", "Executor._free_memory", "synchronize", "once memory has run out, when a step failed"
     ),
-    Allowed("worker/executor.py", "Executor._nothing", "allocation", "of no elements, for a plan without rows"),
-    Allowed("worker/executor.py", "_collect", "*", _OTHER_THREAD),
-    Allowed("worker/profile.py", "CudaMeter.begin", "synchronize", _AT_START),
-    Allowed("worker/readiness.py", "*", "*", _CHECKING),
+    Allowed("engine/executor.py", "Executor._nothing", "allocation", "of no elements, for a plan without rows"),
+    Allowed("engine/executor.py", "_collect", "*", _OTHER_THREAD),
+    Allowed("engine/memory_profile.py", "CudaMemoryMeter.begin", "synchronize", _AT_START),
+    Allowed("engine/graph_check.py", "*", "*", _CHECKING),
 )

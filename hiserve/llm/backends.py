@@ -19,14 +19,14 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
+from hiserve.engine.build import build_engine
+from hiserve.engine.loop import Engine
+from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import EngineError, HiserveError, UnavailableError
 from hiserve.messages.cache import TierName
 from hiserve.messages.types import Admit
 from hiserve.scheduler.client import EngineClient
 from hiserve.spec.adaptive import StepCosts
-from hiserve.worker.build import build_engine
-from hiserve.worker.loop import Engine
-from hiserve.worker.report import Report
 
 CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
 
@@ -127,9 +127,9 @@ class InProcess:
         try:
             self._feed(jobs, live)
             while live and not stop.is_set():
-                report = self.engine.step()
-                if report is not None:
-                    for job in self._take(report, live):
+                updates = self.engine.step()
+                if updates is not None:
+                    for job in self._take(updates, live):
                         ended.put(job)
                 self._feed(jobs, live)
         finally:
@@ -146,18 +146,18 @@ class InProcess:
             live[self._last_uid] = job
             self.engine.add(Admit(self._last_uid, job.tokens.size, job.sampling, b"", job.choice), job.tokens)
 
-    def _take(self, report: Report, live: dict[int, Job]) -> Iterator[Job]:
+    def _take(self, updates: RequestUpdates, live: dict[int, Job]) -> Iterator[Job]:
         """Hands a report to its jobs; yields those that have ended."""
-        for uid, _, message in report.failed:
+        for uid, _, message in updates.failed:
             if uid in live:
                 job = live.pop(uid)
                 job.fail(EngineError(f"the request failed: {message}"))
                 yield job
         token_at = score_at = 0
-        columns = (report.uids, report.counts, report.finishes, report.cached, report.drafts, report.score_words)
+        columns = (updates.uids, updates.counts, updates.finishes, updates.cached, updates.drafts, updates.score_words)
         for uid, count, finish, cached, drafts, words in zip(*columns, strict=True):
-            tokens = report.tokens[token_at : token_at + count].tolist()
-            scores = report.scores[score_at : score_at + 4 * words]
+            tokens = updates.tokens[token_at : token_at + count].tolist()
+            scores = updates.scores[score_at : score_at + 4 * words]
             token_at, score_at = token_at + count, score_at + 4 * words
             running = live.get(uid)
             if running is None:  # it had enough, and this is the answer to its abort

@@ -1,4 +1,4 @@
-"""What ``hiserve.worker.readiness`` tells ``hiserve doctor --graphs``."""
+"""What ``hiserve.engine.graph_check`` tells ``hiserve doctor --graphs``."""
 
 from __future__ import annotations
 

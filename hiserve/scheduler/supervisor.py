@@ -33,7 +33,7 @@ from hiserve.scheduler.stillness import Usage, usage_of
 
 logger = logging.getLogger(__name__)
 
-WORKER_COMMAND = (sys.executable, "-m", "hiserve.worker.process")
+WORKER_COMMAND = (sys.executable, "-m", "hiserve.engine.worker")
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 # Workers in a row that told no news of the requests they had; finding the guilty one of 1,000 takes 12.
 MAX_USELESS = 16

@@ -16,8 +16,8 @@ from hiserve import LLM, SamplingParams
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.paired import PairedAttention
 from hiserve.attention.reference import ReferenceAttention
+from hiserve.engine import runner_factory
 from hiserve.models.config import NANO
-from hiserve.worker import runners
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.recorded import HostLengthAttention, RecordableAttention
 from tests.helpers.recorded_llm import allow_recording
@@ -68,7 +68,7 @@ def open_with(patch: pytest.MonkeyPatch, make: Make) -> None:
     def open_attention(name: str, shape: AttentionShape, device: object, **_: Any) -> Attention:
         return make(ReferenceAttention(shape))
 
-    patch.setattr(runners, "open_attention", open_attention)
+    patch.setattr(runner_factory, "open_attention", open_attention)
 
 
 @DEPTHS

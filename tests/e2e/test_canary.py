@@ -14,8 +14,8 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.groups import CANARY
+from hiserve.engine.loop import Engine
 from hiserve.errors import InvariantError
-from hiserve.worker.loop import Engine
 from tests.helpers.tiers import squeeze
 
 PAGE = 16
@@ -60,7 +60,7 @@ def until_stored(llm: LLM, num_pages: int) -> None:
 
 
 def pools_of(llm: LLM) -> tuple[Any, Any]:
-    transfers = engine_of(llm)._executor._copier._transfers  # type: ignore[attr-defined]
+    transfers = engine_of(llm)._executor._tier_transfers._transfers  # type: ignore[attr-defined]
     return transfers._device, transfers._host
 
 
@@ -119,7 +119,7 @@ def short(copy: PageCopy) -> PageCopy:
 def test_a_load_that_brings_pages_to_the_wrong_places_stops_the_engine(
     llm: LLM, change: Callable[[PageCopy], PageCopy]
 ) -> None:
-    transfers = engine_of(llm)._executor._copier._transfers  # type: ignore[attr-defined]
+    transfers = engine_of(llm)._executor._tier_transfers._transfers  # type: ignore[attr-defined]
     device, _ = pools_of(llm)
     leave_device(llm)
     device.storage(CANARY.name).zero_()
@@ -131,7 +131,7 @@ def test_a_load_that_brings_pages_to_the_wrong_places_stops_the_engine(
 
 
 def test_a_store_that_reads_the_wrong_pages_is_noticed_when_they_come_back(llm: LLM) -> None:
-    transfers = engine_of(llm)._executor._copier._transfers  # type: ignore[attr-defined]
+    transfers = engine_of(llm)._executor._tier_transfers._transfers  # type: ignore[attr-defined]
     honest = transfers._copy
     transfers._copy = lambda copy: honest(swapped(copy) if copy.kind is CopyKind.STORE else copy)
     prompt = PROMPT[::-1]

@@ -10,8 +10,8 @@ import torch
 
 from hiserve.core.plan import Scores
 from hiserve.core.request import SamplingParams
+from hiserve.engine.loop import Engine
 from hiserve.messages.types import Admit
-from hiserve.worker.loop import Engine
 from tests.helpers.models import load_transformers
 from tests.helpers.oracle import Subject, engine_of, make_subject
 
@@ -35,13 +35,13 @@ def run(engine: Engine, prompts: dict[int, list[int]]) -> tuple[dict[int, list[i
     out: dict[int, list[int]] = {uid: [] for uid in prompts}
     packed = dict.fromkeys(prompts, b"")
     while engine.has_work:
-        report = engine.step()
-        if report is None:
+        updates = engine.step()
+        if updates is None:
             continue
         at = score_at = 0
-        for uid, count, words in zip(report.uids, report.counts, report.score_words, strict=True):
-            out[uid] += report.tokens[at : at + count].tolist()
-            packed[uid] += report.scores[score_at : score_at + 4 * words]
+        for uid, count, words in zip(updates.uids, updates.counts, updates.score_words, strict=True):
+            out[uid] += updates.tokens[at : at + count].tolist()
+            packed[uid] += updates.scores[score_at : score_at + 4 * words]
             at, score_at = at + count, score_at + 4 * words
     return out, packed
 
@@ -98,9 +98,9 @@ def test_stop_tokens_end_a_reply_but_not_before_its_least_length(subject: Subjec
         engine.add(Admit(uid, len(subject.prompts[3]), params, b"", 0), np.array(subject.prompts[3], dtype=np.int32))
     out: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work:
-        if (report := engine.step()) is not None:
-            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
-            for uid, part in zip(report.uids, parts, strict=True):
+        if (updates := engine.step()) is not None:
+            parts = np.split(updates.tokens, np.cumsum(updates.counts, dtype=np.int64))[:-1]
+            for uid, part in zip(updates.uids, parts, strict=True):
                 out[uid] += part.tolist()
     engine.close()
     assert out[0] == plain[: plain.index(stop) + 1]

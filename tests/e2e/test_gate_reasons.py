@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
+from hiserve.engine import runner_factory
 from hiserve.runners.gate import Reason
-from hiserve.worker import runners
 from tests.helpers import recorded
 from tests.helpers.recorded import RecordedCapture, RecordedGraph
 from tests.helpers.recorded_llm import allow_recording
@@ -39,12 +39,12 @@ Patch = pytest.MonkeyPatch
 
 
 def few_rows(patch: Patch) -> None:
-    patch.setattr(runners, "row_buckets", lambda most: (1, 2))
+    patch.setattr(runner_factory, "row_buckets", lambda most: (1, 2))
 
 
 def few_tokens(patch: Patch) -> None:
     for name in ("mixed_buckets", "token_buckets"):
-        patch.setattr(runners, name, lambda most: (16,))
+        patch.setattr(runner_factory, name, lambda most: (16,))
 
 
 def failing_captures(patch: Patch) -> None:

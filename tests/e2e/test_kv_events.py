@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
+from hiserve.engine import build
+from hiserve.engine.load_costs import LoadCostModel
 from hiserve.errors import ConfigError, ModelError, ResourceError
-from hiserve.worker import build
-from hiserve.worker.costs import Costs
 from tests.e2e.live import Live, serve
 from tests.helpers.kv_mirror import Mirror, Reader
 
@@ -189,7 +189,7 @@ def test_what_left_the_device_is_told_to_be_on_the_host(
     endpoints: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"seed {SEED}")
-    monkeypatch.setattr(Costs, "is_worth_loading", lambda *_: True)  # however slow this machine is just now
+    monkeypatch.setattr(LoadCostModel, "is_worth_loading", lambda *_: True)  # however slow this machine is just now
     rng = np.random.default_rng(SEED)
     given = [rng.integers(7, 4096, 10 * PAGE + 1).tolist() for _ in range(8)]
     with (

@@ -385,12 +385,12 @@ def curse(llm: LLM, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         add(admit, tokens)
 
     def stepping() -> Any:
-        report = step()
-        if report is not None and cursed:
+        updates = step()
+        if updates is not None and cursed:
             uid = cursed.pop()
             engine.abort([uid])
-            report.failed.append((uid, "engine_error", "cursed"))
-        return report
+            updates.failed.append((uid, "engine_error", "cursed"))
+        return updates
 
     monkeypatch.setattr(engine, "add", adding)
     monkeypatch.setattr(engine, "step", stepping)

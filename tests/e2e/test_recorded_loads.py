@@ -72,7 +72,7 @@ class Held:
         executor: Any = engine_of(llm)._executor
         self.verdicts: list[tuple[Verdict, int]] = []
         self._go = threading.Event()
-        self._runners, self._copier = executor._runners, executor._copier
+        self._runners, self._copier = executor._runners, executor._tier_transfers
         self._wait = self._copier.wait
         transfers_of(llm)._hold = self._hold
         executor._runners, self._copier.wait = self, self.wait
@@ -193,7 +193,7 @@ def test_a_load_that_fails_between_planning_and_launch_costs_time_and_nothing_el
     allow_recording(monkeypatch)
     with stored(prompts, expected, overlap=1) as (llm, _):
         executor: Any = engine_of(llm)._executor
-        runners, copier = executor._runners._runners, executor._copier
+        runners, copier = executor._runners._runners, executor._tier_transfers
         executor._runners, copier.wait = runners, lambda *_: None
         facts, submit, take_acks = runners.facts, executor.submit, copier.take_acks
         is_started, is_told, waiting = threading.Event(), threading.Event(), list[int]()

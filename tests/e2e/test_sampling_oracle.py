@@ -64,11 +64,11 @@ def test_the_models_end_tokens_wait_for_the_minimum(subject: Subject) -> None:
         engine.add(Admit(uid=uid, num_prompt=prompt.size, sampling=asked, namespace=b"", choice=0), prompt)
     told: dict[int, list[int]] = {1: [], 2: []}
     while engine.has_work:
-        report = engine.step()
-        if report is not None:
-            for uid, part in zip(report.uids, np.split(report.tokens, np.cumsum(report.counts)[:-1]), strict=True):
+        updates = engine.step()
+        if updates is not None:
+            for uid, part in zip(updates.uids, np.split(updates.tokens, np.cumsum(updates.counts)[:-1]), strict=True):
                 told[uid] += part.tolist()
-            assert set(report.finishes) <= {0, FinishReason.STOP}
+            assert set(updates.finishes) <= {0, FinishReason.STOP}
     engine.close()
     assert told[1] == [end]
     assert len(told[2]) == 6

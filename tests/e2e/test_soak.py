@@ -53,7 +53,9 @@ def check_growth(memory: Memory, length: str) -> None:
     if length == "short":
         thirds = [part.growth()[1] for part in memory.parts(3)]
         print(thirds)
-        assert min(thirds) <= MAX_MIB, "a leak grows in each third; memory that the process takes once, and keeps, does not"
+        assert min(thirds) <= MAX_MIB, (
+            "a leak grows in each third; memory that the process takes once, and keeps, does not"
+        )
     else:
         assert per_minute <= MAX_MIB_A_MIN
 
@@ -122,11 +124,11 @@ class Users:
         self._engine.add(Admit(self._last_uid, prompt.size, turn.sampling, tenant, 0), prompt)
 
     def _step(self) -> None:
-        report = self._engine.step()
-        if report is not None:
-            assert not report.failed
-            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
-            for uid, part, finish in zip(report.uids, parts, report.finishes, strict=True):
+        updates = self._engine.step()
+        if updates is not None:
+            assert not updates.failed
+            parts = np.split(updates.tokens, np.cumsum(updates.counts, dtype=np.int64))[:-1]
+            for uid, part, finish in zip(updates.uids, parts, updates.finishes, strict=True):
                 if uid in self._live:
                     self._take(uid, part.tolist(), bool(finish))
 

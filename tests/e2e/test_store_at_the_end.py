@@ -16,7 +16,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.cache.pools.inventory import store_in
 from hiserve.cache.pools.sim_store import Fault, SimStore, Step
 from hiserve.core.resolve import GIB
-from hiserve.worker import build, prefetch
+from hiserve.engine import build, store_prefetch
 from tests.e2e.live import Live
 from tests.e2e.test_store_tier import PAGE, SMALL
 from tests.faults.harness import serving
@@ -67,7 +67,7 @@ def test_what_fails_while_the_last_pages_are_copied_is_told(tmp_path: Path, monk
 
 def test_what_waits_when_an_engine_is_closed_is_uploaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody steps between the last token and the end."""
-    monkeypatch.setattr(prefetch.Prefetches, "has_work", property(lambda self: False))
+    monkeypatch.setattr(store_prefetch.StorePrefetcher, "has_work", property(lambda self: False))
     with LLM(**TINY, store=f"file:{tmp_path}") as llm:
         llm.generate(prompts(4), GREEDY)
         assert cache_of(llm).uploads.num_waiting + sum(cache_of(llm).ops.num_in_flight.values()) > 0
@@ -75,7 +75,7 @@ def test_what_waits_when_an_engine_is_closed_is_uploaded_first(tmp_path: Path, m
 
 
 def test_without_time_for_it_nothing_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch.Prefetches, "has_work", property(lambda self: False))
+    monkeypatch.setattr(store_prefetch.StorePrefetcher, "has_work", property(lambda self: False))
     with LLM(**TINY, store=f"file:{tmp_path}", drain_timeout_s=0.0) as llm:
         llm.generate(prompts(4), GREEDY)
         engine = engine_of(llm)
@@ -86,7 +86,7 @@ def test_without_time_for_it_nothing_is_waited_for(tmp_path: Path, monkeypatch: 
 def test_a_store_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = SimStore(Step(Fault.HANG) for _ in range(1000))
     monkeypatch.setattr(build, "open_store", lambda _: made)
-    monkeypatch.setattr(prefetch, "STALL_S", 0.3)
+    monkeypatch.setattr(store_prefetch, "STALL_S", 0.3)
     with LLM(**TINY, store=f"file:{tmp_path}", store_prefetch="best_effort", drain_timeout_s=3600.0) as llm:
         llm.generate(prompts(2), GREEDY)
 

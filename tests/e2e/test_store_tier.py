@@ -15,9 +15,9 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.cache.pools.sim_store import Fault, SimStore, Step
 from hiserve.config import make_config
+from hiserve.engine import build, store_prefetch
 from hiserve.messages.types import Admit, WorkerStats
 from hiserve.models.shapes import read_model
-from hiserve.worker import build, prefetch
 from tests.helpers.tiered import cache_of, check_whole, engine_of, rest
 
 PAGE = 16
@@ -107,7 +107,7 @@ def weather() -> Weather:
 @pytest.fixture
 def store(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> SimStore:
     made = SimStore(weather)
-    monkeypatch.setattr(prefetch, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(store_prefetch, "PATIENCE_S", 0.2)
     monkeypatch.setattr(build, "open_store", lambda _: made)
     return made
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hiserve.worker.process import build
-from hiserve.worker.service import serve
+from hiserve.engine.service import serve
+from hiserve.engine.worker import build
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -81,7 +81,7 @@ async def test_a_file_system_that_is_full(tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir(0o700)
     with serving(
-        tmp_path, "--store", f"file:{store}", before=with_file_system("2m", store), worker="hiserve.worker.process"
+        tmp_path, "--store", f"file:{store}", before=with_file_system("2m", store), worker="hiserve.engine.worker"
     ) as live:
         await talk(live, SEED + 2, 12)
         found = stats_of(live)

@@ -21,9 +21,9 @@ import numpy as np
 from hiserve.cache.pools import file_store
 from hiserve.config import Config
 from hiserve.core.findings import Findings
-from hiserve.worker.loop import Engine
-from hiserve.worker.process import build as build_worker
-from hiserve.worker.service import serve
+from hiserve.engine.loop import Engine
+from hiserve.engine.service import serve
+from hiserve.engine.worker import build as build_worker
 from tests.faults.starved import MIB, Starved
 
 SPARE = 8 * MIB

@@ -94,7 +94,7 @@ def test_nothing_is_compiled_while_requests_wait(tmp_path: Path, spec: str, back
     rng = random.Random(SEED)
     named = f"{spec}:{save_heads(tmp_path, SEED)[spec]}" if spec == "eagle3" else spec
     with LLM(**SETTINGS | SIZES, spec=named, attention_backend=backend) as llm:
-        choice: Any = engine_of(llm)._planner._choice  # type: ignore[attr-defined]
+        choice: Any = engine_of(llm)._planner._draft_choice  # type: ignore[attr-defined]
         if spec != "off":
             choice._controller = Changing(rng)
         before = variants()
@@ -114,7 +114,7 @@ import sys, time
 import triton
 from triton import knobs
 from hiserve import LLM
-from hiserve.worker import build
+from hiserve.engine import build
 
 late, seconds, compiled_s = [], [], []
 is_over = False

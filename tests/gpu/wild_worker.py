@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hiserve.worker.process import build
-from hiserve.worker.service import serve
+from hiserve.engine.service import serve
+from hiserve.engine.worker import build
 from tests.faults.worker import is_sound
 
 FAR = 1 << 41  # elements of four bytes

@@ -13,10 +13,10 @@ from hiserve.core.copies import CopyAck, PageCopy
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
+from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.loop import Engine, EngineFacts
+from hiserve.engine.planner import Planner
 from hiserve.messages.types import Admit
-from hiserve.worker.costs import Costs
-from hiserve.worker.loop import Engine, EngineFacts
-from hiserve.worker.planner import Planner
 
 FILLER = 1  # what the fake model says; no prompt should have it
 
@@ -96,7 +96,7 @@ def copying_engine(
         max_len=max_len,
         max_batched_tokens=budget,
         eos_token_ids=(),
-        costs=Costs(budget, clock=iter(range(1 << 30)).__next__),  # steps take their time, loads none
+        costs=LoadCostModel(budget, clock=iter(range(1 << 30)).__next__),  # steps take their time, loads none
     )
     executor = CopyingExecutor(num_host_pages)
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"copying", {})
@@ -114,7 +114,7 @@ def run(engine: Engine, max_turns: int = 10_000) -> dict[int, CacheUse]:
     for _ in range(max_turns):
         if not engine.has_work:
             return found
-        report = engine.step()
-        if report is not None:
-            found |= {uid: use for uid, use in zip(report.uids, report.cached, strict=True) if use is not None}
+        updates = engine.step()
+        if updates is not None:
+            found |= {uid: use for uid, use in zip(updates.uids, updates.cached, strict=True) if use is not None}
     raise AssertionError(f"there is still work after {max_turns} turns")

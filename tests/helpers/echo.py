@@ -157,7 +157,7 @@ class EchoExecutor:
     def num_ready_host_pages(self) -> int:
         return 0 if self.host is None else self.host.num_pages
 
-    def last_verdict(self) -> tuple[int, str]:
+    def last_decision(self) -> tuple[int, str]:
         return 0, ""
 
     def close(self) -> None:

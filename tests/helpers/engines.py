@@ -6,12 +6,12 @@ import itertools
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.engine.kv_event_sender import KvEventSender
+from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.loop import Engine, EngineFacts
+from hiserve.engine.planner import Planner
+from hiserve.engine.step_timer import StepTimer
 from hiserve.spec.adaptive import DraftController
-from hiserve.worker.costs import Costs
-from hiserve.worker.kv_events import KvEvents
-from hiserve.worker.loop import Engine, EngineFacts
-from hiserve.worker.pace import Pace
-from hiserve.worker.planner import Planner
 from tests.helpers.echo import EchoExecutor
 from tests.helpers.echo_host import EchoHost
 
@@ -28,20 +28,20 @@ def echo_engine(
     eos: tuple[int, ...] = (0, 1, 2),
     threaded: bool = False,
     seed: int = 0,
-    kv_events: KvEvents | None = None,
+    kv_events: KvEventSender | None = None,
     num_host_pages: int = 0,
     host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
     overlaps_loads: bool = False,
     fail_rate: float = 0.0,
     defer_rate: float = 0.0,
     fault_rate: float = 0.0,
-    costs: Costs | None = None,
+    costs: LoadCostModel | None = None,
     controller: DraftController | None = None,
-    pace: Pace | None = None,
+    timer: StepTimer | None = None,
 ) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
     """Makes an engine that reads no clock, so that its arguments decide every step.
 
-    Unless given, ``costs`` finds that each step takes a second, which makes loads worth it, and ``pace`` that none takes any
+    Unless given, ``costs`` finds that each step takes a second, which makes loads worth it, and ``timer`` that none takes any
     time, so that no plan waits for a load.
     """
     cache = CacheManager(
@@ -61,7 +61,7 @@ def echo_engine(
         eos_token_ids=eos,
         num_draft=num_draft,
         overlaps_loads=overlaps_loads,
-        costs=costs or Costs(budget, clock=itertools.count().__next__),
+        costs=costs or LoadCostModel(budget, clock=itertools.count().__next__),
         controller=controller,
     )
     executor = EchoExecutor(
@@ -77,5 +77,5 @@ def echo_engine(
     if num_host_pages:
         executor.host = EchoHost(executor.pool, page_size, num_host_pages, fail_rate=fail_rate, seed=seed)
     facts = EngineFacts(max_rows, max_len, num_pages - 1, page_size, b"echo", {})
-    pace = pace or Pace(clock=lambda: 0.0)
-    return Engine(planner, executor, depth, facts, kv_events=kv_events, pace=pace), planner, executor, cache
+    timer = timer or StepTimer(clock=lambda: 0.0)
+    return Engine(planner, executor, depth, facts, kv_events=kv_events, timer=timer), planner, executor, cache

@@ -21,12 +21,12 @@ from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
+from hiserve.engine.loop import EngineFacts
+from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import ModelError
 from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
 from hiserve.messages.lives import Scene, StepScene
 from hiserve.messages.types import Admit, WorkerStats
-from hiserve.worker.loop import EngineFacts
-from hiserve.worker.report import Report
 
 CRASH = 900001  # the step that runs this request raises
 KILL = 900002  # the step that runs this request ends the process as kill -9 would
@@ -125,12 +125,12 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._requests or self._aborted)
 
-    def step(self) -> Report | None:
-        report = Report()
+    def step(self) -> RequestUpdates | None:
+        updates = RequestUpdates()
         tokens: list[int] = []
         scores: list[bytes] = []
         for uid in self._aborted:
-            report.add_end(uid, FinishReason.ABORT)
+            updates.add_end(uid, FinishReason.ABORT)
         self._aborted.clear()
         running = list(self._requests.values())[: self._max_running]
         if running:
@@ -142,14 +142,14 @@ class FakeEngine:
             if not request.is_scored and sampling.prompt_logprobs is not None:
                 request.is_scored = request.is_reported = True
                 scores.append(score_words(1, request.admit.num_prompt, sampling.prompt_logprobs))
-                self._tell(report, uid, 0, FinishReason.RUNNING, request.cached, scores[-1])
+                self._tell(updates, uid, 0, FinishReason.RUNNING, request.cached, scores[-1])
                 continue
             if order == CRASH:
                 raise RuntimeError("the device is on fire")
             if order == KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
             if order == FAIL:
-                report.failed.append((uid, "engine_error", "this request is cursed"))
+                updates.failed.append((uid, "engine_error", "this request is cursed"))
                 del self._requests[uid]
                 continue
             prompt = np.array(request.tokens[: request.admit.num_prompt], dtype=np.int32)
@@ -160,14 +160,14 @@ class FakeEngine:
             finish = FinishReason.LENGTH if is_last else FinishReason.RUNNING
             scores.append(score_words(len(request.tokens) - 1, len(request.tokens), sampling.logprobs))
             told_uid = uid + (10**9 if order == LIE else 0)
-            self._tell(report, told_uid, 1, finish, None if request.is_reported else request.cached, scores[-1])
+            self._tell(updates, told_uid, 1, finish, None if request.is_reported else request.cached, scores[-1])
             request.is_reported = True
             self._publish(request)
             if is_last:
                 del self._requests[uid]
-        report.tokens, report.scores = np.array(tokens, dtype=np.int32), b"".join(scores)
-        report.published, report.removed = self._events.take()
-        return report if report.uids or report.failed or report.published or report.removed else None
+        updates.tokens, updates.scores = np.array(tokens, dtype=np.int32), b"".join(scores)
+        updates.published, updates.removed = self._events.take()
+        return updates if updates.uids or updates.failed or updates.published or updates.removed else None
 
     def stats(self) -> WorkerStats:
         return WorkerStats(running=len(self._requests), steps=self._num_steps, free_pages=self.facts.num_pages)
@@ -176,21 +176,27 @@ class FakeEngine:
     def is_copying(self) -> bool:
         return False
 
-    def scene(self) -> Scene:
+    def crash_snapshot(self) -> Scene:
         return Scene([StepScene(self._num_steps, sorted(self._requests), len(self._requests), 0, [], [])])
 
     def close(self) -> None:
         self._requests.clear()
 
     def _tell(
-        self, report: Report, uid: int, count: int, finish: FinishReason, cached: CacheUse | None, scores: bytes
+        self,
+        updates: RequestUpdates,
+        uid: int,
+        count: int,
+        finish: FinishReason,
+        cached: CacheUse | None,
+        scores: bytes,
     ) -> None:
-        report.uids.append(uid)
-        report.counts.append(count)
-        report.finishes.append(int(finish))
-        report.cached.append(cached)
-        report.drafts.append(None)
-        report.score_words.append(len(scores) // 4)
+        updates.uids.append(uid)
+        updates.counts.append(count)
+        updates.finishes.append(int(finish))
+        updates.cached.append(cached)
+        updates.drafts.append(None)
+        updates.score_words.append(len(scores) // 4)
 
     def _publish(self, request: _Request) -> None:
         """Publishes the pages whose tokens are all computed: every token but the newest."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from hiserve.worker.service import serve
+from hiserve.engine.service import serve
 from tests.helpers.fake_engine import build
 
 if __name__ == "__main__":

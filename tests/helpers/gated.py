@@ -13,9 +13,9 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan, TableWrites
+from hiserve.engine.loop import Engine
 from hiserve.messages.types import Admit
 from hiserve.runners.gate import Verdict
-from hiserve.worker.loop import Engine
 from tests.helpers import cuda
 from tests.helpers.tiered import engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
@@ -48,7 +48,7 @@ class Watched:
 
     def __init__(self, executor: Any) -> None:
         self._runners = executor._runners
-        self._copier = executor._copier
+        self._copier = executor._tier_transfers
         self.seen: list[Seen] = []
         executor._runners = self
 
@@ -128,11 +128,11 @@ def send(engine: Engine, uid: int, tokens: list[int], sampling: SamplingParams) 
 def run_until(engine: Engine, tokens: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
     """Steps and appends what comes to the tokens of each request."""
     while not is_over():
-        report = engine.step()
-        if report is not None:
-            assert not report.failed
-            parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
-            for uid, part in zip(report.uids, parts, strict=True):
+        updates = engine.step()
+        if updates is not None:
+            assert not updates.failed
+            parts = np.split(updates.tokens, np.cumsum(updates.counts, dtype=np.int64))[:-1]
+            for uid, part in zip(updates.uids, parts, strict=True):
                 tokens.setdefault(uid, []).extend(part.tolist())
 
 

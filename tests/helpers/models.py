@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from hiserve.attention.backends import open_attention
 from hiserve.cache.pools.device import DevicePool
 from hiserve.config import Runner
+from hiserve.engine.executor import Executor
+from hiserve.engine.runner_factory import make_runners
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
@@ -21,8 +23,6 @@ from hiserve.runners.eager import EagerRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.rows import DeviceRows
 from hiserve.runners.step import record
-from hiserve.worker.executor import Executor
-from hiserve.worker.runners import make_runners
 from tests.helpers.plans import HandPlanner
 
 SHAPE: dict[str, Any] = {

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from hiserve.config import make_config
 from hiserve.core.plan import RowAdmit
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.engine.build import build_engine
+from hiserve.engine.loop import Engine
 from hiserve.messages.types import Admit
 from hiserve.models.config import NANO, find_model
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
-from hiserve.worker.build import build_engine
-from hiserve.worker.loop import Engine
 from tests.helpers.identity import identified
 from tests.helpers.models import load_transformers, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY
@@ -126,12 +126,12 @@ def generate(engine: Engine, prompts: dict[int, list[int]], sampling: SamplingPa
     out: dict[int, list[int]] = {uid: [] for uid in prompts}
     ends: dict[int, int] = {}
     while engine.has_work:
-        report = engine.step()
-        if report is None:
+        updates = engine.step()
+        if updates is None:
             continue
-        assert not report.failed
-        parts = np.split(report.tokens, np.cumsum(report.counts, dtype=np.int64))[:-1]
-        for uid, part, finish in zip(report.uids, parts, report.finishes, strict=True):
+        assert not updates.failed
+        parts = np.split(updates.tokens, np.cumsum(updates.counts, dtype=np.int64))[:-1]
+        for uid, part, finish in zip(updates.uids, parts, updates.finishes, strict=True):
             out[uid] += part.tolist()
             if finish:
                 assert uid not in ends

@@ -11,12 +11,12 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.config import Config
 from hiserve.core import resolve
+from hiserve.engine import build, drafting, runner_factory
+from hiserve.engine.executor import Executor
+from hiserve.engine.planner import Planner
 from hiserve.layers.moe import StackedExperts
 from hiserve.models import decoder
 from hiserve.runners import rows
-from hiserve.worker import build, drafting, runners
-from hiserve.worker.executor import Executor
-from hiserve.worker.planner import Planner
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops
 
 
@@ -64,8 +64,8 @@ def allow_recording(
     patch.setattr(resolve, "_graphs", graphs_of)
     patch.setattr(build, "Planner", make_planner)
     patch.setattr(build, "Executor", make_executor)
-    patch.setattr(runners, "Capture", lambda device: RecordedCapture())
-    patch.setattr(runners, "open_attention", open_recordable)
+    patch.setattr(runner_factory, "Capture", lambda device: RecordedCapture())
+    patch.setattr(runner_factory, "open_attention", open_recordable)
     patch.setattr(drafting, "open_draft_attention", open_draft)
     patch.setattr(rows, "step_ops_for", lambda device: recordable_ops())
     patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)

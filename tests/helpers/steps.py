@@ -9,7 +9,7 @@ import numpy as np
 
 from hiserve.core.plan import BatchPlan, Scores, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.worker.waiting import Request
+from hiserve.engine.waiting_queue import Request
 from tests.helpers.engines import echo_engine
 
 
@@ -91,22 +91,22 @@ class Steps:
         raise AssertionError("the requests do not end")
 
     def take_report(self) -> None:
-        report = self.planner.take_report()
-        if report is None:
+        updates = self.planner.take_report()
+        if updates is None:
             return
         at = score_at = 0
-        columns = (report.uids, report.counts, report.finishes, report.cached, report.score_words)
+        columns = (updates.uids, updates.counts, updates.finishes, updates.cached, updates.score_words)
         for uid, count, finish, cached, words in zip(*columns, strict=True):
             assert uid not in self.ends, f"request {uid} speaks after its end"
             self.told.append((uid, count, words))
-            self.scores[uid] = self.scores.get(uid, b"") + report.scores[score_at : score_at + 4 * words]
+            self.scores[uid] = self.scores.get(uid, b"") + updates.scores[score_at : score_at + 4 * words]
             score_at += 4 * words
-            self.said.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
+            self.said.setdefault(uid, []).extend(updates.tokens[at : at + count].tolist())
             at += count
             if cached is not None:
                 assert uid not in self.cached, f"request {uid} was told its cached tokens twice"
                 self.cached[uid] = cached.num_tokens
             if finish:
                 self.ends[uid] = FinishReason(finish)
-        assert (at, score_at) == (report.tokens.size, len(report.scores))
-        assert not report.failed
+        assert (at, score_at) == (updates.tokens.size, len(updates.scores))
+        assert not updates.failed

@@ -8,8 +8,8 @@ from typing import Any
 from hiserve import LLM
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.host import HostPool
+from hiserve.engine.loop import Engine
 from hiserve.messages.cache import CacheStats
-from hiserve.worker.loop import Engine
 from tests.helpers.tiers import squeeze, squeeze_host
 
 MAX_REST_S = 30.0
@@ -29,18 +29,18 @@ def counts_of(llm: LLM) -> CacheStats:
 
 
 def transfers_of(llm: LLM) -> Any:
-    return engine_of(llm)._executor._copier._transfers  # type: ignore[attr-defined]
+    return engine_of(llm)._executor._tier_transfers._transfers  # type: ignore[attr-defined]
 
 
 def host_of(llm: LLM) -> HostPool:
-    host: HostPool = engine_of(llm)._executor._copier._host  # type: ignore[attr-defined]
+    host: HostPool = engine_of(llm)._executor._tier_transfers._host  # type: ignore[attr-defined]
     return host
 
 
 def rest(llm: LLM) -> None:
     """Steps until the host, whose memory is made ready meanwhile, has all it is to have, and no copy is under way."""
     engine, cache = engine_of(llm), cache_of(llm)
-    has_host = engine._executor._copier is not None  # type: ignore[attr-defined]
+    has_host = engine._executor._tier_transfers is not None  # type: ignore[attr-defined]
     end = time.monotonic() + MAX_REST_S
     while (
         engine.has_work

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.messages.kv_events import Change, encode_batch
-from hiserve.worker.kv_events import KvEvents
 from tests.helpers.kv_mirror import Mirror
 from tests.invariants.index_model import Place
 from tests.invariants.tier_checks import digest
@@ -39,7 +39,7 @@ class Told:
 
     def __init__(self, page_size: int) -> None:
         self.direct = Direct(page_size)
-        self.events = KvEvents(self.direct)  # type: ignore[arg-type]
+        self.events = KvEventSender(self.direct)  # type: ignore[arg-type]
 
 
 def inv_36_routers_know_what_each_tier_can_give(told: Told, device: Collection[Place], host: Collection[Place]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.cache.index.manager import CacheManager
-from hiserve.worker.planner import Planner
+from hiserve.engine.planner import Planner
 
 
 def check_pages(planner: Planner, cache: CacheManager) -> None:

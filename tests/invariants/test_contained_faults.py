@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from hiserve.worker.containment import LOAD_FAILED
+from hiserve.engine.oom_recovery import LOAD_FAILED
 from tests.invariants.test_planner_workloads import Run
 
 

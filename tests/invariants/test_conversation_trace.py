@@ -12,9 +12,9 @@ import pytest
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.core.request import SamplingParams
+from hiserve.engine.loop import Engine, EngineFacts
+from hiserve.engine.planner import Planner
 from hiserve.messages.types import Admit
-from hiserve.worker.loop import Engine, EngineFacts
-from hiserve.worker.planner import Planner
 from tests.helpers.copying import FILLER, CopyingExecutor
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_trace_500.jsonl.gz"
@@ -65,9 +65,9 @@ def test_cached_tokens_of_a_trace_equal_an_endless_prefix_set(depth: int) -> Non
         engine.add(Admit(uid, prompt.size, SamplingParams(seed=0, max_tokens=num_new), b"", 0), prompt)
         told: list[int] = []
         while engine.has_work:
-            report = engine.step()
-            if report is not None:
-                told += [cached.num_tokens for cached in report.cached if cached is not None]
+            updates = engine.step()
+            if updates is not None:
+                told += [cached.num_tokens for cached in updates.cached if cached is not None]
         assert len(told) == 1, f"request {uid} was told its cached tokens {len(told)} times"
         got += told
         wanted.append(oracle.num_cached(prompt))

@@ -9,13 +9,13 @@ import pytest
 
 from hiserve.cache.index.manager import HostAdmission
 from hiserve.core.copies import CopyKind
-from hiserve.worker.costs import Costs
+from hiserve.engine.load_costs import LoadCostModel
 from tests.invariants.test_planner_workloads import Run
 
 CASES = list(itertools.product((0, 1, 2), (False, True), HostAdmission))
 
 
-class Fickle(Costs):
+class Fickle(LoadCostModel):
     """Finds every third load not worth it."""
 
     def __init__(self) -> None:

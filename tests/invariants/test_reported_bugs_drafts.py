@@ -12,10 +12,10 @@ import pytest
 from hiserve.core.copies import CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
+from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.loop import Engine
 from hiserve.messages.types import Admit
 from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
-from hiserve.worker.costs import Costs
-from hiserve.worker.loop import Engine
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages
 
@@ -31,10 +31,10 @@ def add(engine: Engine, uid: int, tokens: np.ndarray, max_tokens: int) -> None:
 def run(engine: Engine) -> dict[int, list[int]]:
     said: dict[int, list[int]] = {}
     while engine.has_work:
-        report = engine.step()
+        updates = engine.step()
         at = 0
-        for uid, count in () if report is None else zip(report.uids, report.counts, strict=True):
-            said.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
+        for uid, count in () if updates is None else zip(updates.uids, updates.counts, strict=True):
+            said.setdefault(uid, []).extend(updates.tokens[at : at + count].tolist())
             at += count
     return said
 
@@ -100,7 +100,9 @@ def test_tc_05_steps_wait_for_the_loads_that_they_read_and_for_no_others(
         overlaps_loads=True,
         num_draft=num_draft,
         depth=depth,
-        costs=Costs(16, clock=itertools.count().__next__),  # steps take long, so that loads are worth their time
+        costs=LoadCostModel(
+            16, clock=itertools.count().__next__
+        ),  # steps take long, so that loads are worth their time
     )
     for _ in range(2):  # all that is on the host, and of the device what was last
         for uid, tokens in enumerate((*PROMPTS, *(tokens + 1 for tokens in PROMPTS))):
@@ -145,8 +147,8 @@ def test_tc_10_the_last_page_of_rejected_tokens_is_returned(page_size: int, num_
         prompt = rng.integers(3, 200, rng.integers(1, 40)).astype(np.int32)
         add(engine, uid, prompt, int(rng.integers(1, 24)))
         while engine.has_work and (rows.active.size >= 3 or uid == num_requests - 1):
-            report = engine.step()
-            num_ended += 0 if report is None else sum(map(bool, report.finishes))
+            updates = engine.step()
+            num_ended += 0 if updates is None else sum(map(bool, updates.finishes))
             check_pages(planner, cache)
             most = np.minimum(rows.known[rows.active] + 2 * (1 + 1) + 1, MAX_LEN)  # two steps, and a draft behind them
             assert (rows.num_pages[rows.active] <= -(-most // page_size)).all()

@@ -47,7 +47,7 @@ class Watch:
         runners = executor._runners
         self._submit, self._forward = executor.submit, runners.run
         executor.submit, runners.run = self.submit, self.forward
-        copier, transfers = executor._copier, executor._copier._transfers
+        copier, transfers = executor._tier_transfers, executor._tier_transfers._transfers
         self._start, copier.start = copier.start, lambda plan: None
         transfers._hold = self.hold
         self._table = np.zeros((8, 64), dtype=np.int64)

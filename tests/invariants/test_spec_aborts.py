@@ -11,8 +11,8 @@ import pytest
 
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.engine.updates import RequestUpdates
 from hiserve.messages.types import Admit
-from hiserve.worker.report import Report
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages
@@ -86,18 +86,18 @@ class Cycle:
 
     def cycle(self) -> None:
         """As ``Engine.step``, with a point between any two parts of it."""
-        self.planner.settle(self.executor.take_acks())
+        self.planner.complete_transfers(self.executor.take_acks())
         plan = self.planner.plan()
         self.point("planned")
         if plan is not None:
             self.flying.append((plan, self.executor.submit(plan)))
             self.point("launched")
         elif not self.flying:
-            self.planner.settle(self.executor.take_acks(1.0))
+            self.planner.complete_transfers(self.executor.take_acks(1.0))
         if self.flying and (plan is None or len(self.flying) > self.depth):
             result = self.flying[0][1].result()
             while self.planner.awaits_acks:
-                self.planner.settle(self.executor.take_acks(1.0))
+                self.planner.complete_transfers(self.executor.take_acks(1.0))
             self.point("verified")
             self.flying.popleft()
             self.planner.commit(result)
@@ -120,7 +120,7 @@ class Cycle:
         rows, states = self.planner._rows, dict[str, list[int]]()
         verifying = {row for plan, _ in self.flying for row in plan.rows[plan.num_draft > 0].tolist()}
         for row in rows.active.tolist():
-            if row in self.planner._loading._waiting:
+            if row in self.planner._host_loads._waiting:
                 state = "loading"
             elif row in verifying:
                 state = "verifying"
@@ -131,13 +131,13 @@ class Cycle:
             states["preempted"] = preempted
         return states
 
-    def listen(self, report: Report | None) -> None:
-        if report is None:
+    def listen(self, updates: RequestUpdates | None) -> None:
+        if updates is None:
             return
         at = 0
-        for uid, count, finish in zip(report.uids, report.counts, report.finishes, strict=True):
+        for uid, count, finish in zip(updates.uids, updates.counts, updates.finishes, strict=True):
             assert uid not in self.ends, f"request {uid} speaks after its end"
-            self.said.setdefault(uid, []).extend(report.tokens[at : at + count].tolist())
+            self.said.setdefault(uid, []).extend(updates.tokens[at : at + count].tolist())
             at += count
             if finish:
                 self.ends[uid] = FinishReason(finish)

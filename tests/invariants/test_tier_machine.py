@@ -26,7 +26,7 @@ INV     where
 38      here: the same decisions of others get the same answers; a model on several ranks does not exist yet
 39      does not apply: the draft's KV is part of each page
 40      ``test_planner_workloads.py``; ``test_reported_bugs_life.py`` (TC-40, TC-41, TC-44, TC-46)
-41      here: ``request_rules.publish_row``, ``copy_rules.settle_op``; rows' versions ``tests/unit/worker``
+41      here: ``request_rules.publish_row``, ``copy_rules.settle_op``; rows' versions ``tests/unit/engine``
 ======  ==========================================================================================================
 """
 

@@ -109,8 +109,8 @@ def test_a_replacement_that_means_something_else_in_the_text_is_refused() -> Non
 
 
 ENTRY = """
-from hiserve.worker import budget as rule
-from tests.unit.worker import test_budget
+from hiserve.engine import budget as rule
+from tests.unit.engine import test_budget
 
 with rule.{function}[2], test_budget.{test}["a-1"], test_budget:
     "a step is too large"
@@ -123,13 +123,13 @@ def test_an_entry_is_read_from_its_names() -> None:
     (mutant,) = entries.read(ENTRY.format(function="Share.pick", test="test_x"), "worker.py")
     assert (mutant.title, mutant.path, mutant.scope) == (
         "a step is too large",
-        "hiserve/worker/budget.py",
+        "hiserve/engine/budget.py",
         ("Share", "pick"),
     )
-    assert mutant.target == "hiserve.worker.budget.Share.pick"
+    assert mutant.target == "hiserve.engine.budget.Allocation.pick"
     assert mutant.which == 2
     assert (ast.unparse(mutant.before), [ast.unparse(each) for each in mutant.after]) == ("left - 1", ["left"])
-    assert mutant.tests == ("tests/unit/worker/test_budget.py::test_x[a-1]", "tests/unit/worker/test_budget.py")
+    assert mutant.tests == ("tests/unit/engine/test_budget.py::test_x[a-1]", "tests/unit/engine/test_budget.py")
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_what_the_planning_half_is_mutated_and_tested_by_is_there() -> None:
 
 def test_mutants_are_chosen_by_word_and_by_what_changed() -> None:
     (mutant,) = entries.read(ENTRY.format(function="share_budget", test="test_x"), "worker.py")
-    for word in ("too large", "budget.share", "worker/budget", "test_x"):
+    for word in ("too large", "budget.share", "engine/budget", "test_x"):
         assert run.choose([mutant], word, None) == [mutant]
     assert run.choose([mutant], "gate", None) == []
-    for file in ("hiserve/worker/budget.py", "tests/unit/worker/test_budget.py"):
+    for file in ("hiserve/engine/budget.py", "tests/unit/engine/test_budget.py"):
         assert run.choose([mutant], "", {file, "README.md"}) == [mutant]
     assert run.choose([mutant], "", {"README.md"}) == []
 

@@ -253,8 +253,8 @@ def test_each_room_of_the_hot_path_is_read(room: str) -> None:
 
 def test_a_file_of_the_planning_half_has_no_tensors() -> None:
     source = "def f(x):\n    return x.tolist()\n"
-    assert scan_source(source, "worker/x.py") == []
-    assert scan_source("import torch\n" + source, "worker/x.py")
+    assert scan_source(source, "engine/x.py") == []
+    assert scan_source("import torch\n" + source, "engine/x.py")
 
 
 def test_memory_is_taken_anew_where_steps_are_launched_alone() -> None:

@@ -1,7 +1,7 @@
 """Attention: what a token sees, and which lengths a backend plans with."""
 
 from hiserve.attention import reference
-from hiserve.worker import build
+from hiserve.engine import build
 from tests.contract import test_attention, test_host_lengths
 
 with reference.ReferenceAttention.plan, test_attention.test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan:

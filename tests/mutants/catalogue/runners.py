@@ -2,8 +2,8 @@
 
 from hiserve.kernels import step_reference
 from hiserve.runners import canary, dispatch, graph, rows, step
+from tests.unit.engine import test_executor
 from tests.unit.runners import test_canary, test_eager, test_graph, test_rows, test_verify
-from tests.unit.worker import test_executor
 
 with step_reference._check, test_executor.test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched:
     "INV 9: the owner of a row's pages is not checked"

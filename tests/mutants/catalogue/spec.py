@@ -1,15 +1,15 @@
 """Speculation: heads, drafts, what it costs and tells."""
 
 from hiserve.cache.pools import transfer
+from hiserve.engine import draft_counts, page_tables, planner
 from hiserve.kernels import draft_reference
 from hiserve.runners import draft_graphs, gate, rows
 from hiserve.spec import adaptive, head
-from hiserve.worker import draft_counts, planner, tables
 from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
+from tests.unit.engine import test_draft_counts
 from tests.unit.runners import test_draft_graphs
 from tests.unit.spec import test_adaptive, test_cold
-from tests.unit.worker import test_draft_counts
 
 with draft_reference.draft_features, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
     "INV 45: a prompt continues after a page with the hidden states of another row"
@@ -26,10 +26,10 @@ with transfer.ThreadTransfers._copy, test_spec_sources.test_tc_01_what_was_evict
     "TC-01: the head's part of a page stays on the device"
     self._host.layout.groups
     self._host.layout.groups[:1]
-with tables.PageTables.publish, test_spec_hits.test_tc_07_speculation_does_not_defeat_prefix_reuse:
+with page_tables.PageTables.publish, test_spec_hits.test_tc_07_speculation_does_not_defeat_prefix_reuse:
     "TC-07: pages with drafts are found by the tokens that follow theirs"
-    columns.tokens[row, start * page_size : end * page_size]
-    columns.tokens[row, (ahead := min(1, columns._num_ahead)) + start * page_size :][: (end - start) * page_size]
+    state.tokens[row, start * page_size : end * page_size]
+    state.tokens[row, (ahead := min(1, state._num_ahead)) + start * page_size :][: (end - start) * page_size]
 with rows.DeviceRows._admit, test_spec_hits.test_tc_09_lookups_in_the_text_work_over_the_host_tier:
     "TC-09: a row after a cached prefix does not know its tokens"
     self.tokens[each.row, : each.tokens.size].copy_(prompt)
@@ -62,10 +62,10 @@ with planner.Planner.plan, test_reported_bugs_drafts.test_tc_05_steps_wait_for_t
     "TC-05: a step inherits the loads of the previous one"
     waits: tuple[int, ...] = ()
     waits = self._in_flight[-1].plan.waits if self._in_flight else ()
-with tables.PageTables.grow, test_reported_bugs_drafts.test_tc_10_the_last_page_of_rejected_tokens_is_returned:
+with page_tables.PageTables.grow, test_reported_bugs_drafts.test_tc_10_the_last_page_of_rejected_tokens_is_returned:
     "TC-10: rows get new pages for all drafts at each step"
     growing = (end > held * page_size).nonzero()[0]
-    end = np.minimum(end + page_size, columns._max_len)
+    end = np.minimum(end + page_size, state._max_len)
     growing = (end > held * page_size).nonzero()[0]
 with draft_counts.DraftCounts.verified, test_draft_counts.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
     "accept length: the bonus token counts as a draft"

@@ -2,13 +2,13 @@
 
 from hiserve.cache.pools import file_store, host, records, segment, store_transfers, touch, transfer
 from hiserve.core import machine
+from hiserve.engine import build
 from hiserve.models import identity
-from hiserve.worker import build
 from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
+from tests.unit.engine import test_build_host
 from tests.unit.models import test_identity
 from tests.unit.pools import test_file_store_damage, test_host_pool, test_records, test_store_transfers, test_stores, test_touch
-from tests.unit.worker import test_build_host
 
 with build._copier, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
     "a failed start keeps threads and the lock of the host cache"

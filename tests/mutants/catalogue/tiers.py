@@ -2,20 +2,20 @@
 
 from hiserve.cache.index import eviction, exchange, holds, manager, ops, radix, tiers, transfers, uploads
 from hiserve.cache.pools import page_streams, transfer, transfer_queue
-from hiserve.worker import cache_stats, copier, tables
+from hiserve.engine import cache_counters, page_tables, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
 from tests.unit.cache import test_tiers, test_uploads
+from tests.unit.engine import test_cache_counters, test_executor_faults
 from tests.unit.pools import test_page_streams
-from tests.unit.worker import test_cache_stats, test_executor_faults
 
 with manager.CacheManager.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
     "TC-62: pages of the host count as cached on the device"
     -num_beyond
     0
-with tables.PageTables.publish, test_reported_bugs_streams.test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done:
+with page_tables.PageTables.publish, test_reported_bugs_streams.test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done:
     "TC-20: a page is published while the forward that writes it runs"
-    columns.settled
-    columns.computed
+    state.settled
+    state.computed
 with transfer_queue.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
     "TC-21: a copy does not wait for its step"
     bool(queue) and queue[0].after_step <= self._done_step
@@ -90,7 +90,7 @@ with manager.CacheManager.lock, test_reported_bugs_index.test_tc_26_pages_of_a_l
     "INV 26: a hit on a page being loaded does not wait for the load"
     self.ops.num_loads
     False
-with cache_stats._end, test_cache_stats.test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight:
+with cache_counters._end, test_cache_counters.test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight:
     "INV 30: pages of a failed load are in no counter"
     ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
     ended.unfulfilled[PLACE_LOST] += num_lost if ack.is_ok else 0
@@ -102,7 +102,10 @@ with uploads.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
     "uploads stop when the host is full"
     not (node.pending_op or node.host_pages.size or is_next)
     False
-with copier.Copier.launching, test_executor_faults.test_stores_give_way_while_a_step_is_launched_and_no_longer_also_when_it_fails:
+with (
+    tier_transfers.TierTransfers.launching,
+    test_executor_faults.test_stores_give_way_while_a_step_is_launched_and_no_longer_also_when_it_fails,
+):
     "a launch that fails leaves offloads waiting"
     self._transfers.launch_ends()
     pass

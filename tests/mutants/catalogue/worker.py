@@ -2,46 +2,46 @@
 
 from hiserve.cache.index import exchange
 from hiserve.core import faults
-from hiserve.worker import admitter, budget, emission, executor, farewell, journal, loop, planner, prefetch, stops, tables
+from hiserve.engine import admission, budget, executor, fatal, journal, loop, page_tables, planner, row_output, stop_tokens, store_prefetch
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_faults
-from tests.unit.worker import (
+from tests.unit.engine import (
     test_budget,
     test_executor_faults,
-    test_farewell,
+    test_fatal,
     test_planner,
     test_planner_pages,
     test_planner_scores,
-    test_prefetch,
+    test_store_prefetch,
 )
-from tests.unit.worker import test_planner_tiers as worker_test_planner_tiers
+from tests.unit.engine import test_planner_tiers as worker_test_planner_tiers
 
-with budget.share_budget, test_budget.test_a_step_samples_only_when_it_reaches_the_end:
+with budget.allocate_tokens, test_budget.test_a_step_samples_only_when_it_reaches_the_end:
     "a step samples before it reaches the end of its row"
     (num_new >= behind) & (behind > 0)
     num_new > 0
-with budget.share_budget, test_budget.test_a_row_that_may_have_reached_its_limit_in_flight_waits:
+with budget.allocate_tokens, test_budget.test_a_row_that_may_have_reached_its_limit_in_flight_waits:
     "a row plans more tokens than its limit"
     np.where(left > 0, ahead - computed, 0)
     ahead - computed
-with admitter.Admitter._admit, test_planner_pages.test_admission_leaves_the_pages_that_running_rows_will_need:
+with admission.Admission._admit, test_planner_pages.test_admission_leaves_the_pages_that_running_rows_will_need:
     "admission ignores pages promised to running rows"
     cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages()
     cache.pages.num_free + cache.num_evictable
 with planner.Planner.commit, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
     "INV 46: a late result reaches the next request of a row"
-    columns.admission[step.rows] == step.admissions
-    columns.admission[step.rows] > 0
-with emission.Emission.append, test_planner.test_rejected_drafts_are_computed_again:
+    state.admission[step.rows] == step.admissions
+    state.admission[step.rows] > 0
+with row_output.RowOutput.append, test_planner.test_rejected_drafts_are_computed_again:
     "INV 1: rejected drafts count as computed in the planner"
-    columns.computed[rows] -= rejected
-    columns.computed[rows] -= 0
-with stops.Stops.cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
+    state.computed[rows] -= rejected
+    state.computed[rows] -= 0
+with stop_tokens.StopTokens.cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
     "INV 1: tokens after a stop token are kept"
     counts[ends] = is_end[ends].argmax(axis=1) + 1
     pass
-with tables.PageTables.publish, test_planner_pages.test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one:
+with page_tables.PageTables.publish, test_planner_pages.test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one:
     "INV 8: the device is not told that a page moved"
     canonical is not pages
     False
@@ -55,15 +55,15 @@ with planner.Planner._release, test_planner.test_an_aborted_running_request_give
     pass
 with planner.Planner.commit, test_planner_scores.test_scores_behind_a_stop_token_are_cut_with_their_tokens:
     "INV 20: scores after a stop token are reported"
-    pick_scores(plan, result, ok, counts, columns)
-    pick_scores(plan, result, ok, result.counts, columns)
+    pick_scores(plan, result, ok, counts, state)
+    pick_scores(plan, result, ok, result.counts, state)
 with planner.Planner.plan, worker_test_planner_tiers.test_a_row_that_waits_for_its_load_stays_out_of_the_step_of_others:
     "INV 28: a row starts beside others before its load has ended"
     not rows.size and self._overlaps_loads
-    self._overlaps_loads and self._loading.next_rows().size
+    self._overlaps_loads and self._host_loads.next_rows().size
 with planner.Planner.awaits_acks, worker_test_planner_tiers.test_what_a_failed_load_gave_to_a_step_that_waited_for_it_is_not_told:
     "INV 28: a result is taken before its load is known to have arrived"
-    self._loading.is_open(self._in_flight[0].plan.waits)
+    self._host_loads.is_open(self._in_flight[0].plan.waits)
     False
 with planner.Planner.commit[2], invariants_test_planner_tiers.test_steps_that_the_gate_refuses_are_planned_again:
     "INV 29: a deferred step counts as run"
@@ -75,8 +75,8 @@ with loop.Engine.step, test_reported_bugs_life.test_tc_40_a_loop_that_only_decod
     []
 with planner.Planner.has_work, test_reported_bugs_life.test_tc_41_an_engine_without_requests_has_work_until_its_copies_are_answered:
     "TC-41: an engine with copies in flight is idle"
-    self._loading.has_copies or self._prefetches.has_work
-    self._prefetches.has_work
+    self._host_loads.has_copies or self._prefetcher.has_work
+    self._prefetcher.has_work
 with planner.Planner._release, test_reported_bugs_life.test_tc_42_a_request_aborted_at_any_step_leaves_nothing_held:
     "TC-42: an aborted request keeps its lock"
     self._cache.release(receipt)
@@ -85,15 +85,15 @@ with exchange.Exchange.end_prefetch, test_reported_bugs_life.test_tc_43_prefetch
     "TC-43: ended prefetches are kept in memory"
     self._runs.pop(number)
     self._runs[number]
-with prefetch.Prefetches.is_awaited, test_prefetch.test_tc_44_a_request_is_let_go_by_its_deadline_whatever_the_store_does:
+with store_prefetch.StorePrefetcher.is_awaited, test_store_prefetch.test_tc_44_a_request_is_let_go_by_its_deadline_whatever_the_store_does:
     "TC-44: a request waits for the store without end"
-    self._clock() - want.since < self._max_wait_s
+    self._clock() - wanted.since < self._max_wait_s
     self._max_wait_s
-with prefetch.Prefetches._fetch, test_prefetch.test_a_prefetch_that_cannot_be_placed_ends_at_once:
+with store_prefetch.StorePrefetcher._fetch, test_store_prefetch.test_a_prefetch_that_cannot_be_placed_ends_at_once:
     "a request waits for a prefetch that has no room on the host"
-    self._give_up(want, HOST_FULL)
+    self._give_up(wanted, HOST_FULL)
     pass
-with prefetch.Prefetches.is_uploading, test_prefetch.test_a_store_that_answers_nothing_is_given_up_at_the_end:
+with store_prefetch.StorePrefetcher.is_uploading, test_store_prefetch.test_a_store_that_answers_nothing_is_given_up_at_the_end:
     "INV 65: shutdown waits for a store that never answers"
     self._clock() - max(oldest_s, self._answered_s) < STALL_S
     True
@@ -108,7 +108,7 @@ with (
     "INV 47: out-of-memory in a step ends the worker"
     not kind
     True
-with farewell._is_of_device, test_farewell.test_an_exit_code_tells_whether_the_device_is_lost:
+with fatal._is_of_device, test_fatal.test_an_exit_code_tells_whether_the_device_is_lost:
     "INV 50: out-of-memory exits with the code of a lost device"
     isinstance(error, Exception) and fault_of(error)
     False

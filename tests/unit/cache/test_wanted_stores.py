@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from hiserve.worker.cache_stats import CacheCounts
+from hiserve.engine.cache_counters import CacheCounters
 from tests.helpers.tiers import new_cache, serve
 
 
 def test_a_full_host_is_not_asked_again_and_again_for_the_same_pages() -> None:
     """A row grows page by page while nothing of the host may go."""
     cache = new_cache(num_pages=64, num_host_pages=5)
-    counts = CacheCounts(cache)
+    cache_counters = CacheCounters(cache)
     held = cache.tiers.take_host(4)
     receipt = serve(cache, 1)
     for end in range(2, 21):
         cache.release(receipt)
         receipt = serve(cache, *range(1, end))
         assert cache.begin_stores(99) == []
-    assert counts.stats().stores.num_wanted <= 19
+    assert cache_counters.stats().stores.num_wanted <= 19
     cache.tiers.give_host(held)
     cache.release(receipt)

@@ -22,10 +22,10 @@ from triton.runtime import JITFunction, driver
 from hiserve import LLM, kernels
 from hiserve.attention import backends
 from hiserve.core import resolve
+from hiserve.engine import build, runner_factory
+from hiserve.engine.memory_profile import profile_steps
+from hiserve.engine.warmup import compile_steps, warm_up_steps
 from hiserve.kernels import ahead, draft_ops, fused, ops, step_ops
-from hiserve.worker import build, runners
-from hiserve.worker.profile import profile_steps
-from hiserve.worker.rehearsal import compile_steps, rehearse_steps
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.drafted import save_heads
 from tests.helpers.recorded import RecordedCapture
@@ -199,7 +199,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lets engines on the CPU capture graphs, which are recorded; their kernels compute nothing, so all replays agree."""
     monkeypatch.setattr(resolve, "_check_backend", lambda config, on_cpu: None)
     monkeypatch.setattr(resolve, "_graphs", lambda config, on_cpu: config.runner.graphs)
-    monkeypatch.setattr(runners, "Capture", lambda device: RecordedCapture())
+    monkeypatch.setattr(runner_factory, "Capture", lambda device: RecordedCapture())
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch, "equal", lambda *_: True)
     with ahead._Zeros():  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ def test_what_graphs_and_steps_launch_was_compiled_before(
 ) -> None:
     torch.set_num_threads(1)
     heads = save_heads(tmp_path, SEED)
-    num_compiled, make = [], runners.make_runners
+    num_compiled, make = [], runner_factory.make_runners
 
     def make_runners(*given: Any, **settings: Any) -> Any:
         work: Callable[..., None] = partial(
@@ -244,7 +244,7 @@ def test_what_graphs_and_steps_launch_was_compiled_before(
     with LLM(**SETTINGS | settings) as llm:
         executor: Any = engine_of(llm)._executor
         num_draft = 0 if spec == "off" else 3
-        rehearse_steps(executor._runners, executor._rows, max_batched_tokens=256, num_draft=num_draft)
+        warm_up_steps(executor._runners, executor._rows, max_batched_tokens=256, num_draft=num_draft)
         profile_steps(
             executor._runners, executor._rows, NoMeter(), max_batched_tokens=256, num_draft=num_draft, budget_bytes=0
         )

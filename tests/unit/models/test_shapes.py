@@ -13,12 +13,12 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.config import make_config, settings
+from hiserve.engine.build import build_engine
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.config import NANO, find_model, read_model_config
 from hiserve.models.names import parameter_table
 from hiserve.models.shapes import SHAPES, read_model, shape_config
 from hiserve.models.weights import load_parameters
-from hiserve.worker.build import build_engine
 from tests.helpers.identity import identified
 from tests.unit.models.test_config import LLAMA
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import torch
 
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.engine.executor import Executor
+from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.inputs import build_inputs
-from hiserve.worker.copier import Copier
-from hiserve.worker.executor import Executor
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import HandPlanner, int32
 
@@ -85,7 +85,9 @@ def test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_othe
     save_llama(tmp_path)
     engine, planner = prefilled(tmp_path)
     transfers, host = Waited(), SimpleNamespace(touch=SimpleNamespace(pace=SimpleNamespace(step=lambda: None)))
-    executor = Executor(Dispatch(engine.rows, engine.runner), engine.rows, copier=Copier(transfers, host))  # type: ignore[arg-type]
+    executor = Executor(
+        Dispatch(engine.rows, engine.runner), engine.rows, tier_transfers=TierTransfers(transfers, host)
+    )  # type: ignore[arg-type]
     loads = tuple(PageCopy(op, CopyKind.LOAD, int32([op]), int32([op]), 0) for op in (40, 41, 42))
     plan = dataclasses.replace(planner.step({1: 8}), copies=loads, waits=(40, 42))
     executor.submit(plan).result()

@@ -1,0 +1,158 @@
+"""Gives waiting requests rows: what of a prompt the cache has, where it comes from, and whether the rest fits."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.cache.index.manager import CacheManager, Match
+from hiserve.core.plan import RowAdmit
+from hiserve.core.reuse import CacheUse
+from hiserve.engine.budget import Allocation, allocation_of_chunks
+from hiserve.engine.cache_counters import CacheCounters
+from hiserve.engine.host_loads import HostLoads
+from hiserve.engine.in_flight_prefix import find_in_flight_prefix, must_wait_for
+from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.page_tables import PageTables
+from hiserve.engine.rows import RowState
+from hiserve.engine.stop_tokens import StopTokens
+from hiserve.engine.store_prefetch import StorePrefetcher
+from hiserve.engine.waiting_queue import Request, WaitingQueue
+
+
+class Admission:
+    """Admits requests in the order in which they wait.
+
+    Args:
+        waiting: Requests without a row.
+        cache: Pages and prefixes.
+        rows: The planner's rows.
+        tables: Gives them pages.
+        host_loads: Orders loads from the host.
+        prefetcher: Knows who waits for the store, and what came from it.
+        stop_tokens: Is told what ends the reply of a new row.
+        costs: Says whether a load is worth it.
+        cache_counters: Is told what requests found.
+        max_len: Longest prompt plus output, in tokens.
+
+    Attributes:
+        counters: Prompt tokens, and those of them that came from the cache, by the names of ``WorkerStats``.
+    """
+
+    def __init__(
+        self,
+        *,
+        waiting: WaitingQueue,
+        cache: CacheManager,
+        rows: RowState,
+        tables: PageTables,
+        host_loads: HostLoads,
+        prefetcher: StorePrefetcher,
+        stop_tokens: StopTokens,
+        costs: LoadCostModel,
+        cache_counters: CacheCounters,
+        max_len: int,
+    ) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._tables = tables
+        self._host_loads = host_loads
+        self._prefetcher = prefetcher
+        self._stop_tokens = stop_tokens
+        self._costs = costs
+        self._cache_counters = cache_counters
+        self._max_len = max_len
+        self._waiting = waiting
+        self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
+
+    def plan(self, budget: int, num_to_score: int) -> tuple[list[RowAdmit], NDArray[np.int64], Allocation]:
+        """Admits requests while rows, pages and budget last.
+
+        Args:
+            budget: Tokens of the step.
+            num_to_score: Of them, those of prompts that may be scored.
+
+        Returns:
+            Who was admitted; those of them that start now, and their chunks. The others wait for loads.
+        """
+        admit: list[RowAdmit] = []
+        chunks: list[tuple[int, int, bool, int]] = []
+        for request in self._waiting:
+            if budget <= 0 or not self._rows.has_free_row:
+                break
+            if request.sampling.prompt_logprobs is not None and num_to_score <= 0:
+                break
+            if must_wait_for(request.in_flight_prefix, self._rows) or self._prefetcher.is_awaited(request):
+                continue
+            row = self._admit(request)
+            if row is None:
+                if request.in_flight_prefix is not None:
+                    continue
+                break
+            self._waiting.remove(request)
+            self._prefetcher.drop(request.uid)
+            num_computed = int(self._rows.computed[row])
+            admit.append(request.to_row(row, num_computed))
+            if self._host_loads.track(row):
+                continue
+            chunk = min(request.tokens.size - num_computed, budget)
+            scored = int(self._rows.to_score(np.array([row]))[0])
+            if scored > num_to_score:
+                chunk = min(chunk, num_to_score)
+            scored = min(scored, chunk)
+            num_to_score -= scored
+            fits = self._tables.grow(np.array([row]), np.array([chunk], dtype=np.int32))
+            assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
+            budget -= chunk
+            chunks.append((row, chunk, num_computed + chunk == request.tokens.size, scored))
+        return admit, *allocation_of_chunks(chunks)
+
+    def _admit(self, request: Request) -> int | None:
+        """Gives a request a row, if its whole prompt will fit beside what was promised to others.
+
+        Returns:
+            The row, or None: it waits for pages or a place among the loads, or (``in_flight_prefix`` is set) for another row.
+        """
+        cache = self._cache
+        match = cache.match(request.tenant, request.prefix_key)
+        num_host = self._num_to_load(match)
+        num_cached = match.num_tokens + num_host
+        request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
+        if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):
+            return None
+        with cache.lock(match, num_host, request.priority, request.account) as receipt:
+            need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - receipt.pages.size
+            if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
+                return None
+            if receipt.host_pages.size:
+                self._host_loads.load(receipt)
+            if num_host < match.num_host_tokens:
+                self._cache_counters.left((match.num_host_tokens - num_host) // cache.page_size)
+                self._costs.leave()
+            if not request.was_admitted:
+                self._note_use(request, match.num_tokens, num_host)
+            output = request.sampling.max_tokens or self._max_len
+            row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
+            self._stop_tokens.set(row, request.sampling)
+        prefix = receipt.pages
+        self._tables.write(np.full(prefix.size, row), np.arange(prefix.size), prefix)
+        return row
+
+    def _num_to_load(self, match: Match) -> int:
+        """Returns how many of a match's host tokens to load: all, or none where computing them is faster."""
+        num_before = self._host_loads.num_pages_to_load * self._cache.page_size
+        is_worth = self._costs.is_worth_loading(match.num_host_tokens, num_before)
+        return match.num_host_tokens if is_worth else 0
+
+    def _note_use(self, request: Request, num_device: int, num_host: int) -> None:
+        """Records what the first admission of a request found, and why no more."""
+        num_cached = num_device + num_host
+        is_in_store = self._prefetcher.may_have_more(request.uid, num_cached)
+        miss = self._cache.explain(request.tenant, request.prefix_key, num_cached, is_in_store=is_in_store)
+        request.was_admitted = True
+        num_stored = min(num_host, self._prefetcher.num_stored_tokens(request.uid))
+        request.cached = CacheUse(num_device, num_host - num_stored, num_stored, miss.reason, miss.num_tokens)
+        request.source = request.cached.source
+        self.counters["prompt_tokens"] += request.num_prompt
+        self.counters["cached_tokens"] += num_cached
+        self._cache_counters.admitted(request.cached)

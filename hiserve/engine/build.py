@@ -1,0 +1,344 @@
+"""The composition root: a resolved configuration becomes an engine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
+from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.identity import check_unchanged, identity_of
+from hiserve.cache.pools.segment import Segment
+from hiserve.cache.pools.store_transfers import StoreTransfers
+from hiserve.cache.pools.stores import open_store
+from hiserve.config import DTYPE_BYTES, Config, known
+from hiserve.core.digest import chain_of
+from hiserve.core.drafts import Proposer
+from hiserve.core.findings import NO_FINDINGS, Findings
+from hiserve.core.groups import CANARY, CacheGroupSpec
+from hiserve.core.machine import free_cuda_bytes
+from hiserve.core.step_memory import step_memory
+from hiserve.engine.device_memory import await_memory
+from hiserve.engine.draft_costs import DraftTimer
+from hiserve.engine.draft_times import pack, unpack
+from hiserve.engine.drafting import open_proposer
+from hiserve.engine.executor import Executor
+from hiserve.engine.host_recovery import recover_host_pages
+from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
+from hiserve.engine.loop import Engine, EngineFacts
+from hiserve.engine.memory_profile import CudaMemoryMeter, profile_steps
+from hiserve.engine.planner import Planner
+from hiserve.engine.runner_factory import make_runners
+from hiserve.engine.tier_transfers import TierTransfers
+from hiserve.engine.transfer_factory import make_registrar, make_transfers
+from hiserve.engine.warmup import compile_steps, warm_up_steps
+from hiserve.errors import ResourceError
+from hiserve.models.attention import attention_shape
+from hiserve.models.config import ModelConfig
+from hiserve.models.decoder import Decoder, load_decoder
+from hiserve.models.draft import DraftHead, load_draft
+from hiserve.models.draft_config import DraftConfig
+from hiserve.models.shapes import read_model
+from hiserve.models.speculation import page_groups, read_draft
+from hiserve.runners.canary import Canary
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.rows import DeviceRows
+from hiserve.spec.adaptive import DraftController
+
+logger = logging.getLogger(__name__)
+
+EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
+
+LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less than a supervisor waits
+WARM_TOKENS = 16  # of a row, that a head which was cold attends over before its drafts are tried
+UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
+
+
+def build_engine(
+    config: Config,
+    segment: Segment | None = None,
+    replica: int = 0,
+    findings: Findings = NO_FINDINGS,
+    *,
+    waits_for_compilers: bool = True,
+) -> Engine:
+    """Loads the model, allocates pool and rows, and joins both halves.
+
+    Args:
+        config: Resolved, with its identity.
+        segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
+        replica: Which worker this is.
+        findings: Of the worker before it, whose memory is waited for.
+        waits_for_compilers: Otherwise prompts are computed by Triton until FlashInfer's kernels are compiled.
+
+    Raises:
+        ConfigError: The model's files have changed since the identity was computed.
+        ModelError: The model cannot be used.
+        ResourceError: The device's memory does not suffice, or an address for KV events is in use.
+    """
+    kv_events = open_kv_events(config, replica)  # first: an address in use costs no time
+    with ExitStack() as undo:
+        if kv_events is not None:
+            undo.callback(kv_events.close)
+        engine = _compose(config, segment, kv_events, findings, waits_for_compilers, undo)
+        undo.pop_all()
+    return engine
+
+
+def _compose(
+    config: Config,
+    segment: Segment | None,
+    kv_events: KvEventSender | None,
+    findings: Findings,
+    waits_for_compilers: bool,
+    undo: ExitStack,
+) -> Engine:
+    """Makes the engine; ``undo`` gets what ends the threads that were started, should a later part fail."""
+    startup_s: dict[str, float] = {}
+    if config.model.device == "cuda":
+        with _phase(startup_s, "await memory"):
+            await_memory(findings.free_bytes, free_cuda_bytes)
+            findings = replace(findings, free_bytes=max(findings.free_bytes, free_cuda_bytes()))
+    torch.set_num_threads(known(config.runner.cpu_threads))
+    torch.backends.cuda.matmul.allow_tf32 = False
+    folder, model_config = read_model(config.model)
+    max_len = known(config.model.max_model_len)
+    max_rows = known(config.scheduler.max_running_requests)
+    num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
+    draft = read_draft(config, folder, model_config)
+    groups = page_groups(config, model_config, draft)
+    with _phase(startup_s, "load weights"):
+        model, head = _load(config, folder, model_config, draft)
+    with _phase(startup_s, "allocate pool"), _memory_error_as_advice(num_pages):
+        pool = DevicePool(groups, num_pages, page_size, config.model.device)
+        ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
+        rows = DeviceRows(max_rows, max_len, page_size, num_pages, config.model.device, eos_token_ids=ends)
+    check_unchanged(config, folder, model_config, draft)
+    namespace = identity_of(config).namespace
+    cache = _cache(config, namespace, segment, kv_events)
+    host = None if segment is None else _host_pool(config, segment, groups, namespace)
+    tier_transfers = None if host is None else _copier(config, host, cache, pool, startup_s, undo)
+    with _phase(startup_s, "prepare runners"):
+        proposer = open_proposer(config, draft, head, pool, rows)
+        is_serving = threading.Event()
+        runners = _runners(
+            config, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else is_serving.is_set
+        )
+        controller = _controller(config, runners, rows, findings, has_head=head is not None)
+        is_serving.set()
+    depth = _depth(config, runners)
+    facts = EngineFacts(
+        max_running=max_rows,
+        max_len=max_len,
+        num_pages=num_pages - 1,
+        page_size=page_size,
+        namespace=namespace,
+        startup_s=startup_s,
+        draft_costs=None if controller is None else controller.costs,
+        findings=findings if controller is None else replace(findings, draft_times=pack(controller.costs)),
+    )
+    return Engine(
+        _planner(config, cache, model_config, controller),
+        Executor(runners, rows, threaded=depth > 0, tier_transfers=tier_transfers),
+        depth,
+        facts,
+        shares_prefixes=not config.cache.disable_prefix_cache,
+        kv_events=kv_events,
+        has_heirs=config.cache.store is not None or config.cache.host_cache_name is not None,
+    )
+
+
+def _load(
+    config: Config, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
+) -> tuple[Decoder, DraftHead | None]:
+    """Reads the weights of the model, and of what drafts."""
+    max_len = known(config.model.max_model_len)
+    settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
+    taps = () if draft is None else draft.taps
+    model = load_decoder(folder, model_config, max_len=max_len, taps=taps, **settings)
+    return model, None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
+
+
+def _depth(config: Config, runners: Dispatch) -> int:
+    """Returns how many steps are planned ahead: none where attention plans with the lengths of rows that verify drafts.
+
+    While such a step runs the host knows no more of these lengths than bounds: how many drafts it accepts is not known.
+    """
+    depth = known(config.runner.overlap)
+    if depth and config.spec.tiers[-1] and runners.needs_host_lengths:
+        logger.warning(
+            "no step is planned ahead: the attention backend %s needs lengths from the host, which knows only after each "
+            "step how many drafts were accepted. Use --attention-backend auto, or --spec off",
+            config.runner.attention_backend,
+        )
+        return 0
+    return depth
+
+
+def _controller(
+    config: Config, runners: Dispatch, rows: DeviceRows, findings: Findings, *, has_head: bool
+) -> DraftController | None:
+    """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
+    tiers = config.spec.tiers
+    if len(tiers) == 1:
+        return None
+    warm_steps = WARM_TOKENS + config.cache.page_size if has_head else None  # it attends from the next page on
+    if findings.draft_times is not None:
+        return DraftController(unpack(findings.draft_times), warm_steps)
+    with torch.inference_mode():
+        costs = DraftTimer(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
+    return DraftController(costs, warm_steps)
+
+
+def _planner(config: Config, cache: CacheManager, model: ModelConfig, controller: DraftController | None) -> Planner:
+    return Planner(
+        cache=cache,
+        max_rows=known(config.scheduler.max_running_requests),
+        max_len=known(config.model.max_model_len),
+        max_batched_tokens=known(config.scheduler.max_batched_tokens),
+        eos_token_ids=model.eos_token_ids,
+        num_draft=config.spec.tiers[-1],
+        controller=controller,
+        # A canary is read when a row starts: its load must have arrived, and not failed, by then.
+        overlaps_loads=config.model.device == "cuda" and not config.cache.kv_canary,
+        store_prefetch=None if config.cache.store is None else config.cache.store_prefetch,
+        store_timeout_s=config.cache.store_prefetch_timeout_s,
+    )
+
+
+def _runners(
+    config: Config,
+    model: Decoder,
+    model_config: ModelConfig,
+    draft: DraftConfig | None,
+    pool: DevicePool,
+    rows: DeviceRows,
+    proposer: Proposer | None,
+    is_serving: Callable[[], bool] | None,
+) -> Dispatch:
+    """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
+    dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
+    num_draft, has_kernels = config.spec.tiers[-1], rows.device.type == "cuda"
+    compiling = partial(
+        compile_steps,
+        rows=rows,
+        num_threads=known(config.runner.cpu_threads),
+        max_batched_tokens=max_tokens,
+        num_draft=num_draft,
+    )
+    runners = make_runners(
+        config.runner,
+        model,
+        pool.layers("kv"),
+        rows,
+        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
+        max_batched_tokens=max_tokens,
+        widths=config.spec.widths,
+        canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
+        proposer=proposer,
+        is_serving=is_serving,
+        # A canary reads, on the host, what kernels have computed.
+        before_capture=compiling if has_kernels and not config.cache.kv_canary else None,
+    )
+    if has_kernels:
+        warm_up_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=num_draft)
+        budget = step_memory(
+            model_config.facts().step,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            max_rows=known(config.scheduler.max_running_requests),
+            max_tokens=max_tokens,
+            max_len=rows.max_len,
+            page_size=rows.page_size,
+            graphs="off",
+            widths=config.spec.widths,
+            draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
+        )
+        profile_steps(
+            runners,
+            rows,
+            CudaMemoryMeter(rows.device),
+            max_batched_tokens=max_tokens,
+            num_draft=num_draft,
+            budget_bytes=sum(budget.values()),
+        )
+    return runners
+
+
+def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> CacheManager:
+    eviction = EVICTIONS[config.cache.eviction]
+    num_host_pages = 0 if segment is None else segment.layout.num_pages
+    return CacheManager(
+        num_pages=known(config.cache.kv_pages),
+        page_size=config.cache.page_size,
+        namespace=namespace,
+        eviction=eviction(ON_DEVICE),
+        host_eviction=eviction(ON_HOST),
+        num_host_pages=num_host_pages,
+        num_ready_host_pages=None if segment is None else 1,
+        max_upload_pages=0 if config.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),
+        host_admission=HostAdmission(config.cache.host_admission),
+        listener=kv_events,
+        link=chain_of(is_strong=config.cache.store is not None),
+    )
+
+
+def _copier(
+    config: Config,
+    host: HostPool,
+    cache: CacheManager,
+    pool: DevicePool,
+    startup_s: dict[str, float],
+    undo: ExitStack,
+) -> TierTransfers:
+    """Adopts what a former process left on the host, and opens what lies beyond."""
+    undo.callback(host.close)
+    with _phase(startup_s, "adopt host cache"):
+        recover_host_pages(host, cache)
+    transfers = make_transfers(config.model.device, pool, host)
+    undo.callback(transfers.close)
+    beyond = None
+    with _phase(startup_s, "open store"):
+        if (store := open_store(config.cache)) is not None:
+            beyond = StoreTransfers(store, host, wake=transfers.wake)
+            undo.callback(beyond.close)
+    return TierTransfers(transfers, host, beyond, linger_s=0.0 if config.cache.host_cache_name is None else LINGER_S)
+
+
+def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
+    assert segment.layout.namespace == namespace, "the segment of another identity was handed to a worker"
+    registrar = make_registrar(config.model.device)
+    link = chain_of(is_strong=config.cache.store is not None)
+    return HostPool(segment, groups, registrar=registrar, verify=config.cache.cache_verify, link=link)
+
+
+@contextmanager
+def _phase(startup_s: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    startup_s[name] = round(time.perf_counter() - start, 3)
+
+
+@contextmanager
+def _memory_error_as_advice(num_pages: int) -> Iterator[None]:
+    """Turns an allocation failure into what the user can lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise ResourceError(
+            f"no memory for {num_pages} KV pages: {str(error).splitlines()[0]}. "
+            "Lower --kv-pages, --max-running-requests or --max-model-len.",
+            param="kv_pages",
+        ) from None

@@ -1,0 +1,32 @@
+"""A step in words that can be told when it has failed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.core.plan import BatchPlan
+from hiserve.engine.rows import RowState
+from hiserve.messages.lives import StepScene
+
+
+def step_snapshot(
+    plan: BatchPlan, rows: NDArray[np.int64], admissions: NDArray[np.int64], state: RowState
+) -> StepScene:
+    """Returns what a plan ordered.
+
+    Args:
+        plan: In flight.
+        rows: int64 ``[B]``. Its rows.
+        admissions: int64 ``[B]``. Their admissions when it was made; who has left meanwhile is not named.
+        state: All rows.
+    """
+    held = rows[state.admission[rows] == admissions]
+    return StepScene(
+        step=plan.step_id,
+        uids=state.uid[held].tolist(),
+        num_tokens=int(plan.num_new.sum()),
+        num_drafts=int(plan.num_draft.sum()),
+        waits=list(plan.waits),
+        copies=[copy.op for copy in plan.copies],
+    )

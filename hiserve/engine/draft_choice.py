@@ -1,0 +1,86 @@
+"""How many drafts follow each step: what was asked for, or what pays."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.core.plan import BatchPlan, Int32Array
+from hiserve.engine.draft_counts import DraftCounts
+from hiserve.engine.rows import RowState
+from hiserve.spec.adaptive import DraftController
+
+
+class DraftChoice:
+    """Chooses for the planner, and learns from its results.
+
+    Args:
+        rows: The planner's rows.
+        counts: Is told what was chosen.
+        num_draft: Drafts that may follow a step, at most; so many do without a controller.
+        controller: Chooses for all rows of a step.
+    """
+
+    def __init__(
+        self, rows: RowState, counts: DraftCounts, num_draft: int, controller: DraftController | None = None
+    ) -> None:
+        self._rows = rows
+        self._counts = counts
+        self._num_draft = num_draft
+        self._controller = controller
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether what drafts does nothing behind the next step."""
+        return self._controller is not None and self._controller.is_cold
+
+    def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
+        """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
+        state = self._rows
+        if not (self._num_draft and rows.size):
+            return 0
+        allowed = state.max_draft[rows]
+        if self._controller is not None and is_allowed and self._controller.stays_cold(allowed):
+            state.drafted[rows] = 0
+            self._counts.chose(0)
+            return 0
+        most = self._num_draft if is_allowed else 0
+        if self._controller is not None and is_allowed:
+            most = self._controller.choose(allowed, self._mean_context(rows))
+        state.drafted[rows] = drafted = np.minimum(allowed, most)
+        num_propose = most if drafted.any() else 0  # of few widths, for graphs
+        self._counts.chose(num_propose)
+        return num_propose
+
+    def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
+        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: those that stand behind them.
+
+        Of rows that all have some, and of which none may have more than the others, the least that one has: it differs
+        where the choice changed while some rows were left out of a step, and rows of one width are one graph.
+        """
+        drafted = self._rows.drafted[rows]
+        if not drafted.any():
+            return drafted
+        most = self._rows.max_draft[rows]
+        if (most == most[0]).all() and (least := drafted.min()):
+            return np.full_like(drafted, least)
+        return drafted
+
+    def record(
+        self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
+    ) -> None:
+        """Takes in what a step gave.
+
+        Args:
+            plan: Of the step.
+            rows: int64 ``[S]``. Those that sampled and passed the check.
+            num_draft: int32 ``[S]``. Drafts that they verified.
+            counts: int32 ``[S]``. Those accepted + 1.
+            seconds: The step took; None if it computed prompts.
+        """
+        if self._controller is not None and rows.size and not (plan.is_cold and not num_draft.any()):
+            made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())
+            self._controller.record(num_draft, counts, made, self._mean_context(rows), seconds)
+
+    def _mean_context(self, rows: NDArray[np.int64]) -> float:
+        return float(self._rows.known[rows].mean())

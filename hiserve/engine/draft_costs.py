@@ -1,0 +1,174 @@
+"""Measures at start what steps with drafts take, for the controller that chooses how many pay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
+from hiserve.core.request import SamplingParams
+from hiserve.errors import ConfigError
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.gate import Loads, admit
+from hiserve.runners.rows import DeviceRows
+from hiserve.spec.adaptive import FloatArray, StepCosts
+
+REPEATS = 2  # of which the fastest counts; one more comes first
+CPU_REPEATS = 1  # likewise: its steps are long, and its starts are to be short
+CONTEXT, LONG_CONTEXT = 64, 1024  # tokens stored of each row
+MAX_LONG_ROWS = 4  # on a CPU, where the time of stored tokens grows with each row
+
+
+@dataclass(frozen=True, slots=True)
+class _Seconds:
+    """What the parts of a step took."""
+
+    verify: float
+    drafts: float
+
+
+class DraftTimer:
+    """Runs steps of rows that nobody has yet, on pages that nobody owns yet.
+
+    Args:
+        runners: With a proposer.
+        rows: The permanent rows.
+    """
+
+    def __init__(self, runners: Dispatch, rows: DeviceRows) -> None:
+        self._runners = runners
+        self._rows = rows
+
+    def measure(self, tiers: Sequence[int], max_rows: int) -> StepCosts:
+        """Returns what steps take that verify, and propose, each of these numbers of drafts, ascending from 0.
+
+        Args:
+            tiers: Numbers of drafts.
+            max_rows: Rows of the largest batch.
+
+        Raises:
+            ConfigError: Rows or the pool are shorter than what is measured.
+        """
+        most, room = tiers[-1], min(self._rows.max_len, self._num_places())
+        if room <= 2 * most + 2:
+            raise ConfigError(
+                f"--spec-steps auto measures {most} drafts, which takes more than {2 * most + 2} tokens of a request, but one "
+                f"has at most {room}. Raise --max-model-len or --kv-pages, or set --spec-steps.",
+                param="spec_steps",
+            )
+        sizes = np.unique(np.minimum((1, 4, 16, 64, 256), max_rows))
+        verify, follow, draft = (
+            np.empty((sizes.size, len(tiers))),
+            np.empty((sizes.size, len(tiers))),
+            np.empty(sizes.size),
+        )
+        timed = (0, most) if self._is_on_cpu else tiers  # a CPU's time grows evenly with the tokens
+        for i, num_rows in enumerate(sizes.tolist()):
+            took = [self._time(num_rows, num_draft, 1) for num_draft in timed]
+            verify[i] = np.interp(tiers, timed, [each.verify for each in took])
+            follow[i] = np.interp(tiers, timed, [each.drafts for each in took])
+            follow[i, 0] = self._time(num_rows, 0, 0).drafts  # where no draft is wanted the head does less
+            more = self._time(num_rows, most, most)
+            draft[i] = max(0.0, more.drafts - follow[i, -1]) / max(1, most - 1)
+        by_token = self._time_stored(sizes, most, verify[:, -1], follow[:, -1])
+        return StepCosts(
+            rows=sizes,
+            tiers=np.array(tiers, dtype=np.int64),
+            verify=without_stalls(verify),
+            follow=without_stalls(follow),
+            draft=without_stalls(draft),
+            verify_token=max(0.0, by_token.verify),
+            draft_token=max(0.0, by_token.drafts),
+            times_own_drafts=self._is_on_cpu,
+        )
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._rows.device.type == "cpu"
+
+    def _time_stored(
+        self, sizes: NDArray[np.int64], num_draft: int, verify: FloatArray, follow: FloatArray
+    ) -> _Seconds:
+        """Returns what each stored token of any row adds, given what batches (int64 ``[R]``) take with few of them."""
+        beyond = 2 * num_draft + 2
+        context = min(LONG_CONTEXT, self._rows.max_len - beyond, self._num_places() - beyond)
+        at = int(np.searchsorted(sizes, MAX_LONG_ROWS, side="right")) - 1 if self._is_on_cpu else sizes.size - 1
+        stored = float(sizes[at]) * (context - CONTEXT)
+        if stored <= 0:
+            return _Seconds(0.0, 0.0)
+        took = self._time(int(sizes[at]), num_draft, 1, context)
+        return _Seconds((took.verify - verify[at]) / stored, (took.drafts - follow[at]) / stored)
+
+    def _num_places(self) -> int:
+        return (self._rows.num_pages - 1) * self._rows.page_size
+
+    def _time(self, num_rows: int, num_draft: int, num_propose: int, context: int = CONTEXT) -> _Seconds:
+        """Returns what a step and its drafts take of the device, and of the thread that launches them."""
+        repeats = CPU_REPEATS if self._is_on_cpu else REPEATS
+        took = [self._once(num_rows, num_draft, num_propose, context) for _ in range(repeats + 1)][1:]
+        return _Seconds(min(each.verify for each in took), min(each.drafts for each in took))
+
+    def _once(self, num_rows: int, num_draft: int, num_propose: int, context: int) -> _Seconds:
+        plan = self._plan(num_rows, num_draft, num_propose, context)
+        self._rows.apply(plan)
+        verdict = admit(plan, Loads(), self._runners.coverage, self._runners.facts(plan))
+        begin = self._now()
+        ran = self._runners.run(plan, verdict)
+        middle = self._now()
+        self._runners.propose(plan, ran)
+        end = self._now()
+        self._rows.apply(self._plan(num_rows, num_draft, num_propose, context, is_over=True))
+        return _Seconds(middle - begin, end - middle)
+
+    def _now(self) -> float:
+        """The time when everything launched is done; on a CPU only what this thread had of it, whoever else was busy."""
+        if self._is_on_cpu:
+            return time.thread_time()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+        return time.perf_counter()
+
+    def _plan(
+        self, num_rows: int, num_draft: int, num_propose: int, context: int, *, is_over: bool = False
+    ) -> BatchPlan:
+        """A step in which each row verifies drafts behind so many tokens; all rows share their pages, whatever these hold."""
+        rows = self._rows
+        numbers = np.arange(1, num_rows + 1, dtype=np.int32)
+        context = min(context, rows.max_len - 2 * num_draft - 2, self._num_places() - 2 * num_draft - 2)
+        pages = np.arange(1, -(-(context + num_draft + num_propose + 1) // rows.page_size) + 1, dtype=np.int32)
+        table = TableWrites(
+            rows=np.repeat(numbers, pages.size),
+            indices=np.tile(np.arange(pages.size, dtype=np.int32), num_rows),
+            pages=np.tile(pages, num_rows),
+            owners=np.tile(np.zeros_like(pages), num_rows),
+        )
+        each, sampling = np.ones(num_rows, dtype=np.int32), SamplingParams(seed=0, temperature=0.0)
+        known = np.zeros(context, dtype=np.int32)
+        return BatchPlan(
+            step_id=0,
+            rows=numbers,
+            num_new=each * (1 + num_draft),
+            num_draft=each * num_draft,
+            samples=each > 0,
+            num_scored=0 * each,
+            max_len=each * (context + num_draft),
+            num_propose=num_propose,
+            release=numbers if is_over else numbers[:0],
+            table=TableWrites() if is_over else table,
+            admit=()
+            if is_over
+            else tuple(RowAdmit(int(row), known, context, context - 1, sampling) for row in numbers),
+        )
+
+
+def without_stalls(seconds: FloatArray) -> FloatArray:
+    """Lowers what took longer than more of the same did, of rows or drafts, along any axis: something was in its way."""
+    for axis in range(seconds.ndim):
+        seconds = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis=axis), axis)
+    return seconds

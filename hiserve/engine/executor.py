@@ -1,0 +1,259 @@
+"""Executes plans in submission order: rows, copies, gate, runner, result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.core.copies import CopyAck
+from hiserve.core.faults import fault_of, first_line
+from hiserve.core.plan import BatchPlan, StepFault, StepResult
+from hiserve.engine.tier_transfers import TierTransfers
+from hiserve.errors import EngineError
+from hiserve.messages.cache import StoreStats
+from hiserve.messages.types import GateCounts
+from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.gate import Action, Loads, Reason, Verdict, admit
+from hiserve.runners.rows import DeviceRows
+from hiserve.runners.step import Outcome, Ran, read_outcome
+
+T = TypeVar("T")
+
+
+class Executor:
+    """Turns each ``BatchPlan`` into a future ``StepResult``.
+
+    On CUDA a step is launched by the caller on a stream of the executor's, without a host sync, and a thread waits for
+    the copy of its outcome. On CPU a step runs inside ``submit``, or, when ``threaded``, in one thread of its own.
+
+    A step for which memory runs out is given up, and says so in its result; any other exception is raised by it.
+
+    Args:
+        runners: Compute the steps.
+        rows: The permanent rows.
+        threaded: On CPU, compute in a thread, so that the caller can plan meanwhile.
+        tier_transfers: Copies pages between tiers; None with one tier. Closed at the end.
+    """
+
+    def __init__(
+        self,
+        runners: Dispatch,
+        rows: DeviceRows,
+        *,
+        threaded: bool = False,
+        tier_transfers: TierTransfers | None = None,
+    ) -> None:
+        self._runners = runners
+        self._rows = rows
+        self._tier_transfers = tier_transfers
+        self._stream: torch.cuda.Stream | None = None
+        if rows.device.type == "cuda":
+            self._stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(rows.device))  # weights, pool and rows were made there
+        needs_thread = threaded or self._stream is not None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
+        self._verdicts: Counter[tuple[Action, Reason]] = Counter()
+        self._is_replay = False  # of the step that is launched now
+        self._last: tuple[int, Verdict | None] = 0, None
+
+    def submit(self, plan: BatchPlan) -> Future[StepResult]:
+        """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
+        if self._thread is not None and self._stream is None:
+            return self._thread.submit(self._run, plan)
+        done: Future[StepResult] = Future()
+        try:
+            launched = self._run(plan) if self._thread is None else self._contained(plan, self._launch)
+            if not isinstance(launched, StepResult):
+                assert self._thread is not None, f"step {plan.step_id} was launched without a thread to wait for it"
+                return self._thread.submit(_collect, plan, *launched)
+            done.set_result(launched)
+        except Exception as error:  # noqa: BLE001 - the future carries it to whoever asks for the result
+            done.set_exception(error)
+        return done
+
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the copies that have ended since the last call.
+
+        Args:
+            wait_s: How long to wait for one if none has.
+        """
+        return [] if self._tier_transfers is None else self._tier_transfers.take_acks(wait_s)
+
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+        return [] if self._tier_transfers is None else self._tier_transfers.take_found()
+
+    def store_stats(self) -> StoreStats | None:
+        """Returns the counts of the store beyond the host; None without one."""
+        return None if self._tier_transfers is None else self._tier_transfers.store_stats()
+
+    def gate_counts(self) -> GateCounts:
+        """Returns the gate's verdicts until now: verdict -> reason -> steps."""
+        counts: GateCounts = {}
+        for (action, reason), count in dict(self._verdicts).items():  # a copy: steps may run in another thread
+            counts.setdefault(action.value, {})[reason.value] = count
+        return counts
+
+    def last_decision(self) -> tuple[int, str]:
+        """Returns the latest step that came to the gate, and its verdict in words; touches no device."""
+        step_id, verdict = self._last
+        if verdict is None:
+            return step_id, ""
+        graph = f" of {verdict.bucket}" if verdict.bucket else ""
+        loads = f" behind loads {verdict.loads}" if verdict.loads else ""
+        return step_id, f"{verdict.action.value}{graph}: {verdict.reason.value} {verdict.sampling}{loads}".strip()
+
+    def clear_store(self) -> None:
+        """Begins to empty the store beyond the host; there must be one."""
+        assert self._tier_transfers is not None, "there is no store to empty"
+        self._tier_transfers.clear_store()
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this may be copied to and from; it grows while their memory is made ready."""
+        return 0 if self._tier_transfers is None else self._tier_transfers.num_ready_host_pages
+
+    def close(self) -> None:
+        """Finishes the submitted steps and ends the threads."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._runners.close()
+        if self._tier_transfers is not None:
+            self._tier_transfers.close()
+
+    def _run(self, plan: BatchPlan) -> StepResult:
+        return self._contained(plan, self._compute)
+
+    def _contained(self, plan: BatchPlan, work: Callable[[BatchPlan], T]) -> T | StepResult:
+        """Does a step; gives back what one took for which memory ran out. Its rows are to be admitted anew."""
+        self._is_replay = False
+        try:
+            return work(plan)
+        except Exception as error:
+            kind = fault_of(error)
+            if not kind:
+                raise
+            fault = StepFault(kind, first_line(error), self._is_replay)
+        # The error is gone, and with it what its frames held. What was launched may still run: copies come after it.
+        with self._on_stream():
+            self._free_memory()
+            self._step_done(plan)
+        nothing = np.empty(0, dtype=np.int32)
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], fault=fault)
+
+    def _compute(self, plan: BatchPlan) -> StepResult:
+        with torch.inference_mode():
+            outcome, ran = self._step(plan)
+            self._finish(plan, ran)
+        # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
+        return read_outcome(plan, outcome, outcome.words.numpy().copy())
+
+    def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
+        """Enqueues the step and the copy of its outcome."""
+        launching = nullcontext() if self._tier_transfers is None else self._tier_transfers.launching()
+        with launching, self._on_stream(), torch.inference_mode():
+            outcome, ran = self._step(plan)
+            host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
+            host.copy_(outcome.words, non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record()
+            self._finish(plan, ran)  # behind the copy: the host waits for no draft
+        return outcome, host, copied
+
+    def _step(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
+        self._apply(plan)
+        self._runners.note(plan)
+        self._order_copies(plan)
+        return self._pass_gate(plan) if plan.rows.size else self._nothing()
+
+    def _apply(self, plan: BatchPlan) -> None:
+        """Changes the rows; again if memory ran out for that: each change says what will be, not what is added.
+
+        Raises:
+            EngineError: Memory ran out twice. What the plan says would be lost.
+        """
+        for is_last in (False, True):
+            try:
+                self._rows.apply(plan)
+                return
+            except Exception as error:
+                if not fault_of(error):
+                    raise
+                if is_last:
+                    raise EngineError(f"no memory for page tables, of kilobytes: {first_line(error)}") from error
+            self._free_memory()
+
+    def _order_copies(self, plan: BatchPlan) -> None:
+        """Starts what the plan copies between tiers.
+
+        Raises:
+            EngineError: Memory ran out for that. Orders would be lost, and whoever waits for them would wait for ever.
+        """
+        if self._tier_transfers is None:
+            assert not plan.copies, f"copy {plan.copies[0].op} with one tier"
+            return
+        try:
+            self._tier_transfers.start(plan)
+        except Exception as error:
+            if not fault_of(error):
+                raise
+            raise EngineError(f"no memory for orders of copies, of kilobytes: {first_line(error)}") from error
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """On CUDA, makes the executor's stream the current one."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._rows.device), torch.cuda.stream(self._stream):
+                yield
+
+    def _free_memory(self) -> None:
+        """Returns what nobody holds to the device, where it may be joined to larger pieces."""
+        if self._stream is not None:
+            torch.cuda.empty_cache()
+
+    def _finish(self, plan: BatchPlan, ran: Ran | None) -> None:
+        """Drafts what follows; then all that the step writes to pages is on the stream."""
+        if ran is not None:
+            self._runners.propose(plan, ran)
+        self._step_done(plan)
+
+    def _step_done(self, plan: BatchPlan) -> None:
+        """Lets copies begin that come after the step."""
+        if self._tier_transfers is not None:
+            self._tier_transfers.forward_done(plan.step_id)
+
+    def _pass_gate(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
+        """Does what the gate says to a step."""
+        runners, tier_transfers = self._runners, self._tier_transfers
+        loads = Loads() if tier_transfers is None else tier_transfers.loads
+        verdict = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
+        self._verdicts[verdict.action, verdict.reason] += 1
+        self._last = plan.step_id, verdict
+        if verdict.action is Action.DEFER:
+            return self._nothing(deferred=verdict.reason.value)
+        self._is_replay = verdict.action is Action.REPLAY
+        wait = None
+        if verdict.loads:
+            assert tier_transfers is not None, f"loads {verdict.loads} with one tier"
+            wait = partial(tier_transfers.wait, verdict.loads)
+        ran = runners.run(plan, verdict, wait)
+        return ran.outcome, ran
+
+    def _nothing(self, deferred: str = "") -> tuple[Outcome, None]:
+        """The outcome of a plan of which nothing was computed."""
+        return Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
+
+
+def _collect(plan: BatchPlan, outcome: Outcome, host: Tensor, copied: torch.cuda.Event) -> StepResult:
+    copied.synchronize()
+    return read_outcome(plan, outcome, host.numpy())

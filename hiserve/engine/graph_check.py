@@ -1,0 +1,323 @@
+"""Runs a step of every kind and what drafts behind it, eagerly and as graphs; tells what keeps it from being ready for graphs.
+
+``python -m hiserve.engine.graph_check`` reads a resolved ``Config`` as JSON and writes a ``GraphReport``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.cache.pools.device import DevicePool
+from hiserve.config import Config
+from hiserve.core.forward import LayerKV
+from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, TableWrites
+from hiserve.core.request import SamplingParams
+from hiserve.engine.drafting import open_proposer
+from hiserve.engine.executor import Executor
+from hiserve.engine.runner_factory import make_runners
+from hiserve.messages.readiness import GraphReport, StepCheck
+from hiserve.messages.types import GateCounts
+from hiserve.models.attention import attention_shape
+from hiserve.models.config import ModelConfig
+from hiserve.models.decoder import Decoder, load_decoder
+from hiserve.models.draft import DraftHead, load_draft
+from hiserve.models.draft_config import DraftConfig
+from hiserve.models.shapes import read_model
+from hiserve.models.speculation import page_groups, read_draft
+from hiserve.runners.rows import DeviceRows
+
+PROMPT_LEN, WIDTH, CHUNK_LEN, MAX_LEN = 16, 4, 61, 128
+ROWS, LATE_ROW = (1, 2, 3, 4), 5
+NUM_WARM, NUM_STEADY = 2, 8
+MAX_DIFFERENCE = 0.05  # kernels of graphs may add up in another order; what is wrong is off by its own size
+
+
+class CheckedRow(NamedTuple):
+    """What a row does in a step: its first tokens are computed, some are known, the rest are drafts."""
+
+    computed: int
+    known: int
+    num_draft: int = 0
+
+    @property
+    def num_new(self) -> int:
+        """Tokens to compute."""
+        return self.known - self.computed + self.num_draft
+
+
+DECODING = CheckedRow(PROMPT_LEN, PROMPT_LEN + 1)
+# Batches that are exactly as large as a graph, so that eager steps compute the same shapes.
+STEPS: dict[str, dict[int, CheckedRow]] = {
+    "prefill": dict.fromkeys(ROWS, CheckedRow(0, PROMPT_LEN)),
+    "decode": dict.fromkeys(ROWS, DECODING),
+    "verify": dict.fromkeys(ROWS, DECODING._replace(num_draft=WIDTH - 1)),
+    "mixed": dict.fromkeys(ROWS[:-1], DECODING) | {LATE_ROW: CheckedRow(0, CHUNK_LEN)},
+}
+GRAPHS = {"prefill": "piecewise", "decode": "decode", "verify": "verify", "mixed": "mixed"}
+WHOLE = ("decode", "verify")
+_ASKED, _GRABBED = "allocation.all.allocated", "num_device_alloc"  # counts of torch's allocator
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model, and the checkpoint that drafts for it, if one does.
+
+    Attributes:
+        shape: Of the model.
+        model: The decoder.
+        draft: Shape of what drafts.
+        head: That.
+    """
+
+    shape: ModelConfig
+    model: Decoder
+    draft: DraftConfig | None
+    head: DraftHead | None
+
+
+def load(config: Config) -> LoadedModel:
+    """Reads the weights.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        HiserveError: The model or what drafts for it cannot be used.
+    """
+    folder, shape = read_model(config.model)
+    draft = read_draft(config, folder, shape)
+    of_model = config.model
+    settings: dict[str, Any] = {"dtype": of_model.dtype, "device": of_model.device, "load_format": of_model.load_format}
+    taps = () if draft is None else draft.taps
+    model = load_decoder(folder, shape, max_len=MAX_LEN, taps=taps, **settings)
+    return LoadedModel(
+        shape, model, draft, None if draft is None else load_draft(draft, model, max_len=MAX_LEN, **settings)
+    )
+
+
+def check_graphs(config: Config) -> GraphReport:
+    """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        HiserveError: The model, what drafts for it or the attention backend cannot be used.
+    """
+    loaded = load(config)
+    eager = CheckedEngine(config, loaded, has_graphs=False)
+    checks = [eager.check(kind, eager) for kind in STEPS]
+    if config.model.device == "cpu":
+        eager.executor.close()
+        return GraphReport(device="cpu", num_nodes=0, checks=checks)
+    graphs = CheckedEngine(config, loaded, has_graphs=True)
+    checks += [graphs.check(kind, eager) for kind in STEPS]
+    for subject in (eager, graphs):
+        subject.executor.close()
+    return GraphReport(device=torch.cuda.get_device_name(), num_nodes=graphs.runners.num_nodes, checks=checks)
+
+
+class CheckedEngine:
+    """A pool, a few rows and an executor.
+
+    Args:
+        config: Resolved.
+        loaded: As ``load`` returns it.
+        has_graphs: Steps are replayed.
+
+    Attributes:
+        runners: Those of the executor.
+        executor: Runs steps.
+    """
+
+    def __init__(self, config: Config, loaded: LoadedModel, *, has_graphs: bool) -> None:
+        dtype, page_size = config.model.dtype, config.cache.page_size
+        self._num_pages = -(-MAX_LEN // page_size)  # of each row
+        num_pages = 1 + LATE_ROW * self._num_pages
+        groups = page_groups(config, loaded.shape, loaded.draft)
+        pool = DevicePool(groups, num_pages, page_size, config.model.device)
+        self._layers = pool.layers("kv")
+        self._draft_layers: Sequence[LayerKV] = () if loaded.draft is None else pool.layers("draft")
+        self._rows = DeviceRows(LATE_ROW, MAX_LEN, page_size, num_pages, config.model.device)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(loaded.shape.vocab_size, self._rows.tokens.shape, generator=generator)
+        self._prompts = prompts.to(self._rows.tokens)
+        self._host_prompts: Int32Array = prompts.to(torch.int32).numpy()
+        self._has_graphs = has_graphs
+        self._num_propose = 0 if config.spec.spec == "off" else WIDTH - 1
+        self._drafts_eagerly = config.spec.spec == "ngram"  # in a few launches, which need no graph
+        self.runners = make_runners(
+            msgspec.structs.replace(config.runner, graphs="all" if has_graphs else "off"),
+            loaded.model,
+            self._layers,
+            self._rows,
+            attention_shape(loaded.shape, dtype=getattr(torch, dtype), page_size=page_size),
+            max_batched_tokens=len(ROWS) * PROMPT_LEN,
+            widths=(1, WIDTH),
+            proposer=open_proposer(config, loaded.draft, loaded.head, pool, self._rows),
+        )
+        self.executor = Executor(self.runners, self._rows)
+        self._step_id = 0
+
+    def check(self, kind: str, eager: CheckedEngine) -> StepCheck:
+        """Runs a step until it is warm, then once more under guard.
+
+        Args:
+            kind: Of ``STEPS``; those before it were checked.
+            eager: Has checked the same step; what is compared with, unless it is this one.
+        """
+        problems: list[str] = []
+        parts = STEPS[kind]
+        for _ in range(NUM_WARM):
+            self._run(parts)
+        before, grabbed = self.executor.gate_counts(), _num_grabbed(self._rows.device)
+        try:
+            result = self._run(parts, is_guarded=True)
+        except RuntimeError as error:
+            problems.append(f"does not run: {_place(error)}")
+            result = self._run(parts)
+        allocations = float(_num_grabbed(self._rows.device) - grabbed)  # before the comparison, which takes some too
+        ran = _news(before, self.executor.gate_counts())
+        graphs = GRAPHS[kind]
+        if graphs == "mixed" and self.runners.coverage.mixed is None:  # the backend has nothing for them
+            graphs = "piecewise"
+        wanted = f"replay/{graphs}" if self._has_graphs else "eager/graphs_off"
+        if ran != wanted:
+            problems.append(f"ran as {ran}, not as {wanted}")
+        if result.faults.size or (result.counts < 1).any():
+            problems.append(f"rows {result.faults} are at fault, counts are {result.counts}")
+        difference = 0.0 if self is eager else self._difference(eager, parts)
+        if not difference <= MAX_DIFFERENCE:
+            problems.append(f"differs from the eager step by {difference:.3f} of its largest value")
+        if self._has_graphs and kind in WHOLE and not self._drafts_eagerly:
+            allocations += self._num_allocated(parts)
+        if allocations:
+            problems.append(f"allocates memory {allocations:g} times in each step")
+        return StepCheck(kind=kind, ran=ran, allocations=allocations, difference=difference, problems=problems)
+
+    def _run(self, parts: Mapping[int, CheckedRow], *, is_guarded: bool = False) -> StepResult:
+        """Runs a step of rows that are admitted with it, over tokens that are always the same."""
+        self._await_drafts()  # or they would be written over the tokens
+        self._rows.tokens.copy_(self._prompts)
+        if self._rows.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the executor has a stream of its own
+        plan = self._plan(parts, is_new=True)
+        if not is_guarded or self._rows.device.type == "cpu":
+            return self.executor.submit(plan).result()
+        with _no_sync():
+            return self.executor.submit(plan).result()
+
+    def _await_drafts(self) -> None:
+        """Waits until what drafts behind the steps before has ended, which their results do not: a step of no rows does."""
+        self._step_id += 1
+        nothing = np.empty(0, dtype=np.int32)
+        samples = np.empty(0, dtype=np.bool_)
+        plan = BatchPlan(self._step_id, nothing, nothing, nothing, samples, num_scored=nothing, max_len=nothing)
+        self.executor.submit(plan).result()
+
+    def _plan(self, parts: Mapping[int, CheckedRow], *, is_new: bool) -> BatchPlan:
+        """Plans a step; new rows are admitted with it, each with all the pages that it will ever need."""
+        self._step_id += 1
+        rows = np.array(list(parts), dtype=np.int32)
+        columns = np.array([(part.num_new, part.num_draft, part.computed) for part in parts.values()], dtype=np.int32)
+        num_new, num_draft, computed = columns.T
+        places = np.arange(rows.size * self._num_pages if is_new else 0, dtype=np.int32)
+        tables, indices = rows[places // self._num_pages], places % self._num_pages
+        pages = 1 + (tables - 1) * self._num_pages + indices
+        return BatchPlan(
+            step_id=self._step_id,
+            rows=rows,
+            num_new=num_new,
+            num_draft=num_draft,
+            samples=np.ones(rows.size, dtype=np.bool_),
+            num_scored=np.zeros_like(rows),
+            max_len=computed + num_new,
+            num_propose=self._num_propose,
+            admit=tuple(self._admit(row, part) for row, part in parts.items()) if is_new else (),
+            table=TableWrites(tables, indices, pages, np.full_like(places, self._step_id)),
+        )
+
+    def _admit(self, row: int, part: CheckedRow) -> RowAdmit:
+        tokens = self._host_prompts[row, : part.known]
+        return RowAdmit(row, tokens, part.known, part.computed, SamplingParams(temperature=0.0, seed=0))
+
+    def _num_allocated(self, parts: Mapping[int, CheckedRow]) -> float:
+        """Goes on from a step, and returns how often each of the next ones asks the allocator for memory."""
+        parts, result = dict(parts), self._run(parts)
+        before = torch.cuda.memory_stats()[_ASKED]
+        for _ in range(NUM_STEADY):
+            for (row, part), count in zip(parts.items(), result.counts.tolist(), strict=True):
+                parts[row] = part._replace(computed=part.computed + count, known=part.known + count)
+            result = self.executor.submit(self._plan(parts, is_new=False)).result()
+        return float((torch.cuda.memory_stats()[_ASKED] - before) / NUM_STEADY)
+
+    def _difference(self, eager: CheckedEngine, parts: Mapping[int, CheckedRow]) -> float:
+        """Compares the keys and values that a step writes, and what drafts behind it, with the eager step's."""
+        self._await_drafts()
+        eager._await_drafts()
+        pairs = [(self._written(parts, self._layers), eager._written(parts, eager._layers))]
+        if self._draft_layers:  # of tokens that were known before: which others there are is for the step to say
+            known = {row: part._replace(num_draft=0) for row, part in parts.items()}
+            pairs.append((self._written(known, self._draft_layers), eager._written(known, eager._draft_layers)))
+        return float(torch.stack([(ours - theirs).abs().max() / theirs.abs().max() for ours, theirs in pairs]).max())
+
+    def _written(self, parts: Mapping[int, CheckedRow], layers: Sequence[LayerKV]) -> Tensor:
+        """Keys and values of a step's tokens, of all these layers."""
+        page_size = self._rows.page_size
+        firsts = [page_size * (1 + (row - 1) * self._num_pages) + part.computed for row, part in parts.items()]
+        slots = [torch.arange(part.num_new) + first for first, part in zip(firsts, parts.values(), strict=True)]
+        places = torch.cat(slots).to(self._rows.device)
+        return torch.stack([plane.index_select(0, places).float() for kv in layers for plane in (kv.k, kv.v)])
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    """Makes whatever waits for the device raise instead."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _num_grabbed(device: torch.device) -> int:
+    """Returns how often the allocator has asked the driver for memory."""
+    return torch.cuda.memory_stats()[_GRABBED] if device.type == "cuda" else 0
+
+
+def _news(before: GateCounts, now: GateCounts) -> str:
+    """Returns the verdicts and reasons that came up since."""
+    return ", ".join(
+        f"{verdict}/{reason}"
+        for verdict, reasons in now.items()
+        for reason, count in reasons.items()
+        if count > before.get(verdict, {}).get(reason, 0)
+    )
+
+
+def _place(error: RuntimeError) -> str:
+    """Says where in the package it came from."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "hiserve" in Path(frame.filename).parts]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}, {frames[-1].line}" if frames else "elsewhere"
+    return f"{where} ({str(error).splitlines()[0]})"
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # stderr: what takes long is told before it does
+    report = check_graphs(msgspec.json.decode(sys.stdin.buffer.read(), type=Config))
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n")

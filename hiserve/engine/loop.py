@@ -1,0 +1,227 @@
+"""The step loop: plan, submit, commit. Overlap is the number of steps planned ahead."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from hiserve.core.copies import CopyAck
+from hiserve.core.findings import NO_FINDINGS, Findings
+from hiserve.core.plan import BatchPlan, Int32Array, StepResult
+from hiserve.engine.kv_event_sender import KvEventSender
+from hiserve.engine.planner import Planner
+from hiserve.engine.step_timer import StepTimer
+from hiserve.engine.updates import RequestUpdates
+from hiserve.engine.waiting_queue import Request
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
+from hiserve.messages.lives import Scene
+from hiserve.messages.types import Admit, GateCounts, WorkerStats
+from hiserve.spec.adaptive import StepCosts
+
+MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
+
+
+class PlanExecutor(Protocol):
+    """Runs plans in the order they are submitted."""
+
+    def submit(self, plan: BatchPlan) -> Future[StepResult]:
+        """Starts a step after those before it; its exception is raised by ``result()``."""
+
+    def take_acks(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the copies between tiers that have ended; waits up to ``wait_s`` seconds for one."""
+
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups in the store that were answered since the last call."""
+
+    def store_stats(self) -> StoreStats | None:
+        """Returns the counts of the store beyond the host, without waiting for it; None without one."""
+
+    def gate_counts(self) -> GateCounts:
+        """Returns the verdicts over steps until now: verdict -> reason -> steps."""
+
+    def last_decision(self) -> tuple[int, str]:
+        """Returns the latest step that the gate let pass or deferred, and its verdict in words; touches no device."""
+
+    def clear_store(self) -> None:
+        """Begins to empty the store beyond the host; there must be one."""
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this may be copied to and from."""
+
+    def close(self) -> None:
+        """Finishes what was submitted and gives everything back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine tells before its first step.
+
+    Attributes:
+        max_running: Rows.
+        max_len: Longest prompt plus output, in tokens.
+        num_pages: KV pages, the sink not counted.
+        page_size: Tokens per page.
+        namespace: Base digest of everything that keeps caches apart but the tenant.
+        startup_s: Seconds per start-up phase, in order.
+        draft_costs: What drafts cost; None where their number is not chosen step by step.
+        findings: For the worker after this one.
+    """
+
+    max_running: int
+    max_len: int
+    num_pages: int
+    page_size: int
+    namespace: bytes
+    startup_s: dict[str, float]
+    draft_costs: StepCosts | None = None
+    findings: Findings = NO_FINDINGS
+
+
+class Engine:
+    """A planner and an executor, in step.
+
+    Args:
+        planner: Decides each step.
+        executor: Runs it.
+        depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
+        facts: What it tells before its first step.
+        shares_prefixes: Requests of one namespace reuse each other's prefixes.
+        kv_events: Publishes what the cache tells it, step by step; closed with the engine.
+        timer: Estimates when the step in flight ends; by the monotonic clock if None.
+        has_heirs: What is copied to slower tiers outlives this process.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        executor: PlanExecutor,
+        depth: int,
+        facts: EngineFacts,
+        *,
+        shares_prefixes: bool = True,
+        kv_events: KvEventSender | None = None,
+        timer: StepTimer | None = None,
+        has_heirs: bool = False,
+    ) -> None:
+        self.facts = facts
+        self._has_heirs = has_heirs
+        self._shares_prefixes = shares_prefixes
+        self._planner = planner
+        self._executor = executor
+        self._depth = depth
+        self._kv_events = kv_events
+        self._in_flight: deque[Future[StepResult]] = deque()
+        self._timer = timer or StepTimer()
+        self._is_consistent = True
+        self._publish()  # what a former process left
+
+    def add(self, admit: Admit, tokens: Int32Array) -> None:
+        """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
+        tenant = admit.namespace if self._shares_prefixes else admit.namespace + b"%d" % admit.uid
+        self._planner.add(
+            Request(
+                uid=admit.uid,
+                tokens=tokens,
+                num_prompt=admit.num_prompt,
+                sampling=admit.sampling,
+                tenant=tenant,
+                choice=admit.choice,
+                priority=admit.priority,
+                account=b"%d" % admit.caller if admit.caller and admit.namespace else None,
+                num_reported=admit.num_scored,
+            )
+        )
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends requests; each that has not ended yet is reported once."""
+        self._planner.abort(uids)
+
+    def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        """Empties tiers of the prefix cache but for prefixes in use; returns the pages emptied.
+
+        A store is emptied in its own time, and its pages, which others may share, are not counted.
+        """
+        num_pages = self._planner.flush(tiers)
+        if "store" in tiers:
+            self._executor.clear_store()
+        self._publish()
+        return num_pages
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """Returns the radix tree from its roots to ``depth`` levels below them."""
+        return self._planner.inspect(depth)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` should be called again without waiting for a message."""
+        return self._is_consistent and self._planner.has_work
+
+    def step(self) -> RequestUpdates | None:
+        """Plans and submits a step, then commits the oldest one when enough are in flight.
+
+        An exception is the engine's end: there is no work for it from then on.
+        """
+        assert self._is_consistent, "a step of this engine has failed"
+        self._is_consistent = False  # until this one has not
+        self._planner.complete_transfers(self._executor.take_acks(), self._executor.take_found())
+        self._planner.grow_host(self._executor.num_ready_host_pages)
+        if self._planner.is_loading and (slack_s := self._timer.time_left_s()) > 0:
+            # The device is busy: whoever's load arrives before it is not joins the next step, and not the one after.
+            self._planner.complete_transfers(self._executor.take_acks(min(slack_s, MAX_ACK_WAIT_S)))
+            self._is_consistent = True
+            return self._planner.take_report()
+        plan = self._planner.plan()
+        if plan is not None:
+            self._in_flight.append(self._executor.submit(plan))
+            self._timer.begin(plan)
+        elif not self._in_flight and self._planner.has_work:
+            self._planner.complete_transfers(
+                self._executor.take_acks(MAX_ACK_WAIT_S)
+            )  # only a copy can change anything
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            result = self._in_flight.popleft().result()
+            self._timer.end()
+            while self._planner.awaits_acks:
+                self._planner.complete_transfers(self._executor.take_acks(MAX_ACK_WAIT_S))
+            self._planner.commit(result)
+        self._publish()
+        self._is_consistent = True
+        return self._planner.take_report()
+
+    def stats(self) -> WorkerStats:
+        """Returns gauges and counters after the last step."""
+        dropped = 0 if self._kv_events is None else self._kv_events.num_dropped
+        return self._planner.stats(self._executor.store_stats(), dropped, self._executor.gate_counts())
+
+    def crash_snapshot(self) -> Scene:
+        """Returns what it is at, also after a step that failed; touches no device."""
+        steps, pending_ops = self._planner.in_flight()
+        verdict_step, verdict = self._executor.last_decision()
+        return Scene(steps, verdict, verdict_step, pending_ops)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
+        return self._has_heirs and self._is_consistent and self._planner.is_copying
+
+    def finish_copies(self, timeout_s: float) -> None:
+        """Steps until every page is where it is to be kept, or the time is over."""
+        end_s = time.monotonic() + timeout_s
+        while self.is_copying and time.monotonic() < end_s:
+            self.step()
+            if not self.has_work:
+                time.sleep(MAX_ACK_WAIT_S)
+
+    def close(self) -> None:
+        """Waits for the steps in flight and gives everything back."""
+        self._executor.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
+
+    def _publish(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.send()

@@ -1,0 +1,386 @@
+"""Decides each step: who runs, how many tokens, on which pages; and takes the results in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.tier import Tier
+from hiserve.config import StorePrefetch
+from hiserve.core.copies import CopyAck
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault, StepResult
+from hiserve.core.request import FinishReason
+from hiserve.engine.admission import Admission
+from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
+from hiserve.engine.cache_counters import CacheCounters
+from hiserve.engine.crash_snapshot import step_snapshot
+from hiserve.engine.draft_choice import DraftChoice
+from hiserve.engine.draft_counts import DraftCounts
+from hiserve.engine.host_loads import HostLoads
+from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.oom_recovery import OomRecovery
+from hiserve.engine.page_tables import PageTables
+from hiserve.engine.row_output import RowOutput
+from hiserve.engine.rows import RowState
+from hiserve.engine.scores import pick_scores
+from hiserve.engine.stop_tokens import StopTokens
+from hiserve.engine.store_prefetch import StorePrefetcher
+from hiserve.engine.tree_outline import outline
+from hiserve.engine.updates import RequestUpdates
+from hiserve.engine.waiting_queue import Request, WaitingQueue
+from hiserve.errors import EngineError, ResourceError
+from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
+from hiserve.messages.lives import StepScene
+from hiserve.messages.types import GateCounts, WorkerStats
+from hiserve.spec.adaptive import DraftController
+
+Int64Array = NDArray[np.int64]
+
+MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    """What must be remembered of a plan until its result is in."""
+
+    plan: BatchPlan
+    rows: Int64Array
+    admissions: Int64Array
+
+
+class Planner:
+    """Plans steps over the rows and the cache. Integers only; knows no device.
+
+    A plan may be made while earlier ones run: lengths are upper bounds (``pending``) that
+    results correct. A result for a row that has changed hands meanwhile is ignored.
+
+    Args:
+        cache: Pages and prefixes.
+        max_rows: Requests that run at once.
+        max_len: Longest prompt plus output, in tokens.
+        max_batched_tokens: Budget of a step, in tokens.
+        eos_token_ids: Tokens that end a reply.
+        num_draft: Drafts proposed for a row whenever it samples, to be verified when it does so next; 0 is plain decoding.
+        controller: Chooses how many, up to that; None always takes as many.
+        overlaps_loads: A row whose load is unfinished may start when nobody else runs: its forward waits for the
+            load on the device.
+        costs: Says whether a load is worth it; measures it unless given.
+        store_prefetch: How long a request waits for its prefix from the store; None without one.
+        store_timeout_s: Longest, where that is ``timeout``.
+    """
+
+    def __init__(
+        self,
+        *,
+        cache: CacheManager,
+        max_rows: int,
+        max_len: int,
+        max_batched_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        num_draft: int = 0,
+        controller: DraftController | None = None,
+        overlaps_loads: bool = False,
+        costs: LoadCostModel | None = None,
+        store_prefetch: StorePrefetch | None = None,
+        store_timeout_s: float = 0.0,
+    ) -> None:
+        self._cache = cache
+        self._rows = RowState(max_rows, max_len, cache.page_size, num_ahead=num_draft)
+        self._tables = PageTables(cache, self._rows)
+        self._costs = costs or LoadCostModel(max_batched_tokens)
+        self._cache_counters = CacheCounters(cache)
+        self._host_loads = HostLoads(cache, self._rows, self._costs, self._cache_counters)
+        self._prefetcher = StorePrefetcher(cache, self._cache_counters, self._costs, store_prefetch, store_timeout_s)
+        self._overlaps_loads = overlaps_loads
+        self._waiting = WaitingQueue()
+        self._max_len = max_len
+        self._stop_tokens = StopTokens(max_rows, eos_token_ids)
+        self._oom_recovery = OomRecovery(max_batched_tokens)
+        self._backoff = self._oom_recovery.backoff
+        self._admitter = Admission(
+            waiting=self._waiting,
+            cache=cache,
+            rows=self._rows,
+            tables=self._tables,
+            host_loads=self._host_loads,
+            prefetcher=self._prefetcher,
+            stop_tokens=self._stop_tokens,
+            costs=self._costs,
+            cache_counters=self._cache_counters,
+            max_len=max_len,
+        )
+        self._num_draft = num_draft
+        self._draft_counts = DraftCounts(self._rows)
+        self._output = RowOutput(self._rows, self._stop_tokens, self._draft_counts)
+        self._draft_choice = DraftChoice(self._rows, self._draft_counts, num_draft, controller)
+        self._step_id = 0
+        self._in_flight: deque[_InFlight] = deque()
+        self._released: list[int] = []
+        self._updates = RequestUpdates()
+        self._counters = dict.fromkeys(("preemptions", "stale_rows", "deferred_steps"), 0)
+
+    # --- requests -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Takes a request; its prompt must be shorter than ``max_len``."""
+        assert request.sampling.seed is not None, f"request {request.uid} came without a seed"
+        assert request.tokens.size < self._max_len, f"request {request.uid} has {request.tokens.size} tokens"
+        self._waiting.append(request)
+        self._prefetcher.add(request)
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends requests; each that is still here is reported once as aborted."""
+        wanted = set(uids)
+        for request in self._waiting:
+            if request.uid in wanted:
+                self._waiting.remove(request)
+                self._prefetcher.drop(request.uid)
+                self._updates.add_end(request.uid, FinishReason.ABORT)
+        for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
+            self._updates.add_end(self._release(row).uid, FinishReason.ABORT)
+
+    def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
+        """Evicts every prefix that no running request uses from tiers of the worker's own; returns how many pages."""
+        local = [tier for tier in Tier if tier in tiers]
+        return self._cache.flush(None if len(local) == len(Tier) else local[0]) if local else 0
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """Returns the radix tree from its roots to ``depth`` levels below them."""
+        return outline(self._cache.tree, depth)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting, running or ended without having been reported."""
+        has_requests = len(self._waiting) or self._rows.active.size or self._in_flight
+        has_copies = self._host_loads.has_copies or self._prefetcher.has_work
+        return bool(has_requests or has_copies or not self._updates.is_empty)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are on their way to slower tiers, or wait for it."""
+        return self._host_loads.has_copies or self._prefetcher.is_uploading
+
+    def complete_transfers(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
+        """Takes in how copies ended, and (uid, pages) that a store has; a row whose load failed starts over."""
+        self._prefetcher.found(found)
+        acks = self._prefetcher.complete(acks)
+        lost = self._host_loads.complete(acks) if acks else []
+        if lost:
+            self._oom_recovery.lost_loads(len(lost))
+        for row in lost:
+            self._waiting.requeue(self._release(row))
+
+    def grow_host(self, num_pages: int) -> None:
+        """Lets host pages below ``num_pages`` be used, besides those that were."""
+        if num_pages > self._cache.host.pages.num_ready:
+            self._cache.grow_host(num_pages)
+
+    def stats(self, store: StoreStats | None = None, dropped: int = 0, gate: GateCounts | None = None) -> WorkerStats:
+        """Returns gauges and counters as of now; what the arguments say is for others to count."""
+        return WorkerStats(
+            running=self._rows.active.size,
+            waiting=len(self._waiting),
+            free_pages=self._cache.pages.num_free,
+            evictable_pages=self._cache.num_evictable,
+            steps=self._step_id,
+            evicted_pages=self._cache.num_evicted,
+            dropped_event_batches=dropped,
+            graph_gate=gate or {},
+            step_faults=dict(self._oom_recovery.counts),
+            generated_tokens=self._output.num_generated,
+            cache=self._cache_counters.stats(store),
+            drafts=self._draft_counts.stats(),
+            **self._admitter.counters,
+            **self._counters,
+        )
+
+    def in_flight(self) -> tuple[list[StepScene], list[int]]:
+        """Returns the steps whose results are not in, and the copies that have not ended, by number."""
+        steps = [step_snapshot(step.plan, step.rows, step.admissions, self._rows) for step in self._in_flight]
+        return steps, [op.number for op in self._cache.ops]
+
+    def take_report(self) -> RequestUpdates | None:
+        """Returns what changed since the last call; None when nothing did."""
+        updates, self._updates = self._updates, RequestUpdates()
+        for tier in Tier:
+            published, removed = self._cache.take_events(tier)
+            updates.published += published
+            updates.removed += removed
+        return None if updates.is_empty else updates
+
+    # --- plan -----------------------------------------------------------------------------
+
+    def plan(self) -> BatchPlan | None:
+        """Returns the next step, or None when no row can do anything now."""
+        rows, allocation = self._plan_running()
+        admit: list[RowAdmit] = []
+        if len(self._waiting):
+            num_to_score = MAX_SCORED_TOKENS - int(allocation.num_scored.sum())
+            admit, starting, chunks = self._admitter.plan(
+                self._backoff.num_tokens - int(allocation.num_new.sum()), num_to_score
+            )
+            rows, allocation = np.concatenate((rows, starting)), allocation.join(chunks)
+        rows, allocation = decode_first(rows, allocation)
+        waits: tuple[int, ...] = ()
+        if not rows.size and self._overlaps_loads:
+            rows, allocation, waits = self._plan_loading()
+        num_tokens = int(allocation.num_new.sum())
+        copies = self._host_loads.take(num_tokens)
+        lookups, exchanged = self._prefetcher.take()
+        if not (rows.size or copies or lookups or exchanged):
+            return None
+        self._step_id += 1
+        state = self._rows
+        computed = state.computed[rows] + allocation.num_new
+        state.computed[rows] = computed
+        state.pending[rows] += allocation.samples + allocation.num_draft
+        num_propose = self._draft_choice.propose(rows[allocation.samples], is_allowed=not self._backoff.is_reduced)
+        plan = BatchPlan(
+            step_id=self._step_id,
+            rows=rows.astype(np.int32),
+            num_new=allocation.num_new,
+            num_draft=allocation.num_draft,
+            samples=allocation.samples,
+            num_scored=allocation.num_scored,
+            max_len=computed,
+            num_propose=num_propose,
+            is_cold=self._draft_choice.is_cold,
+            release=np.array(self._released, dtype=np.int32),
+            admit=tuple(admit),
+            copies=copies + exchanged,
+            waits=waits,
+            lookups=lookups,
+            host_release=self._cache.take_freed_host_pages(),
+            table=self._tables.take(),
+            relocation_version=self._cache.versions.relocation_version,
+            may_replay=self._backoff.may_replay,
+        )
+        self._released = []
+        self._cache.begin_after(self._step_id)
+        self._costs.begin_step(rows.size, num_tokens - int(allocation.num_draft.sum()))
+        self._in_flight.append(_InFlight(plan, rows, state.admission[rows]))
+        return plan
+
+    def _plan_running(self) -> tuple[Int64Array, Allocation]:
+        """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
+        while True:
+            rows = self._host_loads.runnable(self._rows.active)
+            allocation = self._allocate(rows)
+            if self._tables.grow(rows, allocation.num_new):
+                return rows, allocation
+            self._preempt(int(rows[-1]))
+
+    def _allocate(self, rows: Int64Array) -> Allocation:
+        """Returns what each of these rows, int64 ``[B]``, does in a step that they have for themselves."""
+        state = self._rows
+        return allocate_tokens(
+            known=state.known[rows],
+            pending=state.pending[rows],
+            computed=state.computed[rows],
+            limit=state.limit[rows],
+            to_score=state.to_score(rows),
+            drafted=self._draft_choice.to_verify(rows) if self._num_draft and not self._backoff.is_reduced else None,
+            max_len=self._max_len,
+            budget=self._backoff.num_tokens,
+        )
+
+    def _plan_loading(self) -> tuple[Int64Array, Allocation, tuple[int, ...]]:
+        """Nobody else having anything to do, lets the rows start whose loads arrive first: their forward waits for them."""
+        rows = self._host_loads.next_rows()  # later ones would keep them waiting; the link is as busy meanwhile
+        allocation = self._allocate(rows)
+        if not self._tables.grow(rows, allocation.num_new):  # stores, or drafts in flight, still hold what was promised
+            rows, allocation = rows[:0], allocation.pick(rows[:0])
+        rows, allocation = decode_first(rows, allocation)
+        return rows, allocation, self._host_loads.start(rows)
+
+    # --- commit ---------------------------------------------------------------------------
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a row waits for its prefix."""
+        return self._host_loads.is_waited_for
+
+    @property
+    def awaits_acks(self) -> bool:
+        """Whether the oldest step in flight read what a load wrote that has not been settled: it may have failed."""
+        return self._host_loads.is_open(self._in_flight[0].plan.waits)
+
+    def commit(self, result: StepResult) -> None:
+        """Takes in the result of the oldest step in flight; what it waited for must be settled (``awaits_acks``)."""
+        assert not self.awaits_acks, f"step {result.step_id} read loads that are not settled"
+        step = self._in_flight.popleft()
+        plan = step.plan
+        assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
+        seconds = self._costs.end_step(has_run=not result.deferred and result.fault is None)
+        state = self._rows
+        ok = state.admission[step.rows] == step.admissions
+        if result.deferred:
+            self._counters["deferred_steps"] += 1
+            for row in step.rows[ok].tolist():
+                self._waiting.requeue(self._release(row))
+            return
+        if result.fault is not None:
+            self._undo(step.rows[ok], plan.num_tokens, result.fault)
+            return
+        if result.faults.size:
+            faulty = np.isin(step.rows, result.faults)
+            for row in step.rows[faulty & ok].tolist():
+                self._handle_fault(row)
+            ok &= ~faulty
+        settled = step.rows[ok]
+        self._oom_recovery.passed(state, settled)
+        state.settled[settled] += plan.num_new[ok]
+        sampled = ok[plan.samples]
+        rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
+        self._draft_choice.record(plan, rows, num_draft, result.counts[sampled], seconds)
+        counts, finishes, tokens = self._output.append(rows, num_draft, result.counts[sampled], result.tokens[sampled])
+        scores = pick_scores(plan, result, ok, counts, state)
+        self._output.tell(self._updates, rows, counts, finishes, tokens, scores)
+        self._tables.publish(settled, plan.step_id)
+        for row in rows[finishes != 0].tolist():
+            self._release(row)
+
+    def _undo(self, rows: Int64Array, num_tokens: int, fault: StepFault) -> None:
+        """Takes back what a step was to do that failed: its rows. Steps planned on top of it find them gone."""
+        again, failed = self._oom_recovery.requeue_or_fail(
+            fault, num_tokens, [self._release(row) for row in rows.tolist()]
+        )
+        for request in reversed(again):
+            self._waiting.requeue(request)
+        self._updates.failed += [(request.uid, ResourceError.code, message) for request, message in failed]
+
+    def _handle_fault(self, row: int) -> None:
+        """Recomputes a request whose page table the device refused; a second time it fails."""
+        self._counters["stale_rows"] += 1
+        request = self._release(row)
+        request.num_faults += 1
+        if request.num_faults <= MAX_FAULTS:
+            self._waiting.requeue(request)
+            return
+        message = f"the device refused the page table of request {request.uid} {request.num_faults} times"
+        self._updates.failed.append((request.uid, EngineError.code, message))
+
+    def _preempt(self, row: int) -> None:
+        """Takes the row away; the request will go on where its published pages end, which the host is to have too."""
+        self._counters["preemptions"] += 1
+        self._cache.keep(self._rows.receipt(row))
+        self._waiting.requeue(self._release(row))
+
+    def _release(self, row: int) -> Request:
+        """Ends a tenancy and returns what it held; steps in flight may still write there, in stream order."""
+        state = self._rows
+        request, receipt, private = state.close(row)
+        self._host_loads.untrack(row)
+        self._stop_tokens.clear(row)
+        request.lose_row(state.tokens[row, : state.known[row]].copy())
+        request.cached = state.cached.pop(row, None)
+        if private.size:
+            self._cache.give(private)
+        self._cache.release(receipt)
+        self._released.append(row)
+        return request

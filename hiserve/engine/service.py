@@ -1,0 +1,214 @@
+"""The worker's loop between the scheduler's channel and an engine: obey, step, report."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from hiserve.config import Config
+from hiserve.core.findings import Findings
+from hiserve.core.plan import Int32Array
+from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
+from hiserve.engine.loop import EngineFacts
+from hiserve.engine.report_sender import ReportSender
+from hiserve.engine.updates import RequestUpdates
+from hiserve.messages.cache import NodeFacts, TierName
+from hiserve.messages.channels import PeerGoneError, PollingChannel
+from hiserve.messages.child import log_to_stderr, meet_parent
+from hiserve.messages.codec import Decoder, MalformedError, Received
+from hiserve.messages.lives import Scene
+from hiserve.messages.types import (
+    Admit,
+    CacheFlushed,
+    CacheInspected,
+    Configure,
+    Drop,
+    FlushCache,
+    InspectCache,
+    Ready,
+    Stop,
+    ToWorker,
+    WorkerStats,
+)
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0  # something is told that often, unless a step takes longer
+IDLE_S = 1.0  # an idle worker looks this often at what threads do meanwhile: host memory made ready, a store emptied
+
+
+class ServedEngine(Protocol):
+    """What the service needs of ``engine.loop.Engine``."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What it tells the scheduler when it is ready."""
+
+    def add(self, admit: Admit, tokens: Int32Array) -> None:
+        """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
+
+    def abort(self, uids: list[int]) -> None:
+        """Ends requests; each is reported once, unless its end has been reported."""
+
+    def flush(self, tiers: tuple[TierName, ...]) -> int:
+        """Empties tiers of the prefix cache; returns the pages emptied."""
+
+    def inspect(self, depth: int) -> list[NodeFacts]:
+        """Returns the radix tree from its roots to ``depth`` levels below them."""
+
+    def step(self) -> RequestUpdates | None:
+        """Does what can be done now; None when there is nothing to report."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` should be called again without waiting for a message."""
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
+
+    def stats(self) -> WorkerStats:
+        """Returns gauges and counters after the last step."""
+
+    def crash_snapshot(self) -> Scene:
+        """Returns what it is at, also after a step that failed; touches no device."""
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+class WorkerService:
+    """Serves one scheduler with one engine.
+
+    Args:
+        engine: Runs the requests.
+        channel: To the scheduler.
+        incarnation: Stamped on every message.
+    """
+
+    def __init__(self, engine: ServedEngine, channel: PollingChannel, incarnation: int) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._incarnation = incarnation
+        self._sender = ReportSender(channel, incarnation)
+        self._decoder = Decoder[ToWorker](ToWorker)
+        self._stop_at_s = math.inf
+        self._told: WorkerStats | None = None
+        self._told_s = 0.0
+
+    def run(self) -> None:
+        """Serves until the scheduler says stop.
+
+        Raises:
+            PeerGoneError: The scheduler is gone.
+            MalformedError: The scheduler sent something no scheduler of ours would send.
+        """
+        facts = self._engine.facts
+        ready = Ready(
+            incarnation=self._incarnation,
+            pid=os.getpid(),
+            max_running=facts.max_running,
+            max_len=facts.max_len,
+            num_pages=facts.num_pages,
+            page_size=facts.page_size,
+            namespace=facts.namespace,
+            startup_s=facts.startup_s,
+            findings=facts.findings,
+        )
+        self._sender.answer(ready)
+        self._send_report(None)
+        while not self._is_over():
+            self._turn()
+
+    def _is_over(self) -> bool:
+        """Whether it was told to stop, and no page is left to be copied, or no time for that."""
+        if self._stop_at_s == math.inf or (self._engine.is_copying and time.monotonic() < self._stop_at_s):
+            return False
+        if self._engine.is_copying:
+            logger.warning("pages that were being copied to the host or the store are lost: no time was left for them")
+        return True
+
+    def _turn(self) -> None:
+        """Handles all that has come, does one step, and says what it changed."""
+        is_idle = not self._engine.has_work
+        is_pending = self._sender.is_pending
+        for frames in self._channel.receive(is_idle=is_idle, until_writable=is_pending, timeout_s=IDLE_S):
+            self._handle(self._decoder.decode(frames))
+        self._send_report(self._engine.step())
+        self._sender.flush()
+
+    def _send_report(self, updates: RequestUpdates | None) -> None:
+        """Reports a step; of one without news of any request, the stats: if nothing will follow, or nothing was told for long.
+
+        Whoever hears nothing may so take it that a step takes long, or that this process stands still.
+        """
+        is_due = time.monotonic() - self._told_s >= HEARTBEAT_S
+        if updates is None and self._engine.has_work and not is_due:
+            return
+        stats = self._engine.stats()
+        if updates is not None or stats != self._told or is_due:
+            self._sender.report(updates or RequestUpdates(), stats)
+            self._told, self._told_s = stats, time.monotonic()
+
+    def _handle(self, received: Received[ToWorker]) -> None:
+        match received.message:
+            case Admit() as admit:
+                self._engine.add(admit, received.tokens)
+            case Drop(uids):
+                self._engine.abort(uids)
+            case FlushCache(ticket, tiers):
+                pages = self._engine.flush(tiers)
+                self._sender.answer(CacheFlushed(incarnation=self._incarnation, ticket=ticket, pages=pages))
+            case InspectCache(ticket, depth):
+                nodes = self._engine.inspect(depth)
+                self._sender.answer(CacheInspected(incarnation=self._incarnation, ticket=ticket, nodes=nodes))
+            case Stop(copy_s):
+                self._stop_at_s = time.monotonic() + copy_s
+            case Configure() as configure:
+                raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")
+
+
+def serve(endpoint: str, build: Callable[[Config, int, int, Findings], ServedEngine]) -> int:
+    """Meets the scheduler, builds the engine and serves; returns the exit code.
+
+    After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
+
+    Args:
+        endpoint: Where the scheduler listens.
+        build: Makes the engine, of a configuration, the descriptor of the host segment (-1 without one), the replica and
+            what the worker before it found out.
+    """
+    link, frames = meet_parent(endpoint, signal.SIGKILL)
+    faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
+    configure = Decoder[Configure](Configure).decode(frames).message
+    log_to_stderr(configure.config)
+    try:
+        engine = build(configure.config, configure.host_fd, configure.replica, configure.findings)
+    except Exception as error:  # noqa: BLE001 - the scheduler is told, and the process ends
+        exit_with_error(link, configure.incarnation, error)
+    try:
+        WorkerService(engine, PollingChannel(link), configure.incarnation).run()
+    except PeerGoneError:
+        logger.warning("the scheduler is gone; worker %d ends", configure.replica)
+        os._exit(EXIT_FAILED)
+    except Exception as error:  # noqa: BLE001 - likewise
+        scene = _crash_snapshot_of(engine, configure.replica)
+        exit_with_error(link, configure.incarnation, error, exit_code=exit_code_of(error), scene=scene)
+    engine.close()
+    link.close()
+    return 0
+
+
+def _crash_snapshot_of(engine: ServedEngine, replica: int) -> Scene | None:
+    """Returns what a failed engine was at, if it can still tell."""
+    try:
+        return engine.crash_snapshot()
+    except Exception:
+        logger.exception("worker %d cannot tell what it was at", replica)
+        return None

@@ -1,0 +1,303 @@
+"""The store beyond the host: prefixes that are fetched while their requests wait, and pages that are written to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hiserve.cache.index.exchange import RunOp
+from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.node import NO_PAGES
+from hiserve.config import StorePrefetch
+from hiserve.core.copies import CopyAck, CopyKind, PageCopy, StoreLookup
+from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
+from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.waiting_queue import Request
+
+MAX_WAIT_S = 60.0  # of a request that waits for the store to the end
+MAX_LOOKUPS = 64  # without an answer
+MAX_PREFETCHES = 8  # under way
+FIRST_PAGES_S = 5.0  # after the start: a host that has no page ready by then has no memory
+MAX_PAGES = 256  # of one prefetch: a longer prefix comes in pieces, so that what is there can be used
+TOO_LATE = "too_late"  # a reason, beside those of ``cache_stats``
+STALL_S = 5.0  # at the end, whoever waits for uploads gives a store up that has answered nothing for so long
+PATIENCE_S = 2.0  # orders older than this are no work: whoever is idle stops polling for them
+
+
+@dataclass(slots=True, eq=False)
+class _PrefetchRequest:
+    """What a waiting request hopes for.
+
+    Attributes:
+        request: Whose prompt.
+        since: When it came.
+        num_cached: Pages of the prompt that were here then.
+        digests: Of the pages after those that the store was asked for.
+        end: Pages of the prompt up to the end of what the store has; 0 until it has said so.
+        has_answer: The store has said so.
+        op: The prefetch that it waits for, its own or another request's; 0 without one.
+        num_arrived: Pages after ``num_cached`` that came while it waited.
+        is_late: It has waited long enough.
+        is_over: It hopes for nothing more.
+    """
+
+    request: Request
+    since: float
+    num_cached: int
+    digests: list[bytes]
+    end: int = 0
+    has_answer: bool = False
+    op: int = 0
+    num_arrived: int = 0
+    is_late: bool = False
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PendingCopy:
+    """A copy that was not answered yet, when it was ordered, and for whom, if for a request."""
+
+    copy: PageCopy
+    since: float
+    wanted: _PrefetchRequest | None = None
+
+
+class StorePrefetcher:
+    """Asks the store for what the cache lacks of waiting requests, fetches it, and uploads what is new.
+
+    A store that does not answer in time is asked nothing more until it does: its silence costs hits, and one wait.
+
+    Args:
+        cache: Decides where pages go; keeps those that are uploaded.
+        cache_counters: Is told how copies ended.
+        costs: Says what the store can bring in time; is told how long prefetches took.
+        policy: How long a request waits; None without a store.
+        timeout_s: Longest, where ``policy`` is ``timeout``.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        cache_counters: CacheCounters,
+        costs: LoadCostModel,
+        policy: StorePrefetch | None = None,
+        timeout_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._cache_counters = cache_counters
+        self._costs = costs
+        self._has_store = policy is not None
+        self._weighs = policy == "timeout"
+        self._max_wait_s = {"best_effort": 0.0, "wait": MAX_WAIT_S, "timeout": timeout_s}[policy or "best_effort"]
+        self._clock = clock
+        self._wants: dict[int, _PrefetchRequest] = {}
+        self._to_ask: dict[int, _PrefetchRequest] = {}
+        self._asked: dict[int, _PrefetchRequest] = {}
+        self._open: dict[int, _PendingCopy] = {}
+        self._began_s = clock()
+        self._answered_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to order, or an order that may soon be answered."""
+        if self._cache.uploads.has_uploads:
+            return True
+        oldest = next(iter(self._open.values()), None)
+        return oldest is not None and self._clock() - oldest.since < PATIENCE_S
+
+    @property
+    def is_uploading(self) -> bool:
+        """Whether pages wait for the store or are on their way there; not while it has answered nothing for long."""
+        if not (self._open or self._cache.uploads.num_waiting):
+            return False
+        oldest_s = min((order.since for order in self._open.values()), default=self._clock())
+        return self._clock() - max(oldest_s, self._answered_s) < STALL_S
+
+    def add(self, request: Request) -> None:
+        """A request began to wait: the store is to be asked for what the cache lacks of it."""
+        if not self._has_store:
+            return
+        num_cached, digests = self._cache.missing(request.tenant, request.prefix_key)
+        if not digests:
+            return
+        wanted = self._wants[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
+        if self._is_behind():
+            self._cache.exchange.leave_out(len(digests), "store_behind")
+            wanted.is_over = True
+        else:
+            self._to_ask[request.uid] = wanted
+
+    def is_awaited(self, request: Request) -> bool:
+        """Whether a request is to be passed over, because its prefix may come from the store still."""
+        wanted = self._wants.get(request.uid)
+        if wanted is None or wanted.is_over:
+            return False
+        if self._clock() - wanted.since < self._max_wait_s:
+            return True
+        if self._max_wait_s:
+            wanted.is_late = True
+            self._give_up(wanted, TOO_LATE)
+        return False
+
+    def num_stored_tokens(self, uid: int) -> int:
+        """Returns how many tokens came for a request while it waited."""
+        wanted = self._wants.get(uid)
+        return 0 if wanted is None else wanted.num_arrived * self._cache.page_size
+
+    def may_have_more(self, uid: int, num_tokens: int) -> bool:
+        """Whether the store has more of a waiting request's prompt than its first ``num_tokens``, or has not said.
+
+        A request that cannot be helped in time is let go without it.
+        """
+        wanted = self._wants.get(uid)
+        return wanted is not None and (not wanted.has_answer or num_tokens < wanted.end * self._cache.page_size)
+
+    def drop(self, uid: int) -> None:
+        """A request waits no more: it was admitted or aborted."""
+        wanted = self._wants.pop(uid, None)
+        if wanted is not None and not wanted.is_over:
+            self._give_up(wanted, TOO_LATE)
+
+    def take(self) -> tuple[tuple[StoreLookup, ...], tuple[PageCopy, ...]]:
+        """Returns the questions and copies to be sent with the next plan."""
+        lookups: list[StoreLookup] = []
+        while self._to_ask and len(self._asked) < MAX_LOOKUPS:
+            uid = next(iter(self._to_ask))
+            wanted = self._asked[uid] = self._to_ask.pop(uid)
+            lookups.append(StoreLookup(uid, wanted.digests))
+        uploads, stages = self._cache.take_uploads()
+        copies = [self._order(upload, CopyKind.UPLOAD) for upload in uploads] + stages
+        self._open |= {stage.op: _PendingCopy(stage, self._clock()) for stage in stages}
+        return tuple(lookups), (*copies, *self._begin_fetches())
+
+    def found(self, answers: Sequence[tuple[int, int]]) -> None:
+        """Takes in how many of the pages that it was asked for the store has: (uid, pages) of requests."""
+        for uid, num_pages in answers:
+            wanted = self._asked.pop(uid)
+            wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
+            if wanted.is_over:
+                self._cache.exchange.leave_out(num_pages, TOO_LATE)
+            wanted.is_over |= not num_pages
+
+    def complete(self, acks: Sequence[CopyAck]) -> list[CopyAck]:
+        """Takes in how copies ended; returns those that were not ordered here."""
+        others: list[CopyAck] = []
+        for ack in acks:
+            order = self._open.pop(ack.op, None)
+            if order is None:
+                others.append(ack)
+                continue
+            self._answered_s = self._clock()
+            if order.copy.kind is CopyKind.STORE:
+                self._cache.end_stage(ack.op, ok=ack.is_ok)
+                continue
+            if order.copy.kind is CopyKind.UPLOAD:
+                self._cache.end_upload(ack.op)
+            else:
+                self._end_prefetch(order, ack)
+            self._cache_counters.ended(order.copy, ack)
+        return others
+
+    def _end_prefetch(self, order: _PendingCopy, ack: CopyAck) -> None:
+        self._cache.end_prefetch(ack.op, ack.num_pages)
+        if ack.num_pages:
+            self._costs.end_fetch(ack.num_pages * self._cache.page_size, ack.seconds)
+        for wanted in self._wants.values():
+            if wanted.op == ack.op:
+                wanted.op = 0
+                self._note_arrived(wanted)
+                wanted.is_over |= wanted is order.wanted and not ack.is_ok
+
+    def _is_behind(self) -> bool:
+        """Whether the store owes an answer that came too late for whoever waited."""
+        wants = [*self._asked.values(), *(order.wanted for order in self._open.values())]
+        return any(wanted is not None and wanted.is_late for wanted in wants)
+
+    def _begin_fetches(self) -> list[PageCopy]:
+        """Begins to fetch what requests wait for, and gives up what cannot be here in time."""
+        sizes = [order.copy.host_pages.size for order in self._open.values() if order.copy.kind is CopyKind.PREFETCH]
+        num_open, num_before = len(sizes), sum(sizes)
+        copies: list[PageCopy] = []
+        for wanted in self._wants.values():
+            if not wanted.end or wanted.op or wanted.is_over:
+                continue
+            num_wanted = min(wanted.end - wanted.num_cached - wanted.num_arrived, MAX_PAGES)
+            num_pages, reason = self._num_in_time(wanted, num_wanted, num_before)
+            if num_wanted <= 0:
+                wanted.is_over = True
+            elif not num_pages:
+                self._costs.leave_fetch()
+                self._give_up(wanted, reason)
+            elif num_open < MAX_PREFETCHES:
+                copy = self._fetch(wanted, num_pages)
+                if copy is not None:
+                    copies.append(copy)
+                    num_open += 1
+            num_before += num_pages
+        return copies
+
+    def _num_in_time(self, wanted: _PrefetchRequest, num_pages: int, num_before: int) -> tuple[int, str]:
+        """Returns how many of the next pages of a request can come before it is let go, or none and why."""
+        if not self._max_wait_s:
+            return num_pages, ""  # nobody waits
+        page_size = self._cache.page_size
+        wait_s = wanted.since + self._max_wait_s - self._clock()
+        num_tokens = self._costs.num_in_time(num_pages * page_size, num_before * page_size, wait_s)
+        if num_tokens < page_size:
+            return 0, TOO_LATE
+        if self._weighs and not self._costs.is_worth_fetching(num_tokens, num_before * page_size):
+            return 0, MissReason.NOT_WORTH_LOADING
+        return num_tokens // page_size, ""
+
+    def _fetch(self, wanted: _PrefetchRequest, max_pages: int) -> PageCopy | None:
+        """Begins to fetch the next piece for a request; or lets it wait for another's, or for nothing any more."""
+        num_here = self._note_arrived(wanted)
+        if not wanted.num_cached <= num_here < wanted.end:
+            wanted.is_over = True
+            return None
+        arriving = self._cache.exchange.arriving_by(wanted.digests[num_here - wanted.num_cached])
+        if arriving:
+            wanted.op = arriving
+            return None
+        num_pages = min(wanted.end - num_here, max_pages, self._cache.host.num_available)
+        if not num_pages:
+            has_just_begun = self._clock() - self._began_s < FIRST_PAGES_S
+            if self._cache.host.pages.num_ready > 1 or not has_just_begun:
+                self._give_up(wanted, HOST_FULL)
+            return None
+        num_more = wanted.end - num_here - num_pages
+        begun = self._cache.begin_prefetch(wanted.request.tenant, wanted.request.prefix_key, num_pages, num_more)
+        if begun is None:
+            wanted.is_over = True
+            return None
+        wanted.op = begun.op
+        return self._order(begun, CopyKind.PREFETCH, wanted)
+
+    def _order(self, what: RunOp, kind: CopyKind, wanted: _PrefetchRequest | None = None) -> PageCopy:
+        copy = PageCopy(what.op, kind, NO_PAGES, what.run.pages, 0, what.run)
+        self._open[what.op] = _PendingCopy(copy, self._clock(), wanted)
+        return copy
+
+    def _note_arrived(self, wanted: _PrefetchRequest) -> int:
+        """Notes how far the prompt of a request is cached now; returns it in pages."""
+        match = self._cache.match(wanted.request.tenant, wanted.request.prefix_key)
+        num_here = (match.num_tokens + match.num_host_tokens) // self._cache.page_size
+        wanted.num_arrived = max(wanted.num_arrived, num_here - wanted.num_cached)
+        return num_here
+
+    def _give_up(self, wanted: _PrefetchRequest, reason: str) -> None:
+        """Drops what is on its way for nobody but this request, and counts what is not even that."""
+        wanted.is_over = True
+        self._to_ask.pop(wanted.request.uid, None)
+        op, wanted.op = wanted.op, 0
+        if wanted.end:
+            num_here = self._note_arrived(wanted)
+            order = self._open.get(op)
+            num_coming = order.copy.host_pages.size if order is not None else 0
+            self._cache.exchange.leave_out(max(0, wanted.end - num_here - num_coming), reason)
+        if op and not any(other.op == op for other in self._wants.values()):
+            self._cache.abort_prefetch(op)

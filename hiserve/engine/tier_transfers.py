@@ -1,0 +1,117 @@
+"""Carries out the copies between tiers that plans order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hiserve.cache.pools.host import HostPool
+from hiserve.cache.pools.store_transfers import StoreTransfers
+from hiserve.cache.pools.transfer import TransferEngine
+from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind
+from hiserve.core.plan import BatchPlan
+from hiserve.messages.cache import StoreStats
+from hiserve.runners.gate import Loads
+
+MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
+
+
+class TierTransfers:
+    """The lower tiers, as the executor sees them.
+
+    Args:
+        transfers: Copies pages between device and host.
+        host: Where pages lie on the host.
+        beyond: Copies pages between the host and a store, if there is one.
+        linger_s: How long ``close`` may wait until the host pages have their checksums: none is adopted without.
+    """
+
+    def __init__(
+        self, transfers: TransferEngine, host: HostPool, beyond: StoreTransfers | None = None, *, linger_s: float = 0.0
+    ) -> None:
+        self._transfers = transfers
+        self._host = host
+        self._beyond = beyond
+        self._linger_s = linger_s
+        self._open_loads: set[int] = set()
+        self._failed_loads: deque[int] = deque(maxlen=MAX_FAILED)
+        self._last_load = 0
+
+    @property
+    def num_ready_host_pages(self) -> int:
+        """Host pages below this may be copied to and from; it grows while their memory is made ready."""
+        return self._host.num_ready_pages
+
+    @property
+    def loads(self) -> Loads:
+        """How loads stand now."""
+        return Loads(self._open_loads, self._failed_loads, self._last_load)
+
+    def start(self, plan: BatchPlan) -> None:
+        """Forgets the host pages that a plan gives back, then starts its copies. Pinning leaves the device to the step."""
+        self._host.touch.pace.step()
+        if plan.host_release.size:
+            self._host.free(plan.host_release)
+        for copy in plan.copies:
+            if copy.kind is CopyKind.LOAD:
+                self._open_loads.add(copy.op)
+                self._last_load = copy.op
+            if copy.kind in DEVICE_KINDS:
+                self._transfers.start(copy, by_layer=copy.op in plan.waits)
+            else:
+                assert self._beyond is not None, f"copy {copy.op} without a store"
+                self._beyond.start(copy)
+        for lookup in plan.lookups:
+            assert self._beyond is not None, f"request {lookup.uid} asks a store that is not there"
+            self._beyond.look_up(lookup)
+
+    def wait(self, loads: tuple[int, ...], layer: int | None = None) -> None:
+        """Lets what is launched next wait for loads that were started, or for their part of one layer."""
+        for op in loads:
+            self._transfers.wait(op, layer)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Within, the caller launches a forward: stores stay out of its way. However it ends, they go on then."""
+        self._transfers.launch_begins()
+        try:
+            yield
+        finally:
+            self._transfers.launch_ends()
+
+    def forward_done(self, step_id: int) -> None:
+        """Tells that the step's forward is done, or, on a stream device, was launched."""
+        self._transfers.forward_done(step_id)
+
+    def take_acks(self, wait_s: float) -> list[CopyAck]:
+        """Returns the copies that have ended since the last call; waits up to ``wait_s`` seconds for one."""
+        ended = [] if self._beyond is None else self._beyond.poll()
+        acks = self._transfers.poll(0.0 if ended else wait_s)
+        for ack in acks:
+            if ack.op in self._open_loads:
+                if not ack.is_ok:
+                    self._failed_loads.append(ack.op)
+                self._open_loads.discard(ack.op)
+        return acks + ended
+
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups that were answered since the last call."""
+        return [] if self._beyond is None else self._beyond.take_found()
+
+    def store_stats(self) -> StoreStats | None:
+        """Returns the store's counts; None without one."""
+        return None if self._beyond is None else self._beyond.stats()
+
+    def clear_store(self) -> None:
+        """Begins to empty the store."""
+        assert self._beyond is not None, "there is no store to empty"
+        self._beyond.clear()
+
+    def close(self) -> None:
+        """Ends the copies and gives everything back."""
+        self._transfers.close()
+        if self._beyond is not None:
+            self._beyond.close()
+        self._host.wait_checksums(self._linger_s)
+        self._host.close()

@@ -1,0 +1,126 @@
+"""Requests that have no row yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hiserve.core.digest import pack_tokens
+from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
+from hiserve.core.request import SamplingParams
+from hiserve.core.reuse import COLD, CacheUse
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightPrefix:
+    """Another row that is computing a prefix this request wants.
+
+    Attributes:
+        row: Its row.
+        generation: Its admission; the wait ends when the row has another tenant.
+        num_pages: Pages it will have published when the wait has paid off.
+    """
+
+    row: int
+    generation: int
+    num_pages: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request the worker was given; its tokens live in its row while it has one.
+
+    Attributes:
+        uid: The scheduler's name for it.
+        tokens: int32 ``[n]``. Prompt, then what was generated before it lost its row.
+        num_prompt: Leading tokens that are the prompt.
+        sampling: With a seed.
+        tenant: Namespace of the request within the worker's cache.
+        choice: Index among the request's n choices.
+        priority: Larger keeps what it uses in the cache for longer.
+        account: Whose share of the cache it takes; None is one of the namespace's own.
+        num_faults: Times the device found its page table stale.
+        num_undone: Steps of its that failed since one did not.
+        cached: What of the prompt came from the cache at first admission; None before it, and once reported.
+        source: Where most of it came from, by ``CacheUse.source``.
+        draft_use: int32 ``[2 + drafts]``. The row's ``Columns.draft_use`` when the request lost it; None before that.
+        num_reported: Prompt tokens whose score was reported before this worker got the request.
+        num_scored: Those, and the ones reported since; the first token has no score. All are, when none is wanted.
+        was_admitted: Whether it ever had a row.
+        in_flight_prefix: Whom it waits for, if anyone.
+        key: ``tokens``, packed.
+    """
+
+    uid: int
+    tokens: Int32Array
+    num_prompt: int
+    sampling: SamplingParams
+    tenant: bytes
+    choice: int
+    priority: int = 0
+    account: bytes | None = None
+    num_faults: int = 0
+    num_undone: int = 0
+    cached: CacheUse | None = None
+    source: str = COLD
+    draft_use: Int32Array | None = None
+    num_reported: int = 0
+    num_scored: int = field(init=False)
+    was_admitted: bool = False
+    in_flight_prefix: InFlightPrefix | None = None
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Packs the tokens for matching."""
+        self.key = pack_tokens(self.tokens)
+        is_new = self.tokens.size == self.num_prompt
+        wants_scores = is_new and self.sampling.prompt_logprobs is not None
+        self.num_scored = self.num_reported if wants_scores else self.num_prompt - 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that need not be computed if the cache has them: a score wants the token before it computed."""
+        is_scored = self.num_scored == self.num_prompt - 1
+        return self.tokens.size - 1 if is_scored else self.num_scored
+
+    @property
+    def prefix_key(self) -> bytes:
+        """What to match: a match leaves at least the last token of its key to compute."""
+        return self.key[: WORD_BYTES * (self.num_reusable + 1)]
+
+    def to_row(self, row: int, num_computed: int) -> RowAdmit:
+        """Returns what the device must know of it in its row, ``num_computed`` of its tokens cached."""
+        return RowAdmit(row, self.tokens, self.num_prompt, num_computed, self.sampling, self.choice)
+
+    def lose_row(self, tokens: Int32Array) -> None:
+        """Takes the tokens known so far back from the row."""
+        self.tokens = tokens
+        self.key = pack_tokens(tokens)
+
+
+class WaitingQueue:
+    """First come, first served; a preempted request goes back to the front."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        """Returns the number of waiting requests."""
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Walks the queue as it stands, so that the walker may remove."""
+        return iter(tuple(self._queue))
+
+    def append(self, request: Request) -> None:
+        """Adds a new request at the end."""
+        self._queue.append(request)
+
+    def requeue(self, request: Request) -> None:
+        """Adds a preempted request at the front."""
+        self._queue.appendleft(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out; it must be in the queue."""
+        self._queue.remove(request)

@@ -1,0 +1,22 @@
+"""The model worker: ``python -m hiserve.engine.worker ENDPOINT``, started by the supervisor."""
+
+from __future__ import annotations
+
+import sys
+
+from hiserve.cache.pools.segment import Segment
+from hiserve.config import Config
+from hiserve.core.findings import Findings
+from hiserve.engine.build import build_engine
+from hiserve.engine.loop import Engine
+from hiserve.engine.service import serve
+
+
+def build(config: Config, host_fd: int, replica: int, findings: Findings) -> Engine:
+    """Builds the engine on the host segment that the supervisor passed, if there is one."""
+    segment = Segment.attach(host_fd) if host_fd >= 0 else None
+    return build_engine(config, segment, replica, findings, waits_for_compilers=False)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(sys.argv[1], build))

@@ -1,0 +1,62 @@
+"""What is measured at start: every size and tier once warm, on rows and pages that are forgotten afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hiserve import LLM
+from hiserve.engine.draft_costs import DraftTimer, _Seconds, without_stalls
+from hiserve.errors import ConfigError
+from tests.helpers.cache_paths import SETTINGS, pool
+from tests.helpers.tiered import engine_of
+
+
+def test_steps_are_measured_and_leave_no_trace() -> None:
+    tiers = (0, 1, 3)
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+        executor = engine_of(llm)._executor
+        rows = executor._rows  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            costs = DraftTimer(executor._runners, rows).measure(tiers, 4)  # type: ignore[attr-defined]
+        assert not rows.known_len.any() and not rows.computed_len.any()
+        assert (rows.entry_owner < 0).all() and not rows.page_table.any()
+        assert llm.generate("Two cappuccinos, please.")[0].outputs[0].drafts is not None
+    assert costs.rows.tolist() == [1, 4]
+    assert costs.tiers.tolist() == list(tiers)
+    assert costs.verify.shape == costs.follow.shape == (2, 3)
+    assert (costs.verify > 0).all() and (costs.follow > 0).all() and (costs.draft >= 0).all()
+    for each in (costs.verify, costs.follow):
+        assert (np.diff(each, axis=0) >= 0).all() and (np.diff(each, axis=1) >= 0).all(), "more takes no less"
+    assert costs.times_own_drafts
+    assert np.isfinite([costs.verify_token, costs.draft_token]).all()
+
+
+def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def took(_meter: DraftTimer, _num_rows: int, num_draft: int, num_propose: int, *_context: int) -> _Seconds:
+        return _Seconds(10.0 + num_draft, 1.0 + num_draft + 2 * num_propose)
+
+    monkeypatch.setattr(DraftTimer, "_time", took)
+    with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
+        executor = engine_of(llm)._executor
+        costs = DraftTimer(executor._runners, executor._rows).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
+    assert costs.follow.tolist() == [[1.0, 4.0, 6.0]]
+
+
+def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:
+    took = np.array([[3.0, 9.0, 5.0], [4.0, 4.5, 8.0]])
+    assert without_stalls(took).tolist() == [[3.0, 4.5, 5.0], [4.0, 4.5, 8.0]]
+    assert without_stalls(np.array([2.0, 1.0, 3.0])).tolist() == [1.0, 1.0, 3.0]
+
+
+def test_a_context_too_short_to_measure_is_refused_and_one_that_suffices_is_not() -> None:
+    for max_len in (12, 13):
+        settings = SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": "auto"}
+        settings |= {"max_model_len": max_len}
+        if max_len == 12:
+            with pytest.raises(ConfigError, match="set --spec-steps") as raised:
+                LLM(**settings)
+            assert raised.value.param == "spec_steps"
+        else:
+            LLM(**settings).close()
