@@ -19,7 +19,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
 from hiserve.core.reuse import CacheUse
 from hiserve.engine.build import build_engine
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 

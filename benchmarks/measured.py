@@ -20,7 +20,7 @@ ENGINE = (
     *("hiserve/engine", "hiserve/core", "hiserve/cache", "hiserve/runners", "hiserve/spec", "hiserve/sampling"),
     *("hiserve/models", "hiserve/layers", "hiserve/attention", "hiserve/kernels"),
 )
-SERVER = (*ENGINE, "hiserve/text", "hiserve/messages", "hiserve/scheduler", "hiserve/server")
+SERVER = (*ENGINE, "hiserve/text", "hiserve/ipc", "hiserve/scheduler", "hiserve/server")
 
 
 def measured(*paths: str, root: Path = ROOT) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu.figures import Figure
-from hiserve.messages.types import GateCounts
+from hiserve.ipc.messages import GateCounts
 from hiserve.runners.gate import Action, Reason
 
 # Why a step runs eagerly that no graph is made for, whatever else goes on. Any other reason is a replay that was lost: loads,

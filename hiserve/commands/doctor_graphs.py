@@ -24,7 +24,7 @@ from hiserve.commands.graph_scan import PATTERNS, Finding, Scan, scan
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
-from hiserve.messages.readiness import GraphReport
+from hiserve.ipc.graph_report import GraphReport
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 

@@ -13,7 +13,7 @@ import msgspec
 from hiserve.bench.cache.copies import Caches, ReplicaCache, sum_copies
 from hiserve.bench.scrape import Series, increases, total
 from hiserve.errors import UnavailableError
-from hiserve.messages.cache import CopyStats
+from hiserve.ipc.cache_stats import CopyStats
 
 TIERS = ("device", "host", "store")
 # What a replica tells of the store as a whole.

@@ -11,7 +11,7 @@ from hiserve.cache.index.ops import OpKind
 from hiserve.cache.index.tier import TierPages
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 
 PLACE_LOST = "place_lost"  # all bytes arrived, but what they belonged to had left the cache
 HOST_FULL = "host_full"

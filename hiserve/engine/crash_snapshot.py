@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 from hiserve.core.plan import BatchPlan
 from hiserve.engine.rows import RowState
-from hiserve.messages.lives import StepScene
+from hiserve.ipc.lifecycle import StepSnapshot
 
 
 def step_snapshot(
     plan: BatchPlan, rows: NDArray[np.int64], admissions: NDArray[np.int64], state: RowState
-) -> StepScene:
+) -> StepSnapshot:
     """Returns what a plan ordered.
 
     Args:
@@ -22,7 +22,7 @@ def step_snapshot(
         state: All rows.
     """
     held = rows[state.admission[rows] == admissions]
-    return StepScene(
+    return StepSnapshot(
         step=plan.step_id,
         uids=state.uid[held].tolist(),
         num_tokens=int(plan.num_new.sum()),

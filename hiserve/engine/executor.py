@@ -18,8 +18,8 @@ from hiserve.core.faults import fault_of, first_line
 from hiserve.core.plan import BatchPlan, StepFault, StepResult
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
-from hiserve.messages.cache import StoreStats
-from hiserve.messages.types import GateCounts
+from hiserve.ipc.cache_stats import StoreStats
+from hiserve.ipc.messages import GateCounts
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, Loads, Reason, Verdict, admit
 from hiserve.runners.rows import DeviceRows

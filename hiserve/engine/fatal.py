@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from hiserve.core.faults import fault_of
 from hiserve.errors import EngineError, HiserveError
-from hiserve.messages.channels import Link
-from hiserve.messages.codec import encode
-from hiserve.messages.lives import Scene
-from hiserve.messages.types import WorkerFailed
+from hiserve.ipc.channel import Link
+from hiserve.ipc.codec import encode
+from hiserve.ipc.lifecycle import CrashSnapshot
+from hiserve.ipc.messages import WorkerFailed
 
 EXIT_FAILED = 1  # while it started, or because the scheduler is gone
 EXIT_STEP = 70  # a step failed
@@ -38,7 +38,12 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def exit_with_error(
-    link: Link, incarnation: int, error: Exception, *, exit_code: int = EXIT_FAILED, scene: Scene | None = None
+    link: Link,
+    incarnation: int,
+    error: Exception,
+    *,
+    exit_code: int = EXIT_FAILED,
+    snapshot: CrashSnapshot | None = None,
 ) -> NoReturn:
     """Reports the exception being handled, and ends the process; no destructor runs.
 
@@ -47,7 +52,7 @@ def exit_with_error(
         incarnation: Of this worker.
         error: The exception.
         exit_code: Of the process.
-        scene: What the engine was at.
+        snapshot: What the engine was at.
     """
     fault_s = time.monotonic()
     deadline = threading.Timer(MAX_FAREWELL_S, os._exit, (exit_code,))
@@ -57,7 +62,7 @@ def exit_with_error(
     message, code = f"{type(error).__name__}: {error}", EngineError.code
     if isinstance(error, HiserveError):
         message, code = error.message, error.code
-    link.try_send(encode(WorkerFailed(incarnation, message, code, trace, fault_s, scene)))
+    link.try_send(encode(WorkerFailed(incarnation, message, code, trace, fault_s, snapshot)))
     if not isinstance(error, HiserveError):
         logger.error("incarnation %d ends with exit code %d\n%s", incarnation, exit_code, trace)
     link.close(linger_ms=LAST_WORDS_MS)

@@ -28,8 +28,8 @@ from hiserve.core.request import SamplingParams
 from hiserve.engine.drafting import open_proposer
 from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners
-from hiserve.messages.readiness import GraphReport, StepCheck
-from hiserve.messages.types import GateCounts
+from hiserve.ipc.graph_report import GraphReport, StepCheck
+from hiserve.ipc.messages import GateCounts
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import ModelConfig
 from hiserve.models.decoder import Decoder, load_decoder

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hiserve.cache.index.tier import Tier
 from hiserve.config import Config
 from hiserve.core.endpoints import endpoint_of
-from hiserve.messages.channels import Broadcast
-from hiserve.messages.kv_events import Change, Cleared, Removed, Stored
-from hiserve.messages.publisher import Publisher
+from hiserve.ipc.channel import PublishChannel
+from hiserve.ipc.kv_events import Change, Cleared, Removed, Stored
+from hiserve.ipc.publisher import Publisher
 
 # Routers know no other words; the device is a GPU to them on a machine without one, too.
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED"}
@@ -67,7 +67,7 @@ def open_kv_events(config: Config, replica: int) -> KvEventSender | None:
     if given is None:
         return None
     num_replicas = config.parallel.replicas
-    broadcast = Broadcast(
+    broadcast = PublishChannel(
         endpoint_of(given, replica, num_replicas),
         None if replay is None else endpoint_of(replay, replica, num_replicas),
         setting="kv_events",

@@ -16,9 +16,9 @@ from hiserve.engine.planner import Planner
 from hiserve.engine.step_timer import StepTimer
 from hiserve.engine.updates import RequestUpdates
 from hiserve.engine.waiting_queue import Request
-from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
-from hiserve.messages.lives import Scene
-from hiserve.messages.types import Admit, GateCounts, WorkerStats
+from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
+from hiserve.ipc.lifecycle import CrashSnapshot
+from hiserve.ipc.messages import Admit, GateCounts, WorkerStats
 from hiserve.spec.adaptive import StepCosts
 
 MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
@@ -197,11 +197,11 @@ class Engine:
         dropped = 0 if self._kv_events is None else self._kv_events.num_dropped
         return self._planner.stats(self._executor.store_stats(), dropped, self._executor.gate_counts())
 
-    def crash_snapshot(self) -> Scene:
+    def crash_snapshot(self) -> CrashSnapshot:
         """Returns what it is at, also after a step that failed; touches no device."""
         steps, pending_ops = self._planner.in_flight()
         verdict_step, verdict = self._executor.last_decision()
-        return Scene(steps, verdict, verdict_step, pending_ops)
+        return CrashSnapshot(steps, verdict, verdict_step, pending_ops)
 
     @property
     def is_copying(self) -> bool:

@@ -34,9 +34,9 @@ from hiserve.engine.tree_outline import outline
 from hiserve.engine.updates import RequestUpdates
 from hiserve.engine.waiting_queue import Request, WaitingQueue
 from hiserve.errors import EngineError, ResourceError
-from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, StoreStats, TierName
-from hiserve.messages.lives import StepScene
-from hiserve.messages.types import GateCounts, WorkerStats
+from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
+from hiserve.ipc.lifecycle import StepSnapshot
+from hiserve.ipc.messages import GateCounts, WorkerStats
 from hiserve.spec.adaptive import DraftController
 
 Int64Array = NDArray[np.int64]
@@ -199,7 +199,7 @@ class Planner:
             **self._counters,
         )
 
-    def in_flight(self) -> tuple[list[StepScene], list[int]]:
+    def in_flight(self) -> tuple[list[StepSnapshot], list[int]]:
         """Returns the steps whose results are not in, and the copies that have not ended, by number."""
         steps = [step_snapshot(step.plan, step.rows, step.admissions, self._rows) for step in self._in_flight]
         return steps, [op.number for op in self._cache.ops]

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from hiserve.core.plan import Int32Array
 from hiserve.engine.updates import RequestUpdates
-from hiserve.messages.channels import PollingChannel
-from hiserve.messages.coalesce import UNREPORTED, Coalescer
-from hiserve.messages.codec import Frames, encode, split_digests
-from hiserve.messages.types import CacheFlushed, CacheInspected, Ready, StepReport, Tokens, WorkerStats
+from hiserve.ipc.channel import PollingChannel
+from hiserve.ipc.coalesce import UNREPORTED, Coalescer
+from hiserve.ipc.codec import Frames, encode, split_digests
+from hiserve.ipc.messages import CacheFlushed, CacheInspected, Ready, StepReport, Tokens, WorkerStats
 
 
 class ReportSender:

@@ -18,12 +18,12 @@ from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
 from hiserve.engine.loop import EngineFacts
 from hiserve.engine.report_sender import ReportSender
 from hiserve.engine.updates import RequestUpdates
-from hiserve.messages.cache import NodeFacts, TierName
-from hiserve.messages.channels import PeerGoneError, PollingChannel
-from hiserve.messages.child import log_to_stderr, meet_parent
-from hiserve.messages.codec import Decoder, MalformedError, Received
-from hiserve.messages.lives import Scene
-from hiserve.messages.types import (
+from hiserve.ipc.cache_stats import NodeFacts, TierName
+from hiserve.ipc.channel import PeerGoneError, PollingChannel
+from hiserve.ipc.child import log_to_stderr, meet_parent
+from hiserve.ipc.codec import MalformedError, MessageDecoder, Received
+from hiserve.ipc.lifecycle import CrashSnapshot
+from hiserve.ipc.messages import (
     Admit,
     CacheFlushed,
     CacheInspected,
@@ -76,7 +76,7 @@ class ServedEngine(Protocol):
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""
 
-    def crash_snapshot(self) -> Scene:
+    def crash_snapshot(self) -> CrashSnapshot:
         """Returns what it is at, also after a step that failed; touches no device."""
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class WorkerService:
         self._channel = channel
         self._incarnation = incarnation
         self._sender = ReportSender(channel, incarnation)
-        self._decoder = Decoder[ToWorker](ToWorker)
+        self._decoder = MessageDecoder[ToWorker](ToWorker)
         self._stop_at_s = math.inf
         self._told: WorkerStats | None = None
         self._told_s = 0.0
@@ -186,7 +186,7 @@ def serve(endpoint: str, build: Callable[[Config, int, int, Findings], ServedEng
     """
     link, frames = meet_parent(endpoint, signal.SIGKILL)
     faulthandler.register(signal.SIGUSR1)  # a supervisor that finds it hanging asks where
-    configure = Decoder[Configure](Configure).decode(frames).message
+    configure = MessageDecoder[Configure](Configure).decode(frames).message
     log_to_stderr(configure.config)
     try:
         engine = build(configure.config, configure.host_fd, configure.replica, configure.findings)
@@ -198,14 +198,14 @@ def serve(endpoint: str, build: Callable[[Config, int, int, Findings], ServedEng
         logger.warning("the scheduler is gone; worker %d ends", configure.replica)
         os._exit(EXIT_FAILED)
     except Exception as error:  # noqa: BLE001 - likewise
-        scene = _crash_snapshot_of(engine, configure.replica)
-        exit_with_error(link, configure.incarnation, error, exit_code=exit_code_of(error), scene=scene)
+        snapshot = _crash_snapshot_of(engine, configure.replica)
+        exit_with_error(link, configure.incarnation, error, exit_code=exit_code_of(error), snapshot=snapshot)
     engine.close()
     link.close()
     return 0
 
 
-def _crash_snapshot_of(engine: ServedEngine, replica: int) -> Scene | None:
+def _crash_snapshot_of(engine: ServedEngine, replica: int) -> CrashSnapshot | None:
     """Returns what a failed engine was at, if it can still tell."""
     try:
         return engine.crash_snapshot()

@@ -11,7 +11,7 @@ from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.transfer import TransferEngine
 from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan
-from hiserve.messages.cache import StoreStats
+from hiserve.ipc.cache_stats import StoreStats
 from hiserve.runners.gate import Loads
 
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one

@@ -8,7 +8,7 @@ from operator import attrgetter
 from hiserve.cache.index.node import Node
 from hiserve.cache.index.radix import RadixTree
 from hiserve.cache.index.tiers import STEP_SHIFT
-from hiserve.messages.cache import NodeFacts
+from hiserve.ipc.cache_stats import NodeFacts
 
 MAX_NODES = 64  # of a level
 SHOWN_DIGEST_BYTES = 8

@@ -23,10 +23,10 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
 from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
+from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.llm.prompts import Prompt, as_batch, check_tokens
-from hiserve.messages.cache import LOCAL_TIERS, TierName
 from hiserve.models.config import ModelConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts

@@ -23,8 +23,8 @@ from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
 from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import EngineError, HiserveError, UnavailableError
-from hiserve.messages.cache import TierName
-from hiserve.messages.types import Admit
+from hiserve.ipc.cache_stats import TierName
+from hiserve.ipc.messages import Admit
 from hiserve.scheduler.client import EngineClient
 from hiserve.spec.adaptive import StepCosts
 

@@ -13,12 +13,10 @@ from hiserve.config import Config, known, without_secrets
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError, UnavailableError
-from hiserve.messages.cache import LOCAL_TIERS, TierName, TreeFacts
-from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
-from hiserve.messages.failures import to_error
-from hiserve.messages.lives import Crash
-from hiserve.messages.parent import ChildProcess, wait_for_event
-from hiserve.messages.types import (
+from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName, TreeFacts
+from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
+from hiserve.ipc.lifecycle import Crash
+from hiserve.ipc.messages import (
     Abort,
     Failed,
     Flush,
@@ -37,6 +35,8 @@ from hiserve.messages.types import (
     WorkerBack,
     WorkerLost,
 )
+from hiserve.ipc.parent import ChildProcess, wait_for_event
+from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.stream import Delta, Stream
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
@@ -72,7 +72,7 @@ class EngineClient:
         self._idle.set()
         self._closed: str | None = None
         self._halted = ""
-        self._decoder = Decoder[ToClient](ToClient)
+        self._decoder = MessageDecoder[ToClient](ToClient)
 
     @classmethod
     async def start(

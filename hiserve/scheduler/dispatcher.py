@@ -22,10 +22,10 @@ from hiserve.errors import (
     RequestError,
     UnavailableError,
 )
-from hiserve.messages.coalesce import UNREPORTED
-from hiserve.messages.failures import to_error
-from hiserve.messages.lives import Replays
-from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens
+from hiserve.ipc.coalesce import UNREPORTED
+from hiserve.ipc.lifecycle import ReplayCounter
+from hiserve.ipc.messages import Admit, Generate, Ready, StepReport, Tokens
+from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.admission import Admission
 from hiserve.scheduler.drain import DrainRate
 from hiserve.scheduler.ledger import Entry, Ledger, State
@@ -86,7 +86,7 @@ class Dispatcher:
         self._drain = DrainRate()
         self.quarantine = Quarantine()
         self.index = index
-        self.replays = Replays()
+        self.replays = ReplayCounter()
         self._moved: set[int] = set()  # workers that told news of a request
         self._max_len = 0
         self._closed: HiserveError | None = None

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from hiserve.errors import HiserveError
-from hiserve.messages.lives import Scene
-from hiserve.messages.parent import ChildProcess
-from hiserve.messages.types import Ready, WorkerFacts, WorkerStats
+from hiserve.ipc.lifecycle import CrashSnapshot
+from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
+from hiserve.ipc.parent import ChildProcess
 from hiserve.scheduler.stillness import Stillness
 
 # Weights may come from a slow disk; what a worker takes longer for does not end any more.
@@ -32,7 +32,7 @@ class Incarnation:
         noticed_s: When that was known here.
         ready: What it said when it was.
         failure: Why it is being replaced.
-        scene: What it could still tell when it failed.
+        snapshot: What it could still tell when it failed.
         stats: Its latest.
     """
 
@@ -47,7 +47,7 @@ class Incarnation:
     noticed_s: float = 0.0
     ready: Ready | None = None
     failure: HiserveError | None = None
-    scene: Scene | None = None
+    snapshot: CrashSnapshot | None = None
     stats: WorkerStats = field(default_factory=WorkerStats)
 
     def facts(self) -> WorkerFacts:
@@ -86,10 +86,10 @@ class Incarnation:
         """Whether it had nothing to do a moment ago, by its own word; what it was given since is news yet to come."""
         return not self.stats.running + self.stats.waiting and self.still_s(time.monotonic()) < RECENT_S
 
-    def blame(self, failure: HiserveError, *, fault_s: float, scene: Scene | None = None) -> None:
+    def blame(self, failure: HiserveError, *, fault_s: float, snapshot: CrashSnapshot | None = None) -> None:
         """Says why it is being replaced; the first word stands."""
         if self.failure is None:
-            self.failure, self.scene = failure, scene
+            self.failure, self.snapshot = failure, snapshot
             self.fault_s, self.noticed_s = fault_s, time.monotonic()
 
     def stuck(self, now_s: float, max_still_s: float) -> str:

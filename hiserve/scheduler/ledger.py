@@ -14,9 +14,9 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import InvariantError
-from hiserve.messages.coalesce import UNREPORTED
-from hiserve.messages.codec import MalformedError
-from hiserve.messages.types import Admit, Generate
+from hiserve.ipc.coalesce import UNREPORTED
+from hiserve.ipc.codec import MalformedError
+from hiserve.ipc.messages import Admit, Generate
 
 NO_DRAFTS = DraftUse()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hiserve.core.digest import Chain, chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
-from hiserve.messages.codec import split_digests
+from hiserve.ipc.codec import split_digests
 
 HASHED_PAGES = 32
 

@@ -17,13 +17,12 @@ from hiserve.config import Config
 from hiserve.core.digest import chain_of
 from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
-from hiserve.messages.channels import AsyncChannel, Link
-from hiserve.messages.child import log_to_stderr, meet_parent
-from hiserve.messages.coalesce import Coalescer
-from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
-from hiserve.messages.failures import trace_of
-from hiserve.messages.lives import Crash
-from hiserve.messages.types import (
+from hiserve.ipc.channel import AsyncChannel, Link
+from hiserve.ipc.child import log_to_stderr, meet_parent
+from hiserve.ipc.coalesce import Coalescer
+from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
+from hiserve.ipc.lifecycle import Crash
+from hiserve.ipc.messages import (
     Abort,
     Admit,
     CacheFlushed,
@@ -49,6 +48,7 @@ from hiserve.messages.types import (
     WorkerBack,
     WorkerLost,
 )
+from hiserve.ipc.wire_errors import trace_of
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import POLICIES
 from hiserve.scheduler.prefix_index import PrefixIndex
@@ -78,7 +78,7 @@ class Service:
         loop.set_exception_handler(self._broken)
         loop.add_signal_handler(PARENT_DIED, self._end, 0)
         self._page_size = config.cache.page_size
-        self._decoder = Decoder[ToScheduler](ToScheduler)
+        self._decoder = MessageDecoder[ToScheduler](ToScheduler)
         self._late = Coalescer()
         self._num_malformed = 0
         self._abandoned: set[int] = set()
@@ -271,7 +271,7 @@ async def _serve(config: Config, link: Link, worker_command: Sequence[str]) -> i
 def main(endpoint: str, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Runs the process; returns its exit code."""
     link, frames = meet_parent(endpoint, PARENT_DIED)
-    config = Decoder[Config](Config).decode(frames).message
+    config = MessageDecoder[Config](Config).decode(frames).message
     log_to_stderr(config)
     return int(uvloop.run(_serve(config, link, worker_command)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from hiserve.messages.lives import Recovery
+from hiserve.ipc.lifecycle import Recovery
 from hiserve.scheduler.incarnation import Incarnation
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from hiserve.messages.cache import TreeFacts
-from hiserve.messages.codec import Frames, encode
-from hiserve.messages.types import CacheFlushed, CacheInspected, FlushCache, Flushed, InspectCache, Inspected
+from hiserve.ipc.cache_stats import TreeFacts
+from hiserve.ipc.codec import Frames, encode
+from hiserve.ipc.messages import CacheFlushed, CacheInspected, FlushCache, Flushed, InspectCache, Inspected
 
 Question = FlushCache | InspectCache
 Answer = CacheFlushed | CacheInspected

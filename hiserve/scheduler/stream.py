@@ -10,7 +10,7 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError, SlowReaderError
-from hiserve.messages.coalesce import UNREPORTED
+from hiserve.ipc.coalesce import UNREPORTED
 
 TOKEN_BYTES = 36  # an int, and its place in a list
 
@@ -23,7 +23,7 @@ class Delta(msgspec.Struct):
         finish: RUNNING but in the last delta.
         cached: What of the prompt came from the cache, once; None where no worker looked.
         drafts: All drafts until now; None when nothing is new, and without speculation.
-        scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
+        scores: Of tokens, as ``ipc.messages.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
 

@@ -22,11 +22,11 @@ from hiserve.config import Config
 from hiserve.core.devices import environment_of
 from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.errors import EngineError, HiserveError, ResourceError
-from hiserve.messages.codec import Decoder, Frames, MalformedError, Received, encode
-from hiserve.messages.failures import to_error
-from hiserve.messages.lives import Crash
-from hiserve.messages.parent import ChildProcess, wait_for_event
-from hiserve.messages.types import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
+from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
+from hiserve.ipc.lifecycle import Crash
+from hiserve.ipc.messages import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
+from hiserve.ipc.parent import ChildProcess, wait_for_event
+from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.incarnation import Incarnation
 from hiserve.scheduler.recovery import Recoveries
 from hiserve.scheduler.stillness import Usage, usage_of
@@ -134,7 +134,7 @@ class Supervisor:
         self._audience = audience
         self._usage = usage
         self._patience: dict[int, int] = {}  # by replica: its limit is so many times the configured one
-        self._decoder = Decoder[FromWorker](FromWorker)
+        self._decoder = MessageDecoder[FromWorker](FromWorker)
         self._workers: dict[int, Incarnation] = {}
         self._findings: dict[int, Findings] = {}
         self._segments: list[Segment | None] = []
@@ -299,7 +299,7 @@ class Supervisor:
             unix_s=round(time.time(), 3),
             num_steps=0 if worker is None else worker.stats.steps,
             uids=loss.uids,
-            scene=None if worker is None else worker.scene,
+            scene=None if worker is None else worker.snapshot,
         )
         logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
         self._audience.worker_mourned(self.crash)
@@ -327,7 +327,7 @@ class Supervisor:
             self.num_stale += 1
         elif isinstance(message, WorkerFailed):
             failure = to_error(message.code, message.message, message.trace)
-            worker.blame(failure, fault_s=message.fault_s, scene=message.scene)
+            worker.blame(failure, fault_s=message.fault_s, snapshot=message.scene)
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)  # its exit code says more
         elif isinstance(message, Ready):
             self._welcome(worker, message)

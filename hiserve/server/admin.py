@@ -13,7 +13,7 @@ from hiserve import __version__
 from hiserve.config import without_secrets
 from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError, UnavailableError
-from hiserve.messages.types import Status, WorkerFacts
+from hiserve.ipc.messages import Status, WorkerFacts
 from hiserve.server.auth import Auth, tag_of
 from hiserve.server.bodies import Bodies
 from hiserve.server.fields import MAX_NAME_CHARS, Fields

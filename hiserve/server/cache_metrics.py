@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 
 # Value of the ``copy`` label -> its field in the stats.
 COPIES = {"load": "loads", "store": "stores", "prefetch": "prefetches", "upload": "uploads"}

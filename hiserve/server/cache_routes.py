@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from hiserve.config import Cache, known
 from hiserve.errors import RequestError, UnavailableError
-from hiserve.messages.cache import LOCAL_TIERS, TierName
-from hiserve.messages.types import WorkerFacts
+from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
+from hiserve.ipc.messages import WorkerFacts
 from hiserve.server.auth import Auth
 from hiserve.server.gate import Gate
 from hiserve.server.shapes import json_response

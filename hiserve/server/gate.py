@@ -13,9 +13,9 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError, UnavailableError
-from hiserve.messages.cache import TierName, TreeFacts
-from hiserve.messages.lives import Crash
-from hiserve.messages.types import Started, Status
+from hiserve.ipc.cache_stats import TierName, TreeFacts
+from hiserve.ipc.lifecycle import Crash
+from hiserve.ipc.messages import Started, Status
 
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 MAX_FAILURES = 8
@@ -32,7 +32,7 @@ class Delta(Protocol):
         finish: RUNNING until the last delta.
         cached: What of the prompt came from the cache, once; None where no worker looked.
         drafts: All drafts until now; None when nothing is new, and without speculation.
-        scores: Of tokens, as ``messages.types.Tokens`` says; those of a prompt come before its first token.
+        scores: Of tokens, as ``ipc.messages.Tokens`` says; those of a prompt come before its first token.
         queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
     """
 

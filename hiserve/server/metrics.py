@@ -13,7 +13,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.types import Status, WorkerFacts, WorkerStats
+from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
 from hiserve.server.cache_metrics import CacheMetrics
 from hiserve.server.draft_metrics import DraftMetrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from hiserve.messages.lives import Recovery, ReplayStats
+from hiserve.ipc.lifecycle import Recovery, ReplayStats
 
 
 class RecoveryMetrics:

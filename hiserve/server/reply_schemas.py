@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from hiserve.messages.cache import CopyStats, StoreStats, TierStats, TreeFacts
+from hiserve.ipc.cache_stats import CopyStats, StoreStats, TierStats, TreeFacts
 
 
 class ErrorFields(msgspec.Struct):

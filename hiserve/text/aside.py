@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
-from hiserve.messages.codec import Frames
-from hiserve.messages.parent import ChildProcess
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.parent import ChildProcess
 from hiserve.text.bodies import Sizes, unpack_slim
 from hiserve.text.chat import ChatRequest
 from hiserve.text.template import TOO_SLOW, ChatTemplate, Sources

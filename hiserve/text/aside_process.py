@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.messages.channels import PeerGoneError, PollingChannel
-from hiserve.messages.child import meet_parent
-from hiserve.messages.codec import Frames
+from hiserve.ipc.channel import PeerGoneError, PollingChannel
+from hiserve.ipc.child import meet_parent
+from hiserve.ipc.codec import Frames
 from hiserve.text.aside import Done, Job, Refused, Rendering, Setup, Slim
 from hiserve.text.bodies import slim
 from hiserve.text.template import ChatTemplate

@@ -11,7 +11,7 @@ import torch
 from hiserve.core.plan import Scores
 from hiserve.core.request import SamplingParams
 from hiserve.engine.loop import Engine
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.models import load_transformers
 from tests.helpers.oracle import Subject, engine_of, make_subject
 

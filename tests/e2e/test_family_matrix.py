@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from hiserve.models.config import NANO, find_model
 from tests.helpers.cache_paths import SETTINGS, Case, Work, answer, ask, host_hits, pairwise, pool, store_hits
 from tests.helpers.cramped_paths import preemption, storm

@@ -25,7 +25,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
-from hiserve.messages.cache import CopyStats
+from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.messages import WorkerStats
 from tests.helpers.tiered import check_whole, engine_of
 
 PAGE = 16

@@ -19,8 +19,8 @@ import uvloop
 from hiserve.config import make_config
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, HiserveError, ModelError, UnavailableError
-from hiserve.messages.codec import Received
-from hiserve.messages.types import Halted
+from hiserve.ipc.codec import Received
+from hiserve.ipc.messages import Halted
 from hiserve.scheduler import client as client_module
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import CRASH, KILL, LIE, reply

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.e2e.live import Live, serve
 from tests.faults.harness import body_of
 from tests.helpers.tiered import check_whole, counts_of, engine_of

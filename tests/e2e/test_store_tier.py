@@ -16,7 +16,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.cache.pools.sim_store import Fault, SimStore, Step
 from hiserve.config import make_config
 from hiserve.engine import build, store_prefetch
-from hiserve.messages.types import Admit, WorkerStats
+from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.models.shapes import read_model
 from tests.helpers.tiered import cache_of, check_whole, engine_of, rest
 

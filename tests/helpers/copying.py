@@ -16,7 +16,7 @@ from hiserve.core.reuse import CacheUse
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 
 FILLER = 1  # what the fake model says; no prompt should have it
 

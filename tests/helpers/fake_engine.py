@@ -24,9 +24,9 @@ from hiserve.core.reuse import CacheUse
 from hiserve.engine.loop import EngineFacts
 from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import ModelError
-from hiserve.messages.cache import LOCAL_TIERS, NodeFacts, TierName
-from hiserve.messages.lives import Scene, StepScene
-from hiserve.messages.types import Admit, WorkerStats
+from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, TierName
+from hiserve.ipc.lifecycle import CrashSnapshot, StepSnapshot
+from hiserve.ipc.messages import Admit, WorkerStats
 
 CRASH = 900001  # the step that runs this request raises
 KILL = 900002  # the step that runs this request ends the process as kill -9 would
@@ -176,8 +176,8 @@ class FakeEngine:
     def is_copying(self) -> bool:
         return False
 
-    def crash_snapshot(self) -> Scene:
-        return Scene([StepScene(self._num_steps, sorted(self._requests), len(self._requests), 0, [], [])])
+    def crash_snapshot(self) -> CrashSnapshot:
+        return CrashSnapshot([StepSnapshot(self._num_steps, sorted(self._requests), len(self._requests), 0, [], [])])
 
     def close(self) -> None:
         self._requests.clear()

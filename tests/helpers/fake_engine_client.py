@@ -14,9 +14,9 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
-from hiserve.messages.cache import NodeFacts, TierName, TreeFacts
-from hiserve.messages.lives import Crash, Recovery, ReplayStats
-from hiserve.messages.types import Started, Status, WorkerFacts, WorkerStats
+from hiserve.ipc.cache_stats import NodeFacts, TierName, TreeFacts
+from hiserve.ipc.lifecycle import Crash, Recovery, ReplayStats
+from hiserve.ipc.messages import Started, Status, WorkerFacts, WorkerStats
 
 
 class FakeDelta(msgspec.Struct):

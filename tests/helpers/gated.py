@@ -14,7 +14,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan, TableWrites
 from hiserve.engine.loop import Engine
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from hiserve.runners.gate import Verdict
 from tests.helpers import cuda
 from tests.helpers.tiered import engine_of, rest, transfers_of

@@ -16,7 +16,7 @@ from hiserve.core.plan import RowAdmit
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from hiserve.models.config import NANO, find_model
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample

@@ -10,7 +10,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
-from hiserve.messages.types import Admit, Generate, Ready, StepReport, Tokens, WorkerStats
+from hiserve.ipc.messages import Admit, Generate, Ready, StepReport, Tokens, WorkerStats
 
 PAGE_SIZE = 4
 NAMESPACE = b"n" * 16

@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 
-from hiserve.messages.channels import Link
-from hiserve.messages.child import meet_parent
-from hiserve.messages.codec import Decoder, Frames, encode
-from hiserve.messages.lives import Scene, StepScene
-from hiserve.messages.types import Configure, Ready, StepReport, WorkerFailed, WorkerStats
+from hiserve.ipc.channel import Link
+from hiserve.ipc.child import meet_parent
+from hiserve.ipc.codec import Frames, MessageDecoder, encode
+from hiserve.ipc.lifecycle import CrashSnapshot, StepSnapshot
+from hiserve.ipc.messages import Configure, Ready, StepReport, WorkerFailed, WorkerStats
 
 
 def say(link: Link, frames: Frames) -> None:
@@ -30,7 +30,7 @@ def report(incarnation: int, uid: int, *, running: int = 0) -> Frames:
 
 def main() -> None:
     link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
-    configure = Decoder[Configure](Configure).decode(frames).message
+    configure = MessageDecoder[Configure](Configure).decode(frames).message
     own, model = configure.incarnation, configure.config.model.model
     ready = encode(Ready(own, 0, 4, 64, 10, 16, b"n" * 16, {}))
     if model == "mute":  # with work that does not get on
@@ -44,9 +44,9 @@ def main() -> None:
             pass
     elif model == "last words" and own == 1:
         say(link, ready)
-        scene = Scene([StepScene(7, [1, 2], 5, 0, [], [])], "replay of 4: decode", 7, [3])
+        snapshot = CrashSnapshot([StepSnapshot(7, [1, 2], 5, 0, [], [])], "replay of 4: decode", 7, [3])
         say(link, report(own, 1))
-        words = WorkerFailed(own, "CUDA error: gone", "engine_error", "the trace", time.monotonic(), scene)
+        words = WorkerFailed(own, "CUDA error: gone", "engine_error", "the trace", time.monotonic(), snapshot)
         say(link, encode(words))
         link.close(linger_ms=1000)
         os._exit(71)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hiserve import LLM, SamplingParams
+from hiserve.ipc.messages import WorkerStats
 from hiserve.kernels.reference import gumbel
 from hiserve.kernels.step_reference import SAMPLE_STREAM
-from hiserve.messages.types import WorkerStats
 from hiserve.models.config import NANO, find_model
 from tests.helpers import cuda
 from tests.helpers.margin import MAX_SHARE, as_tensor, margin, shape_difference, teacher_forced

@@ -9,7 +9,7 @@ from hiserve import LLM
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.pools.host import HostPool
 from hiserve.engine.loop import Engine
-from hiserve.messages.cache import CacheStats
+from hiserve.ipc.cache_stats import CacheStats
 from tests.helpers.tiers import squeeze, squeeze_host
 
 MAX_REST_S = 30.0

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from hiserve.engine.kv_event_sender import KvEventSender
-from hiserve.messages.kv_events import Change, encode_batch
+from hiserve.ipc.kv_events import Change, encode_batch
 from tests.helpers.kv_mirror import Mirror
 from tests.invariants.index_model import Place
 from tests.invariants.tier_checks import digest

@@ -14,7 +14,7 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.core.request import SamplingParams
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.copying import FILLER, CopyingExecutor
 
 TRACE = Path(__file__).parent.parent / "data" / "conversation_trace_500.jsonl.gz"

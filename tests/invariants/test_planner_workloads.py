@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.echo import VOCAB, oracle, oracle_scores
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages

@@ -14,7 +14,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages

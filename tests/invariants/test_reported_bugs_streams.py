@@ -24,7 +24,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 
 PAGE = 16
 SEED = 5

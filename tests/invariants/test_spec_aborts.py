@@ -12,7 +12,7 @@ import pytest
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.updates import RequestUpdates
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages

@@ -13,7 +13,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.copies import CopyKind
 from hiserve.core.plan import StepFault
 from hiserve.core.request import FinishReason
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 
 PLAN = {
     "step": "step_id",

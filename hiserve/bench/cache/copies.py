@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from hiserve.bench.http import Pool
-from hiserve.messages.cache import CopyStats
+from hiserve.ipc.cache_stats import CopyStats
 
 KINDS = ("loads", "stores", "prefetches", "uploads")
 PATH = "/cache/stats"

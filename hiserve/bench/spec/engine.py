@@ -12,7 +12,7 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import COLD
 from hiserve.errors import ConfigError
-from hiserve.messages.cache import TierName
+from hiserve.ipc.cache_stats import TierName
 from hiserve.spec.adaptive import StepCosts
 
 Tokens = list[int]

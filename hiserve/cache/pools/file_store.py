@@ -21,7 +21,7 @@ from pathlib import Path
 from hiserve.cache.pools.keys import read_secret
 from hiserve.cache.pools.store import HEADER_BYTES, is_intact, seal
 from hiserve.errors import ConfigError
-from hiserve.messages.cache import StoreStats
+from hiserve.ipc.cache_stats import StoreStats
 
 MARKER = "hiserve-store"
 MARKER_TEXT = "hiserve page store, version 1\n"

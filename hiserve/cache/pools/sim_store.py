@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hiserve.cache.pools.store import HEADER_BYTES, is_intact, seal
-from hiserve.messages.cache import StoreStats
+from hiserve.ipc.cache_stats import StoreStats
 
 
 class Fault(Enum):

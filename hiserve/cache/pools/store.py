@@ -8,7 +8,7 @@ from typing import Protocol
 
 from hiserve.cache.pools.keys import KEY_BYTES
 from hiserve.cache.pools.records import page_checksum
-from hiserve.messages.cache import StoreStats
+from hiserve.ipc.cache_stats import StoreStats
 
 HEADER_BYTES = 64
 

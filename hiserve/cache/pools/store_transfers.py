@@ -15,7 +15,7 @@ from hiserve.cache.pools.store import PageStore
 from hiserve.core.copies import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.core.faults import fault_of
 from hiserve.errors import InvariantError
-from hiserve.messages.cache import StoreStats
+from hiserve.ipc.cache_stats import StoreStats
 
 NOT_DELIVERED = "not_delivered"
 REFUSED = "store_refused"

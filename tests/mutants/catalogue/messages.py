@@ -1,13 +1,13 @@
 """Messages between processes and to routers."""
 
-from hiserve.messages import channels, child, codec, parent
-from tests.unit.messages import test_channels, test_codec, test_strangers
+from hiserve.ipc import channel, child, codec, parent
+from tests.unit.ipc import test_channel, test_codec, test_strangers
 
 with codec._check_columns, test_codec.test_columns_that_contradict_each_other_are_malformed:
     "INV 62: columns of different lengths are accepted"
     (counts, finishes, message.cached, message.drafts, words)
     (counts, finishes, words)
-with codec.Decoder.decode, test_codec.test_neither_depth_nor_announced_sizes_get_through:
+with codec.MessageDecoder.decode, test_codec.test_neither_depth_nor_announced_sizes_get_through:
     "INV 62: deep nesting escapes the decoder"
     RecursionError
     KeyError
@@ -19,7 +19,7 @@ with child.meet_parent, test_strangers.test_a_child_whose_parent_never_listens_e
     "INV 17: a child waits without end for a dead parent"
     wait_for_listener(endpoint, MEET_S, lambda: os.getppid() == parent)
     wait_for_listener(endpoint, 60 * MEET_S, lambda: True)
-with channels.PollingChannel.receive, test_channels.test_what_the_dead_said_is_delivered_before_they_are_reported_gone:
+with channel.PollingChannel.receive, test_channel.test_what_the_dead_said_is_delivered_before_they_are_reported_gone:
     "INV 10: the last messages of a dead process are lost"
     is_gone and (not batch)
     is_gone

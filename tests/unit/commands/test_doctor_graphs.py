@@ -16,7 +16,7 @@ from hiserve.commands.graph_scan import Allowed, Finding, Scan
 from hiserve.config import make_config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
-from hiserve.messages.readiness import GraphReport, StepCheck
+from hiserve.ipc.graph_report import GraphReport, StepCheck
 from hiserve.models.shapes import read_model
 
 ON_CUDA, ON_CPU = make_config(device="cuda"), make_config(device="cpu")

@@ -19,7 +19,7 @@ from hiserve.bench.cache.copies import ReplicaCache
 from hiserve.commands import serve
 from hiserve.commands.top_board import draw
 from hiserve.commands.top_frames import WINDOW_S, Frame, History, Info, Load
-from hiserve.messages.cache import CopyStats
+from hiserve.ipc.cache_stats import CopyStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
 from tests.helpers.running import Running

@@ -13,7 +13,7 @@ from hiserve.cache.index.tier import Tier
 from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.reuse import CacheUse
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from tests.helpers.engines import echo_engine
 from tests.helpers.tiers import backed, demoted, load, new_cache, prompt, serve, squeeze, take
 

@@ -11,7 +11,7 @@ from hiserve.core.reuse import SOURCES, CacheUse
 from hiserve.engine.draft_counts import DraftCounts
 from hiserve.engine.loop import Engine
 from hiserve.engine.rows import RowState
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 

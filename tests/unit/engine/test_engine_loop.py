@@ -14,7 +14,7 @@ from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.loop import MAX_ACK_WAIT_S, Engine
 from hiserve.errors import InvariantError
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 

@@ -11,7 +11,7 @@ import torch
 from hiserve.core.request import SamplingParams
 from hiserve.engine.fatal import EXIT_DEVICE, EXIT_STEP, exit_code_of
 from hiserve.errors import EngineError
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.engines import echo_engine
 
 
@@ -60,7 +60,7 @@ def test_the_scene_names_the_steps_in_flight_and_their_requests(depth: int, monk
     monkeypatch.setattr(executor, "submit", fail)
     with pytest.raises(RuntimeError, match="gone"):
         engine.step()
-    scene = engine.crash_snapshot()
-    assert [step.uids for step in scene.steps] == [[4, 9]] * (1 + depth)
-    assert [step.num_tokens for step in scene.steps] == [2] * (1 + depth)
-    assert [step.step for step in scene.steps] == list(range(2, 3 + depth))
+    snapshot = engine.crash_snapshot()
+    assert [step.uids for step in snapshot.steps] == [[4, 9]] * (1 + depth)
+    assert [step.num_tokens for step in snapshot.steps] == [2] * (1 + depth)
+    assert [step.step for step in snapshot.steps] == list(range(2, 3 + depth))

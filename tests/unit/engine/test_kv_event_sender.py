@@ -12,8 +12,8 @@ from hiserve.core.copies import CopyKind
 from hiserve.core.request import SamplingParams
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine
-from hiserve.messages.kv_events import Change, Cleared, Removed, Stored
-from hiserve.messages.types import Admit
+from hiserve.ipc.kv_events import Change, Cleared, Removed, Stored
+from hiserve.ipc.messages import Admit
 from tests.helpers.engines import echo_engine
 from tests.helpers.kv_mirror import Mirror
 from tests.helpers.tiers import PAGE_SIZE, TENANT, new_cache, prompt, serve, squeeze, store, take

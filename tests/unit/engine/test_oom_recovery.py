@@ -13,7 +13,7 @@ from hiserve.engine.loop import Engine
 from hiserve.engine.oom_recovery import MAX_SMALLEST, MAX_UNDONE
 from hiserve.engine.step_backoff import GROW_AFTER
 from hiserve.errors import ResourceError
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 from tests.helpers.steps import Steps

@@ -13,7 +13,7 @@ from hiserve.engine import host_loads
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.engine.oom_recovery import LOAD_FAILED
-from hiserve.messages.types import Admit
+from hiserve.ipc.messages import Admit
 from hiserve.scheduler.prefix_index import PrefixIndex
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine

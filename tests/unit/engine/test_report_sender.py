@@ -7,8 +7,8 @@ import numpy as np
 from hiserve.core.reuse import CacheUse
 from hiserve.engine.report_sender import ReportSender
 from hiserve.engine.updates import RequestUpdates
-from hiserve.messages.codec import Decoder, Frames, Received
-from hiserve.messages.types import CacheFlushed, FromWorker, StepReport, WorkerStats
+from hiserve.ipc.codec import Frames, MessageDecoder, Received
+from hiserve.ipc.messages import CacheFlushed, FromWorker, StepReport, WorkerStats
 
 
 class FakeChannel:
@@ -24,7 +24,7 @@ class FakeChannel:
         return self.is_writable
 
     def received(self) -> list[Received[FromWorker]]:
-        return [Decoder[FromWorker](FromWorker).decode(frames) for frames in self.sent]
+        return [MessageDecoder[FromWorker](FromWorker).decode(frames) for frames in self.sent]
 
 
 def report(

@@ -18,10 +18,10 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine import service
 from hiserve.engine.service import WorkerService
 from hiserve.engine.updates import RequestUpdates
-from hiserve.messages.cache import LOCAL_TIERS
-from hiserve.messages.channels import Link, PeerGoneError, PollingChannel
-from hiserve.messages.codec import Decoder, MalformedError, Received, encode
-from hiserve.messages.types import (
+from hiserve.ipc.cache_stats import LOCAL_TIERS
+from hiserve.ipc.channel import Link, PeerGoneError, PollingChannel
+from hiserve.ipc.codec import MalformedError, MessageDecoder, Received, encode
+from hiserve.ipc.messages import (
     Admit,
     CacheFlushed,
     CacheInspected,
@@ -70,7 +70,7 @@ class Harness:
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self._decoder = Decoder[FromWorker](FromWorker)
+        self._decoder = MessageDecoder[FromWorker](FromWorker)
         assert isinstance(self.receive().message, Ready)
         first = self.receive().message
         assert isinstance(first, StepReport) and not first.uids
@@ -207,7 +207,7 @@ def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
     while (frames := harness.link.try_receive()) is None:
         assert time.monotonic() < deadline, "nothing was told"
         time.sleep(0.01)
-    report = Decoder[FromWorker](FromWorker).decode(frames).message
+    report = MessageDecoder[FromWorker](FromWorker).decode(frames).message
     assert isinstance(report, StepReport)
     assert (report.uids, report.stats.preemptions) == ([], 1)
     before = harness.engine.num_step_calls
@@ -232,7 +232,7 @@ def test_a_worker_says_every_second_that_it_lives(harness: Harness, monkeypatch:
         if (frames := harness.link.try_receive()) is None:
             time.sleep(0.005)
             continue
-        report = Decoder[FromWorker](FromWorker).decode(frames).message
+        report = MessageDecoder[FromWorker](FromWorker).decode(frames).message
         assert isinstance(report, StepReport)
         assert not report.uids
         steps.add(report.stats.steps)

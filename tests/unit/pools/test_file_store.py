@@ -19,7 +19,7 @@ from hiserve.cache.pools import file_store
 from hiserve.cache.pools.file_store import MARKER, MARKER_TEXT, PAUSE_S, FileStore
 from hiserve.cache.pools.store import HEADER_BYTES
 from hiserve.errors import ConfigError
-from hiserve.messages.cache import StoreStats
+from hiserve.ipc.cache_stats import StoreStats
 from tests.contract.test_page_store import PAGE_BYTES, blanks, pages
 from tests.helpers.host import make_keys
 

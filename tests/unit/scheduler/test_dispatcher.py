@@ -9,7 +9,7 @@ from hiserve.config import Scheduler
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.request import FinishReason
 from hiserve.errors import InvariantError, UnavailableError
-from hiserve.messages.codec import MalformedError
+from hiserve.ipc.codec import MalformedError
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
 from hiserve.scheduler.policy import Fcfs, LongestPrefix, Policy, Priority

@@ -13,9 +13,9 @@ import pytest
 from hiserve.config import make_config
 from hiserve.core.request import SamplingParams
 from hiserve.errors import EngineError
-from hiserve.messages.channels import Link
-from hiserve.messages.codec import Decoder, encode
-from hiserve.messages.types import Failed, Generate, Halted, Ready, StartFailed, ToClient, Tokens
+from hiserve.ipc.channel import Link
+from hiserve.ipc.codec import MessageDecoder, encode
+from hiserve.ipc.messages import Failed, Generate, Halted, Ready, StartFailed, ToClient, Tokens
 from hiserve.scheduler.process import Service
 
 pytestmark = pytest.mark.alone
@@ -30,7 +30,7 @@ class SlowClient:
         self._link = Link.bind()
         self._scheduler_link = Link.connect(self._link.endpoint)
         self.service = Service(make_config(host_cache_gib=0, **settings), self._scheduler_link, NO_WORKER)
-        self._decoder = Decoder[ToClient](ToClient)
+        self._decoder = MessageDecoder[ToClient](ToClient)
         self.news: list[str] = []
         self.num_messages = 0
         self.num_sent = 0

@@ -12,8 +12,8 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import UnavailableError
-from hiserve.messages.lives import ReplayStats
-from hiserve.messages.types import StepReport, WorkerStats
+from hiserve.ipc.lifecycle import ReplayStats
+from hiserve.ipc.messages import StepReport, WorkerStats
 from tests.helpers.outlet import ready
 from tests.unit.scheduler.test_dispatcher import ABORT, STOP, Desk
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hiserve.messages.cache import NodeFacts, TreeFacts
-from hiserve.messages.codec import Decoder, Frames
-from hiserve.messages.types import (
+from hiserve.ipc.cache_stats import NodeFacts, TreeFacts
+from hiserve.ipc.codec import Frames, MessageDecoder
+from hiserve.ipc.messages import (
     CacheFlushed,
     CacheInspected,
     FlushCache,
@@ -28,10 +28,10 @@ class Asked:
         self.rounds = Rounds(self._send, self._tell)
 
     def _send(self, replica: int, frames: Frames) -> None:
-        self.sent.append((replica, Decoder[ToWorker](ToWorker).decode(frames).message))
+        self.sent.append((replica, MessageDecoder[ToWorker](ToWorker).decode(frames).message))
 
     def _tell(self, frames: Frames) -> None:
-        self.told.append(Decoder[ToClient](ToClient).decode(frames).message)
+        self.told.append(MessageDecoder[ToClient](ToClient).decode(frames).message)
 
 
 def test_the_client_is_answered_when_the_last_worker_has_answered() -> None:

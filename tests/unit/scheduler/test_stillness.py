@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.messages.types import Ready, WorkerStats
+from hiserve.ipc.messages import Ready, WorkerStats
 from hiserve.scheduler.incarnation import Incarnation
 from hiserve.scheduler.stillness import Stillness, Usage, usage_of
 

@@ -22,10 +22,10 @@ import pytest
 from hiserve.config import make_config
 from hiserve.core.devices import VISIBLE_DEVICES
 from hiserve.errors import ConfigError, HiserveError, ResourceError
-from hiserve.messages.codec import Received
-from hiserve.messages.lives import Crash
-from hiserve.messages.parent import wait_for_event
-from hiserve.messages.types import FromWorker, Ready, StepReport
+from hiserve.ipc.codec import Received
+from hiserve.ipc.lifecycle import Crash
+from hiserve.ipc.messages import FromWorker, Ready, StepReport
+from hiserve.ipc.parent import wait_for_event
 from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.stillness import Usage, usage_of
 from hiserve.scheduler.supervisor import Loss, Supervisor

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from hiserve.errors import EngineError
-from hiserve.messages.lives import Crash
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.lifecycle import Crash
+from hiserve.ipc.messages import WorkerStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import REPLY, Server, make_server
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hiserve.messages.cache import CacheStats, CopyStats, StoreStats, TierStats
-from hiserve.messages.types import Status, WorkerFacts, WorkerStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
 from hiserve.server.metrics import Metrics
 from tests.unit.server.conftest import Server
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.messages.cache import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, NodeFacts, StoreStats, TierStats
+from hiserve.ipc.messages import WorkerStats
 from hiserve.server import reply_schemas as replies
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server

@@ -8,7 +8,7 @@ import pytest
 
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, OverloadedError
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.messages import WorkerStats
 from hiserve.server import health
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server

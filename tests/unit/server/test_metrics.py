@@ -9,9 +9,9 @@ import pytest
 from hiserve.core.request import FinishReason
 from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
-from hiserve.messages.cache import CacheStats, TierStats
-from hiserve.messages.lives import Recovery, ReplayStats
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.cache_stats import CacheStats, TierStats
+from hiserve.ipc.lifecycle import Recovery, ReplayStats
+from hiserve.ipc.messages import WorkerStats
 from hiserve.server.aliases import ALIASES
 from hiserve.server.metrics import Meter, Metrics
 from tests.helpers.fake_engine_client import FakeEngineClient

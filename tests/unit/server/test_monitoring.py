@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hiserve.messages.cache import CacheStats, CopyStats
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.cache_stats import CacheStats, CopyStats
+from hiserve.ipc.messages import WorkerStats
 from tests.unit.server.conftest import Server
 
 FOLDER = Path(__file__).parents[3] / "examples" / "monitoring"

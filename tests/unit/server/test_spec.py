@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SpecParams
-from hiserve.messages.types import WorkerStats
+from hiserve.ipc.messages import WorkerStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
 

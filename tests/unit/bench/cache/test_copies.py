@@ -10,7 +10,7 @@ import pytest
 
 from hiserve.bench.cache.copies import Caches, Copied, ReplicaCache, copied, read_caches, sum_copies
 from hiserve.bench.http import Pool
-from hiserve.messages.cache import CopyStats
+from hiserve.ipc.cache_stats import CopyStats
 from tests.helpers.fake_server import Asked, FakeServer, Out
 
 

@@ -11,7 +11,7 @@ from hiserve.core.digest import DIGEST_BYTES
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.errors import HiserveError
-from hiserve.messages.types import Admit, Generate, StepReport, Tokens
+from hiserve.ipc.messages import Admit, Generate, StepReport, Tokens
 
 Frames = list[bytes]
 MessageT = TypeVar("MessageT")
@@ -63,7 +63,7 @@ def encode(message: msgspec.Struct, *arrays: Int32Array | bytes) -> Frames:
     return frames
 
 
-class Decoder(Generic[MessageT]):
+class MessageDecoder(Generic[MessageT]):
     """Decodes the messages of one direction.
 
     Args:

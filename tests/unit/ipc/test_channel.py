@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hiserve.errors import ResourceError
-from hiserve.messages.channels import HIGH_WATER_MARK, AsyncChannel, Link, PeerGoneError, PollingChannel
-from hiserve.messages.codec import Frames
+from hiserve.ipc.channel import HIGH_WATER_MARK, AsyncChannel, Link, PeerGoneError, PollingChannel
+from hiserve.ipc.codec import Frames
 
 pytestmark = pytest.mark.alone
 

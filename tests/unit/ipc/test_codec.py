@@ -14,8 +14,8 @@ from hiserve.config import Config
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.codec import Decoder, MalformedError, encode, split_digests
-from hiserve.messages.types import (
+from hiserve.ipc.codec import MalformedError, MessageDecoder, encode, split_digests
+from hiserve.ipc.messages import (
     Abort,
     Admit,
     Configure,
@@ -52,7 +52,7 @@ def report(**changes: object) -> StepReport:
 
 def test_a_message_with_tokens_survives_the_wire() -> None:
     message = Generate(7, SamplingParams(temperature=0.5, seed=2**63 - 1), b"\x00tenant", 1)
-    received = Decoder[ToScheduler](ToScheduler).decode(encode(message, TOKENS))
+    received = MessageDecoder[ToScheduler](ToScheduler).decode(encode(message, TOKENS))
     assert received.message == message
     assert received.tokens.tolist() == TOKENS.tolist()
     assert received.tokens.dtype == np.int32
@@ -60,7 +60,7 @@ def test_a_message_with_tokens_survives_the_wire() -> None:
 
 
 def test_a_report_carries_tokens_scores_and_both_lists_of_digests() -> None:
-    received = Decoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 32, b"r" * 16))
+    received = MessageDecoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 32, b"r" * 16))
     assert received.message == report()
     assert received.tokens.tolist() == TOKENS.tolist()
     assert received.scores == SCORES
@@ -70,13 +70,13 @@ def test_a_report_carries_tokens_scores_and_both_lists_of_digests() -> None:
 
 def test_a_configuration_survives_the_wire() -> None:
     message = Configure(config=Config(), replica=1, incarnation=2)
-    assert Decoder[ToWorker](ToWorker).decode(encode(message)).message == message
-    assert Decoder[Config](Config).decode(encode(Config())).message == Config()
+    assert MessageDecoder[ToWorker](ToWorker).decode(encode(message)).message == message
+    assert MessageDecoder[Config](Config).decode(encode(Config())).message == Config()
 
 
 def test_tokens_that_are_a_strided_view_are_sent_in_order() -> None:
     admit = Admit(1, 2, SamplingParams(seed=1), b"", 0)
-    received = Decoder[ToWorker](ToWorker).decode(encode(admit, TOKENS[::2]))
+    received = MessageDecoder[ToWorker](ToWorker).decode(encode(admit, TOKENS[::2]))
     assert received.tokens.tolist() == [1, 2**31 - 1]
 
 
@@ -99,7 +99,7 @@ def test_tokens_that_are_a_strided_view_are_sent_in_order() -> None:
 )
 def test_malformed_frames_raise_one_typed_error(frames: list[bytes]) -> None:
     with pytest.raises(MalformedError):
-        Decoder[ToScheduler](ToScheduler).decode(frames)
+        MessageDecoder[ToScheduler](ToScheduler).decode(frames)
 
 
 @pytest.mark.parametrize(
@@ -124,28 +124,28 @@ def test_malformed_frames_raise_one_typed_error(frames: list[bytes]) -> None:
 )
 def test_columns_that_contradict_each_other_are_malformed(changes: dict[str, object]) -> None:
     with pytest.raises(MalformedError):
-        Decoder[FromWorker](FromWorker).decode(encode(report(**changes), TOKENS, SCORES, b"", b""))
+        MessageDecoder[FromWorker](FromWorker).decode(encode(report(**changes), TOKENS, SCORES, b"", b""))
 
 
 @pytest.mark.parametrize("changes", [{"queue_s": []}, {"drafts": []}, {"score_words": [1]}, {"counts": [3]}])
 def test_news_whose_columns_contradict_each_other_is_malformed(changes: dict[str, object]) -> None:
     news = Tokens([1], [4], [1], [CacheUse()], [DraftUse(1, 3, (1, 1, 0))], [3], [0.5])
     frames = encode(news, TOKENS, SCORES)
-    received = Decoder[ToClient](ToClient).decode(frames)
+    received = MessageDecoder[ToClient](ToClient).decode(frames)
     assert (received.message, received.scores) == (news, SCORES)
     with pytest.raises(MalformedError):
-        Decoder[ToClient](ToClient).decode(encode(msgspec.structs.replace(news, **changes), TOKENS, SCORES))
+        MessageDecoder[ToClient](ToClient).decode(encode(msgspec.structs.replace(news, **changes), TOKENS, SCORES))
 
 
 def test_digests_cut_short_are_malformed() -> None:
     with pytest.raises(MalformedError, match="digests"):
-        Decoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 17, b""))
+        MessageDecoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 17, b""))
 
 
 def test_an_error_keeps_the_struct_that_could_be_read() -> None:
     frames = encode(Generate(41, SamplingParams()), TOKENS)
     with pytest.raises(MalformedError) as caught:
-        Decoder[ToScheduler](ToScheduler).decode([frames[0], b"\x00"])
+        MessageDecoder[ToScheduler](ToScheduler).decode([frames[0], b"\x00"])
     assert caught.value.message == Generate(41, SamplingParams())
 
 
@@ -165,7 +165,7 @@ VALID = [
     encode(Status(1, 1, 1, [WorkerFacts(0, 1, 1, {"load": 1.0}, 1, WorkerStats())])),
     encode(Failed(1, 500, "x", "broke")),
 ]
-KINDS = [Decoder[object](kinds) for kinds in (ToScheduler, ToClient, ToWorker, FromWorker, Config)]
+KINDS = [MessageDecoder[object](kinds) for kinds in (ToScheduler, ToClient, ToWorker, FromWorker, Config)]
 
 
 def decode_everywhere(frames: list[bytes]) -> None:

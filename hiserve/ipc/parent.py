@@ -8,9 +8,9 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 
 from hiserve.errors import ResourceError
-from hiserve.messages.channels import AsyncChannel, Link
-from hiserve.messages.codec import Frames
-from hiserve.messages.endpoints import new_endpoint, remove
+from hiserve.ipc.channel import AsyncChannel, Link
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.endpoints import new_endpoint, remove
 
 LAST_WORDS_S = 0.5
 

@@ -10,13 +10,13 @@ import numpy as np
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.types import Tokens
+from hiserve.ipc.messages import Tokens
 
 UNREPORTED = -1
 
 
 @dataclass(slots=True)
-class _Row:
+class _Merged:
     finish: int = 0
     cached: CacheUse | None = None
     drafts: DraftUse | None = None
@@ -32,7 +32,7 @@ class Coalescer:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _Merged] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -50,7 +50,7 @@ class Coalescer:
         at = score_at = 0
         columns = (news.uids, news.counts, news.finishes, news.cached, news.drafts, news.score_words, news.queue_s)
         for uid, count, finish, cached, drafts, words, queue_s in zip(*columns, strict=True):
-            row = self._rows.setdefault(uid, _Row())
+            row = self._rows.setdefault(uid, _Merged())
             row.tokens.frombytes(tokens[at : at + count].tobytes())
             row.scores += scores[score_at : score_at + WORD_BYTES * words]
             row.finish = finish

@@ -15,10 +15,10 @@ import pytest
 import zmq
 
 from hiserve.errors import InvariantError, ResourceError
-from hiserve.messages import channels
-from hiserve.messages.channels import MAX_UNREAD_NEWS, Broadcast
-from hiserve.messages.kv_events import MAX_KEPT_BATCHES, Cleared, Removed
-from hiserve.messages.publisher import Publisher
+from hiserve.ipc import channel
+from hiserve.ipc.channel import MAX_UNREAD_NEWS, PublishChannel
+from hiserve.ipc.kv_events import MAX_KEPT_BATCHES, Cleared, Removed
+from hiserve.ipc.publisher import Publisher
 from tests.helpers.kv_mirror import Reader
 
 pytestmark = pytest.mark.alone
@@ -31,8 +31,8 @@ class Setup:
         self.events, self.replays = f"ipc://{folder}/events", f"ipc://{folder}/replays"
         self._open: list[Any] = []
 
-    def broadcast(self) -> Broadcast:
-        return Broadcast(self.events, self.replays, setting="kv_events", questions_setting="kv_events_replay")
+    def broadcast(self) -> PublishChannel:
+        return PublishChannel(self.events, self.replays, setting="kv_events", questions_setting="kv_events_replay")
 
     def publisher(self, **options: Any) -> Publisher:
         made = Publisher(self.broadcast(), page_size=2, replica=1, **{"heartbeat_s": 60.0, **options})
@@ -216,7 +216,7 @@ def test_a_question_that_is_nonsense_harms_nobody(setup: Setup) -> None:
 class Held:
     """A broadcast that keeps its thread waiting as long as the gate is shut."""
 
-    def __init__(self, broadcast: Broadcast) -> None:
+    def __init__(self, broadcast: PublishChannel) -> None:
         self._broadcast = broadcast
         self.gate = threading.Event()
         self.gate.set()
@@ -261,7 +261,7 @@ def test_a_thread_that_failed_is_heard_of(setup: Setup) -> None:
 
 def refused(events: str, replays: str | None = None) -> ResourceError:
     with pytest.raises(ResourceError) as raised:
-        Broadcast(events, replays, setting="kv_events", questions_setting="kv_events_replay")
+        PublishChannel(events, replays, setting="kv_events", questions_setting="kv_events_replay")
     return raised.value
 
 
@@ -303,7 +303,7 @@ def test_a_socket_that_a_killed_server_left_is_no_hindrance(tmp_path: Path) -> N
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     assert path.is_socket()
-    Broadcast(f"ipc://{path}", None, setting="kv_events", questions_setting="kv_events_replay").close()
+    PublishChannel(f"ipc://{path}", None, setting="kv_events", questions_setting="kv_events_replay").close()
 
 
 @pytest.mark.parametrize("endpoint", ["ipc:///nowhere/at/all", "tcp://192.0.2.1:5557", "ipc:///tmp/" + "x" * 200])
@@ -315,8 +315,8 @@ def test_the_loopback_of_the_sixth_version_can_be_used() -> None:
     with socket.socket(socket.AF_INET6) as probe:
         probe.bind(("::1", 0))
         port = probe.getsockname()[1]
-    Broadcast(f"tcp://[::1]:{port}", None, setting="kv_events", questions_setting="kv_events_replay").close()
+    PublishChannel(f"tcp://[::1]:{port}", None, setting="kv_events", questions_setting="kv_events_replay").close()
 
 
 def test_the_high_water_mark_of_answers_holds_a_whole_replay() -> None:
-    assert channels.MAX_UNREAD_ANSWERS > MAX_KEPT_BATCHES
+    assert channel.MAX_UNREAD_ANSWERS > MAX_KEPT_BATCHES

@@ -98,7 +98,7 @@ def _event(change: Change, page_size: int) -> msgspec.Struct:
             return _AllBlocksCleared()
 
 
-class History:
+class KvEventLog:
     """Numbers batches, and keeps the last of those that say something.
 
     Args:

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from hiserve.errors import ResourceError
-from hiserve.messages import channels
-from hiserve.messages.codec import Frames
-from hiserve.messages.parent import ChildProcess
+from hiserve.ipc import channel
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.parent import ChildProcess
 from tests.helpers.processes import is_alive, wait_dead
 
 pytestmark = pytest.mark.alone
 
 TALKER = """
 import signal, sys
-from hiserve.messages.child import meet_parent
+from hiserve.ipc.child import meet_parent
 link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
 for number in range(200):
     assert link.try_send([str(number).encode()])
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 async def test_the_last_words_of_a_child_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "MAX_BATCH", 4)
+    monkeypatch.setattr(channel, "MAX_BATCH", 4)
     heard: list[Frames] = []
 
     def slowly(batch: list[Frames]) -> None:

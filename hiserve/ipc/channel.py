@@ -22,8 +22,8 @@ import zmq
 
 from hiserve.config import flag_of
 from hiserve.errors import ResourceError
-from hiserve.messages.codec import Frames
-from hiserve.messages.endpoints import SCHEME, new_endpoint, path_of, remove, require_free
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.endpoints import SCHEME, new_endpoint, path_of, remove, require_free
 
 HIGH_WATER_MARK = 256
 MAX_BATCH = 64
@@ -299,7 +299,7 @@ class AsyncChannel:
         self._wake()
 
 
-class Broadcast:
+class PublishChannel:
     """Tells news to whoever subscribes, and answers questions about them; never waits for anybody.
 
     A socket of a slow or dead reader drops what it does not take. Everything but ``wake`` is for one thread at a time.
@@ -335,7 +335,7 @@ class Broadcast:
             self.close()
             raise
 
-    def tell(self, frames: Frames) -> None:
+    def publish(self, frames: Frames) -> None:
         """Sends a message to every subscriber that is there."""
         self._news.send_multipart(frames)
 

@@ -8,9 +8,9 @@ import os
 import signal
 
 from hiserve.config import Config
-from hiserve.messages.channels import Link
-from hiserve.messages.codec import Frames
-from hiserve.messages.endpoints import wait_for_listener
+from hiserve.ipc.channel import Link
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.endpoints import wait_for_listener
 
 MEET_S = 10.0
 _PR_SET_PDEATHSIG = 1

@@ -8,8 +8,8 @@ import numpy as np
 
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.coalesce import Coalescer
-from hiserve.messages.types import Tokens
+from hiserve.ipc.coalesce import Coalescer
+from hiserve.ipc.messages import Tokens
 
 News = tuple[Tokens, np.ndarray, bytes]
 

@@ -15,8 +15,8 @@ from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.request import SamplingParams
 from hiserve.core.reuse import CacheUse
-from hiserve.messages.cache import CacheStats, NodeFacts, TierName, TreeFacts
-from hiserve.messages.lives import Crash, Recovery, ReplayStats, Scene
+from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
+from hiserve.ipc.lifecycle import Crash, CrashSnapshot, Recovery, ReplayStats
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     code: str
     trace: str
     fault_s: float
-    scene: Scene | None = None
+    scene: CrashSnapshot | None = None
 
 
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):

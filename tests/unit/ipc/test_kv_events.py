@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
-from hiserve.messages.kv_events import Cleared, History, Removed, Stored, block_hashes, encode_batch
+from hiserve.ipc.kv_events import Cleared, KvEventLog, Removed, Stored, block_hashes, encode_batch
 
 PAGE_SIZE = 2
 KEY = pack_tokens(np.arange(6, dtype=np.int32))
@@ -74,7 +74,7 @@ END = (number(-1), b"")
 
 
 def test_a_replay_has_what_was_kept_from_a_number_on_and_an_end() -> None:
-    history = History(max_batches=3)
+    history = KvEventLog(max_batches=3)
     assert list(history.answer(number(0))) == [END]
     assert [history.add(b"%d" % i) for i in range(5)] == [number(i) for i in range(5)]
     assert list(history.answer(number(3))) == [(number(3), b"3"), (number(4), b"4"), END]
@@ -83,7 +83,7 @@ def test_a_replay_has_what_was_kept_from_a_number_on_and_an_end() -> None:
 
 
 def test_heartbeats_and_lost_batches_take_numbers_and_no_room() -> None:
-    history = History(max_batches=2)
+    history = KvEventLog(max_batches=2)
     history.add(b"first")
     for _ in range(10):
         history.add(b"", keep=False)
@@ -94,6 +94,6 @@ def test_heartbeats_and_lost_batches_take_numbers_and_no_room() -> None:
 
 @pytest.mark.parametrize("request_frame", [b"", b"1", bytes(7), bytes(9), bytes(100)])
 def test_nonsense_is_answered_by_the_end_alone(request_frame: bytes) -> None:
-    history = History()
+    history = KvEventLog()
     history.add(b"first")
     assert list(history.answer(request_frame)) == [END]

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hiserve.errors import InvariantError
-from hiserve.messages.channels import Broadcast
-from hiserve.messages.codec import Frames
-from hiserve.messages.kv_events import Change, History, encode_batch
+from hiserve.ipc.channel import PublishChannel
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.kv_events import Change, KvEventLog, encode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Publisher:
 
     def __init__(
         self,
-        broadcast: Broadcast,
+        broadcast: PublishChannel,
         *,
         page_size: int,
         replica: int,
@@ -52,7 +52,7 @@ class Publisher:
         self._heartbeat_s = heartbeat_s
         self._max_queued = max_queued
         self._clock = clock
-        self._history = History()
+        self._history = KvEventLog()
         self._queue: deque[tuple[int, float, Sequence[Change]]] = deque()
         self._num_lost = 0  # since the last batch that was queued
         self.num_dropped = 0
@@ -114,7 +114,7 @@ class Publisher:
     def _publish(self, now_s: float, changes: Sequence[Change]) -> None:
         payload = encode_batch(now_s, changes, self._page_size, self._replica)
         # Heartbeats are not kept: a night of silence must not push out all that was said.
-        self._broadcast.tell([_TOPIC, self._history.add(payload, keep=bool(changes)), payload])
+        self._broadcast.publish([_TOPIC, self._history.add(payload, keep=bool(changes)), payload])
 
     def _replay(self, question: Frames) -> None:
         *envelope, request = question  # who asks, and an empty frame if that is a REQ socket

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from hiserve.messages.channels import Broadcast, Link
-from hiserve.messages.codec import Frames
-from hiserve.messages.endpoints import path_of, remove
-from hiserve.messages.kv_events import Removed
-from hiserve.messages.parent import ChildProcess
-from hiserve.messages.publisher import Publisher
+from hiserve.ipc.channel import Link, PublishChannel
+from hiserve.ipc.codec import Frames
+from hiserve.ipc.endpoints import path_of, remove
+from hiserve.ipc.kv_events import Removed
+from hiserve.ipc.parent import ChildProcess
+from hiserve.ipc.publisher import Publisher
 from tests.helpers.kv_mirror import Reader
 from tests.helpers.processes import wait_dead
 
@@ -45,7 +45,7 @@ RAW = {
 }
 ECHO = """
 import signal, sys, time
-from hiserve.messages.child import meet_parent
+from hiserve.ipc.child import meet_parent
 time.sleep(0.3)
 link, frames = meet_parent(sys.argv[1], signal.SIGKILL)
 while frames != [b"end"]:
@@ -158,7 +158,7 @@ def test_nonsense_at_the_public_sockets_disturbs_no_reader(transport: str, folde
     draw = random.Random(SEED)
     events, replays = addresses(transport, folder)
     publisher = Publisher(
-        Broadcast(events, replays, setting="kv_events", questions_setting="kv_events_replay"),
+        PublishChannel(events, replays, setting="kv_events", questions_setting="kv_events_replay"),
         page_size=2,
         replica=0,
         heartbeat_s=60.0,
@@ -189,7 +189,9 @@ def test_nonsense_at_the_public_sockets_disturbs_no_reader(transport: str, folde
 def test_a_question_of_many_frames_is_not_sent_back_with_every_batch(folder: Path) -> None:
     events, replays = addresses("ipc", folder)
     publisher = Publisher(
-        Broadcast(events, replays, setting="kv_events", questions_setting="kv_events_replay"), page_size=2, replica=0
+        PublishChannel(events, replays, setting="kv_events", questions_setting="kv_events_replay"),
+        page_size=2,
+        replica=0,
     )
     for number in range(50):
         publisher.put([Removed("GPU", number.to_bytes(16, "big"))])
@@ -228,7 +230,9 @@ def say_raw(address: str, noise: bytes) -> None:
 def test_a_child_whose_parent_never_listens_ends(folder: Path) -> None:
     """As when the parent was killed between the start of its child and the opening of its socket."""
     code = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); input()"
-    child = "import sys; from hiserve.messages.child import meet_parent; print('waits', flush=True); meet_parent(sys.argv[1], 9)"
+    child = (
+        "import sys; from hiserve.ipc.child import meet_parent; print('waits', flush=True); meet_parent(sys.argv[1], 9)"
+    )
     endpoint = f"ipc://{tempfile.mkdtemp()}/s"
     command = [sys.executable, "-c", code, sys.executable, "-c", child, endpoint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -7,7 +7,7 @@ import msgspec
 from hiserve.core.reuse import CacheUse
 
 
-class StepScene(msgspec.Struct, frozen=True):
+class StepSnapshot(msgspec.Struct, frozen=True):
     """A step whose result was not taken in.
 
     Attributes:
@@ -27,7 +27,7 @@ class StepScene(msgspec.Struct, frozen=True):
     copies: list[int]
 
 
-class Scene(msgspec.Struct, frozen=True):
+class CrashSnapshot(msgspec.Struct, frozen=True):
     """What an engine was at when it failed, as far as it can still tell.
 
     Attributes:
@@ -37,7 +37,7 @@ class Scene(msgspec.Struct, frozen=True):
         pending_ops: Copies between tiers that were ordered and had not ended, by number.
     """
 
-    steps: list[StepScene] = []
+    steps: list[StepSnapshot] = []
     verdict: str = ""
     verdict_step: int = 0
     pending_ops: list[int] = []
@@ -68,7 +68,7 @@ class Crash(msgspec.Struct, frozen=True):
     unix_s: float
     num_steps: int
     uids: list[int]
-    scene: Scene | None = None
+    scene: CrashSnapshot | None = None
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class ReplayStats(msgspec.Struct, frozen=True):
     cached: dict[str, int] = {}
 
 
-class Replays:
+class ReplayCounter:
     """Counts replays as they happen."""
 
     def __init__(self) -> None:
