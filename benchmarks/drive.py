@@ -13,11 +13,11 @@ import torch
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.identity import identify
 from hiserve.config import known, make_config
-from hiserve.core.copies import CopyKind
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
-from hiserve.core.reuse import CacheUse
+from hiserve.core.transfers import CopyKind
 from hiserve.engine.build import build_engine
 from hiserve.ipc.messages import Admit
 from hiserve.models.shapes import read_model

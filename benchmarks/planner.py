@@ -27,9 +27,9 @@ from benchmarks.record import about
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tier import Tier
-from hiserve.core.copies import CopyAck
 from hiserve.core.plan import StepResult
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import CopyAck
 from hiserve.engine.planner import Planner
 from hiserve.engine.waiting_queue import Request
 

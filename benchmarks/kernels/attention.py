@@ -34,7 +34,7 @@ from hiserve.attention.backends import fitting_backends, open_attention
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.cache.pools.device import DevicePool
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 
 SEED = 20261121
 PAGE_SIZE = 16

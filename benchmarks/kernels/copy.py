@@ -26,9 +26,9 @@ from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.pinning import CudaRegistrar
 from hiserve.cache.pools.segment import Segment, SegmentLayout
 from hiserve.cache.pools.stream_transfers import MAX_DIRECT_PAGE_BYTES, StreamTransfers
-from hiserve.core.copies import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 from hiserve.core.digest import chain, namespace_digest
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 
 PAGE_SIZE = 16
 MIB = 1 << 20
@@ -54,7 +54,7 @@ def ceiling(num_bytes: int = 256 * MIB) -> dict[str, float]:
     host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).pin_memory()
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     rates = {}
-    for kind, target, source in ((CopyKind.LOAD, device, host), (CopyKind.STORE, host, device)):
+    for kind, target, source in ((CopyKind.LOAD, device, host), (CopyKind.OFFLOAD, host, device)):
         seconds = []
         for _ in range(12):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -105,7 +105,7 @@ class Bench:
     def _order(self, kind: CopyKind, ours: np.ndarray, theirs: np.ndarray) -> PageCopy:
         self._op += 1
         run = None
-        if kind is CopyKind.STORE:
+        if kind is CopyKind.OFFLOAD:
             key = np.full(ours.size * PAGE_SIZE, self._op, dtype=np.int32).tobytes()
             run = PageRun(theirs, NAMESPACE, NAMESPACE, chain(NAMESPACE, key, PAGE_SIZE), key)
         return PageCopy(self._op, kind, ours, theirs, 0, run)
@@ -123,7 +123,7 @@ class Bench:
             acks += self.engine.poll(1.0)
         seconds = time.perf_counter() - begin
         assert all(ack.is_ok for ack in acks)
-        stored = [copy.host_pages for copy in copies if copy.kind is CopyKind.STORE]
+        stored = [copy.host_pages for copy in copies if copy.kind is CopyKind.OFFLOAD]
         if stored:
             self.host.free(np.concatenate(stored))
         return seconds
@@ -186,7 +186,7 @@ def slowdown(subject: Bench) -> dict[str, float]:
         result[f"{kind.name.lower()}_orders_left"] = len(copies) - len(acks)  # 0: the copies ended before the steps
         while len(acks) < len(copies):
             acks += subject.engine.poll(1.0)
-        if kind is CopyKind.STORE:
+        if kind is CopyKind.OFFLOAD:
             subject.host.free(np.concatenate([copy.host_pages for copy in copies]))
     return result
 

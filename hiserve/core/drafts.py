@@ -26,7 +26,7 @@ class DraftStep:
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of the tokens that each row stores, these included.
         num_draft: Drafts to propose for each sampling row; 0 keeps what the proposer remembers up to date.
         is_greedy: No row draws at random.
-        features: ``[T, n]``, what the model showed of each token; None if the proposer asked for nothing.
+        hidden_states: ``[T, n]``, what the model showed of each token; None if the proposer asked for nothing.
     """
 
     rows: Tensor
@@ -37,10 +37,10 @@ class DraftStep:
     kv_bounds: Int32Array
     num_draft: int
     is_greedy: bool
-    features: Tensor | None = None
+    hidden_states: Tensor | None = None
 
 
-class DraftPieces(Protocol):
+class DraftWork(Protocol):
     """Drafting for a number of rows, in pieces that graphs can hold: over tensors that stay where they are.
 
     Attributes:
@@ -49,9 +49,9 @@ class DraftPieces(Protocol):
 
     @property
     def results(self) -> tuple[Tensor, ...]:
-        """Tensors that the work of ``following`` and ``extend`` write."""
+        """Tensors that the work of ``prepare`` and ``extend`` write."""
 
-    def following(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
+    def prepare(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
         """Returns the work that takes in steps of one shape, which is done once.
 
         Behind the first way to do it the first draft can be drawn. The second does less, and behind it nothing is drawn.
@@ -75,13 +75,13 @@ class Proposer(Protocol):
     """Guesses the next tokens of rows, cheaper than the model computes them.
 
     Attributes:
-        taps: Layers of the model, counted from 0, whose output it takes of every token, side by side; the number of
+        aux_layers: Layers of the model, counted from 0, whose output it takes of every token, side by side; the number of
             layers stands for what the output head takes.
     """
 
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
-    def pieces(self, num_rows: int) -> DraftPieces | None:
+    def draft_work(self, num_rows: int) -> DraftWork | None:
         """Returns the work behind steps of so many rows, for graphs; None if it is not made of such pieces."""
 
     def propose(self, step: DraftStep) -> None:

@@ -82,8 +82,8 @@ class ForwardOutputs:
 
     Attributes:
         logits: ``[N, vocab_size]``, the model's dtype, on the device.
-        features: ``[T, n]``, what a proposer of drafts takes of every token, likewise; None if it takes nothing.
+        hidden_states: ``[T, n]``, what a proposer of drafts takes of every token, likewise; None if it takes nothing.
     """
 
     logits: Tensor
-    features: Tensor | None = None
+    hidden_states: Tensor | None = None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.copies import PageCopy, StoreLookup
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import PageCopy, StoreLookup
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -173,7 +173,7 @@ class StepFault:
     """Why a step was given up, though nothing is wrong with the device.
 
     Attributes:
-        kind: What ran out, as ``core.faults`` names it.
+        kind: What ran out, as ``core.step_faults`` names it.
         message: In the words of whoever noticed.
         was_replay: It was replayed as a graph.
     """

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import msgspec
 
 from hiserve.config import DTYPE_BYTES, MAX_INT32, MIN_AUTO_LEN, Auto, Config, Graphs, Spec, flag_of, known, settings
-from hiserve.core.copies import STAGING_BYTES
 from hiserve.core.devices import choose_devices, least_memory
-from hiserve.core.endpoints import check_kv_events
-from hiserve.core.groups import boundary_group, debug_groups
+from hiserve.core.kv_groups import debug_groups, page_hidden_group
+from hiserve.core.public_endpoints import check_kv_events
 from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, DraftShape, StepShape, step_memory
+from hiserve.core.transfers import STAGING_BYTES
 from hiserve.errors import ConfigError, ResourceError
 
 GIB = 2**30
@@ -294,7 +294,7 @@ def _page_bytes(config: Config, model: ModelFacts, dtype: str) -> dict[str, int]
     items = {"KV pool": page_size * slot_bytes}
     if model.draft is not None:
         slot_bytes = model.draft.slot_elements * DTYPE_BYTES[dtype]
-        slot_bytes += boundary_group(model.draft.step.feature_size, page_size, dtype).slot_bytes
+        slot_bytes += page_hidden_group(model.draft.step.feature_size, page_size, dtype).slot_bytes
         items["KV pool of drafts"] = page_size * slot_bytes
     return items
 

@@ -25,9 +25,9 @@ from hiserve.cache.pools.stores import open_store
 from hiserve.config import DTYPE_BYTES, Config, known
 from hiserve.core.digest import chain_of
 from hiserve.core.drafts import Proposer
-from hiserve.core.findings import NO_FINDINGS, Findings
-from hiserve.core.groups import CANARY, CacheGroupSpec
+from hiserve.core.kv_groups import CANARY, CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
+from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.step_memory import step_memory
 from hiserve.engine.device_memory import await_memory
 from hiserve.engine.draft_costs import DraftTimer
@@ -69,7 +69,7 @@ def build_engine(
     config: Config,
     segment: Segment | None = None,
     replica: int = 0,
-    findings: Findings = NO_FINDINGS,
+    measurements: StartupMeasurements = NO_MEASUREMENTS,
     *,
     waits_for_compilers: bool = True,
 ) -> Engine:
@@ -79,7 +79,7 @@ def build_engine(
         config: Resolved, with its identity.
         segment: Holds the host cache; what a former process left in it is adopted. None is no host cache.
         replica: Which worker this is.
-        findings: Of the worker before it, whose memory is waited for.
+        measurements: Of the worker before it, whose memory is waited for.
         waits_for_compilers: Otherwise prompts are computed by Triton until FlashInfer's kernels are compiled.
 
     Raises:
@@ -91,7 +91,7 @@ def build_engine(
     with ExitStack() as undo:
         if kv_events is not None:
             undo.callback(kv_events.close)
-        engine = _compose(config, segment, kv_events, findings, waits_for_compilers, undo)
+        engine = _compose(config, segment, kv_events, measurements, waits_for_compilers, undo)
         undo.pop_all()
     return engine
 
@@ -100,7 +100,7 @@ def _compose(
     config: Config,
     segment: Segment | None,
     kv_events: KvEventSender | None,
-    findings: Findings,
+    measurements: StartupMeasurements,
     waits_for_compilers: bool,
     undo: ExitStack,
 ) -> Engine:
@@ -108,8 +108,8 @@ def _compose(
     startup_s: dict[str, float] = {}
     if config.model.device == "cuda":
         with _phase(startup_s, "await memory"):
-            await_memory(findings.free_bytes, free_cuda_bytes)
-            findings = replace(findings, free_bytes=max(findings.free_bytes, free_cuda_bytes()))
+            await_memory(measurements.free_bytes, free_cuda_bytes)
+            measurements = replace(measurements, free_bytes=max(measurements.free_bytes, free_cuda_bytes()))
     torch.set_num_threads(known(config.runner.cpu_threads))
     torch.backends.cuda.matmul.allow_tf32 = False
     folder, model_config = read_model(config.model)
@@ -135,7 +135,7 @@ def _compose(
         runners = _runners(
             config, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else is_serving.is_set
         )
-        controller = _controller(config, runners, rows, findings, has_head=head is not None)
+        controller = _controller(config, runners, rows, measurements, has_head=head is not None)
         is_serving.set()
     depth = _depth(config, runners)
     facts = EngineFacts(
@@ -146,7 +146,7 @@ def _compose(
         namespace=namespace,
         startup_s=startup_s,
         draft_costs=None if controller is None else controller.costs,
-        findings=findings if controller is None else replace(findings, draft_times=pack(controller.costs)),
+        measurements=measurements if controller is None else replace(measurements, draft_times=pack(controller.costs)),
     )
     return Engine(
         _planner(config, cache, model_config, controller),
@@ -165,8 +165,8 @@ def _load(
     """Reads the weights of the model, and of what drafts."""
     max_len = known(config.model.max_model_len)
     settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
-    taps = () if draft is None else draft.taps
-    model = load_decoder(folder, model_config, max_len=max_len, taps=taps, **settings)
+    aux_layers = () if draft is None else draft.taps
+    model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, **settings)
     return model, None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
 
 
@@ -187,15 +187,15 @@ def _depth(config: Config, runners: Dispatch) -> int:
 
 
 def _controller(
-    config: Config, runners: Dispatch, rows: DeviceRows, findings: Findings, *, has_head: bool
+    config: Config, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
 ) -> DraftController | None:
     """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
     tiers = config.spec.tiers
     if len(tiers) == 1:
         return None
     warm_steps = WARM_TOKENS + config.cache.page_size if has_head else None  # it attends from the next page on
-    if findings.draft_times is not None:
-        return DraftController(unpack(findings.draft_times), warm_steps)
+    if measurements.draft_times is not None:
+        return DraftController(unpack(measurements.draft_times), warm_steps)
     with torch.inference_mode():
         costs = DraftTimer(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
     return DraftController(costs, warm_steps)

@@ -9,8 +9,8 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.misses import MissReason
 from hiserve.cache.index.ops import OpKind
 from hiserve.cache.index.tier import TierPages
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
-from hiserve.core.reuse import CacheUse
+from hiserve.core.cache_usage import CacheUse
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 
 PLACE_LOST = "place_lost"  # all bytes arrived, but what they belonged to had left the cache
@@ -59,7 +59,7 @@ class CacheCounters:
         match copy.kind:
             case CopyKind.LOAD:
                 _end(self._loads, copy, ack, transfers.num_loaded - self._loads.num_pages)
-            case CopyKind.STORE:
+            case CopyKind.OFFLOAD:
                 _end(self._stores, copy, ack, transfers.num_stored - self._stores.num_pages)
             case CopyKind.PREFETCH:
                 _end(self._prefetches, copy, ack, ack.num_pages)

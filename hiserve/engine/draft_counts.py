@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from hiserve.core.cache_usage import SOURCES
 from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.plan import Int32Array
-from hiserve.core.reuse import SOURCES
 from hiserve.engine.rows import RowState
 
 

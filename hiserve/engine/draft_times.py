@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiserve.core.findings import DraftTimes
+from hiserve.core.startup_measurements import DraftTimes
 from hiserve.spec.adaptive import StepCosts
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.core.copies import CopyAck
-from hiserve.core.faults import fault_of, first_line
 from hiserve.core.plan import BatchPlan, StepFault, StepResult
+from hiserve.core.step_faults import fault_of, first_line
+from hiserve.core.transfers import CopyAck
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import StoreStats

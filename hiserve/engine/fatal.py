@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from hiserve.core.faults import fault_of
+from hiserve.core.step_faults import fault_of
 from hiserve.errors import EngineError, HiserveError
 from hiserve.ipc.channel import Link
 from hiserve.ipc.codec import encode

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import CacheManager, Receipt
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.rows import RowState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hiserve.cache.index.tier import Tier
 from hiserve.config import Config
-from hiserve.core.endpoints import endpoint_of
+from hiserve.core.public_endpoints import endpoint_of
 from hiserve.ipc.channel import PublishChannel
 from hiserve.ipc.kv_events import Change, Cleared, Removed, Stored
 from hiserve.ipc.publisher import Publisher

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from hiserve.core.copies import STORE_LANES
+from hiserve.core.transfers import STORE_LANES
 
 DECAY = 0.9  # weight of what was known before, at each measurement
 MIN_MEASUREMENTS = 4  # of each kind before they are believed

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from hiserve.core.copies import CopyAck
-from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.plan import BatchPlan, Int32Array, StepResult
+from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
+from hiserve.core.transfers import CopyAck
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
 from hiserve.engine.step_timer import StepTimer
@@ -68,7 +68,7 @@ class EngineFacts:
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase, in order.
         draft_costs: What drafts cost; None where their number is not chosen step by step.
-        findings: For the worker after this one.
+        measurements: For the worker after this one.
     """
 
     max_running: int
@@ -78,7 +78,7 @@ class EngineFacts:
     namespace: bytes
     startup_s: dict[str, float]
     draft_costs: StepCosts | None = None
-    findings: Findings = NO_FINDINGS
+    measurements: StartupMeasurements = NO_MEASUREMENTS
 
 
 class Engine:

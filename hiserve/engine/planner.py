@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tier import Tier
 from hiserve.config import StorePrefetch
-from hiserve.core.copies import CopyAck
 from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault, StepResult
 from hiserve.core.request import FinishReason
+from hiserve.core.transfers import CopyAck
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.manager import Receipt
+from hiserve.core.cache_usage import SOURCES, CacheUse
 from hiserve.core.plan import Int32Array
-from hiserve.core.reuse import SOURCES, CacheUse
 from hiserve.engine.waiting_queue import Request
 
 

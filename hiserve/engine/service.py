@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hiserve.config import Config
-from hiserve.core.findings import Findings
 from hiserve.core.plan import Int32Array
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
 from hiserve.engine.loop import EngineFacts
 from hiserve.engine.report_sender import ReportSender
@@ -119,7 +119,7 @@ class WorkerService:
             page_size=facts.page_size,
             namespace=facts.namespace,
             startup_s=facts.startup_s,
-            findings=facts.findings,
+            findings=facts.measurements,
         )
         self._sender.answer(ready)
         self._send_report(None)
@@ -174,7 +174,7 @@ class WorkerService:
                 raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")
 
 
-def serve(endpoint: str, build: Callable[[Config, int, int, Findings], ServedEngine]) -> int:
+def serve(endpoint: str, build: Callable[[Config, int, int, StartupMeasurements], ServedEngine]) -> int:
     """Meets the scheduler, builds the engine and serves; returns the exit code.
 
     After a fatal error the process ends here and at once: no destructor of a broken device may hold it.

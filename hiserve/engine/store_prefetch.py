@@ -11,7 +11,7 @@ from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.misses import MissReason
 from hiserve.cache.index.node import NO_PAGES
 from hiserve.config import StorePrefetch
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy, StoreLookup
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.waiting_queue import Request
@@ -192,7 +192,7 @@ class StorePrefetcher:
                 others.append(ack)
                 continue
             self._answered_s = self._clock()
-            if order.copy.kind is CopyKind.STORE:
+            if order.copy.kind is CopyKind.OFFLOAD:
                 self._cache.end_stage(ack.op, ok=ack.is_ok)
                 continue
             if order.copy.kind is CopyKind.UPLOAD:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.store_transfers import StoreTransfers
 from hiserve.cache.pools.transfer import TransferEngine
-from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan
+from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.runners.gate import Loads
 

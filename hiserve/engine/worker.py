@@ -6,16 +6,16 @@ import sys
 
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
-from hiserve.core.findings import Findings
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
 from hiserve.engine.service import serve
 
 
-def build(config: Config, host_fd: int, replica: int, findings: Findings) -> Engine:
+def build(config: Config, host_fd: int, replica: int, measurements: StartupMeasurements) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
     segment = Segment.attach(host_fd) if host_fd >= 0 else None
-    return build_engine(config, segment, replica, findings, waits_for_compilers=False)
+    return build_engine(config, segment, replica, measurements, waits_for_compilers=False)
 
 
 if __name__ == "__main__":

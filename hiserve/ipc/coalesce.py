@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
-from hiserve.core.reuse import CacheUse
 from hiserve.ipc.messages import Tokens
 
 UNREPORTED = -1

@@ -11,10 +11,10 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config import Config
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftStats, DraftUse
-from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
+from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, CrashSnapshot, Recovery, ReplayStats
 
@@ -247,7 +247,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     replica: int
     incarnation: int
     host_fd: int = -1
-    findings: Findings = NO_FINDINGS
+    findings: StartupMeasurements = NO_MEASUREMENTS
 
 
 class Admit(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -325,7 +325,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
-    findings: Findings = NO_FINDINGS
+    findings: StartupMeasurements = NO_MEASUREMENTS
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -84,12 +84,12 @@ def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.devi
 
 def draft_features(step: StepFeatures) -> Tensor:
     """Gathers for each draft token of a step the features of the token before it."""
-    features = _check_features(step)
-    num_tokens, size = step.token_rows.shape[0], features.shape[1]
-    out = torch.empty((num_tokens, size), dtype=features.dtype, device=features.device)
+    hidden_states = _check_features(step)
+    num_tokens, size = step.token_rows.shape[0], hidden_states.shape[1]
+    out = torch.empty((num_tokens, size), dtype=hidden_states.dtype, device=hidden_states.device)
     block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
     _draft_features[(num_tokens, triton.cdiv(size, block))](
-        features,
+        hidden_states,
         step.last,
         step.boundary_pages,
         step.rows,
@@ -100,25 +100,25 @@ def draft_features(step: StepFeatures) -> Tensor:
         step.qo_indptr,
         step.page_table,
         out,
-        features.stride(0),
+        hidden_states.stride(0),
         step.last.stride(0),
         step.boundary_pages.stride(0),
         step.page_table.stride(0),
         size,
         PAGE_SIZE=step.page_size,
         BLOCK=block,
-        **early_launch(features.device),
+        **early_launch(hidden_states.device),
     )
     return out
 
 
 def keep_features(step: StepFeatures, state: RowState) -> None:
     """Keeps what later steps take of a step's features."""
-    features = _check_features(step)
-    size = features.shape[1]
+    hidden_states = _check_features(step)
+    size = hidden_states.shape[1]
     block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
     _keep_features[(step.token_rows.shape[0], triton.cdiv(size, block))](
-        features,
+        hidden_states,
         step.last,
         step.boundary_pages,
         step.rows,
@@ -129,7 +129,7 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
         step.qo_indptr,
         step.page_table,
         state.computed_len,
-        features.stride(0),
+        hidden_states.stride(0),
         step.last.stride(0),
         step.boundary_pages.stride(0),
         step.page_table.stride(0),
@@ -137,17 +137,19 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
         SINK=SINK_PAGE,
         PAGE_SIZE=step.page_size,
         BLOCK=block,
-        **early_launch(features.device),
+        **early_launch(hidden_states.device),
     )
 
 
 def _check_features(step: StepFeatures) -> Tensor:
-    features = step.features
+    hidden_states = step.hidden_states
     for kept in (step.last, step.boundary_pages):
-        assert kept.dtype == features.dtype, f"features of {features.dtype} are kept as {kept.dtype}"
-        assert kept.shape[1] == features.shape[1], f"of {features.shape[1]} features {kept.shape[1]} are kept"
-        assert kept.stride(1) == features.stride(1) == 1, f"features {kept.stride()} and {features.stride()} apart"
-    return features
+        assert kept.dtype == hidden_states.dtype, f"features of {hidden_states.dtype} are kept as {kept.dtype}"
+        assert kept.shape[1] == hidden_states.shape[1], f"of {hidden_states.shape[1]} features {kept.shape[1]} are kept"
+        assert kept.stride(1) == hidden_states.stride(1) == 1, (
+            f"features {kept.stride()} and {hidden_states.stride()} apart"
+        )
+    return hidden_states
 
 
 # Not compiled anew for each alignment of their addresses: most are views into one upload, or of a batch.
@@ -240,7 +242,7 @@ def _own_page(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _draft_features(  # type: ignore[no-untyped-def]
-    features,
+    hidden_states,
     last,
     boundary_pages,
     rows,
@@ -278,13 +280,13 @@ def _draft_features(  # type: ignore[no-untyped-def]
     value = tl.load(last + row * last_stride + element, mask=in_row & ~in_page, other=0.0)
     value = tl.load(boundary_pages + page * boundary_stride + element, mask=in_page, other=value)
     in_step = element < tl.where(offset > 0, size, 0)
-    value = tl.load(features + computed * feature_stride + element, mask=in_step, other=value)
+    value = tl.load(hidden_states + computed * feature_stride + element, mask=in_step, other=value)
     tl.store(out + token * size + element, value, mask=element < size)
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
 def _keep_features(  # type: ignore[no-untyped-def]
-    features,
+    hidden_states,
     last,
     boundary_pages,
     rows,
@@ -319,6 +321,6 @@ def _keep_features(  # type: ignore[no-untyped-def]
     ends_page = ends_page & (page != SINK)
     index = tl.load(qo_indptr + number).to(tl.int64) + offset - 1
     to_row, to_page = element < tl.where(is_last, size, 0), element < tl.where(ends_page, size, 0)
-    value = tl.load(features + index * feature_stride + element, mask=to_row | to_page, other=0.0)
+    value = tl.load(hidden_states + index * feature_stride + element, mask=to_row | to_page, other=0.0)
     tl.store(last + row * last_stride + element, value, mask=to_row)
     tl.store(boundary_pages + page * boundary_stride + element, value, mask=to_page)

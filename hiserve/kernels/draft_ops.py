@@ -38,7 +38,7 @@ class StepFeatures:
     """What a step of B rows and T tokens showed, where features are kept, and the draft tokens that take them.
 
     Attributes:
-        features: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
+        hidden_states: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
         last: ``[R, F]``, by row number.
         boundary_pages: ``[num_pages, F]``.
         rows: int64 ``[B]``. Row numbers.
@@ -51,7 +51,7 @@ class StepFeatures:
         page_size: Tokens per page.
     """
 
-    features: Tensor
+    hidden_states: Tensor
     last: Tensor
     boundary_pages: Tensor
     rows: Tensor

@@ -73,21 +73,21 @@ def draft_features(step: StepFeatures) -> Tensor:
     at_boundary, kept = step.boundary_pages.index_select(0, pages), step.last.index_select(0, rows)
     before = torch.where((first % step.page_size == 0)[:, None], at_boundary, kept)
     before.masked_fill_((first == 0)[:, None], 0)
-    computed = step.features.index_select(0, _step_tokens(step).clamp_(min=0))
+    computed = step.hidden_states.index_select(0, _step_tokens(step).clamp_(min=0))
     return torch.where((step.offsets == 0)[:, None], before.index_select(0, step.token_rows), computed)
 
 
 def keep_features(step: StepFeatures, state: RowState) -> None:
     """Keeps what later steps take of a step's features; row 0 and the sink take zeros for the rest."""
-    features, token_rows, legal = step.features, step.token_rows, step.legal
+    hidden_states, token_rows, legal = step.hidden_states, step.token_rows, step.legal
     first, computed_len = step.first * legal, state.computed_len.index_select(0, step.rows) * legal
-    index = (step.qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, features.shape[0] - 1)
-    _write(step.last, step.rows, features.index_select(0, index), legal)
+    index = (step.qo_indptr[:-1] + computed_len - 1 - first).clamp_(0, hidden_states.shape[0] - 1)
+    _write(step.last, step.rows, hidden_states.index_select(0, index), legal)
     ends = first.index_select(0, token_rows) + step.offsets  # behind each token of the step
     is_end = (ends % step.page_size == 0) & (step.offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
     pages = _pages_of(ends - 1, token_rows, step)
     index = _step_tokens(step).clamp_(min=0)
-    _write(step.boundary_pages, pages, features.index_select(0, index), is_end & (pages != SINK_PAGE))
+    _write(step.boundary_pages, pages, hidden_states.index_select(0, index), is_end & (pages != SINK_PAGE))
 
 
 def note_drafted(step: StepFeatures, state: RowState, progress: DraftProgress) -> None:

@@ -15,10 +15,10 @@ import uvloop
 
 from hiserve.cache.pools.host_segment import open_segment
 from hiserve.config import Config, known
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
 from hiserve.engine.updates import RequestUpdates

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from hiserve.core.cache_usage import NOTHING, CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array, Scores
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import NOTHING, CacheUse
 from hiserve.errors import HiserveError
 from hiserve.text.output import Output
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hiserve.config import DTYPE_BYTES
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.resolve import ModelFacts
 from hiserve.core.step_memory import StepShape
 from hiserve.errors import ModelError

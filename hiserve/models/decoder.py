@@ -58,7 +58,7 @@ class Decoder:
         parameters: As ``names.parameter_table`` names them. Taken out one by one, so that a
             projection that keeps a packed copy frees the original.
         max_len: Tokens of the longest request.
-        taps: Layers, counted from 0, whose output is shown of every token: the residual stream behind each. The number
+        aux_layers: Layers, counted from 0, whose output is shown of every token: the residual stream behind each. The number
             of layers stands for the states behind the last norm.
 
     Attributes:
@@ -67,7 +67,7 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, taps: tuple[int, ...] = ()
+        self, config: ModelConfig, parameters: dict[str, Tensor], max_len: int, aux_layers: tuple[int, ...] = ()
     ) -> None:
         embedding = parameters.pop("embedding")
         self.embedding = Embedding(embedding)
@@ -78,9 +78,9 @@ class Decoder:
         self._norm = RMSNorm(parameters.pop("norm"), config.norm_eps, ops)
         self.head = Linear(parameters.pop("head", embedding))
         self._columns = {
-            layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(taps)
+            layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(aux_layers)
         }
-        self._shows_end = any(layer >= config.num_layers - 1 for layer in taps)
+        self._shows_end = any(layer >= config.num_layers - 1 for layer in aux_layers)
 
     @property
     def features_size(self) -> int:
@@ -95,10 +95,10 @@ class Decoder:
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
         """
-        features = self.new_features(inputs.input_ids.shape[0]) if inputs.is_shown else None
-        mixed, residual = self.trunk(inputs, layers, attention, features)
-        logits = self.logits(mixed, residual, inputs.logits_rows, features)
-        return ForwardOutputs(logits=logits, features=features)
+        hidden_states = self.new_features(inputs.input_ids.shape[0]) if inputs.is_shown else None
+        mixed, residual = self.trunk(inputs, layers, attention, hidden_states)
+        logits = self.logits(mixed, residual, inputs.logits_rows, hidden_states)
+        return ForwardOutputs(logits=logits, hidden_states=hidden_states)
 
     def new_features(self, num_tokens: int) -> Tensor | None:
         """Returns room for what is shown of so many tokens; None where nothing is."""
@@ -109,7 +109,7 @@ class Decoder:
         inputs: ForwardInputs,
         layers: Sequence[LayerKV],
         attention: Attention,
-        features: Tensor | None = None,
+        hidden_states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Computes all that tokens have to do with each other: everything up to the last attention.
 
@@ -117,7 +117,7 @@ class Decoder:
             inputs: The batch.
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
-            features: ``[T, features_size]``. Filled in for the layers before the last; None shows nothing.
+            hidden_states: ``[T, features_size]``. Filled in for the layers before the last; None shows nothing.
 
         Returns:
             ``[T, num_heads * head_dim]``, what the last attention gives, and ``[T, hidden_size]``, the residual stream
@@ -132,10 +132,12 @@ class Decoder:
             mixed = layer.attention(x, inputs, rotation, kv, attention)
             if index + 1 < len(self._layers):
                 x = self._layers[index + 1].input_norm.add(layer.close(mixed, residual), residual)
-                self._show(index, residual, features)
+                self._show(index, residual, hidden_states)
         return mixed, residual
 
-    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, features: Tensor | None = None) -> Tensor:
+    def logits(
+        self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None = None
+    ) -> Tensor:
         """Returns the logits ``[N, vocab_size]`` of some tokens.
 
         Of a prompt few are wanted: the others stop here, unless the last layer is shown.
@@ -144,24 +146,24 @@ class Decoder:
             mixed: From ``trunk``.
             residual: Likewise; rows past those of ``mixed`` mean nothing. Unchanged.
             logits_rows: int64 ``[N]``, indices into T.
-            features: As ``trunk`` left it. Filled in for the last layer and what follows it.
+            hidden_states: As ``trunk`` left it. Filled in for the last layer and what follows it.
         """
-        if features is None or not self._shows_end:
+        if hidden_states is None or not self._shows_end:
             residual = residual.index_select(0, logits_rows)
             return self.head(self._close(mixed.index_select(0, logits_rows), residual))
         residual = residual[: mixed.shape[0]].clone()
         states = self._close(mixed, residual)
-        self._show(len(self._layers) - 1, residual, features)
-        self._show(len(self._layers), states, features)
+        self._show(len(self._layers) - 1, residual, hidden_states)
+        self._show(len(self._layers), states, hidden_states)
         return self.head(states.index_select(0, logits_rows))
 
     def _close(self, mixed: Tensor, residual: Tensor) -> Tensor:
         """Computes what follows the last attention; leaves the last layer's output in ``residual``."""
         return self._norm.add(self._layers[-1].close(mixed, residual), residual)
 
-    def _show(self, layer: int, states: Tensor, features: Tensor | None) -> None:
-        if features is not None and layer in self._columns:
-            features[:, self._columns[layer]] = states
+    def _show(self, layer: int, states: Tensor, hidden_states: Tensor | None) -> None:
+        if hidden_states is not None and layer in self._columns:
+            hidden_states[:, self._columns[layer]] = states
 
 
 def make_layer(config: ModelConfig, parameters: dict[str, Tensor], index: int, ops: Ops) -> Layer:
@@ -224,7 +226,7 @@ def load_decoder(
     device: str,
     load_format: str,
     max_len: int | None = None,
-    taps: tuple[int, ...] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> Decoder:
     """Reads a checkpoint, or draws random weights of its shape.
 
@@ -235,10 +237,10 @@ def load_decoder(
         device: ``cpu`` or ``cuda``.
         load_format: ``auto`` or ``dummy``.
         max_len: Tokens of the longest request; None is the model's context.
-        taps: As ``Decoder`` takes them.
+        aux_layers: As ``Decoder`` takes them.
 
     Raises:
         ModelError: The checkpoint cannot be used.
     """
     parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format)
-    return Decoder(config, parameters, config.context_length if max_len is None else max_len, taps)
+    return Decoder(config, parameters, config.context_length if max_len is None else max_len, aux_layers)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ModelError
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers.embedding import Embedding
@@ -31,12 +31,12 @@ class DraftHead(Protocol):
     Attributes:
         feature_size: Elements that it takes of the token before each, and carries from draft to draft; 0 is none.
         shift: The rotary position of token j is ``j - shift``.
-        taps: Layers of the model that it sees, as ``Decoder`` takes them.
+        aux_layers: Layers of the model that it sees, as ``Decoder`` takes them.
     """
 
     feature_size: int
     shift: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
 
     def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``."""
@@ -45,13 +45,13 @@ class DraftHead(Protocol):
         """Makes features ``[T, feature_size]`` of what the model showed of each token, ``[T, len(taps) * hidden_size]``."""
 
     def forward(
-        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+        self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """Computes tokens and stores their keys and values.
 
         Args:
             inputs: The batch; its positions are rotary ones.
-            features: ``[T, feature_size]``, of the token before each: fused, or as this returned them. Unchanged.
+            hidden_states: ``[T, feature_size]``, of the token before each: fused, or as this returned them. Unchanged.
             layers: The pool's views of its group.
             attention: A backend on which ``plan(inputs)`` was called.
 
@@ -125,7 +125,7 @@ class Eagle3Head:
     ) -> None:
         head, ops = _head(draft), _ops(target)
         self.feature_size = draft.feature_size
-        self.taps = draft.taps
+        self.aux_layers = draft.taps
         self.groups = draft.kv_groups
         own = parameters.pop("embedding", None)
         is_shared = own is None or torch.equal(own, target.embedding.weight)
@@ -142,12 +142,12 @@ class Eagle3Head:
         return self._fuse(tapped if self._fuse_norm is None else self._fuse_norm(tapped))
 
     def forward(
-        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+        self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """As the protocol."""
-        normed = self._state_norm(features)
+        normed = self._state_norm(hidden_states)
         embedded = self._body.layer.input_norm(self._embedding(inputs.input_ids))
-        stream = normed if self._norm_before_residual else features
+        stream = normed if self._norm_before_residual else hidden_states
         return self._body(torch.cat((embedded, normed), -1), stream, inputs, layers, attention)
 
 
@@ -168,7 +168,7 @@ class MTPHead:
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: Decoder, max_len: int) -> None:
         head, ops, eps = _head(draft), _ops(target), draft.model.norm_eps
         self.feature_size = draft.feature_size
-        self.taps = draft.taps
+        self.aux_layers = draft.taps
         self.groups = draft.kv_groups
         self._embedding = target.embedding
         self._embedding_norm = RMSNorm(parameters.pop("embedding_norm"), eps, ops)
@@ -183,13 +183,13 @@ class MTPHead:
         return tapped
 
     def forward(
-        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+        self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """As the protocol."""
         embedded = self._embedding(inputs.input_ids)
         if self._masks_first:
             embedded = embedded.masked_fill(inputs.positions[:, None] == 0, 0)
-        both = self._embedding_norm(embedded), self._state_norm(features)
+        both = self._embedding_norm(embedded), self._state_norm(hidden_states)
         stream = self._join(torch.cat(both[::-1] if self._state_first else both, -1))
         return self._body(self._body.layer.input_norm(stream), stream, inputs, layers, attention)
 
@@ -204,7 +204,7 @@ class DraftModel:
 
     shift = 0
     feature_size = 0
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(self, draft: DraftConfig, decoder: Decoder) -> None:
         self.groups = draft.kv_groups
@@ -215,11 +215,11 @@ class DraftModel:
         return tapped[:, :0]
 
     def forward(
-        self, inputs: ForwardInputs, features: Tensor, layers: Sequence[LayerKV], attention: Attention
+        self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
     ) -> tuple[Tensor, Tensor]:
         """As the protocol."""
         logits = self._decoder.forward(inputs, layers, attention).logits
-        return logits, features.new_empty((logits.shape[0], 0))
+        return logits, hidden_states.new_empty((logits.shape[0], 0))
 
 
 def load_draft(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.step_memory import DraftShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import tensor_names
@@ -181,21 +181,21 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
     }
     if named := [name for name, is_so in refused.items() if is_so]:
         raise _unsupported(form, path.parent, ", ".join(named))
-    taps = _taps(form, fields, eagle, target)
+    aux_layers = _aux_layers(form, fields, eagle, target)
     head = Head(
         format=form,
         target_layers=target.num_layers,
         target_hidden_size=fields.target_hidden_size or model.hidden_size,
-        num_states=len(taps),
+        num_states=len(aux_layers),
         vocab_size=fields.draft_vocab_size or model.vocab_size,
         has_embedding=form.embedding is not None and form.embedding in tensor_names(path.parent),
         norm_before_residual=bool(fields.norm_before_residual),
         norm_before_fuse=bool(fields.norm_before_fc),
     )
-    return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), taps=taps, head=head)
+    return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), taps=aux_layers, head=head)
 
 
-def _taps(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, target: ModelConfig) -> tuple[int, ...]:
+def _aux_layers(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, target: ModelConfig) -> tuple[int, ...]:
     """Returns the layers that EAGLE-3 sees; where nothing is said, those that its authors chose."""
     given = (eagle if "eagle_config" in form.layers_field else fields).eagle_aux_hidden_state_layer_ids
     if given is None:
@@ -220,8 +220,8 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
         vocab_size=model.vocab_size,
         is_in_model=_architecture(raw) == base,
     )
-    taps = (target.num_layers if form.sees_normed else target.num_layers - 1,)
-    return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), taps=taps, head=head)
+    aux_layers = (target.num_layers if form.sees_normed else target.num_layers - 1,)
+    return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), taps=aux_layers, head=head)
 
 
 def _one_layer(model: ModelConfig) -> ModelConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from hiserve.config import Config
-from hiserve.core.groups import CacheGroupSpec, boundary_group, debug_groups
+from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group
 from hiserve.core.resolve import DraftFacts, ModelFacts
 from hiserve.errors import ConfigError
 from hiserve.models.config import ModelConfig
@@ -57,7 +57,7 @@ def page_groups(config: Config, model: ModelConfig, draft: DraftConfig | None) -
     """
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
-        drafts = (*draft.kv_groups(dtype), boundary_group(draft.feature_size, config.cache.page_size, dtype))
+        drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
     return (*model.kv_groups(dtype), *drafts, *debug_groups(config))
 
 

@@ -15,7 +15,7 @@ from hiserve.runners.rows import DeviceRows
 class Canary:
     """Writes token and position beside the keys and values of each slot, and verifies prefixes that a row took over.
 
-    Both lie in a group of the page (``core.groups.CANARY``), so they pass through every tier as the rest does. A row's
+    Both lie in a group of the page (``core.kv_groups.CANARY``), so they pass through every tier as the rest does. A row's
     prefix is verified through its own page table, as a whole: each of its slots must hold the row's token of that
     position. That is what equal chain hashes of the prefix would say, so none is kept.
 

@@ -134,7 +134,7 @@ class Dispatch:
         else:
             outputs = self._eager.run(forward)
         outcome = finish_step(plan, inputs, outputs.logits, self._rows)
-        return Ran(outcome, inputs, outputs.features, verdict.sampling == Drawing.GREEDY.value)
+        return Ran(outcome, inputs, outputs.hidden_states, verdict.sampling == Drawing.GREEDY.value)
 
     def propose(self, plan: BatchPlan, ran: Ran) -> None:
         """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""

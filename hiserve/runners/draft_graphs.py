@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hiserve.core.drafts import DraftPieces, DraftStep, Proposer
+from hiserve.core.drafts import DraftStep, DraftWork, Proposer
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.inputs import StepInputs
 
@@ -22,12 +22,12 @@ class Further:
     """Graphs of what follows every step of a number of rows, however many tokens it computed of each.
 
     Attributes:
-        pieces: Whose work they are.
+        draft_work: Whose work they are.
         draws: From logits to drafts: the likeliest tokens, or drawn ones, by whether they are the likeliest.
         extend: From a draft to the next one's logits; None where there is never a second.
     """
 
-    pieces: DraftPieces
+    draft_work: DraftWork
     draws: dict[bool, Graph]
     extend: Graph | None
 
@@ -94,12 +94,12 @@ class DraftCapture:
         """Gives what is shared back, once nobody has it."""
         self._further.clear()
 
-    def behind(self, inputs: StepInputs, features: Tensor | None) -> DraftGraphs | None:
+    def behind(self, inputs: StepInputs, hidden_states: Tensor | None) -> DraftGraphs | None:
         """Captures what follows a captured step, under the capture's stream; None where it is no work for graphs.
 
         Args:
             inputs: Of the step: each of its rows computes as many tokens, and samples.
-            features: What the model shows of them.
+            hidden_states: What the model shows of them.
 
         Raises:
             RuntimeError: Something cannot be captured, or a replay differs from the eager step.
@@ -115,12 +115,12 @@ class DraftCapture:
             kv_bounds=forward.kv_bounds,
             num_draft=1,
             is_greedy=False,
-            features=features,
+            hidden_states=hidden_states,
         )
         further = self._further.get(num_rows)
-        pieces = self._proposer.pieces(num_rows) if further is None else further.pieces
-        works = None if pieces is None else pieces.following(step)
-        if pieces is None or works is None:
+        draft_work = self._proposer.draft_work(num_rows) if further is None else further.draft_work
+        works = None if draft_work is None else draft_work.prepare(step)
+        if draft_work is None or works is None:
             return None
 
         def behind(work: Callable[[], None]) -> None:
@@ -131,39 +131,39 @@ class DraftCapture:
         keep()
         follow()
         if further is None:
-            further = self._capture_further(pieces)
+            further = self._capture_further(draft_work)
         graphs = self._capture.record(follow), self._capture.record(keep)
-        _check(follow, graphs[0], pieces)
+        _check(follow, graphs[0], draft_work)
         if num_rows not in self._further and further.extend is not None:
-            _check(pieces.extend, further.extend, pieces)
+            _check(draft_work.extend, further.extend, draft_work)
         self._further[num_rows] = further
         return DraftGraphs(works, first, *graphs, further)
 
-    def _capture_further(self, pieces: DraftPieces) -> Further:
+    def _capture_further(self, draft_work: DraftWork) -> Further:
         """Draws and computes drafts behind a step that was taken in, and captures that."""
-        draws = {is_greedy: partial(pieces.draw, is_greedy=is_greedy) for is_greedy in (True, False)}
+        draws = {is_greedy: partial(draft_work.draw, is_greedy=is_greedy) for is_greedy in (True, False)}
         assert len(draws) == NUM_REHEARSED, "a place of each row for each draw"
         for draw in draws.values():
             draw()
-            pieces.extend()
+            draft_work.extend()
         return Further(
-            pieces=pieces,
+            draft_work=draft_work,
             draws={way: self._capture.record(draw) for way, draw in draws.items() if self._max_draft > 0},
-            extend=self._capture.record(pieces.extend) if self._max_draft > 1 else None,
+            extend=self._capture.record(draft_work.extend) if self._max_draft > 1 else None,
         )
 
 
-def _check(work: Callable[[], None], graph: Graph, pieces: DraftPieces) -> None:
+def _check(work: Callable[[], None], graph: Graph, draft_work: DraftWork) -> None:
     """Runs work, and its graph on what it began with: both must give the same.
 
     Raises:
         RuntimeError: They do not.
     """
-    before = [each.clone() for each in pieces.results]
+    before = [each.clone() for each in draft_work.results]
     work()
-    expected = [each.clone() for each in pieces.results]
-    for each, was in zip(pieces.results, before, strict=True):
+    expected = [each.clone() for each in draft_work.results]
+    for each, was in zip(draft_work.results, before, strict=True):
         each.copy_(was)
     graph.replay()
-    if not all(torch.equal(ours, theirs) for ours, theirs in zip(pieces.results, expected, strict=True)):
+    if not all(torch.equal(ours, theirs) for ours, theirs in zip(draft_work.results, expected, strict=True)):
         raise RuntimeError("the replay of its drafts differs from the eager step")

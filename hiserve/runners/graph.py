@@ -38,7 +38,7 @@ class _Captured:
         columns: Around it; the rest of them is constant.
         inputs: Written by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
-        features: ``[rows * width, n]``, likewise; None where the model shows nothing.
+        hidden_states: ``[rows * width, n]``, likewise; None where the model shows nothing.
         forward: From the columns to the logits.
         draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
         attention: What the first graph attends with.
@@ -49,7 +49,7 @@ class _Captured:
     columns: Columns
     inputs: StepInputs
     logits: Tensor
-    features: Tensor | None
+    hidden_states: Tensor | None
     forward: Graph
     draws: dict[Drawing, tuple[Graph, Tensor]]
     attention: Attention
@@ -171,8 +171,8 @@ class GraphRunner:
             gather_inputs(columns, rows, out=inputs)
             outputs = self._model.forward(inputs.forward, self._layers, attention)
             made["logits"] = outputs.logits
-            if outputs.features is not None:
-                made["features"] = outputs.features
+            if outputs.hidden_states is not None:
+                made["features"] = outputs.hidden_states
 
         def finish(drawing: Drawing) -> None:
             drawn = draw(inputs, made["logits"], rows, drawing)
@@ -200,9 +200,11 @@ class GraphRunner:
         for drawing, (graph, drawn) in draws.items():
             rehearse()
             _check_replay(graph, drawn, words[drawing])
-        features = made.get("features")
-        drafts = None if self._drafts is None else self._drafts.behind(inputs, features)
-        return _Captured(varying, columns, inputs, made["logits"], features, forward_graph, draws, attention, drafts)
+        hidden_states = made.get("features")
+        drafts = None if self._drafts is None else self._drafts.behind(inputs, hidden_states)
+        return _Captured(
+            varying, columns, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts
+        )
 
     def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Ran:
         """Replays the graphs of a bucket on the current stream.
@@ -222,7 +224,7 @@ class GraphRunner:
         else:
             logits = captured.logits[: plan.rows.size * self._width]
             outcome = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
-        return Ran(outcome, captured.inputs, captured.features, drawing is Drawing.GREEDY, captured.drafts)
+        return Ran(outcome, captured.inputs, captured.hidden_states, drawing is Drawing.GREEDY, captured.drafts)
 
     def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""

@@ -130,12 +130,12 @@ class _Captured:
     Attributes:
         graph: From the inputs to the last attention.
         residual: ``[T, hidden_size]``, the residual stream before the last attention.
-        features: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
+        hidden_states: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
     """
 
     graph: Graph
     residual: Tensor
-    features: Tensor | None
+    hidden_states: Tensor | None
 
 
 class MixedRunner:
@@ -216,12 +216,14 @@ class MixedRunner:
         """Captures a step in which all tokens are padding."""
         inputs = self._places.bounded(num_tokens, self._coverage.max_width, self._max_len)
         self._attention.plan(inputs)
-        features = self._model.new_features(num_tokens)
-        shown = () if features is None else (features.zero_(),)  # what follows the last attention is shown later
+        hidden_states = self._model.new_features(num_tokens)
+        shown = (
+            () if hidden_states is None else (hidden_states.zero_(),)
+        )  # what follows the last attention is shown later
         made: list[Tensor] = []
 
         def work() -> None:
-            made[:] = self._model.trunk(inputs, self._layers, self._attention, features)
+            made[:] = self._model.trunk(inputs, self._layers, self._attention, hidden_states)
 
         work()
         expected = [each.clone() for each in (made[1], *shown)]
@@ -232,7 +234,7 @@ class MixedRunner:
         graph.replay()
         if not all(torch.equal(*both) for both in zip((residual, *shown), expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _Captured(graph, residual, features)
+        return _Captured(graph, residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Computes a step on the current stream.
@@ -246,10 +248,10 @@ class MixedRunner:
         self._places.fill(inputs, bucket)
         captured.graph.replay()
         mixed = self._out[:num_tokens].flatten(1)
-        shown = captured.features if inputs.is_shown else None
-        features = None if shown is None else shown[:num_tokens]
-        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, features)
-        return ForwardOutputs(logits, features)
+        shown = captured.hidden_states if inputs.is_shown else None
+        hidden_states = None if shown is None else shown[:num_tokens]
+        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
+        return ForwardOutputs(logits, hidden_states)
 
 
 def _spread(q_lens: Int32Array, num_decode: int, first: int, size: int) -> Int32Array:

@@ -79,13 +79,13 @@ class _Captured:
         inputs: Whose token ids, positions and slots the first piece reads.
         pieces: One for each layer.
         residual: ``[T, hidden_size]``, the residual stream before the last attention.
-        features: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
+        hidden_states: ``[T, n]``, what the model shows of its tokens; None where it shows nothing.
     """
 
     inputs: ForwardInputs
     pieces: tuple[Graph, ...]
     residual: Tensor
-    features: Tensor | None
+    hidden_states: Tensor | None
 
 
 class PiecewiseRunner:
@@ -154,15 +154,17 @@ class PiecewiseRunner:
         inputs = _padding(num_tokens, self._bridge.q.device)
         bridge = self._bridge
         bridge.out.normal_(generator=self._noise)
-        features = self._model.new_features(num_tokens)
-        shown = () if features is None else (features.zero_(),)  # what follows the last attention is shown later
-        _, residual = self._model.trunk(inputs, self._layers, bridge, features)
+        hidden_states = self._model.new_features(num_tokens)
+        shown = (
+            () if hidden_states is None else (hidden_states.zero_(),)
+        )  # what follows the last attention is shown later
+        _, residual = self._model.trunk(inputs, self._layers, bridge, hidden_states)
         expected = [each.clone() for each in (residual, bridge.q[:num_tokens], *shown)]
         bridge.pieces = []
         self._capture.begin()
         with ExitStack() as undo:
             undo.callback(self._capture.abandon)
-            _, residual = self._model.trunk(inputs, self._layers, bridge, features)
+            _, residual = self._model.trunk(inputs, self._layers, bridge, hidden_states)
             undo.pop_all()
         made = residual, bridge.q[:num_tokens], *shown
         for each in made[:2]:
@@ -173,7 +175,7 @@ class PiecewiseRunner:
             piece.replay()
         if not all(torch.equal(*both) for both in zip(made, expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _Captured(inputs, tuple(bridge.pieces), residual, features)
+        return _Captured(inputs, tuple(bridge.pieces), residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Plans attention and computes a step on the current stream.
@@ -193,10 +195,10 @@ class PiecewiseRunner:
                 inputs.before_layer(layer)
             self._attention.forward(q, k, v, kv, layer, out)
         mixed = out.flatten(1)
-        shown = captured.features if inputs.is_shown else None
-        features = None if shown is None else shown[:num_tokens]
-        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, features)
-        return ForwardOutputs(logits, features)
+        shown = captured.hidden_states if inputs.is_shown else None
+        hidden_states = None if shown is None else shown[:num_tokens]
+        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
+        return ForwardOutputs(logits, hidden_states)
 
 
 def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:

@@ -50,14 +50,14 @@ class Ran:
     Attributes:
         outcome: For the host.
         inputs: Of the plan's rows, and perhaps of others that pad them.
-        features: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
+        hidden_states: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
         is_greedy: No row draws at random, as the gate was told.
         drafts: Graphs of what follows it, if there are any.
     """
 
     outcome: Outcome
     inputs: StepInputs
-    features: Tensor | None
+    hidden_states: Tensor | None
     is_greedy: bool
     drafts: DraftGraphs | None = None
 
@@ -181,7 +181,7 @@ def draft_step(plan: BatchPlan, ran: Ran) -> DraftStep:
         kv_bounds=plan.max_len,
         num_draft=plan.num_propose,
         is_greedy=ran.is_greedy,
-        features=None if ran.features is None else ran.features[: plan.num_tokens],
+        hidden_states=None if ran.hidden_states is None else ran.hidden_states[: plan.num_tokens],
     )
 
 

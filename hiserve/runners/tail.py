@@ -25,11 +25,11 @@ class Tail:
         self._model = model
         self._sizes = sizes
 
-    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, features: Tensor | None) -> Tensor:
+    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None) -> Tensor:
         """As ``Decoder.logits``; the first token is computed again for each that a size has more."""
         count = logits_rows.shape[0]
         index = bisect_left(self._sizes, count)
         more = self._sizes[index] - count if count and index < len(self._sizes) else 0
         if more:
             logits_rows = F.pad(logits_rows, (0, more))
-        return self._model.logits(mixed, residual, logits_rows, features)[:count]
+        return self._model.logits(mixed, residual, logits_rows, hidden_states)[:count]

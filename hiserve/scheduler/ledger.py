@@ -9,10 +9,10 @@ from enum import IntEnum
 
 import numpy as np
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import InvariantError
 from hiserve.ipc.coalesce import UNREPORTED
 from hiserve.ipc.codec import MalformedError

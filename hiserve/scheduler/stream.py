@@ -6,9 +6,9 @@ import asyncio
 
 import msgspec
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError, SlowReaderError
 from hiserve.ipc.coalesce import UNREPORTED
 

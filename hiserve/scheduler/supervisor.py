@@ -20,7 +20,7 @@ from hiserve.cache.pools.host_segment import open_segment
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import Config
 from hiserve.core.devices import environment_of
-from hiserve.core.findings import NO_FINDINGS, Findings
+from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.errors import EngineError, HiserveError, ResourceError
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
@@ -136,7 +136,7 @@ class Supervisor:
         self._patience: dict[int, int] = {}  # by replica: its limit is so many times the configured one
         self._decoder = MessageDecoder[FromWorker](FromWorker)
         self._workers: dict[int, Incarnation] = {}
-        self._findings: dict[int, Findings] = {}
+        self._findings: dict[int, StartupMeasurements] = {}
         self._segments: list[Segment | None] = []
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -237,8 +237,8 @@ class Supervisor:
         worker = self._workers[replica] = Incarnation(replica, number, process)
         patrol = asyncio.create_task(self._patrol(worker))
         try:
-            findings = self._findings.get(replica, NO_FINDINGS)
-            process.send(encode(Configure(self._config, replica, number, host_fd, findings)))
+            measurements = self._findings.get(replica, NO_MEASUREMENTS)
+            process.send(encode(Configure(self._config, replica, number, host_fd, measurements)))
             if self._stopping.is_set():
                 process.kill()
             end = await process.wait()

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.server.gate import Engine
 from hiserve.server.generation import QUICK_SCORE_BYTES, Generation, Piece, Terms
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError, UnavailableError
 from hiserve.ipc.cache_stats import TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash

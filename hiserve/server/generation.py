@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
+from hiserve.core.cache_usage import NOTHING
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import NOTHING
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.server.gate import Delta, Engine
 from hiserve.server.metrics import Meter

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from hiserve.core.reuse import CacheUse
+from hiserve.core.cache_usage import CacheUse
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
 from hiserve.server.aliases import Aliases
 from hiserve.server.cache_metrics import CacheMetrics

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import msgspec
 from starlette.responses import Response
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.server.choices import Choices
 from hiserve.server.generation import Generation, Piece
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention
-from hiserve.core.drafts import DraftPieces, DraftStep
+from hiserve.core.drafts import DraftStep, DraftWork
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, DraftProgress, StepFeatures
 from hiserve.kernels.step_ops import RowState, StepOps
@@ -82,7 +82,7 @@ class HeadProposer:
         draft_ops: the rest of the device's kernels.
 
     Attributes:
-        taps: Layers of the model that the head sees.
+        aux_layers: Layers of the model that the head sees.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class HeadProposer:
         step_ops: StepOps,
         draft_ops: DraftOps,
     ) -> None:
-        self.taps = head.taps
+        self.aux_layers = head.aux_layers
         self._head = head
         self._pool = pool
         self._attention = attention
@@ -127,7 +127,7 @@ class HeadProposer:
                 self.extend(chain, self._attention, int(step.kv_bounds.max()) + 1 + index)
             self.draw(chain, is_greedy=step.is_greedy)
 
-    def pieces(self, num_rows: int) -> DraftPieces | None:
+    def draft_work(self, num_rows: int) -> DraftWork | None:
         """As the protocol."""
         further = self._attention.captured(num_rows, 1)
         return (
@@ -148,10 +148,10 @@ class HeadProposer:
             The rows that sampled, ready for their first draft.
         """
         rows, state = step.rows, self._state
-        made, features = self._take_in(step, layout)
+        made, hidden_states = self._take_in(step, layout)
         last = state.known_len.index_select(0, rows) - 1 - step.first
         last = torch.minimum(last.clamp_(min=0), layout.num_tokens - 1) + layout.qo_indptr[:-1]
-        logits, carried = self._run(made, layout, features, last.index_select(0, step.sampling), attention)
+        logits, carried = self._run(made, layout, hidden_states, last.index_select(0, step.sampling), attention)
         sampling = rows.index_select(0, step.sampling)
         return Chain(
             rows=sampling,
@@ -164,8 +164,8 @@ class HeadProposer:
 
     def keep(self, step: DraftStep, layout: Layout, attention: Attention) -> None:
         """As ``follow``, where no draft is wanted: most of the head has nothing to do."""
-        made, features = self._take_in(step, layout)
-        self._run(made, layout, features, step.sampling[:0], attention)
+        made, hidden_states = self._take_in(step, layout)
+        self._run(made, layout, hidden_states, step.sampling[:0], attention)
 
     def draw(self, chain: Chain, *, is_greedy: bool) -> None:
         """Draws a draft of each row with the noise that the model's own draw of that place will have, and writes it.
@@ -203,10 +203,12 @@ class HeadProposer:
     def _take_in(self, step: DraftStep, layout: Layout) -> tuple[DraftMetadata, Tensor]:
         """Returns what a forward over a step takes, with what the model showed of the token before each."""
         made = self._inputs(step.rows, step.first, step.legal, layout)
-        assert step.features is not None or not self.taps, f"the model showed nothing of layers {self.taps}"
+        assert step.hidden_states is not None or not self.aux_layers, (
+            f"the model showed nothing of layers {self.aux_layers}"
+        )
         nothing = self._last.new_empty((layout.token_rows.shape[0], 0))
         shown = StepFeatures(
-            features=nothing if step.features is None else self._head.fuse(step.features),
+            hidden_states=nothing if step.hidden_states is None else self._head.fuse(step.hidden_states),
             last=self._last,
             boundary_pages=self._pool.boundary,
             rows=step.rows,
@@ -218,12 +220,12 @@ class HeadProposer:
             page_table=made.page_table,
             page_size=self._pool.page_size,
         )
-        features = nothing
+        hidden_states = nothing
         if self._head.feature_size:
-            features = self._ops.draft_features(shown)
+            hidden_states = self._ops.draft_features(shown)
             self._ops.keep_features(shown, self._state)
         self._ops.note_drafted(shown, self._state, self._progress)
-        return self._window(step.rows, step.first, step.legal, made), features
+        return self._window(step.rows, step.first, step.legal, made), hidden_states
 
     def _window(self, rows: Tensor, first: Tensor, legal: Tensor, made: DraftMetadata) -> DraftMetadata:
         return self._ops.draft_window(rows, first, legal, made, self._progress, page_size=self._pool.page_size)
@@ -244,7 +246,7 @@ class HeadProposer:
         )
 
     def _run(
-        self, made: DraftMetadata, layout: Layout, features: Tensor, logits_rows: Tensor, attention: Attention
+        self, made: DraftMetadata, layout: Layout, hidden_states: Tensor, logits_rows: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         inputs = ForwardInputs(
             input_ids=made.input_ids,
@@ -261,11 +263,11 @@ class HeadProposer:
             num_decode=layout.num_decode,
         )
         attention.plan(inputs)
-        return self._head.forward(inputs, features, self._pool.layers, attention)
+        return self._head.forward(inputs, hidden_states, self._pool.layers, attention)
 
 
 class HeadPieces:
-    """As ``DraftPieces``, of a head.
+    """As ``DraftWork``, of a head.
 
     Args:
         proposer: Whose head it is.
@@ -291,7 +293,7 @@ class HeadPieces:
         chain = self._taken()
         return chain.logits, chain.carried
 
-    def following(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
+    def prepare(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
         """As the protocol."""
         width = 1 + int(step.q_lens[0])
         attention = self._attention.captured(self._num_rows, width)

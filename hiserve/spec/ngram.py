@@ -22,7 +22,7 @@ class NgramProposer:
         max_ngram: Most last tokens that are compared.
     """
 
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
 
     def __init__(
         self, state: RowState, ops: DraftOps, min_ngram: int = _MIN_NGRAM, max_ngram: int = _MAX_NGRAM
@@ -33,7 +33,7 @@ class NgramProposer:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
 
-    def pieces(self, num_rows: int) -> None:
+    def draft_work(self, num_rows: int) -> None:
         """One launch needs no graph."""
 
     def propose(self, step: DraftStep) -> None:

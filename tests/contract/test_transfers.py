@@ -14,7 +14,7 @@ import torch
 
 from hiserve.cache.pools.records import PageState
 from hiserve.cache.pools.transfer_queue import DROPPED, NOT_READY
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE
 from tests.helpers.transfers import DIRECT, LAYERED, NUM_PAGES, PAGE_BYTES, STAGED, THREAD, TransferBench, ints

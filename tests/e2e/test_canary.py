@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind, PageCopy
-from hiserve.core.groups import CANARY
+from hiserve.core.kv_groups import CANARY
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.engine.loop import Engine
 from hiserve.errors import InvariantError
 from tests.helpers.tiers import squeeze
@@ -133,7 +133,7 @@ def test_a_load_that_brings_pages_to_the_wrong_places_stops_the_engine(
 def test_a_store_that_reads_the_wrong_pages_is_noticed_when_they_come_back(llm: LLM) -> None:
     transfers = engine_of(llm)._executor._tier_transfers._transfers  # type: ignore[attr-defined]
     honest = transfers._copy
-    transfers._copy = lambda copy: honest(swapped(copy) if copy.kind is CopyKind.STORE else copy)
+    transfers._copy = lambda copy: honest(swapped(copy) if copy.kind is CopyKind.OFFLOAD else copy)
     prompt = PROMPT[::-1]
     llm.generate([prompt], GREEDY)
     until_stored(llm, 2 * NUM_FULL)

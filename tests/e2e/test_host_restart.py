@@ -19,11 +19,11 @@ from hiserve.cache.pools.host_segment import open_segment, survey
 from hiserve.cache.pools.records import NO_CHECKSUM
 from hiserve.cache.pools.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
 from hiserve.config import Config, make_config
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
 from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.shapes import read_model

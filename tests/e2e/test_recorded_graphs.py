@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.config import NANO
 from tests.helpers.cache_paths import HOST, SETTINGS, Case, Work, answer, ask, host_hits, pairwise, pool, store_hits
 from tests.helpers.cramped_paths import chunks, preemption, storm

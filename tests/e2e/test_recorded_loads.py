@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.runners.gate import Action, Reason, Verdict
 from tests.helpers.gated import run_until, send
 from tests.helpers.recorded_llm import allow_recording

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 
 from hiserve.config import Config, make_config
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.core.resolve import resolve
-from hiserve.core.reuse import CacheUse
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient

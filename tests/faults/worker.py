@@ -20,7 +20,7 @@ import numpy as np
 
 from hiserve.cache.pools import file_store
 from hiserve.config import Config
-from hiserve.core.findings import Findings
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.loop import Engine
 from hiserve.engine.service import serve
 from hiserve.engine.worker import build as build_worker
@@ -111,8 +111,8 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
     if broken:
         file_store.os = Disk(broken, rng)  # type: ignore[assignment]
 
-    def build_broken(config: Config, host_fd: int, replica: int, findings: Findings) -> Any:
-        engine = build_worker(config, host_fd, replica, findings)
+    def build_broken(config: Config, host_fd: int, replica: int, measurements: StartupMeasurements) -> Any:
+        engine = build_worker(config, host_fd, replica, measurements)
         broken_engine: Any = engine
         for how in sorted(wanted.keys() & {"fatal", "hang", "starved"}):
             low, high = map(int, wanted[how].split(":"))

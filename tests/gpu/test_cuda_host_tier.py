@@ -12,7 +12,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.pools.page_layout import PageLayout
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.config import NANO, find_model, read_model_config
 from tests.helpers import cuda
 from tests.helpers.gated import hold_loads, run_until, send

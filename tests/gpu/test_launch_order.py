@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.config import NANO
 from tests.helpers.cuda import NUM_PAGES, PAGE, graph_engine, prompts_of
 from tests.helpers.gated import spoil_device

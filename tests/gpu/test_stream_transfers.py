@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.core.copies import CopyKind, PageCopy
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.upload import upload
 from hiserve.kernels.page_copy import copy_pages
 from tests.helpers.cuda import no_sync

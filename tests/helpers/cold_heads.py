@@ -105,7 +105,7 @@ def shown_to(llm: LLM) -> set[tuple[bool, bool]]:
     propose = runners.propose
 
     def watch(plan: BatchPlan, ran: Any) -> None:
-        found.add((plan.is_cold, ran.features is not None))
+        found.add((plan.is_cold, ran.hidden_states is not None))
         propose(plan, ran)
 
     runners.propose = watch

@@ -9,10 +9,10 @@ import numpy as np
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, LruEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tier import TierListener
-from hiserve.core.copies import CopyAck, PageCopy
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
+from hiserve.core.transfers import CopyAck, PageCopy
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner

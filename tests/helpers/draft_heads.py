@@ -17,7 +17,7 @@ from hiserve.attention.base import AttentionShape
 from hiserve.attention.reference import ReferenceAttention
 from hiserve.cache.pools.device import DevicePool
 from hiserve.core.forward import ForwardInputs
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.models.attention import attention_shape, draft_attention_shape
 from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
@@ -165,7 +165,7 @@ class Drafter:
         config = read_model_config(target)
         self.draft = find_draft(kind, None if source is None else str(source), target, config)
         sizes: dict[str, Any] = {"dtype": dtype, "device": "cpu", "max_len": MAX_LEN}
-        self.model = load_decoder(target, config, load_format="auto", taps=self.draft.taps, **sizes)
+        self.model = load_decoder(target, config, load_format="auto", aux_layers=self.draft.taps, **sizes)
         self.head = load_draft(self.draft, self.model, load_format=load_format, **sizes)
         element = getattr(torch, dtype)
         self._target = Paged(config.kv_groups(dtype), attention_shape(config, dtype=element, page_size=page_size))
@@ -180,8 +180,8 @@ class Drafter:
         for first in range(0, max(map(len, texts)), chunk):
             rows = [(row, first, text[first : first + chunk]) for row, text in enumerate(texts) if first < len(text)]
             out = self.model.forward(self._target.plan(rows), self._target.layers, self._target.attention)
-            assert out.features is not None
-            for (row, _, _), shown in zip(rows, out.features.split([len(row[2]) for row in rows]), strict=True):
+            assert out.hidden_states is not None
+            for (row, _, _), shown in zip(rows, out.hidden_states.split([len(row[2]) for row in rows]), strict=True):
                 parts[row].append(shown)
         return [torch.cat(part) for part in parts]
 

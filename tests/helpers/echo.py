@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, Scores, StepFault, StepResult
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import CopyAck
 from tests.helpers.echo_host import EchoHost
 
 VOCAB = 211

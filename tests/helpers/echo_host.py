@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 
 GARBAGE = -9
 

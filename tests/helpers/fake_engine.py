@@ -16,11 +16,11 @@ import numpy as np
 
 from hiserve.cache.index.events import PrefixEvents
 from hiserve.config import Config, known
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
-from hiserve.core.findings import NO_FINDINGS, Findings
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import CacheUse
+from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.engine.loop import EngineFacts
 from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import ModelError
@@ -73,7 +73,9 @@ class FakeEngine:
     It chooses one more than its forerunner.
     """
 
-    def __init__(self, config: Config, step_s: float = STEP_S, findings: Findings = NO_FINDINGS) -> None:
+    def __init__(
+        self, config: Config, step_s: float = STEP_S, measurements: StartupMeasurements = NO_MEASUREMENTS
+    ) -> None:
         self._page_size = config.cache.page_size
         self._max_running = known(config.scheduler.max_running_requests)
         self._step_s = step_s
@@ -90,7 +92,7 @@ class FakeEngine:
             page_size=self._page_size,
             namespace=self._namespace,
             startup_s={"build": 0.0},
-            findings=Findings(free_bytes=findings.free_bytes + 1),
+            measurements=StartupMeasurements(free_bytes=measurements.free_bytes + 1),
         )
 
     def add(self, admit: Admit, tokens: Int32Array) -> None:
@@ -209,7 +211,9 @@ class FakeEngine:
             self._events.publish(new)
 
 
-def build(config: Config, host_fd: int = -1, replica: int = 0, findings: Findings = NO_FINDINGS) -> FakeEngine:
+def build(
+    config: Config, host_fd: int = -1, replica: int = 0, measurements: StartupMeasurements = NO_MEASUREMENTS
+) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:
         case "tell_keys":
@@ -225,4 +229,4 @@ def build(config: Config, host_fd: int = -1, replica: int = 0, findings: Finding
         case "held":  # as long as a test wants
             while (Path(tempfile.gettempdir()) / "hold").exists():
                 time.sleep(0.005)
-    return FakeEngine(config, findings=findings)
+    return FakeEngine(config, measurements=measurements)

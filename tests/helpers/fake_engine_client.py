@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.cache_stats import NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, Recovery, ReplayStats

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan, TableWrites
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
 from hiserve.runners.gate import Verdict

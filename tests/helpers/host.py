@@ -10,8 +10,8 @@ import numpy as np
 from hiserve.cache.pools.keys import store_key
 from hiserve.cache.pools.records import Records, page_checksum
 from hiserve.cache.pools.segment import SegmentLayout
-from hiserve.core.copies import PageRun
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
+from hiserve.core.transfers import PageRun
 
 PAGE_SIZE = 4
 PAGE_BYTES = 128

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.messages import Admit, Generate, Ready, StepReport, Tokens, WorkerStats
 

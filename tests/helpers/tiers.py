@@ -8,9 +8,9 @@ from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.holds import path
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Receipt
 from hiserve.cache.index.tier import TierListener
-from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageCopy, PageRun
 
 PAGE_SIZE = 2
 TENANT = b"tenant"

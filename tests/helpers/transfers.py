@@ -15,8 +15,8 @@ from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.transfer import ThreadTransfers, TransferEngine
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from tests.helpers.host import PAGE_SIZE, make_layout, make_run
 
 NUM_PAGES = 12
@@ -97,7 +97,7 @@ class TransferBench:
 
     def store(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
         run = make_run(host, [100 + page for page in device])
-        self.engine.start(PageCopy(op, CopyKind.STORE, ints(device), ints(host), after_step, run))
+        self.engine.start(PageCopy(op, CopyKind.OFFLOAD, ints(device), ints(host), after_step, run))
 
     def load(self, op: int, device: Sequence[int], host: Sequence[int], after_step: int = 0) -> None:
         copy = PageCopy(op, CopyKind.LOAD, ints(device), ints(host), after_step)

@@ -8,7 +8,7 @@ import pytest
 
 from hiserve.cache.index.manager import HostAdmission
 from hiserve.cache.index.tier import Tier
-from hiserve.core.copies import CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_model import Place
 from tests.invariants.streams import Page
@@ -27,7 +27,7 @@ def begin_stores(world: World, random: Random) -> None:
     assert sum(copy.host_pages.size for copy in copies) <= max_pages
     by_digest = {digest(place): place for place in model.device}
     for copy in copies:
-        assert copy.run is not None and copy.kind is CopyKind.STORE
+        assert copy.run is not None and copy.kind is CopyKind.OFFLOAD
         places = [by_digest[each] for each in copy.run.digests]
         assert places == parts(places[-1])[-len(places) :] and digest(above(places[0])) == copy.run.parent
         assert copy.run.key == b"".join(place[1][-1] for place in places)
@@ -64,7 +64,7 @@ def settle(world: World, random: Random) -> None:
     op = random.choice(list(world.copies))
     kind = world.copies[op][0].kind
     is_ok = random.random() < 0.75
-    is_dropped = not is_ok and kind is CopyKind.STORE and random.random() < 0.5
+    is_dropped = not is_ok and kind is CopyKind.OFFLOAD and random.random() < 0.5
     if not is_dropped:
         op = min(number for number, (copy, _) in world.copies.items() if copy.kind is kind)
     settle_op(world, op, ok=is_ok, is_dropped=is_dropped, random=random)

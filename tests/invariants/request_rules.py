@@ -11,7 +11,7 @@ import pytest
 
 from hiserve.cache.index.manager import HostAdmission, Receipt
 from hiserve.cache.index.misses import MissReason
-from hiserve.core.copies import CopyKind
+from hiserve.core.transfers import CopyKind
 from tests.invariants import copy_rules
 from tests.invariants.index_model import Prefix
 from tests.invariants.streams import Page

@@ -8,9 +8,9 @@ import numpy as np
 
 from hiserve.cache.pools.records import Records, page_checksum
 from hiserve.cache.pools.segment import Segment, SegmentLayout, segment_path
-from hiserve.core.copies import PageRun
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageRun
 
 NAME = "machine"
 PAGE_BYTES = 64

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from hiserve.cache.index.manager import HostAdmission
-from hiserve.core.copies import CopyKind
+from hiserve.core.transfers import CopyKind
 from hiserve.engine.load_costs import LoadCostModel
 from tests.invariants.test_planner_workloads import Run
 
@@ -61,7 +61,7 @@ def test_random_workloads_over_both_tiers_match_the_oracle(
             left=stats.cache.loads.unfulfilled.get("not_worth_loading", 0),
         )
         seen += Counter(preempted=stats.preemptions, waited=host.num_waits)
-        seen += Counter(lost=host.num_failed[CopyKind.LOAD], unstored=host.num_failed[CopyKind.STORE])
+        seen += Counter(lost=host.num_failed[CopyKind.LOAD], unstored=host.num_failed[CopyKind.OFFLOAD])
     wanted = ["loaded", "stored", "left", "preempted", "lost", "unstored"] + ["waited"] * overlaps
     assert all(seen[each] for each in wanted), seen
     assert overlaps or not seen["waited"]

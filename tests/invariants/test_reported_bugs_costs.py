@@ -18,7 +18,7 @@ import pytest
 from hiserve.cache.index.eviction import ON_DEVICE, LruEviction, PriorityEviction
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.node import Node
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.tiers import backed, demoted, key, load, lock, new_cache, serve, take
 from tests.helpers.transfers import THREAD, TransferBench

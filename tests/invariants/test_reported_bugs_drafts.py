@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from hiserve.core.copies import CopyAck, CopyKind
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import CopyAck, CopyKind
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit

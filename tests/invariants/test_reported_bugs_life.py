@@ -16,7 +16,7 @@ from hiserve.cache.index.tier import Tier
 from hiserve.cache.pools.file_store import FileStore
 from hiserve.cache.pools.keys import KEY_BYTES
 from hiserve.cache.pools.segment import Segment
-from hiserve.core.copies import CopyKind
+from hiserve.core.transfers import CopyKind
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.host import PAGE_BYTES, make_layout
 from tests.helpers.tiers import TENANT, is_whole, new_cache, prompt, squeeze_host

@@ -29,11 +29,11 @@ from hiserve.cache.pools.keys import store_key
 from hiserve.cache.pools.records import Records
 from hiserve.cache.pools.segment import Segment
 from hiserve.config import make_config
-from hiserve.core.copies import PageRun
 from hiserve.core.digest import chain, namespace_digest, pack_tokens, strong_chain
 from hiserve.core.machine import probe
 from hiserve.core.resolve import ModelFacts, resolve
 from hiserve.core.step_memory import StepShape
+from hiserve.core.transfers import PageRun
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.identity import cache_namespace, stamps, weight_digests
 from tests.helpers.host import PAGE_BYTES, make_layout, store

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind, PageCopy
 from hiserve.core.plan import BatchPlan
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.ipc.messages import Admit
 
 PAGE = 16

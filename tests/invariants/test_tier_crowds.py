@@ -17,7 +17,7 @@ from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.holds import path
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Receipt
 from hiserve.cache.index.tier import Tier
-from hiserve.core.copies import PageCopy
+from hiserve.core.transfers import PageCopy
 from tests.helpers.tiers import NAMESPACE, PAGE_SIZE, is_whole, key, prompt, run_of
 from tests.invariants.index_checks import check_structure
 from tests.invariants.tier_model import ints

@@ -12,7 +12,7 @@ from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, Priori
 from hiserve.cache.index.manager import CacheManager, HostAdmission, Match, Receipt
 from hiserve.cache.index.tier import Tier
 from hiserve.cache.index.uploads import RESERVED_SHARE
-from hiserve.core.copies import CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_checks import check_structure
 from tests.invariants.index_model import Place, Prefix, page_tokens

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.copies import CopyKind
 from hiserve.core.plan import StepFault
 from hiserve.core.request import FinishReason
+from hiserve.core.transfers import CopyKind
 from hiserve.ipc.messages import Admit
 
 PLAN = {
@@ -92,7 +92,7 @@ CACHED = {"device": "device", "host": "host", "store": "store", "miss": "miss", 
 DRAFTS = {"steps": "verify_steps", "proposed": "proposed", "accepted": "accepted_per_position"}
 FAULT = {"kind": "kind", "replay": "was_replay"}
 
-KINDS = {CopyKind.LOAD: "load", CopyKind.STORE: "offload", CopyKind.PREFETCH: "prefetch", CopyKind.UPLOAD: "upload"}
+KINDS = {CopyKind.LOAD: "load", CopyKind.OFFLOAD: "offload", CopyKind.PREFETCH: "prefetch", CopyKind.UPLOAD: "upload"}
 ENDS = {FinishReason.RUNNING: "", FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 # Texts of the recorded session that are to read differently now: old text -> new text, applied to what was recorded.

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import msgspec
 
 from hiserve.config import Config
+from hiserve.core.cache_usage import COLD
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import COLD
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import TierName
 from hiserve.spec.adaptive import StepCosts

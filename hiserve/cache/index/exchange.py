@@ -10,8 +10,8 @@ from hiserve.cache.index.holds import Holds, path, raise_priority
 from hiserve.cache.index.node import NO_PAGES, Node
 from hiserve.cache.index.ops import OpKind, Ops
 from hiserve.cache.index.tiers import Tiers
-from hiserve.core.copies import PageRun
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,9 +20,9 @@ from hiserve.cache.index.tier import Tier, TierListener, TierPages
 from hiserve.cache.index.tiers import Tiers
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
 from hiserve.cache.index.uploads import Uploads
-from hiserve.core.copies import PageCopy, PageRun
 from hiserve.core.digest import Chain, chain, namespace_digest
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageCopy, PageRun
 
 __all__ = ["CacheManager", "HostAdmission", "Match", "Receipt"]
 

@@ -13,8 +13,8 @@ from hiserve.cache.index.ops import Op, OpKind, Ops, carriers
 from hiserve.cache.index.removal import Removal
 from hiserve.cache.index.tiers import Tiers
 from hiserve.cache.index.uploads import Uploads
-from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 
 MANY_COPIES = 1 << 30
 MIN_SWEEP = 64  # wishes: fewer are kept, also those of nodes that left the tree
@@ -267,7 +267,7 @@ class Transfers:
             key=b"".join(node.key for node in chain),
         )
         after_step = max(node.written_step for node in chain)
-        return PageCopy(op.number, CopyKind.STORE, pages, host_pages, after_step, run)
+        return PageCopy(op.number, CopyKind.OFFLOAD, pages, host_pages, after_step, run)
 
     def _leading(self, chain: list[Node], room: int) -> list[Node]:
         """Returns the first ``room`` pages of a run of nodes, or all, cutting one if need be."""

@@ -11,8 +11,8 @@ from hiserve.cache.index.holds import Holds, path
 from hiserve.cache.index.node import Node
 from hiserve.cache.index.ops import OpKind, Ops
 from hiserve.cache.index.tiers import Tiers
-from hiserve.core.copies import CopyKind, PageCopy, PageRun
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 
 MAX_RUN_PAGES = 256  # of one upload
 MAX_STAGED_PAGES = 64  # host pages taken for what passes through them
@@ -173,7 +173,7 @@ class Uploads:
         run = self._run_of(parts, self._tiers.take_host(pages.size, num_left=0))
         op = self._ops.begin(OpKind.STAGE, hold, run.pages, pages)
         self._stages[op.number] = run
-        self._copies.append(PageCopy(op.number, CopyKind.STORE, pages, run.pages, after_step, run))
+        self._copies.append(PageCopy(op.number, CopyKind.OFFLOAD, pages, run.pages, after_step, run))
 
     def _run_of(self, parts: list[Part], pages: Int32Array) -> PageRun:
         """Returns what pages hold that wait no more."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hiserve.cache.pools.layout import layer_views, storage_shape
 from hiserve.core.forward import LayerKV
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 
 
 class DevicePool:

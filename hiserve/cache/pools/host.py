@@ -14,11 +14,11 @@ from hiserve.cache.pools.records import NO_CHECKSUM, Records, page_checksum
 from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.touch import FirstTouch, Registrar
 from hiserve.config import CacheVerify
-from hiserve.core.copies import PageRun
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageRun
 
 
 class HostPool:

@@ -12,7 +12,7 @@ from hiserve.cache.pools.segment import SHARED_MEMORY, segment_path
 from hiserve.cache.pools.stores import secret_of
 from hiserve.config import Config, known
 from hiserve.config.identity import CacheIdentity, FileStamp
-from hiserve.core.groups import debug_groups
+from hiserve.core.kv_groups import debug_groups
 from hiserve.errors import ConfigError
 from hiserve.models.config import ModelConfig
 from hiserve.models.draft_config import DraftConfig

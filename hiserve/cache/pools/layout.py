@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 
 
 def storage_shape(group: CacheGroupSpec, num_pages: int, page_size: int) -> tuple[int, ...]:

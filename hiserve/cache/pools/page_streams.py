@@ -21,16 +21,16 @@ from torch import Tensor
 from hiserve.cache.pools.copy_engine import CopyEngine
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
-from hiserve.core.copies import CopyKind, PageCopy
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.kernels.page_copy import PreparedCopy, copy_pages, word_type
 
 _NUM_SLOTS = 2  # while the copy engine is busy with one, the other is gathered or scattered
 _STAGING_PROGRAMS = 64  # far from the device's bandwidth, well above the link's
 # Few: a store that saturates the link stalls every other access to memory. On an H200, 64 KiB pages, a step that
 # reads weights took 1.06 times as long beside loads of 8 programs, 1.10 beside stores of 3, 3.4 beside stores of 8.
-_DIRECT_PROGRAMS = {CopyKind.LOAD: 8, CopyKind.STORE: 3}
+_DIRECT_PROGRAMS = {CopyKind.LOAD: 8, CopyKind.OFFLOAD: 3}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

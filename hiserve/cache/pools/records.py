@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hiserve.core.copies import PageRun
 from hiserve.core.digest import DIGEST_BYTES, Chain, chain, pack_tokens
 from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageRun
 
 NO_CHECKSUM = 0
 RecordArray = NDArray[np.void]

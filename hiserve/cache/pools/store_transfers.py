@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.keys import store_key
 from hiserve.cache.pools.store import PageStore
-from hiserve.core.copies import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
-from hiserve.core.faults import fault_of
+from hiserve.core.step_faults import fault_of
+from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.errors import InvariantError
 from hiserve.ipc.cache_stats import StoreStats
 

@@ -13,8 +13,8 @@ from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_streams import Flight, PageStreams
 from hiserve.cache.pools.transfer_queue import TransferQueue
-from hiserve.core.copies import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
-from hiserve.core.faults import attempt
+from hiserve.core.step_faults import attempt
+from hiserve.core.transfers import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
 
 MAX_DIRECT_PAGE_BYTES = 512 << 10
 MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
@@ -22,7 +22,7 @@ MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
 # Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others. Pieces of
 # 48 and 32 MiB: one of a store crosses in 0.6 ms at most, and as long may the outcome of a step, a small copy the same way,
 # wait for it.
-_STAGING_PERCENT = {CopyKind.LOAD: 60, CopyKind.STORE: 40}
+_STAGING_PERCENT = {CopyKind.LOAD: 60, CopyKind.OFFLOAD: 40}
 _NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
 
 

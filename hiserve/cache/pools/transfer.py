@@ -12,8 +12,8 @@ import torch
 from hiserve.cache.pools.device import DevicePool
 from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.transfer_queue import TransferQueue
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
-from hiserve.core.faults import attempt
+from hiserve.core.step_faults import attempt
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 
 
 class TransferEngine(Protocol):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from hiserve.cache.pools.host import HostPool
-from hiserve.core.copies import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
+from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
 from hiserve.errors import InvariantError
 
 DROPPED = "link_behind"
@@ -74,7 +74,7 @@ class TransferQueue:
 
     def add(self, copy: PageCopy) -> None:
         """Takes an order, or answers it as failed."""
-        is_store = copy.kind is CopyKind.STORE
+        is_store = copy.kind is CopyKind.OFFLOAD
         num_pages = copy.device_pages.size
         is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
         with self._news:
@@ -143,9 +143,9 @@ class TransferQueue:
                 now, until = time.monotonic(), None
                 if self._may_begin(CopyKind.LOAD):
                     return self._queues[CopyKind.LOAD].popleft()
-                if self._may_begin(CopyKind.STORE):
+                if self._may_begin(CopyKind.OFFLOAD):
                     if self._store_free_at <= now:
-                        copy = self._queues[CopyKind.STORE].popleft()
+                        copy = self._queues[CopyKind.OFFLOAD].popleft()
                         self._store_free_at = now + copy.device_pages.size * self._store_s_per_page
                         return copy
                     until = self._store_free_at
@@ -161,10 +161,10 @@ class TransferQueue:
     def end(self, copy: PageCopy, seconds: float, reason: str = "") -> None:
         """Tells that all bytes have arrived, or why they have not and will not."""
         num_pages = copy.device_pages.size
-        if copy.kind is CopyKind.STORE and not reason:
+        if copy.kind is CopyKind.OFFLOAD and not reason:
             self._host.finish(copy.host_pages)
         with self._news:
-            if copy.kind is CopyKind.STORE:
+            if copy.kind is CopyKind.OFFLOAD:
                 self._num_store_pages -= num_pages
             self._ended.append(CopyAck(copy.op, reason, 0 if reason else num_pages * self._page_bytes, seconds))
             self._news.notify_all()

@@ -1,11 +1,11 @@
 """The planning half of a worker: budget, admission, results, loads, faults."""
 
 from hiserve.cache.index import exchange
-from hiserve.core import faults
+from hiserve.core import step_faults
 from hiserve.engine import admission, budget, executor, fatal, journal, loop, page_tables, planner, row_output, stop_tokens, store_prefetch
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
-from tests.unit.core import test_faults
+from tests.unit.core import test_step_faults
 from tests.unit.engine import (
     test_budget,
     test_executor_faults,
@@ -97,7 +97,7 @@ with store_prefetch.StorePrefetcher.is_uploading, test_store_prefetch.test_a_sto
     "INV 65: shutdown waits for a store that never answers"
     self._clock() - max(oldest_s, self._answered_s) < STALL_S
     True
-with faults, test_faults.test_nothing_else_is_contained:
+with step_faults, test_step_faults.test_nothing_else_is_contained:
     "INV 47: a CUDA error that outlives the step is contained"
     "bad_alloc"
     "CUDA error"

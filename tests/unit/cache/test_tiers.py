@@ -9,8 +9,8 @@ from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.radix import MAX_NODE_PAGES
 from hiserve.cache.index.tier import Tier
-from hiserve.core.copies import CopyKind
 from hiserve.core.digest import namespace_digest
+from hiserve.core.transfers import CopyKind
 from tests.helpers.tiers import (
     NAMESPACE,
     PAGE_SIZE,
@@ -48,7 +48,7 @@ def cache() -> CacheManager:
 def test_published_pages_are_stored_with_a_record_of_what_they_are(cache: CacheManager) -> None:
     receipt = serve(cache, 1, 2, 3)
     (copy,) = cache.begin_stores(99)
-    assert (copy.op, copy.kind, copy.device_pages.tolist()) == (1, CopyKind.STORE, [1, 2, 3])
+    assert (copy.op, copy.kind, copy.device_pages.tolist()) == (1, CopyKind.OFFLOAD, [1, 2, 3])
     assert copy.run is not None and copy.run.pages is copy.host_pages
     assert (copy.run.digests, copy.run.key) == (digests(1, 2, 3), key(1, 2, 3))
     assert copy.run.namespace == copy.run.parent == namespace_digest(NAMESPACE, TENANT)

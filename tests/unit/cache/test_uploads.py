@@ -8,7 +8,7 @@ from hiserve.cache.index import uploads
 from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager, HostAdmission
 from hiserve.cache.index.tier import Tier
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.tiers import (
     TENANT,
     backed,
@@ -61,7 +61,7 @@ def test_a_full_host_is_passed_by() -> None:
     begun, stages = cache.take_uploads()
     assert not begun and told(stages) == [digests(1, 2)]  # two pages are reserved
     (stage,) = stages
-    assert stage.kind is CopyKind.STORE and set(stage.device_pages) < set(cache.holds.receipts[-1].node.pages)
+    assert stage.kind is CopyKind.OFFLOAD and set(stage.device_pages) < set(cache.holds.receipts[-1].node.pages)
     assert cache.uploads.num_waiting == 5
     cache.end_stage(stage.op, ok=True)
     assert cache.uploads.num_waiting == 7, "what arrived on the host is not on its way to the store"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
 from hiserve.core.devices import devices_of
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.resolve import DraftFacts, Machine, ModelFacts, resolve
 from hiserve.core.step_memory import DraftShape, StepShape
 from hiserve.errors import ConfigError, HiserveError, ResourceError

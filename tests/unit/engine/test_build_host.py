@@ -28,8 +28,8 @@ from hiserve.cache.pools.inventory import delete_named_cache, store_in
 from hiserve.cache.pools.segment import Segment, SegmentLayout
 from hiserve.cache.pools.touch import Populate
 from hiserve.config import make_config
-from hiserve.core.copies import CopyAck, PageCopy
-from hiserve.core.findings import NO_FINDINGS
+from hiserve.core.startup_measurements import NO_MEASUREMENTS
+from hiserve.core.transfers import CopyAck, PageCopy
 from hiserve.engine import build, runner_factory, worker
 from hiserve.engine.build import build_engine
 from hiserve.engine.host_recovery import recover_host_pages
@@ -260,5 +260,5 @@ def test_attention_changes_after_the_start_at_the_earliest_and_only_where_nothin
 def test_a_worker_of_a_server_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(worker, "build_engine", lambda *_, **named: given.update(named))
-    worker.build(make_config(), -1, 0, NO_FINDINGS)
+    worker.build(make_config(), -1, 0, NO_MEASUREMENTS)
     assert given == {"waits_for_compilers": False}

@@ -10,8 +10,8 @@ import pytest
 from hiserve.cache.index.exchange import RunOp
 from hiserve.cache.index.manager import CacheManager, Receipt
 from hiserve.cache.index.tier import Tier
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
-from hiserve.core.reuse import CacheUse
+from hiserve.core.cache_usage import CacheUse
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from tests.helpers.engines import echo_engine

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hiserve.core.cache_usage import SOURCES, CacheUse
 from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SamplingParams, SpecParams
-from hiserve.core.reuse import SOURCES, CacheUse
 from hiserve.engine.draft_counts import DraftCounts
 from hiserve.engine.loop import Engine
 from hiserve.engine.rows import RowState

@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 import numpy as np
 
-from hiserve.core.findings import Findings
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.draft_times import pack, unpack
 from hiserve.spec.adaptive import StepCosts
 
@@ -24,9 +24,9 @@ COSTS = StepCosts(
 
 
 def test_costs_are_the_same_on_the_other_side() -> None:
-    findings = Findings(free_bytes=7, draft_times=pack(COSTS))
-    got = msgspec.msgpack.decode(msgspec.msgpack.encode(findings), type=Findings)
-    assert got == findings
+    measurements = StartupMeasurements(free_bytes=7, draft_times=pack(COSTS))
+    got = msgspec.msgpack.decode(msgspec.msgpack.encode(measurements), type=StartupMeasurements)
+    assert got == measurements
     assert got.draft_times is not None
     back = dataclasses.asdict(unpack(got.draft_times))
     for name, value in dataclasses.asdict(COSTS).items():

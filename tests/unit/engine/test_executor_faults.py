@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.core.copies import CopyAck
 from hiserve.core.plan import BatchPlan, StepResult
+from hiserve.core.transfers import CopyAck
 from hiserve.engine import executor as executor_module
 from hiserve.engine.executor import Executor
 from hiserve.engine.tier_transfers import TierTransfers

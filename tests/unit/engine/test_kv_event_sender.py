@@ -8,8 +8,8 @@ import pytest
 from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.tier import Tier
 from hiserve.config import make_config
-from hiserve.core.copies import CopyKind
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import CopyKind
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine
 from hiserve.ipc.kv_events import Change, Cleared, Removed, Stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.core.copies import STORE_LANES
+from hiserve.core.transfers import STORE_LANES
 from hiserve.engine.load_costs import MAX_LEFT, MIN_MEASUREMENTS, LinearFit, LoadCostModel
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.manager import HostAdmission
-from hiserve.core.copies import CopyKind
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
+from hiserve.core.transfers import CopyKind
 from hiserve.engine import host_loads
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine

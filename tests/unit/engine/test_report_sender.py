@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiserve.core.reuse import CacheUse
+from hiserve.core.cache_usage import CacheUse
 from hiserve.engine.report_sender import ReportSender
 from hiserve.engine.updates import RequestUpdates
 from hiserve.ipc.codec import Frames, MessageDecoder, Received

@@ -7,9 +7,9 @@ import pytest
 
 from hiserve.cache.index.manager import CacheManager
 from hiserve.config import StorePrefetch
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.load_costs import MAX_LEFT, LoadCostModel
 from hiserve.engine.store_prefetch import (

@@ -12,7 +12,7 @@ import pytest
 
 from hiserve.cache.pools.sim_store import SimStore
 from hiserve.cache.pools.store_transfers import StoreTransfers
-from hiserve.core.copies import CopyKind, PageCopy, StoreLookup
+from hiserve.core.transfers import CopyKind, PageCopy, StoreLookup
 from hiserve.engine.tier_transfers import TierTransfers
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, TransferBench, ints
@@ -44,7 +44,7 @@ def copier(bench: TransferBench) -> TierTransfers:
 
 
 def start(copier: TierTransfers, *ops: int, kind: CopyKind = CopyKind.LOAD) -> None:
-    run = make_run([1], [101]) if kind is CopyKind.STORE else None
+    run = make_run([1], [101]) if kind is CopyKind.OFFLOAD else None
     copies = tuple(PageCopy(op, kind, ints([op]), ints([1]), 0, run) for op in ops)
     copier.start(replace(make_plan([]), copies=copies))
 
@@ -55,7 +55,7 @@ def test_loads_are_open_from_their_start_until_their_end_is_taken(
     assert copier.loads.last_started == 0
     start(copier, 1, 2)
     start(copier, BROKEN)
-    start(copier, 4, kind=CopyKind.STORE)
+    start(copier, 4, kind=CopyKind.OFFLOAD)
     assert (copier.loads.open, list(copier.loads.failed), copier.loads.last_started) == ({1, 2, BROKEN}, [], BROKEN)
     may_copy.set()
     acks = []

@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
-from hiserve.core.reuse import CacheUse
 from hiserve.ipc.coalesce import Coalescer
 from hiserve.ipc.messages import Tokens
 

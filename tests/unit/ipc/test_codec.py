@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.config import Config
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.ipc.codec import MalformedError, MessageDecoder, encode, split_digests
 from hiserve.ipc.messages import (
     Abort,

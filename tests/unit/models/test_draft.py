@@ -316,7 +316,7 @@ def test_a_layer_waits_until_its_keys_and_values_are_there(tmp_path: Path) -> No
 def test_a_small_model_drafts_what_it_says_itself(tmp_path: Path) -> None:
     target = save_target(make_target(), tmp_path / "target")
     drafter = Drafter(target, "draft_model", target)
-    assert (drafter.head.taps, drafter.head.shift, drafter.head.feature_size) == ((), 0, 0)
+    assert (drafter.head.aux_layers, drafter.head.shift, drafter.head.feature_size) == ((), 0, 0)
     assert [group.name for group in drafter.head.groups("float32")] == ["draft"]
     text = some_texts()[0]
     logits, states = drafter.compute([(0, 0, text[:12])], torch.empty((12, 0)))

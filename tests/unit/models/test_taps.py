@@ -27,7 +27,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(folder: Path, taps: tuple[int, ...]) -> tuple[Decoder, Paged]:
     config = read_model_config(folder)
-    model = load_decoder(folder, config, dtype="float64", device="cpu", load_format="auto", max_len=MAX_LEN, taps=taps)
+    model = load_decoder(
+        folder, config, dtype="float64", device="cpu", load_format="auto", max_len=MAX_LEN, aux_layers=taps
+    )
     shape = attention_shape(config, dtype=torch.float64, page_size=16)
     return model, Paged(config.kv_groups("float64"), shape)
 
@@ -63,29 +65,29 @@ def theirs(folder: Path, text: Tensor) -> dict[int, Tensor]:
 def test_taps_show_what_transformers_computes_in_the_order_asked_for(llama: Path, taps: tuple[int, ...]) -> None:
     wanted = [theirs(llama, text) for text in TEXTS]
     (out,) = passes(llama, taps)
-    assert out.features is not None
+    assert out.hidden_states is not None
     expected = torch.cat([torch.cat([states[layer] for layer in taps], 1) for states in wanted])
-    torch.testing.assert_close(out.features, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.hidden_states, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("taps", [(1, 0), (3, 2)])
 def test_taps_change_no_logits_and_cost_nothing_where_there_are_none(llama: Path, taps: tuple[int, ...]) -> None:
     for plain, out in zip(passes(llama, ()), passes(llama, taps), strict=True):
-        assert plain.features is None
+        assert plain.hidden_states is None
         torch.testing.assert_close(out.logits, plain.logits, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("taps", [(1,), (3, 2)])
 def test_every_token_is_shown_whatever_logits_are_wanted(llama: Path, taps: tuple[int, ...]) -> None:
     (out,) = passes(llama, taps)
-    assert out.features is not None
-    whole = out.features.split([len(text) for text in TEXTS])
+    assert out.hidden_states is not None
+    whole = out.hidden_states.split([len(text) for text in TEXTS])
     parts: list[list[Tensor]] = [[], []]
     first = 0
     for chunk in passes(llama, taps, chunk=7):
-        assert chunk.features is not None
+        assert chunk.hidden_states is not None
         counts = [max(0, min(7, len(text) - first)) for text in TEXTS]
-        for part, shown in zip(parts, chunk.features.split(counts), strict=True):
+        for part, shown in zip(parts, chunk.hidden_states.split(counts), strict=True):
             part.append(shown)
         first += 7
     for part, expected in zip(parts, whole, strict=True):
@@ -120,7 +122,7 @@ def test_the_stages_of_a_pass_fill_what_the_caller_holds(llama: Path) -> None:
     kept, heads = longer.clone(), _Few(model)
     wanted = torch.tensor([len(TEXTS[0]) - 1, len(inputs.input_ids) - 1])
     logits = model.logits(mixed, longer, wanted, features)
-    torch.testing.assert_close(features, out.features, rtol=0, atol=0)
+    torch.testing.assert_close(features, out.hidden_states, rtol=0, atol=0)
     torch.testing.assert_close(logits, out.logits[wanted], rtol=1e-12, atol=1e-12)
     assert torch.equal(longer.nan_to_num(), kept.nan_to_num())
     assert heads.seen == [2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hiserve.cache.pools.device import DevicePool
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 
 PAGE = 4
 

@@ -15,7 +15,7 @@ from hiserve.cache.pools.host import HostPool
 from hiserve.cache.pools.page_layout import PageLayout
 from hiserve.cache.pools.segment import Segment, SegmentLayout
 from hiserve.config import CacheVerify
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from tests.helpers.host import NAMESPACE, content, make_run, told
 
 PAGE_SIZE = 4

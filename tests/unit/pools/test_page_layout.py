@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiserve.cache.pools.page_layout import ALIGNMENT, PageLayout
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 
 
 def group(name: str, layers: int = 3, heads: int = 2, dim: int = 8, dtype: str = "float32") -> CacheGroupSpec:

@@ -12,7 +12,7 @@ import torch
 from hiserve.cache.pools.page_streams import PageStreams
 from hiserve.cache.pools.stream_transfers import StreamTransfers
 from hiserve.cache.pools.transfer_queue import TransferQueue
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.fake_cuda import FakeCuda, install
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, TransferBench, ints
@@ -62,13 +62,13 @@ def test_every_byte_arrives_whichever_stream_runs_first(
             install(patch, device)
             before = [bench.page(page) for page in range(NUM_PAGES)]
             told = orders(rng)
-            for kind in (CopyKind.STORE, CopyKind.LOAD):
+            for kind in (CopyKind.OFFLOAD, CopyKind.LOAD):
                 streams = make_streams(bench, kind, direct=direct)
                 for op, (ours, theirs) in enumerate(told):
                     streams.begin(PageCopy(op, kind, ints(ours), ints(theirs), 0), None, lambda room: None)
                     device.run(rng.randrange(20))
                 device.run()
-                if kind is CopyKind.STORE:
+                if kind is CopyKind.OFFLOAD:
                     for plane in bench.planes():
                         plane.zero_()
             assert not any(stream.ops for stream in device.streams)
@@ -76,7 +76,7 @@ def test_every_byte_arrives_whichever_stream_runs_first(
             assert torch.equal(bench.page(page), before[page]), page
 
 
-@pytest.mark.parametrize("kind", [CopyKind.STORE, CopyKind.LOAD])
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
 def test_adjacent_pages_cross_at_once_unless_they_were_pinned_apart(
     bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
 ) -> None:
@@ -85,12 +85,12 @@ def test_adjacent_pages_cross_at_once_unless_they_were_pinned_apart(
     ours, theirs = ints([31, 32, 33, 34, 35, 36, 37, 38, 39]), ints([3, 2, 6, 8, 7, 5, 20, 22, 23])
     make_streams(bench, kind).begin(PageCopy(1, kind, ours, theirs, 0), None, lambda room: None)
     start = bench.host.span(0, 1).data_ptr()
-    host = [(run[0] if kind is CopyKind.STORE else run[1], run[2]) for run in device.runs]
+    host = [(run[0] if kind is CopyKind.OFFLOAD else run[1], run[2]) for run in device.runs]
     pages = [((address - start) / bench.page_bytes, num_bytes / bench.page_bytes) for address, num_bytes in host]
     assert pages == [(2, 2), (5, 1), (6, 1), (7, 2), (20, 1), (22, 2)]
 
 
-@pytest.mark.parametrize("kind", [CopyKind.STORE, CopyKind.LOAD])
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
 def test_the_copy_engine_waits_for_another_stream_after_each_piece(
     bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_piece_costs_six_calls_and_each_is_announced(bench: TransferBench, mon
     """Calls are time in which nobody else has the interpreter: two kernels here, as there are two groups."""
     device = FakeCuda()
     install(monkeypatch, device)
-    for kind in (CopyKind.STORE, CopyKind.LOAD):
+    for kind in (CopyKind.OFFLOAD, CopyKind.LOAD):
         rooms: list[object] = []
         streams, calls = make_streams(bench, kind), []
         for num_pieces in (1, 5):
@@ -125,8 +125,8 @@ def test_a_piece_costs_six_calls_and_each_is_announced(bench: TransferBench, mon
         assert (calls[1] - calls[0]) / 4 == len(bench.groups) + 1 + 4  # kernels, a crossing, events
         assert len(rooms) == 1 + 5 and None not in rooms
     rooms = []
-    streams = make_streams(bench, CopyKind.STORE, direct=True)
-    streams.begin(PageCopy(1, CopyKind.STORE, ints([1, 2]), ints([1, 2]), 0), None, rooms.append)
+    streams = make_streams(bench, CopyKind.OFFLOAD, direct=True)
+    streams.begin(PageCopy(1, CopyKind.OFFLOAD, ints([1, 2]), ints([1, 2]), 0), None, rooms.append)
     assert rooms == [None]
 
 
@@ -148,7 +148,7 @@ def test_stores_give_way_before_each_piece_and_loads_never(
         hold=lambda copy: begun.append(copy.op),  # type: ignore[func-returns-value]
     )
     pages = ints(range(1, 1 + 4 * PAGES_PER_SLOT))
-    engine.start(PageCopy(1, CopyKind.STORE, pages, pages, 0, make_run(pages.tolist(), pages.tolist())))
+    engine.start(PageCopy(1, CopyKind.OFFLOAD, pages, pages, 0, make_run(pages.tolist(), pages.tolist())))
     acks = [engine.poll(30)]
     engine.start(PageCopy(2, CopyKind.LOAD, pages, pages, 0))
     acks.append(engine.poll(30))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.pools.records import NO_CHECKSUM, PageState, Records, page_checksum, record_type
-from hiserve.core.copies import PageRun
+from hiserve.core.transfers import PageRun
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, TENANTS, content, fill, make_run, seal, store, told
 
 

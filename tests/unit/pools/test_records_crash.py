@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hiserve.cache.pools.records import PageState, Records, page_checksum, record_type
 from hiserve.cache.pools.segment import Segment
-from hiserve.core.copies import PageRun
+from hiserve.core.transfers import PageRun
 from tests.helpers.host import PAGE_BYTES, PAGE_SIZE, TENANTS, content, make_layout, make_run, seal, told
 
 NUM_PAGES = 8

@@ -17,8 +17,8 @@ from hiserve.cache.pools.segment import Segment
 from hiserve.cache.pools.sim_store import Fault, SimStore, Step
 from hiserve.cache.pools.store import PageStore
 from hiserve.cache.pools.store_transfers import GARBLED, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE, content, make_layout, make_run
 

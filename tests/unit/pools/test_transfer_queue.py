@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.cache.pools import transfer_queue
 from hiserve.cache.pools.transfer_queue import TransferQueue
-from hiserve.core.copies import CopyKind, PageCopy
+from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, TransferBench, ints
 
@@ -53,7 +53,7 @@ def waits(queue: TransferQueue) -> list[tuple[float | None, bool]]:
 
 def store(queue: TransferQueue, op: int, num_pages: int) -> None:
     pages = list(range(op, op + num_pages))
-    queue.add(PageCopy(op, CopyKind.STORE, ints(pages), ints(pages), 0, make_run(pages, pages)))
+    queue.add(PageCopy(op, CopyKind.OFFLOAD, ints(pages), ints(pages), 0, make_run(pages, pages)))
 
 
 def load(queue: TransferQueue, op: int, after_step: int = 0) -> None:
@@ -107,7 +107,7 @@ def test_a_step_wakes_no_thread_unless_an_order_waits_or_is_on_its_way(
     copy = queue.next()
     assert copy is not None
     queue.forward_done(3)
-    assert news.num_told == before + 1 + (copy.kind is CopyKind.STORE)  # one that gives way may go on
+    assert news.num_told == before + 1 + (copy.kind is CopyKind.OFFLOAD)  # one that gives way may go on
     queue.end(copy, 0.0)
     after = news.num_told
     queue.forward_done(4)

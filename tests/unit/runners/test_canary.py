@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hiserve.cache.pools.device import DevicePool
-from hiserve.core.groups import CANARY
+from hiserve.core.kv_groups import CANARY
 from hiserve.core.plan import BatchPlan
 from hiserve.errors import InvariantError
 from hiserve.runners.canary import Canary

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from hiserve.core.copies import CopyAck, CopyKind, PageCopy
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.executor import Executor
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.runners.dispatch import Dispatch

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from hiserve.config import Scheduler
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import UnavailableError
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import StepReport, WorkerStats

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError, SlowReaderError
 from hiserve.scheduler.stream import TOKEN_BYTES, Delta, Stream
 

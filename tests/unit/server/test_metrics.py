@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import FinishReason
-from hiserve.core.reuse import CacheUse
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats

@@ -55,4 +55,4 @@ def test_without_drafts_or_rows_for_them_nothing_is_written(num_draft: int, samp
 
 
 def test_it_asks_the_model_for_nothing() -> None:
-    assert NgramProposer(repeating(), draft_reference).taps == ()
+    assert NgramProposer(repeating(), draft_reference).aux_layers == ()

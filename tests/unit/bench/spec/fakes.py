@@ -11,8 +11,8 @@ import numpy as np
 
 from hiserve.bench.spec.engine import Batch, Tokens
 from hiserve.config import Config, make_config
+from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
-from hiserve.core.reuse import CacheUse
 from hiserve.spec.adaptive import StepCosts
 
 Reply = Callable[[Tokens], Tokens]

@@ -47,7 +47,7 @@ class CacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         return elements * self.element_bytes
 
 
-def boundary_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
+def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
     """Returns the group of what drafting goes on with behind each page: a vector of ``size`` elements, and a mark."""
     head_dim = max(1, -(-size // page_size))
     return CacheGroupSpec(

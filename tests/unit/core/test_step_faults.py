@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.core.faults import OUT_OF_MEMORY, OUT_OF_RESOURCES, fault_of, first_line
+from hiserve.core.step_faults import OUT_OF_MEMORY, OUT_OF_RESOURCES, fault_of, first_line
 from hiserve.errors import EngineError, InvariantError, ResourceError
 
 TOO_MUCH = 1 << 55  # bytes; no machine has so many

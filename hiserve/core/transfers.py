@@ -13,12 +13,12 @@ class CopyKind(IntEnum):
     """Where the bytes go."""
 
     LOAD = 0  # host to device
-    STORE = 1  # device to host
+    OFFLOAD = 1  # device to host
     PREFETCH = 2  # store to host
     UPLOAD = 3  # host to store
 
 
-DEVICE_KINDS = (CopyKind.LOAD, CopyKind.STORE)
+DEVICE_KINDS = (CopyKind.LOAD, CopyKind.OFFLOAD)
 STORE_LANES = 4  # lookups and prefetches that run at once
 # Memory of a CUDA device that large pages pass through, both directions together. Others wait for the copy engine while
 # a piece crosses, a fifth of it at least; but each piece costs the enqueuing thread time, which the thread that launches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hiserve.core.groups import CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 
 GROUP = CacheGroupSpec(name="kv", num_layers=3, num_kv_heads=2, head_dim=16, dtype="bfloat16")
 

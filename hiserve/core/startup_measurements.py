@@ -18,7 +18,7 @@ class DraftTimes(msgspec.Struct, frozen=True):
     times_own_drafts: bool
 
 
-class Findings(msgspec.Struct, frozen=True):
+class StartupMeasurements(msgspec.Struct, frozen=True):
     """Handed from a worker to its successor. What ``auto`` stands for was decided before, and is in the configuration.
 
     Attributes:
@@ -30,4 +30,4 @@ class Findings(msgspec.Struct, frozen=True):
     draft_times: DraftTimes | None = None
 
 
-NO_FINDINGS = Findings()
+NO_MEASUREMENTS = StartupMeasurements()
