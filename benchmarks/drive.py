@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hiserve.cache.pools.host_segment import open_segment
-from hiserve.cache.pools.identity import identify
+from hiserve.cache.storage.cache_identity import identify
+from hiserve.cache.storage.host_segment import open_segment
 from hiserve.config import known, make_config
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.machine import probe
@@ -185,9 +185,9 @@ class Drive:
         cache: Any = self.engine._planner._cache
         while len(cache.ops):
             self.step()
-        pages = cache.take(np.zeros(cache.pages.num_free + cache.num_evictable, dtype=np.int32))
+        pages = cache.allocate(np.zeros(cache.pages.num_free + cache.num_evictable, dtype=np.int32))
         assert pages is not None
-        cache.give(pages)
+        cache.free(pages)
 
     def close(self) -> None:
         """Gives everything back, the device's memory too: another engine may follow."""

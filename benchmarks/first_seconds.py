@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
 from benchmarks.record import about
-from hiserve.cache.pools.touch import FirstTouch
+from hiserve.cache.storage.prefault import Prefault
 from hiserve.models.config import NANO
 
 SEED = 20261122
@@ -41,7 +41,7 @@ def watch_pinning(drive: Drive) -> list[float]:
     taken: list[float] = []
     copier: Any = drive.engine._executor._tier_transfers  # type: ignore[attr-defined]
     if copier is not None:
-        pace = copier._host.touch.pace
+        pace = copier._host.prefault.throttle
         told = pace.pinned
 
         def watched(taken_s: float) -> None:
@@ -141,7 +141,7 @@ def main() -> int:
         result["shapes"][shape] = told = {"of no host tier": {}, "rounds": rounds}
         for piece_mib in given.piece_mib:
             name = f"pieces of {piece_mib} MiB"
-            with mock.patch.dict(FirstTouch.__init__.__kwdefaults__, piece_bytes=piece_mib * MIB):
+            with mock.patch.dict(Prefault.__init__.__kwdefaults__, piece_bytes=piece_mib * MIB):
                 rounds[name] = measure(settings, workloads, given.rounds, True)
             told["of no host tier"][name] = compare(rounds[name], rounds["none"])
             given.out.write_text(json.dumps(result, indent=1) + "\n")

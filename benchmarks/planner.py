@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.record import about
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
 from hiserve.core.plan import StepResult
 from hiserve.core.request import SamplingParams
@@ -54,7 +54,7 @@ def decoding_planner(num_rows: int, num_steps: int, rng: np.random.Generator, *,
     """Returns a planner whose rows have all computed their prompts, staggered over the page."""
     max_len = PROMPT_TOKENS + PAGE_SIZE + num_steps + WARM_UP_STEPS + 8
     num_pages = num_rows * (max_len // PAGE_SIZE + 2) + 1
-    cache = CacheManager(
+    cache = PrefixCache(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         namespace=b"bench",
@@ -134,24 +134,24 @@ def measure_nodes(num_pages: int, num_nodes: int) -> dict[str, Any]:
     """Returns what it takes to publish a new node, to begin its store and to take in the end of that."""
     rng = np.random.default_rng(0)
     room = num_pages * num_nodes + 2
-    cache = CacheManager(
+    cache = PrefixCache(
         num_pages=room, page_size=PAGE_SIZE, namespace=b"bench", eviction=LruEviction(), num_host_pages=room
     )
     clock = time.thread_time_ns
     samples = []
     for step in range(1, num_nodes + 1):
         key = rng.integers(3, 128_000, num_pages * PAGE_SIZE).astype(np.int32).tobytes()
-        receipt = cache.lock(cache.match(b"", key))
-        pages = cache.take(np.zeros(num_pages, dtype=np.int32))
+        lock = cache.lock(cache.match(b"", key))
+        pages = cache.allocate(np.zeros(num_pages, dtype=np.int32))
         assert pages is not None
         start = clock()
-        cache.publish(receipt, key, pages, step)
+        cache.insert(lock, key, pages, step)
         published = clock()
-        (copy,) = cache.begin_stores(MAX_STORED_PAGES)
+        (copy,) = cache.begin_offloads(MAX_STORED_PAGES)
         begun = clock()
-        cache.settle(copy.op, ok=True)
+        cache.complete(copy.op, ok=True)
         samples.append((published - start, begun - published, clock() - begun))
-        cache.release(receipt)
+        cache.release(lock)
         for tier in Tier:
             cache.take_events(tier)
     publish_us, begin_us, settle_us = np.array(samples[num_nodes // 10 :]).T / 1e3

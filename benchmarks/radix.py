@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.record import about
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager, Receipt
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import Int32Array
 
@@ -39,9 +39,9 @@ NODE_BAR_US, PAGE_BAR_US = 50.0, 0.2  # publish: per node, plus per page
 EVICT_BAR_MS = 1.0  # 100 of 10,000 leaves
 
 
-def new_cache(num_pages: int) -> CacheManager:
+def new_cache(num_pages: int) -> PrefixCache:
     """Returns an empty index of the default kind."""
-    return CacheManager(num_pages=num_pages, page_size=PAGE_SIZE, namespace=b"bench", eviction=LruEviction())
+    return PrefixCache(num_pages=num_pages, page_size=PAGE_SIZE, namespace=b"bench", eviction=LruEviction())
 
 
 def random_key(rng: np.random.Generator, num_pages: int) -> bytes:
@@ -49,26 +49,26 @@ def random_key(rng: np.random.Generator, num_pages: int) -> bytes:
     return pack_tokens(rng.integers(0, 128_000, num_pages * PAGE_SIZE))
 
 
-def take(cache: CacheManager, count: int) -> Int32Array:
+def take(cache: PrefixCache, count: int) -> Int32Array:
     """Takes ``count`` pages without preference."""
-    pages = cache.take(np.zeros(count, dtype=np.int32))
+    pages = cache.allocate(np.zeros(count, dtype=np.int32))
     assert pages is not None
     return pages
 
 
-def publish(cache: CacheManager, rng: np.random.Generator, key: bytes, cuts: list[int]) -> None:
+def publish(cache: PrefixCache, rng: np.random.Generator, key: bytes, cuts: list[int]) -> None:
     """Makes ``key`` findable, cut into nodes at ``cuts`` (in pages) by prompts that leave it there."""
     for first, last in zip([0, *cuts[:-1]], cuts, strict=True):
         with cache.lock(cache.match(TENANT, key[: first * PAGE_BYTES] + bytes(4))) as receipt:
-            cache.publish(receipt, key[first * PAGE_BYTES : last * PAGE_BYTES], take(cache, last - first))
-        with cache.lock(cache.match(TENANT, key[: first * PAGE_BYTES] + bytes(4))) as receipt:
-            cache.publish(receipt, random_key(rng, 1), take(cache, 1))
+            cache.insert(receipt, key[first * PAGE_BYTES : last * PAGE_BYTES], take(cache, last - first))
+        with cache.lock(cache.match(TENANT, key[: first * PAGE_BYTES] + bytes(4))) as lock:
+            cache.insert(lock, random_key(rng, 1), take(cache, 1))
 
 
-def publish_all(cache: CacheManager, runs: list[tuple[Receipt, bytes, Int32Array]]) -> None:
+def publish_all(cache: PrefixCache, runs: list[tuple[PrefixLock, bytes, Int32Array]]) -> None:
     """Publishes each run below its receipt."""
-    for receipt, key, pages in runs:
-        cache.publish(receipt, key, pages)
+    for lock, key, pages in runs:
+        cache.insert(lock, key, pages)
 
 
 def timed(what: Callable[[], object]) -> float:
@@ -144,9 +144,9 @@ def measure_evict(samples: int) -> dict[str, Any]:
     for _ in range(samples):
         cache = new_cache(leaves + 1)
         for _ in range(leaves):
-            with cache.lock(cache.match(TENANT, b"")) as receipt:
-                cache.publish(receipt, random_key(rng, 1), take(cache, 1))
-        cost_ms.append(1e3 * timed(partial(cache.take, wanted)))
+            with cache.lock(cache.match(TENANT, b"")) as lock:
+                cache.insert(lock, random_key(rng, 1), take(cache, 1))
+        cost_ms.append(1e3 * timed(partial(cache.allocate, wanted)))
         assert cache.num_evicted == wanted.size
     median = statistics.median(cost_ms)
     return {

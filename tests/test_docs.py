@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.miss_reasons import MissReason
 from hiserve.runners.gate import Reason
 from tools import picture
 
@@ -97,7 +97,7 @@ def test_the_table_of_rooms_names_each_room() -> None:
     named = set(re.findall(r"`([\w/]+)`", section("ARCHITECTURE.md", "## Rooms")))
     rooms = {path.stem for path in (ROOT / "hiserve").iterdir() if path.is_dir() or path.suffix == ".py"}
     assert rooms - {"__init__", "__pycache__", "py", "cache"} <= named
-    assert {"cache/index", "cache/pools"} <= named
+    assert {"cache/index", "cache/storage"} <= named
 
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:

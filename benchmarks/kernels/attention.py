@@ -32,7 +32,7 @@ from benchmarks.gpu.figures import Figure, table
 from benchmarks.record import about
 from hiserve.attention.backends import fitting_backends, open_attention
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
 

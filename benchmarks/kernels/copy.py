@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from benchmarks.record import about
-from hiserve.cache.pools.device import DevicePool
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.page_layout import PageLayout
-from hiserve.cache.pools.pinning import CudaRegistrar
-from hiserve.cache.pools.segment import Segment, SegmentLayout
-from hiserve.cache.pools.stream_transfers import MAX_DIRECT_PAGE_BYTES, StreamTransfers
+from hiserve.cache.storage.cuda_transfer import MAX_DIRECT_PAGE_BYTES, CudaTransfers
+from hiserve.cache.storage.device import DevicePool
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.page_layout import PageLayout
+from hiserve.cache.storage.pinning import CudaRegistrar
+from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.core.digest import chain, namespace_digest
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
@@ -80,11 +80,11 @@ class Bench:
         self.segment = Segment.anonymous(SegmentLayout(NAMESPACE, PAGE_SIZE, self.page_bytes, self.num_pages + 1))
         self.host = HostPool(self.segment, (spec,), registrar=CudaRegistrar(0), max_checksum_bytes_per_s=1)
         self.host.clear()
-        assert self.host.touch.wait(self.num_pages + 1, 120), self.host.touch.failure
+        assert self.host.prefault.wait(self.num_pages + 1, 120), self.host.prefault.failure
         self.device = DevicePool((spec,), self.num_pages + 1, PAGE_SIZE, "cuda")
         self.device.storage("kv").view(torch.int16).random_()
         torch.cuda.synchronize()
-        self.engine = StreamTransfers(
+        self.engine = CudaTransfers(
             self.device,
             self.host,
             max_queued_bytes=1 << 40,
@@ -231,7 +231,7 @@ def main() -> int:
     """Writes the result file; returns 1 if a bar is missed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
     result = about(
-        "python -m benchmarks.kernels.copy OUT.json COMMIT", "hiserve/cache/pools", at_commit=commit, num_gpus=1
+        "python -m benchmarks.kernels.copy OUT.json COMMIT", "hiserve/cache/storage", at_commit=commit, num_gpus=1
     )
     limits = ceiling()
     result |= {"ceiling_bytes_per_s": limits, "bars": BARS, "shapes": {}, "is_within_bars": True}

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.recovery.sizes import Sizes
-from hiserve.cache.pools.host_segment import survey
-from hiserve.cache.pools.identity import identify
+from hiserve.cache.storage.cache_identity import identify
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.config import Config, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
@@ -60,7 +60,7 @@ def config_of(sizes: Sizes) -> Config:
     """Returns the engine's configuration, resolved as a server would."""
     given = make_config(**sizes.settings, log_level="warning")
     folder, model = read_model(given.model)
-    resolved = resolve(given, model_facts(given, folder, model), survey(given, probe()))
+    resolved = resolve(given, model_facts(given, folder, model), probe_segments(given, probe()))
     return identify(resolved.config, folder, model)
 
 

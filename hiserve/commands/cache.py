@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hiserve.cache.pools.inventory import Leftover, delete_named_cache, delete_store, named_caches, store_in
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.inventory import Leftover, delete_named_cache, delete_store, named_caches, store_in
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.config import Config
 from hiserve.core.resolve import GIB
 from hiserve.errors import ConfigError

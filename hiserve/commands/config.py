@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.config import Config, Setting, flag_of, settings
 from hiserve.core.devices import least_memory
 from hiserve.core.machine import probe
@@ -18,7 +18,7 @@ from hiserve.models.speculation import model_facts
 def run(config: Config) -> int:
     """Prints every setting with its resolved value, then memory item by item."""
     folder, model = read_model(config.model)
-    machine = survey(config, probe())
+    machine = probe_segments(config, probe())
     resolved = resolve(config, model_facts(config, folder, model), machine)
     table = Table(title="settings")
     table.add_column("flag", no_wrap=True)

@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from hiserve import __version__
-from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.commands import doctor_graphs
 from hiserve.commands.doctor_lines import Level, line
 from hiserve.config import Config
@@ -251,7 +251,7 @@ def _model(config: Config, machine: Machine) -> list[Finding]:
     """Looks at the model with these settings, and at tiers of its cache that cannot help."""
     name = config.model.shape or config.model.model
     try:
-        resolved = resolve(config, model_facts(config, *read_model(config.model)), survey(config, machine))
+        resolved = resolve(config, model_facts(config, *read_model(config.model)), probe_segments(config, machine))
     except HiserveError as error:
         return [Finding("fail", "model", error.message)]
     needed = (sum(resolved.memory.values()) + sum(resolved.host_memory.values())) / GIB

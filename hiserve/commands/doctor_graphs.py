@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 import hiserve
-from hiserve.cache.pools.host_segment import survey
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.commands.doctor_lines import Level, line, mark
 from hiserve.commands.graph_allowed import ALLOWED
 from hiserve.commands.graph_scan import PATTERNS, Finding, Scan, scan
@@ -60,7 +60,7 @@ def run(config: Config, *, as_json: bool) -> int:
     Raises:
         HiserveError: The model cannot be read, or the configuration is not possible here.
     """
-    resolved = resolve(config, model_facts(config, *read_model(config.model)), survey(config, probe())).config
+    resolved = resolve(config, model_facts(config, *read_model(config.model)), probe_segments(config, probe())).config
     found = scan(Path(hiserve.__file__).parent, ALLOWED)
     answer = judge(found, resolved, run_on_device)
     if as_json:

@@ -26,8 +26,19 @@ from hiserve.commands.graph_types import (
     root_of,
 )
 
-HOT_ROOMS = ("runners", "models", "layers", "attention", "kernels", "sampling", "spec", "engine", "core", "cache/pools")
-_LAUNCH_ROOMS = ("runners", "engine", "core", "cache/pools")  # of these only files with tensors, but for the first
+HOT_ROOMS = (
+    "runners",
+    "models",
+    "layers",
+    "attention",
+    "kernels",
+    "sampling",
+    "spec",
+    "engine",
+    "core",
+    "cache/storage",
+)
+_LAUNCH_ROOMS = ("runners", "engine", "core", "cache/storage")  # of these only files with tensors, but for the first
 _MIXED_ROOMS = _LAUNCH_ROOMS[1:]
 
 # What a finding is called -> why it must not be there.

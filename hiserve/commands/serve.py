@@ -21,8 +21,8 @@ import uvloop
 from fastapi import FastAPI
 
 from hiserve import __version__
-from hiserve.cache.pools.host_segment import survey
-from hiserve.cache.pools.identity import identify
+from hiserve.cache.storage.cache_identity import identify
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.config import Config, Server
 from hiserve.core.digest import namespace_digest
 from hiserve.core.machine import probe
@@ -80,7 +80,7 @@ def run(config: Config) -> int:
         warn_if_open(listener, config.server)
         begin = time.monotonic()
         folder, model = read_model(config.model)
-        resolved = resolve(config, model_facts(config, folder, model), survey(config, probe()))
+        resolved = resolve(config, model_facts(config, folder, model), probe_segments(config, probe()))
         resolved = msgspec.structs.replace(resolved, config=identify(resolved.config, folder, model))
         for line in resolved.decisions:
             logger.info("%s", line)

@@ -15,7 +15,7 @@ class CacheUse(msgspec.Struct, frozen=True, array_like=True):
         device: From the device.
         host: From the host, where no store had brought them for this request.
         store: From a store beyond the host.
-        miss: Why there were no more (``cache.index.misses.MissReason``); empty when nobody looked.
+        miss: Why there were no more (``cache.index.miss_reasons.MissReason``); empty when nobody looked.
         miss_at: Position in the prompt that the reason is about, in tokens.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.manager import CacheManager, Match
+from hiserve.cache.index.prefix_cache import Match, PrefixCache
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import RowAdmit
 from hiserve.engine.budget import Allocation, allocation_of_chunks
@@ -43,7 +43,7 @@ class Admission:
         self,
         *,
         waiting: WaitingQueue,
-        cache: CacheManager,
+        cache: PrefixCache,
         rows: RowState,
         tables: PageTables,
         host_loads: HostLoads,
@@ -120,21 +120,21 @@ class Admission:
         request.in_flight_prefix = find_in_flight_prefix(request, num_cached, self._rows, cache.page_size)
         if request.in_flight_prefix is not None or (num_host and not self._host_loads.has_room):
             return None
-        with cache.lock(match, num_host, request.priority, request.account) as receipt:
-            need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - receipt.pages.size
+        with cache.lock(match, num_host, request.priority, request.account) as lock:
+            need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - lock.pages.size
             if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
                 return None
-            if receipt.host_pages.size:
-                self._host_loads.load(receipt)
+            if lock.host_pages.size:
+                self._host_loads.load(lock)
             if num_host < match.num_host_tokens:
                 self._cache_counters.left((match.num_host_tokens - num_host) // cache.page_size)
                 self._costs.leave()
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
             output = request.sampling.max_tokens or self._max_len
-            row = self._rows.open(request, receipt.keep(), min(request.num_prompt + output, self._max_len))
+            row = self._rows.open(request, lock.detach(), min(request.num_prompt + output, self._max_len))
             self._stop_tokens.set(row, request.sampling)
-        prefix = receipt.pages
+        prefix = lock.pages
         self._tables.write(np.full(prefix.size, row), np.arange(prefix.size), prefix)
         return row
 

@@ -15,13 +15,13 @@ import torch
 from msgspec.structs import replace
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
-from hiserve.cache.index.manager import CacheManager, HostAdmission
-from hiserve.cache.pools.device import DevicePool
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.identity import check_unchanged, identity_of
-from hiserve.cache.pools.segment import Segment
-from hiserve.cache.pools.store_transfers import StoreTransfers
-from hiserve.cache.pools.stores import open_store
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
+from hiserve.cache.storage.cache_identity import check_unchanged, identity_of
+from hiserve.cache.storage.device import DevicePool
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.store_factory import open_store
+from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.config import DTYPE_BYTES, Config, known
 from hiserve.core.digest import chain_of
 from hiserve.core.drafts import Proposer
@@ -201,7 +201,7 @@ def _controller(
     return DraftController(costs, warm_steps)
 
 
-def _planner(config: Config, cache: CacheManager, model: ModelConfig, controller: DraftController | None) -> Planner:
+def _planner(config: Config, cache: PrefixCache, model: ModelConfig, controller: DraftController | None) -> Planner:
     return Planner(
         cache=cache,
         max_rows=known(config.scheduler.max_running_requests),
@@ -275,10 +275,10 @@ def _runners(
     return runners
 
 
-def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> CacheManager:
+def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> PrefixCache:
     eviction = EVICTIONS[config.cache.eviction]
     num_host_pages = 0 if segment is None else segment.layout.num_pages
-    return CacheManager(
+    return PrefixCache(
         num_pages=known(config.cache.kv_pages),
         page_size=config.cache.page_size,
         namespace=namespace,
@@ -296,7 +296,7 @@ def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events:
 def _copier(
     config: Config,
     host: HostPool,
-    cache: CacheManager,
+    cache: PrefixCache,
     pool: DevicePool,
     startup_s: dict[str, float],
     undo: ExitStack,

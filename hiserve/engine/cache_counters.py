@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.misses import MissReason
-from hiserve.cache.index.ops import OpKind
+from hiserve.cache.index.miss_reasons import MissReason
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import TierPages
+from hiserve.cache.index.transfer_ops import TransferKind
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
@@ -35,7 +35,7 @@ class CacheCounters:
         cache: Counts pages and copies.
     """
 
-    def __init__(self, cache: CacheManager) -> None:
+    def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._loads, self._stores, self._prefetches, self._uploads = (_Ended() for _ in CopyKind)
         self._num_left = 0
@@ -60,7 +60,7 @@ class CacheCounters:
             case CopyKind.LOAD:
                 _end(self._loads, copy, ack, transfers.num_loaded - self._loads.num_pages)
             case CopyKind.OFFLOAD:
-                _end(self._stores, copy, ack, transfers.num_stored - self._stores.num_pages)
+                _end(self._stores, copy, ack, transfers.num_offloaded - self._stores.num_pages)
             case CopyKind.PREFETCH:
                 _end(self._prefetches, copy, ack, ack.num_pages)
             case CopyKind.UPLOAD:
@@ -72,28 +72,30 @@ class CacheCounters:
         Args:
             store: What the store beyond the host counted, if there is one.
         """
-        transfers, exchange = self._cache.transfers, self._cache.exchange
+        transfers, store_sync = self._cache.transfers, self._cache.store_sync
         return CacheStats(
             device=_tier(self._cache.device),
             host=_tier(self._cache.host),
             store=store,
-            loads=self._copies(OpKind.LOAD, self._loads, MissReason.NOT_WORTH_LOADING, self._num_left),
-            stores=self._copies(OpKind.STORE, self._stores, HOST_FULL, transfers.num_without_room),
+            loads=self._copies(TransferKind.LOAD, self._loads, MissReason.NOT_WORTH_LOADING, self._num_left),
+            stores=self._copies(TransferKind.OFFLOAD, self._stores, HOST_FULL, transfers.num_without_room),
             prefetches=CopyStats(
-                num_wanted=exchange.num_wanted,
-                num_fulfilled=exchange.num_prefetched,
-                num_in_flight=self._cache.ops.num_in_flight[OpKind.PREFETCH],
-                unfulfilled={reason: count for reason, count in exchange.unfulfilled.items() if count},
+                num_wanted=store_sync.num_wanted,
+                num_fulfilled=store_sync.num_prefetched,
+                num_in_flight=self._cache.ops.num_in_flight[TransferKind.PREFETCH],
+                unfulfilled={reason: count for reason, count in store_sync.unfulfilled.items() if count},
                 num_bytes=self._prefetches.num_bytes,
                 seconds=self._prefetches.seconds,
             ),
-            uploads=self._copies(OpKind.UPLOAD, self._uploads, STORE_BEHIND, self._cache.uploads.num_not_uploaded),
+            uploads=self._copies(
+                TransferKind.UPLOAD, self._uploads, STORE_BEHIND, self._cache.uploads.num_not_uploaded
+            ),
             cached_tokens=self._cached.copy(),
             misses=dict(self._misses),
             num_unbacked=self._cache.tiers.num_unbacked,
         )
 
-    def _copies(self, kind: OpKind, ended: _Ended, refusal: str, num_refused: int) -> CopyStats:
+    def _copies(self, kind: TransferKind, ended: _Ended, refusal: str, num_refused: int) -> CopyStats:
         """Returns the counts of one kind, of which the index refused some pages before they were begun."""
         unfulfilled = dict(ended.unfulfilled)
         if num_refused:

@@ -6,7 +6,7 @@ import torch
 
 from hiserve.attention.backends import open_draft_attention
 from hiserve.attention.base import Attention
-from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.storage.device import DevicePool
 from hiserve.config import Config
 from hiserve.core.drafts import Proposer
 from hiserve.kernels.draft_ops import draft_ops_for

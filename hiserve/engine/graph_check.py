@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.storage.device import DevicePool
 from hiserve.config import Config
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, TableWrites

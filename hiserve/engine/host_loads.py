@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.manager import CacheManager, Receipt
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
@@ -35,9 +35,7 @@ class HostLoads:
         num_pages_to_load: Of all loads under way.
     """
 
-    def __init__(
-        self, cache: CacheManager, rows: RowState, costs: LoadCostModel, cache_counters: CacheCounters
-    ) -> None:
+    def __init__(self, cache: PrefixCache, rows: RowState, costs: LoadCostModel, cache_counters: CacheCounters) -> None:
         self._cache = cache
         self._rows = rows
         self._costs = costs
@@ -51,7 +49,7 @@ class HostLoads:
     @property
     def has_copies(self) -> bool:
         """Whether a copy was ordered that has not been answered, or can be."""
-        return bool(self._open or self._loads or self._cache.has_stores)
+        return bool(self._open or self._loads or self._cache.has_offloads)
 
     @property
     def is_waited_for(self) -> bool:
@@ -63,11 +61,11 @@ class HostLoads:
         """Whether another load may be ordered."""
         return self._num_loads < MAX_LOADS
 
-    def load(self, receipt: Receipt) -> None:
+    def load(self, lock: PrefixLock) -> None:
         """Orders what a receipt has on the host alone; its device pages were promised by the caller."""
-        pages = self._cache.take(_after(receipt.pages, receipt.host_pages.size))
-        assert pages is not None, f"no room for {receipt.host_pages.size} pages that were promised"
-        self._loads.append(self._cache.begin_load(receipt, pages))
+        pages = self._cache.allocate(_after(lock.pages, lock.host_pages.size))
+        assert pages is not None, f"no room for {lock.host_pages.size} pages that were promised"
+        self._loads.append(self._cache.begin_load(lock, pages))
         self._num_loads += 1
         self.num_pages_to_load += pages.size
 
@@ -106,13 +104,13 @@ class HostLoads:
     def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
         num_filled, num_to_save = num_tokens // self._cache.page_size, self._cache.transfers.num_to_save
-        num_stores = 1 + self._cache.transfers.num_to_store // NODES_PER_STORE + num_filled // PAGES_PER_STORE
+        num_stores = 1 + self._cache.transfers.num_to_offload // NODES_PER_STORE + num_filled // PAGES_PER_STORE
         if num_to_save:
             num_stores = MAX_STORES + num_filled // PAGES_PER_SAVE
         if not num_tokens:  # nobody waits for the plan
             num_stores, num_filled = MAX_STORES, MAX_STORES * PAGES_PER_STORE
         most = MAX_STORES + num_filled // PAGES_PER_SAVE
-        stores = self._cache.begin_stores(
+        stores = self._cache.begin_offloads(
             max(MIN_STORED_PAGES, num_filled, num_to_save), min(most, num_stores), self._is_worth_storing
         )
         copies = (*self._loads, *stores)
@@ -125,7 +123,7 @@ class HostLoads:
 
     def complete(self, acks: Sequence[CopyAck]) -> list[int]:
         """Takes in how copies ended; returns the rows that lost their prefix because a load failed."""
-        lost: list[Receipt] = []
+        lost: list[PrefixLock] = []
         for ack in acks:
             copy = self._open.pop(ack.op)
             if copy.kind is CopyKind.LOAD:
@@ -133,7 +131,7 @@ class HostLoads:
                 self.num_pages_to_load -= copy.device_pages.size
                 if ack.is_ok:
                     self._costs.end_load(copy.device_pages.size * self._cache.page_size, ack.seconds)
-            lost += self._cache.settle(ack.op, ok=ack.is_ok)
+            lost += self._cache.complete(ack.op, ok=ack.is_ok)
             self._cache_counters.ended(copy, ack)
         arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
         self._waiting.difference_update(arrived)

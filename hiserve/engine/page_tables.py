@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.pages import SINK_PAGE
+from hiserve.cache.index.allocator import SINK_PAGE
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.plan import Int32Array, TableWrites
 from hiserve.engine.journal import TableJournal
 from hiserve.engine.rows import RowState
@@ -20,7 +20,7 @@ class PageTables:
         rows: The planner's rows.
     """
 
-    def __init__(self, cache: CacheManager, rows: RowState) -> None:
+    def __init__(self, cache: PrefixCache, rows: RowState) -> None:
         self._cache = cache
         self._rows = rows
         self._journal = TableJournal()
@@ -40,7 +40,7 @@ class PageTables:
             within = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - extra, extra)
             rows, held, before = np.repeat(rows, extra), np.repeat(held, extra) + within, np.repeat(before, extra)
             before = np.where(before, before + within, SINK_PAGE)
-        pages = self._cache.take(np.where(before, before + 1, SINK_PAGE))
+        pages = self._cache.allocate(np.where(before, before + 1, SINK_PAGE))
         if pages is None:
             return False
         state.num_pages[rows] = held + 1  # of a row's entries the last one counts
@@ -65,7 +65,7 @@ class PageTables:
         for row, start, end in ranges:
             pages = state.page_table[row, start:end]
             key = state.tokens[row, start * page_size : end * page_size].tobytes()
-            canonical = self._cache.publish(state.receipt(row), key, pages, step_id)
+            canonical = self._cache.insert(state.receipt(row), key, pages, step_id)
             if canonical is not pages:
                 moved = np.flatnonzero(canonical != pages[: canonical.size])
                 self.write(np.full_like(moved, row), start + moved, canonical[moved])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
 from hiserve.config import StorePrefetch
 from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault, StepResult
@@ -77,7 +77,7 @@ class Planner:
     def __init__(
         self,
         *,
-        cache: CacheManager,
+        cache: PrefixCache,
         max_rows: int,
         max_len: int,
         max_batched_tokens: int,
@@ -368,19 +368,19 @@ class Planner:
     def _preempt(self, row: int) -> None:
         """Takes the row away; the request will go on where its published pages end, which the host is to have too."""
         self._counters["preemptions"] += 1
-        self._cache.keep(self._rows.receipt(row))
+        self._cache.ensure_backed(self._rows.receipt(row))
         self._waiting.requeue(self._release(row))
 
     def _release(self, row: int) -> Request:
         """Ends a tenancy and returns what it held; steps in flight may still write there, in stream order."""
         state = self._rows
-        request, receipt, private = state.close(row)
+        request, lock, private = state.close(row)
         self._host_loads.untrack(row)
         self._stop_tokens.clear(row)
         request.lose_row(state.tokens[row, : state.known[row]].copy())
         request.cached = state.cached.pop(row, None)
         if private.size:
-            self._cache.give(private)
-        self._cache.release(receipt)
+            self._cache.free(private)
+        self._cache.release(lock)
         self._released.append(row)
         return request

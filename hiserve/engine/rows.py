@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.manager import Receipt
+from hiserve.cache.index.prefix_cache import PrefixLock
 from hiserve.core.cache_usage import SOURCES, CacheUse
 from hiserve.core.plan import Int32Array
 from hiserve.engine.waiting_queue import Request
@@ -78,7 +78,7 @@ class RowState:
         self.score_end = np.zeros(count, dtype=np.int32)
         self.cached: dict[int, CacheUse] = {}
         self.requests: list[Request | None] = [None] * count
-        self.receipts: list[Receipt | None] = [None] * count
+        self.receipts: list[PrefixLock | None] = [None] * count
         self.active = np.empty(0, dtype=np.int64)
         self._free = list(range(1, count))
         self._admissions = 0
@@ -89,12 +89,12 @@ class RowState:
         """Whether another request can be admitted."""
         return bool(self._free)
 
-    def open(self, request: Request, receipt: Receipt, limit: int) -> int:
+    def open(self, request: Request, lock: PrefixLock, limit: int) -> int:
         """Gives a request the lowest free row, its cached prefix already in place.
 
         Args:
             request: The new tenant.
-            receipt: Lock on its cached prefix.
+            lock: Lock on its cached prefix.
             limit: Longest the row may get.
 
         Returns:
@@ -102,7 +102,7 @@ class RowState:
         """
         row = heapq.heappop(self._free)
         self._admissions += 1
-        prefix = receipt.pages
+        prefix = lock.pages
         self.tokens[row, : request.tokens.size] = request.tokens
         self.known[row] = request.tokens.size
         self.pending[row] = 0
@@ -125,7 +125,7 @@ class RowState:
         if request.cached is not None:
             self.cached[row] = request.cached
         self.requests[row] = request
-        self.receipts[row] = receipt
+        self.receipts[row] = lock
         self.active = np.append(self.active, row)
         return row
 
@@ -142,13 +142,13 @@ class RowState:
             return [None] * rows.size
         return [self.cached.pop(row, None) for row in rows.tolist()]
 
-    def close(self, row: int) -> tuple[Request, Receipt, Int32Array]:
+    def close(self, row: int) -> tuple[Request, PrefixLock, Int32Array]:
         """Ends a tenancy.
 
         Returns:
             The tenant, its lock, and the pages that the index does not own.
         """
-        request, receipt = self.tenant(row), self.receipt(row)
+        request, lock = self.tenant(row), self.receipt(row)
         private = self.page_table[row, self.num_published[row] : self.num_pages[row]].copy()
         request.draft_use = self.draft_use[row].copy()
         self.admission[row] = 0
@@ -157,7 +157,7 @@ class RowState:
         self.receipts[row] = None
         self.active = self.active[self.active != row]
         heapq.heappush(self._free, row)
-        return request, receipt, private
+        return request, lock, private
 
     def tenant(self, row: int) -> Request:
         """Returns the request that has the row; there must be one."""
@@ -165,11 +165,11 @@ class RowState:
         assert request is not None, f"row {row} is free"
         return request
 
-    def receipt(self, row: int) -> Receipt:
+    def receipt(self, row: int) -> PrefixLock:
         """Returns the lock of the row's tenant on its published prefix; there must be one."""
-        receipt = self.receipts[row]
-        assert receipt is not None, f"row {row} holds no receipt"
-        return receipt
+        lock = self.receipts[row]
+        assert lock is not None, f"row {row} holds no receipt"
+        return lock
 
     def num_pages_for(self, num_known: NDArray[np.integer]) -> NDArray[np.integer]:
         """Returns the pages that rows take until they have one token more than these, and its drafts."""

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hiserve.cache.index.exchange import RunOp
-from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.miss_reasons import MissReason
 from hiserve.cache.index.node import NO_PAGES
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.index.store_sync import RunOp
 from hiserve.config import StorePrefetch
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
@@ -80,7 +80,7 @@ class StorePrefetcher:
 
     def __init__(
         self,
-        cache: CacheManager,
+        cache: PrefixCache,
         cache_counters: CacheCounters,
         costs: LoadCostModel,
         policy: StorePrefetch | None = None,
@@ -126,7 +126,7 @@ class StorePrefetcher:
             return
         wanted = self._wants[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
         if self._is_behind():
-            self._cache.exchange.leave_out(len(digests), "store_behind")
+            self._cache.store_sync.count_unfulfilled(len(digests), "store_behind")
             wanted.is_over = True
         else:
             self._to_ask[request.uid] = wanted
@@ -180,7 +180,7 @@ class StorePrefetcher:
             wanted = self._asked.pop(uid)
             wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
             if wanted.is_over:
-                self._cache.exchange.leave_out(num_pages, TOO_LATE)
+                self._cache.store_sync.count_unfulfilled(num_pages, TOO_LATE)
             wanted.is_over |= not num_pages
 
     def complete(self, acks: Sequence[CopyAck]) -> list[CopyAck]:
@@ -259,7 +259,7 @@ class StorePrefetcher:
         if not wanted.num_cached <= num_here < wanted.end:
             wanted.is_over = True
             return None
-        arriving = self._cache.exchange.arriving_by(wanted.digests[num_here - wanted.num_cached])
+        arriving = self._cache.store_sync.arriving_by(wanted.digests[num_here - wanted.num_cached])
         if arriving:
             wanted.op = arriving
             return None
@@ -298,6 +298,6 @@ class StorePrefetcher:
             num_here = self._note_arrived(wanted)
             order = self._open.get(op)
             num_coming = order.copy.host_pages.size if order is not None else 0
-            self._cache.exchange.leave_out(max(0, wanted.end - num_here - num_coming), reason)
+            self._cache.store_sync.count_unfulfilled(max(0, wanted.end - num_here - num_coming), reason)
         if op and not any(other.op == op for other in self._wants.values()):
             self._cache.abort_prefetch(op)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.store_transfers import StoreTransfers
-from hiserve.cache.pools.transfer import TransferEngine
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.store_transfers import StoreTransfers
+from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.ipc.cache_stats import StoreStats
@@ -50,7 +50,7 @@ class TierTransfers:
 
     def start(self, plan: BatchPlan) -> None:
         """Forgets the host pages that a plan gives back, then starts its copies. Pinning leaves the device to the step."""
-        self._host.touch.pace.step()
+        self._host.prefault.throttle.step()
         if plan.host_release.size:
             self._host.free(plan.host_release)
         for copy in plan.copies:

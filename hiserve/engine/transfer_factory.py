@@ -6,16 +6,16 @@ import importlib
 
 import torch
 
-from hiserve.cache.pools.device import DevicePool
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.pinning import CudaRegistrar
-from hiserve.cache.pools.touch import Registrar
-from hiserve.cache.pools.transfer import TransferEngine
+from hiserve.cache.storage.device import DevicePool
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.pinning import CudaRegistrar
+from hiserve.cache.storage.prefault import Registrar
+from hiserve.cache.storage.transfer import TransferEngine
 
 # The one table that turns a device into its engine: module and class. Those of CUDA need Triton.
 _ENGINES = {
-    "cpu": ("hiserve.cache.pools.transfer", "ThreadTransfers"),
-    "cuda": ("hiserve.cache.pools.stream_transfers", "StreamTransfers"),
+    "cpu": ("hiserve.cache.storage.transfer", "ThreadTransfers"),
+    "cuda": ("hiserve.cache.storage.cuda_transfer", "StreamTransfers"),
 }
 # Stores give way to everything else: what waits beyond this is dropped, and counted. Between the least and the most it is
 # a share of the device pool: pages on their way to the host are locked until they are there, so that this bounds what

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hiserve.cache.pools.segment import Segment
+from hiserve.cache.storage.segment import Segment
 from hiserve.config import Config
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.build import build_engine

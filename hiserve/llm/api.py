@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from hiserve.cache.pools.host_segment import survey
-from hiserve.cache.pools.identity import identify
+from hiserve.cache.storage.cache_identity import identify
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.config import Config, known, make_config
 from hiserve.core.devices import devices_of
 from hiserve.core.machine import probe
@@ -87,7 +87,7 @@ class LLM:
         if in_process and given.parallel.replicas > 1:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
         folder, model_config = read_model(given.model)
-        resolved = resolve(given, model_facts(given, folder, model_config), survey(given, probe()))
+        resolved = resolve(given, model_facts(given, folder, model_config), probe_segments(given, probe()))
         if in_process and any(devices_of(resolved.config)):
             raise ConfigError(
                 f"in_process runs on the first CUDA device, not on {resolved.config.parallel.devices}; leave devices out and "

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import uvloop
 
-from hiserve.cache.pools.host_segment import open_segment
+from hiserve.cache.storage.host_segment import open_segment
 from hiserve.config import Config, known
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import msgspec
 
-from hiserve.cache.pools.host_segment import open_segment
-from hiserve.cache.pools.segment import Segment
+from hiserve.cache.storage.host_segment import open_segment
+from hiserve.cache.storage.segment import Segment
 from hiserve.config import Config
 from hiserve.core.devices import environment_of
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements

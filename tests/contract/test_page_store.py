@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.cache.pools.file_store import FileStore
-from hiserve.cache.pools.sim_store import SimStore
-from hiserve.cache.pools.store import PageStore
+from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.sim_store import SimStore
+from hiserve.cache.storage.store import PageStore
 from tests.helpers.host import make_keys
 
 PAGE_BYTES = 1000

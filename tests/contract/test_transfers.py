@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.cache.pools.records import PageState
-from hiserve.cache.pools.transfer_queue import DROPPED, NOT_READY
+from hiserve.cache.storage.records import PageState
+from hiserve.cache.storage.transfer_queue import DROPPED, NOT_READY
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE
@@ -119,7 +119,7 @@ def test_stores_take_no_more_of_the_link_than_they_may(make_bench: MakeBench) ->
 
 @dataclass(frozen=True)
 class HalfTouched:
-    """Stands in for ``FirstTouch`` while it is at work."""
+    """Stands in for ``Prefault`` while it is at work."""
 
     num_ready_pages: int
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.errors import ConfigError
 from hiserve.models.config import find_model
 from tests.helpers.tiered import engine_of

@@ -29,7 +29,7 @@ def test_a_prefix_is_stored_when_it_is_published_or_when_it_is_used_again(
     prompt = np.random.default_rng(3).integers(7, 4096, 64).tolist()
     with LLM(host_admission=admission, **SETTINGS) as llm:
         host = llm._backend.engine._executor._tier_transfers._host  # type: ignore[attr-defined]
-        assert host.touch.wait(host.num_pages, 30.0)
+        assert host.prefault.wait(host.num_pages, 30.0)
         stored = []
         for last in (8, 9):
             llm.generate([[*prompt, last]], GREEDY)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from hiserve import LLM
-from hiserve.cache.pools.host_segment import open_segment, survey
-from hiserve.cache.pools.records import NO_CHECKSUM
-from hiserve.cache.pools.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
+from hiserve.cache.storage.host_segment import open_segment, probe_segments
+from hiserve.cache.storage.records import NO_CHECKSUM
+from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
 from hiserve.config import Config, make_config
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
@@ -95,7 +95,9 @@ class Life:
 
 def resolved(**settings: Any) -> Config:
     given = make_config(**(SETTINGS | settings))
-    return identified(resolve(given, model_facts(given, *read_model(given.model)), survey(given, probe())).config)
+    return identified(
+        resolve(given, model_facts(given, *read_model(given.model)), probe_segments(given, probe())).config
+    )
 
 
 def make_segment(name: str) -> None:

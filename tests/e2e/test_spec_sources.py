@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.core.draft_use import DraftUse
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.cache_paths import HOST, SETTINGS, pool

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.pools.inventory import store_in
-from hiserve.cache.pools.sim_store import Fault, SimStore, Step
+from hiserve.cache.storage.inventory import store_in
+from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from hiserve.core.resolve import GIB
 from hiserve.engine import build, store_prefetch
 from tests.e2e.live import Live

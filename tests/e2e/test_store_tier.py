@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.pools.sim_store import Fault, SimStore, Step
+from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from hiserve.config import make_config
 from hiserve.engine import build, store_prefetch
 from hiserve.ipc.messages import Admit, WorkerStats
@@ -157,13 +157,13 @@ def test_with_a_full_host_nobody_waits_for_the_store_and_the_miss_says_why(
         engine_of(llm).flush()
         rest(llm)
         tiers = cache_of(llm).tiers
-        held = tiers.take_host(tiers.host.num_available)
+        held = tiers.allocate_host(tiers.host.num_available)
         results = llm.generate(*workload())
         assert [result.outputs[0].token_ids for result in results] == expected
         assert [(result.cached.num_tokens, result.cached.miss) for result in results] == [(0, "not_fetched")] * 3
         prefetches = stats_of(llm).cache.prefetches
         assert prefetches.unfulfilled == {"host_full": sum((size - 1) // PAGE for size in LENGTHS)}
-        tiers.give_host(held)
+        tiers.free_host(held)
         check_whole(llm)
 
 

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from tests.faults.harness import Crowd, body_of, family, read, scripts, serving
 from tests.helpers.processes import wait_dead
 

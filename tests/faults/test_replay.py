@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.engine.fatal import EXIT_DEVICE
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid

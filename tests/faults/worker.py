@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hiserve.cache.pools import file_store
+from hiserve.cache.storage import file_store
 from hiserve.config import Config
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.loop import Engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.pools.page_layout import PageLayout
+from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.config import NANO, find_model, read_model_config
 from tests.helpers import cuda

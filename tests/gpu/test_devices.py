@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.cache.pools.host_segment import survey
-from hiserve.cache.pools.identity import identify
+from hiserve.cache.storage.cache_identity import identify
+from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.config import Config, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
@@ -46,7 +46,9 @@ def config(**settings: object) -> Config:
     }
     given = make_config(**fixed, **settings)
     folder, model = read_model(given.model)
-    return identify(resolve(given, model_facts(given, folder, model), survey(given, probe())).config, folder, model)
+    return identify(
+        resolve(given, model_facts(given, folder, model), probe_segments(given, probe())).config, folder, model
+    )
 
 
 async def reply(client: EngineClient, first: int) -> list[int]:

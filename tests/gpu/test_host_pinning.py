@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hiserve.cache.pools.pinning import CudaRegistrar
-from hiserve.cache.pools.segment import Segment
-from hiserve.cache.pools.touch import FirstTouch
+from hiserve.cache.storage.pinning import CudaRegistrar
+from hiserve.cache.storage.prefault import Prefault
+from hiserve.cache.storage.segment import Segment
 from hiserve.errors import ResourceError
 from tests.helpers.host import make_layout
 
@@ -27,18 +27,18 @@ def segment() -> Iterator[Segment]:
 
 
 def test_every_page_of_a_segment_is_pinned_while_the_pool_lives(segment: Segment) -> None:
-    touch = FirstTouch(segment, registrar=CudaRegistrar(0), piece_bytes=1)
-    assert touch.wait(NUM_PAGES, 60)
-    assert touch.num_pieces > 1
+    prefault = Prefault(segment, registrar=CudaRegistrar(0), piece_bytes=1)
+    assert prefault.wait(NUM_PAGES, 60)
+    assert prefault.num_pieces > 1
     pages = torch.from_numpy(segment.pages)
     assert all(pages[page].is_pinned() and pages[page][-1:].is_pinned() for page in range(NUM_PAGES))
-    touch.close()
+    prefault.close()
     assert not any(pages[page].is_pinned() for page in range(NUM_PAGES))
 
 
 def test_bytes_make_the_way_there_and_back_from_any_thread(segment: Segment) -> None:
-    touch = FirstTouch(segment, registrar=CudaRegistrar(0), piece_bytes=1)
-    assert touch.wait(NUM_PAGES, 60)
+    prefault = Prefault(segment, registrar=CudaRegistrar(0), piece_bytes=1)
+    assert prefault.wait(NUM_PAGES, 60)
     pages = torch.from_numpy(segment.pages)
     pages.copy_(torch.randint(0, 256, pages.shape, dtype=torch.uint8))
     before = pages.clone()
@@ -49,39 +49,39 @@ def test_bytes_make_the_way_there_and_back_from_any_thread(segment: Segment) -> 
         pages[page].copy_(device[page], non_blocking=True)
     torch.cuda.current_stream().synchronize()
     assert torch.equal(pages, before)
-    touch.close()
+    prefault.close()
 
 
 def test_the_memory_of_a_dead_worker_can_be_pinned_again(segment: Segment) -> None:
     for _ in range(2):
-        touch = FirstTouch(segment, registrar=CudaRegistrar(0))
-        assert touch.wait(NUM_PAGES, 60)
-        touch.close()
+        prefault = Prefault(segment, registrar=CudaRegistrar(0))
+        assert prefault.wait(NUM_PAGES, 60)
+        prefault.close()
 
 
 def test_a_refusal_is_told_and_leaves_the_device_well(segment: Segment) -> None:
     registrar = CudaRegistrar(0)
     address = segment.pages.ctypes.data
     registrar.register(address, 4096)
-    touch = FirstTouch(segment, registrar=registrar)
-    assert not touch.wait(1, 60)
-    assert isinstance(touch.failure, ResourceError)
+    prefault = Prefault(segment, registrar=registrar)
+    assert not prefault.wait(1, 60)
+    assert isinstance(prefault.failure, ResourceError)
     assert re.search(
-        r"needs 0.00.* GiB .*cannot be pinned.*already mapped.*ulimit -l.*--host-cache-gib", str(touch.failure)
+        r"needs 0.00.* GiB .*cannot be pinned.*already mapped.*ulimit -l.*--host-cache-gib", str(prefault.failure)
     )
     assert torch.ones(5, device="cuda").sum().tolist() == 5
-    touch.close()
+    prefault.close()
     registrar.unregister(address)
 
 
 def test_a_copy_across_two_pieces_is_refused_by_cuda(segment: Segment) -> None:
     """Why copies must be cut at ``pages_per_piece``."""
-    touch = FirstTouch(segment, registrar=CudaRegistrar(0), piece_bytes=1)
-    assert touch.wait(NUM_PAGES, 60)
+    prefault = Prefault(segment, registrar=CudaRegistrar(0), piece_bytes=1)
+    assert prefault.wait(NUM_PAGES, 60)
     pages = torch.from_numpy(segment.pages)
     device = torch.empty(pages.shape, dtype=torch.uint8, device="cuda")
-    edge = touch.pages_per_piece
+    edge = prefault.pages_per_piece
     device[:edge].copy_(pages[:edge], non_blocking=True)
     with pytest.raises(RuntimeError, match="invalid argument"):
         device.copy_(pages, non_blocking=True)
-    touch.close()
+    prefault.close()

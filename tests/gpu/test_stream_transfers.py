@@ -142,7 +142,7 @@ def test_closing_lets_what_was_enqueued_arrive(bench: TransferBench) -> None:
 
 def test_large_orders_cross_pinned_pieces_and_share_little_staging_memory(make_bench: MakeBench) -> None:
     bench = make_bench(groups=LARGE, num_pages=100, staging_bytes=20 << 20)
-    assert bench.host.touch.num_pieces > 2
+    assert bench.host.prefault.num_pieces > 2
     before = [bench.page(page) for page in range(100)]
     seed = int(np.random.default_rng().integers(2**32))
     print(f"seed {seed}")

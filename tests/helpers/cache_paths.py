@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.llm.outputs import CompletionOutput

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, LruEviction
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import TierListener
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import BatchPlan, StepResult
@@ -80,8 +80,8 @@ def copying_engine(
     depth: int = 0,
     policy: type[Eviction] = LruEviction,
     listener: TierListener | None = None,
-) -> tuple[Engine, CopyingExecutor, CacheManager]:
-    cache = CacheManager(
+) -> tuple[Engine, CopyingExecutor, PrefixCache]:
+    cache = PrefixCache(
         num_pages=num_pages,
         page_size=page_size,
         namespace=b"copying",

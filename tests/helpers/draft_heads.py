@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
 from hiserve.attention.reference import ReferenceAttention
-from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.models.attention import attention_shape, draft_attention_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
@@ -38,13 +38,13 @@ def echo_engine(
     costs: LoadCostModel | None = None,
     controller: DraftController | None = None,
     timer: StepTimer | None = None,
-) -> tuple[Engine, Planner, EchoExecutor, CacheManager]:
+) -> tuple[Engine, Planner, EchoExecutor, PrefixCache]:
     """Makes an engine that reads no clock, so that its arguments decide every step.
 
     Unless given, ``costs`` finds that each step takes a second, which makes loads worth it, and ``timer`` that none takes any
     time, so that no plan waits for a load.
     """
-    cache = CacheManager(
+    cache = PrefixCache(
         num_pages=num_pages,
         page_size=page_size,
         namespace=b"echo",

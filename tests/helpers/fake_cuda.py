@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiserve.cache.pools import page_streams, stream_transfers
+from hiserve.cache.storage import cuda_transfer, page_streams
 
 
 class Done:
@@ -68,7 +68,7 @@ class Event:
 
 
 class FakeCuda:
-    """A device, and what ``page_streams`` and ``stream_transfers`` know of torch.
+    """A device, and what ``page_streams`` and ``cuda_transfer`` know of torch.
 
     Args:
         seed: Of the order in which streams run.
@@ -151,7 +151,7 @@ def install(patch: pytest.MonkeyPatch, device: FakeCuda) -> None:
         return torch.from_numpy(np.stack(both))
 
     patch.setattr(page_streams, "torch", device)
-    patch.setattr(stream_transfers, "torch", device)
+    patch.setattr(cuda_transfer, "torch", device)
     patch.setattr(page_streams, "PreparedCopy", Moves)
     patch.setattr(page_streams, "copy_pages", lambda *views, **how: Moves(*views[:2], **how)(views[2]))
     patch.setattr(page_streams, "CopyEngine", Engine)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hiserve.cache.pools.identity import identify
-from hiserve.cache.pools.segment import SHARED_MEMORY
+from hiserve.cache.storage.cache_identity import identify
+from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.config import Config
 from hiserve.models.shapes import read_model
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from hiserve import LLM
-from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.pools.host import HostPool
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.storage.host import HostPool
 from hiserve.engine.loop import Engine
 from hiserve.ipc.cache_stats import CacheStats
 from tests.helpers.tiers import squeeze, squeeze_host
@@ -20,7 +20,7 @@ def engine_of(llm: LLM) -> Engine:
     return engine
 
 
-def cache_of(llm: LLM) -> CacheManager:
+def cache_of(llm: LLM) -> PrefixCache:
     return engine_of(llm)._planner._cache
 
 
@@ -46,7 +46,7 @@ def rest(llm: LLM) -> None:
         engine.has_work
         or len(cache.ops)
         or (has_host and cache.host.pages.num_ready < host_of(llm).num_pages)
-        or cache.transfers.has_stores
+        or cache.transfers.has_offloads
     ):
         assert time.monotonic() < end, f"no rest after {MAX_REST_S} s: {engine.stats()}"
         engine.step()
@@ -76,7 +76,7 @@ def check_whole(llm: LLM) -> None:
     """
     rest(llm)
     cache, counts = cache_of(llm), counts_of(llm)
-    assert not cache.holds.receipts
+    assert not cache.locks.prefix_locks
     assert counts.device.num_free + counts.device.num_evictable == counts.device.num_pages, counts.device
     for copies in (counts.loads, counts.stores, counts.prefetches, counts.uploads):
         assert copies.num_in_flight == 0, copies

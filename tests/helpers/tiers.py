@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.holds import path
-from hiserve.cache.index.manager import CacheManager, HostAdmission, Receipt
+from hiserve.cache.index.locks import path
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock
 from hiserve.cache.index.tier import TierListener
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
@@ -34,8 +34,8 @@ def new_cache(
     admission: HostAdmission = HostAdmission.WRITE_THROUGH,
     max_upload_pages: int = 0,
     listener: TierListener | None = None,
-) -> CacheManager:
-    return CacheManager(
+) -> PrefixCache:
+    return PrefixCache(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         namespace=NAMESPACE,
@@ -47,71 +47,71 @@ def new_cache(
     )
 
 
-def take(cache: CacheManager, count: int) -> Int32Array:
-    pages = cache.take(np.zeros(count, dtype=np.int32))
+def take(cache: PrefixCache, count: int) -> Int32Array:
+    pages = cache.allocate(np.zeros(count, dtype=np.int32))
     assert pages is not None
     return pages
 
 
-def serve(cache: CacheManager, *pages: int, tenant: bytes = TENANT, step: int = 0) -> Receipt:
+def serve(cache: PrefixCache, *pages: int, tenant: bytes = TENANT, step: int = 0) -> PrefixLock:
     """Locks what the device has of a prompt, publishes the rest, and hands the lock over."""
     receipt = cache.lock(cache.match(tenant, prompt(*pages)))
     new = pages[receipt.pages.size :]
-    cache.publish(receipt, key(*new), take(cache, len(new)), step)
+    cache.insert(receipt, key(*new), take(cache, len(new)), step)
     return receipt
 
 
-def store(cache: CacheManager, max_pages: int = 1000) -> list[PageCopy]:
+def store(cache: PrefixCache, max_pages: int = 1000) -> list[PageCopy]:
     """Stores what waits for it, children after their parents, until nothing does."""
     done: list[PageCopy] = []
-    while copies := cache.begin_stores(max_pages):
+    while copies := cache.begin_offloads(max_pages):
         for copy in copies:
-            assert cache.settle(copy.op, ok=True) == []
+            assert cache.complete(copy.op, ok=True) == []
         done += copies
     return done
 
 
-def backed(cache: CacheManager, *pages: int, tenant: bytes = TENANT) -> None:
+def backed(cache: PrefixCache, *pages: int, tenant: bytes = TENANT) -> None:
     """Puts a prefix on both tiers, held by nobody."""
     cache.release(serve(cache, *pages, tenant=tenant))
     store(cache)
 
 
-def demoted(cache: CacheManager, *pages: int, tenant: bytes = TENANT) -> None:
+def demoted(cache: PrefixCache, *pages: int, tenant: bytes = TENANT) -> None:
     """Puts a prefix on the host alone."""
     backed(cache, *pages, tenant=tenant)
     squeeze(cache)
 
 
-def squeeze(cache: CacheManager) -> None:
+def squeeze(cache: PrefixCache) -> None:
     """Evicts everything from the device that may go."""
-    cache.give(take(cache, cache.pages.num_free + cache.num_evictable))
+    cache.free(take(cache, cache.pages.num_free + cache.num_evictable))
 
 
-def squeeze_host(cache: CacheManager) -> None:
+def squeeze_host(cache: PrefixCache) -> None:
     """Evicts everything from the host that may go."""
-    cache.tiers.give_host(cache.tiers.take_host(cache.host.num_available))
+    cache.tiers.free_host(cache.tiers.allocate_host(cache.host.num_available))
 
 
-def cached(cache: CacheManager, *pages: int, tenant: bytes = TENANT) -> tuple[int, int]:
+def cached(cache: PrefixCache, *pages: int, tenant: bytes = TENANT) -> tuple[int, int]:
     """Returns how many pages of a prompt the device has, and the host after them."""
     match = cache.match(tenant, prompt(*pages))
     return match.num_tokens // PAGE_SIZE, match.num_host_tokens // PAGE_SIZE
 
 
-def lock(cache: CacheManager, *pages: int, tenant: bytes = TENANT) -> Receipt:
+def lock(cache: PrefixCache, *pages: int, tenant: bytes = TENANT) -> PrefixLock:
     """Locks everything that is cached of a prompt, on either tier."""
     match = cache.match(tenant, prompt(*pages))
     return cache.lock(match, match.num_host_tokens)
 
 
-def load(cache: CacheManager, *pages: int) -> tuple[Receipt, PageCopy]:
+def load(cache: PrefixCache, *pages: int) -> tuple[PrefixLock, PageCopy]:
     """Locks a prompt and begins to load what the host has of it."""
     receipt = lock(cache, *pages)
     return receipt, cache.begin_load(receipt, take(cache, receipt.host_pages.size))
 
 
-def states(cache: CacheManager) -> str:
+def states(cache: PrefixCache) -> str:
     """Returns the state of every node, in the order of their paths."""
     found = sorted(("".join(part.key.hex() for part in reversed(list(path(n)))), n.state) for n in cache.tree.nodes())
     return " ".join(state.name for _, state in found)
@@ -131,7 +131,7 @@ def run_of(pages: Int32Array, *content: int, after: tuple[int, ...] = (), tenant
     )
 
 
-def is_whole(cache: CacheManager) -> bool:
+def is_whole(cache: PrefixCache) -> bool:
     """Whether every page of both tiers is free or can be freed: nothing leaked and nothing is held."""
     squeeze(cache)
     squeeze_host(cache)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hiserve.cache.pools.device import DevicePool
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.page_layout import PageLayout
-from hiserve.cache.pools.segment import Segment
-from hiserve.cache.pools.transfer import ThreadTransfers, TransferEngine
+from hiserve.cache.storage.device import DevicePool
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.page_layout import PageLayout
+from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.transfer import ThreadTransfers, TransferEngine
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from tests.helpers.host import PAGE_SIZE, make_layout, make_run
@@ -62,8 +62,8 @@ class TransferBench:
             self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cpu")
             self.ready()
             return ThreadTransfers(self.device, self.host, **options)
-        from hiserve.cache.pools.pinning import CudaRegistrar
-        from hiserve.cache.pools.stream_transfers import StreamTransfers
+        from hiserve.cache.storage.cuda_transfer import CudaTransfers
+        from hiserve.cache.storage.pinning import CudaRegistrar
 
         self.host = HostPool(self.segment, self.groups, num_threads=1, registrar=CudaRegistrar(0))
         self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda")
@@ -71,11 +71,11 @@ class TransferBench:
         direct = 0 if make == STAGED else self.page_bytes
         least = 0 if make == LAYERED else 1 << 20
         options = {"max_direct_page_bytes": direct, "min_layer_bytes": least} | options
-        return StreamTransfers(self.device, self.host, **options)
+        return CudaTransfers(self.device, self.host, **options)
 
     def ready(self) -> None:
         self.host.clear()
-        assert self.host.touch.wait(self.num_pages, 60), self.host.touch.failure
+        assert self.host.prefault.wait(self.num_pages, 60), self.host.prefault.failure
 
     def _hold(self, copy: PageCopy) -> None:
         self.begun.append(copy.op)

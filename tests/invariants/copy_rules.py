@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from hiserve.cache.index.manager import HostAdmission
+from hiserve.cache.index.prefix_cache import HostAdmission
 from hiserve.cache.index.tier import Tier
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
@@ -20,7 +20,7 @@ from tests.invariants.tier_world import World
 def begin_stores(world: World, random: Random) -> None:
     model, max_pages = world.model, random.choice((1, 2, 99, 99))
     spare, ends = world.spare(), model.idle_ends()
-    copies = world.cache.begin_stores(max_pages)
+    copies = world.cache.begin_offloads(max_pages)
     again = frozenset(each for copy in copies if copy.run is not None for each in copy.run.digests)
     gone = world.lose_host(spare | world.spare(), again)
     assert not gone or copies or model.num_reserved, "pages left the host for nothing"
@@ -90,9 +90,9 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
         take_uploads(world, random)
         return
     relocations = world.cache.versions.relocation_version
-    lost = world.cache.settle(op, ok=ok)
+    lost = world.cache.complete(op, ok=ok)
     with pytest.raises(AssertionError, match="not in flight"):  # INV-22
-        world.cache.settle(op, ok=ok)
+        world.cache.complete(op, ok=ok)
     if not is_load:
         assert not lost
         stored = world.model.end_store(op, ok)
@@ -101,7 +101,7 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
             world.model.awaited |= set(stored)
         return
     expected = world.model.end_load(op, ok)
-    assert {id(receipt) for receipt in lost} == {id(world.rows[number].receipt) for number in expected}
+    assert {id(lock) for lock in lost} == {id(world.rows[number].lock) for number in expected}
     assert world.cache.versions.relocation_version == relocations + bool(lost)  # INV-41
     for number in sorted(expected):
         world.recompute(world.rows[number])
@@ -128,7 +128,7 @@ def take_uploads(world: World, random: Random) -> None:
         assert begun.run.key == b"".join(place[1][-1] for place in places)
         assert set(places) <= model.awaited and not model.awaited & set(parts(above(places[0])))
         model.awaited -= set(places)
-        end = tier_checks.place_of(world.cache, world.cache.ops[begun.op].hold.node)  # it may hold more than it reads
+        end = tier_checks.place_of(world.cache, world.cache.ops[begun.op].lock.node)  # it may hold more than it reads
         assert places[-1] in parts(end)
         if is_upload:
             assert [model.host[place] for place in places] == begun.run.pages.tolist()
@@ -280,7 +280,7 @@ def restart(world: World, random: Random) -> None:
     places = [content[Page("host", page)] for run in runs for page in run.pages.tolist()]
     assert set(places) == kept and len(places) == len(kept)
     assert [digest(place) for place in places if place] == [each for run in runs for each in run.digests]
-    assert world.cache.adopt(runs) == len(kept)
+    assert world.cache.recover(runs) == len(kept)
     world.share_all()
     shelf.keep({page for run in runs for page in run.pages.tolist()})
     for run in runs:

@@ -6,13 +6,13 @@ from collections import Counter
 
 import numpy as np
 
-from hiserve.cache.index.holds import path
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.locks import path
 from hiserve.cache.index.node import Node
-from hiserve.cache.index.ops import OpKind
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.index.transfer_ops import TransferKind
 
 
-def check_structure(cache: CacheManager) -> None:
+def check_structure(cache: PrefixCache) -> None:
     """Asserts everything below; the tree is walked, so keep it small."""
     inv_01_roots_are_empty_and_kept_only_in_use(cache)
     inv_02_parents_and_children_agree(cache)
@@ -33,7 +33,7 @@ def check_structure(cache: CacheManager) -> None:
     inv_21_nodes_and_copies_agree(cache)
 
 
-def inv_01_roots_are_empty_and_kept_only_in_use(cache: CacheManager) -> None:
+def inv_01_roots_are_empty_and_kept_only_in_use(cache: PrefixCache) -> None:
     for digest, root in cache.tree.roots.items():
         assert (
             root.parent is None and root.key == b"" and root.num_pages == root.pages.size == root.host_pages.size == 0
@@ -42,63 +42,63 @@ def inv_01_roots_are_empty_and_kept_only_in_use(cache: CacheManager) -> None:
         assert root.children or root.num_locks or root.num_host_locks
 
 
-def inv_02_parents_and_children_agree(cache: CacheManager) -> None:
+def inv_02_parents_and_children_agree(cache: PrefixCache) -> None:
     for node in cache.tree.nodes():
         assert node.parent is not None and node.key
         assert node.parent.children[node.key[: cache.tree.page_bytes]] is node
 
 
-def inv_03_keys_are_whole_pages_and_siblings_differ_in_the_first(cache: CacheManager) -> None:
+def inv_03_keys_are_whole_pages_and_siblings_differ_in_the_first(cache: PrefixCache) -> None:
     for node in cache.tree.nodes():
         assert node.key and len(node.key) % cache.tree.page_bytes == 0
         assert all(child.key[: cache.tree.page_bytes] == first for first, child in node.children.items())
 
 
-def inv_04_a_node_lies_on_a_tier_as_a_whole_or_not_at_all(cache: CacheManager) -> None:
+def inv_04_a_node_lies_on_a_tier_as_a_whole_or_not_at_all(cache: PrefixCache) -> None:
     for node in cache.tree.nodes():
         assert node.num_pages == len(node.digests) == len(node.key) // cache.tree.page_bytes
         assert {node.pages.size, node.host_pages.size} <= {0, node.num_pages}
         assert node.pages.dtype == node.host_pages.dtype == np.int32
 
 
-def inv_05_no_dead_node(cache: CacheManager) -> None:
+def inv_05_no_dead_node(cache: PrefixCache) -> None:
     free, free_host = (set(tier.pages.free_pages().tolist()) for tier in (cache.device, cache.host))
     for node in cache.tree.nodes():
         assert node.pages.size or node.host_pages.size
         assert free.isdisjoint(node.pages.tolist()) and free_host.isdisjoint(node.host_pages.tolist())
 
 
-def inv_06_what_is_on_the_device_has_its_parent_there(cache: CacheManager) -> None:
+def inv_06_what_is_on_the_device_has_its_parent_there(cache: PrefixCache) -> None:
     for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
         on_device = [child for child in node.children.values() if child.pages.size]
         assert node.num_device_children == len(on_device)
         assert node.is_root or node.pages.size or not on_device
 
 
-def inv_07_what_is_on_the_host_has_its_parent_there(cache: CacheManager) -> None:
+def inv_07_what_is_on_the_host_has_its_parent_there(cache: PrefixCache) -> None:
     for node in cache.tree.nodes():
         assert node.parent is not None
         assert not node.host_pages.size or node.parent.is_root or node.parent.host_pages.size
 
 
-def inv_07_the_host_counts_its_children(cache: CacheManager) -> None:
+def inv_07_the_host_counts_its_children(cache: PrefixCache) -> None:
     for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
         assert node.num_host_children == sum(child.host_pages.size > 0 for child in node.children.values())
 
 
-def inv_09_no_parent_looks_older_or_less_important_than_its_child(cache: CacheManager) -> None:
+def inv_09_no_parent_looks_older_or_less_important_than_its_child(cache: PrefixCache) -> None:
     for node in cache.tree.nodes():
         assert node.parent is not None
         assert node.parent.last_used >= node.last_used and node.parent.priority >= node.priority
 
 
-def inv_10_a_parent_has_the_locks_of_all_its_children(cache: CacheManager) -> None:
+def inv_10_a_parent_has_the_locks_of_all_its_children(cache: PrefixCache) -> None:
     for node in [*cache.tree.roots.values(), *cache.tree.nodes()]:
         assert node.num_locks >= sum(child.num_locks for child in node.children.values()) >= 0
         assert node.num_host_locks >= sum(child.num_host_locks for child in node.children.values()) >= 0
 
 
-def inv_12_what_a_copy_uses_is_locked(cache: CacheManager) -> None:
+def inv_12_what_a_copy_uses_is_locked(cache: PrefixCache) -> None:
     for node in cache.tree.nodes():
         assert not node.pending_op or node.num_locks, f"op {node.pending_op} uses a node that may be evicted"
         assert not (node.device_ready_op and node.host_ready_op), "two copies use one node"
@@ -106,21 +106,21 @@ def inv_12_what_a_copy_uses_is_locked(cache: CacheManager) -> None:
         assert node.host_pages.size or not (node.host_ready_op or node.num_host_locks)
 
 
-def inv_14_the_eviction_queues_hold_the_evictable_leaves(cache: CacheManager) -> None:
+def inv_14_the_eviction_queues_hold_the_evictable_leaves(cache: PrefixCache) -> None:
     nodes = list(cache.tree.nodes())
     for tier, is_evictable in ((cache.device, _on_device), (cache.host, _on_host)):
         assert {id(node) for node in tier.eviction.leaves} == {id(node) for node in nodes if is_evictable(node)}
     assert {id(node) for node in cache.tiers.copies} == {id(node) for node in nodes if node.is_copy}
 
 
-def inv_16_the_evictable_counts_are_right(cache: CacheManager) -> None:
+def inv_16_the_evictable_counts_are_right(cache: PrefixCache) -> None:
     nodes = list(cache.tree.nodes())
     assert cache.device.num_evictable == sum(node.pages.size for node in nodes if not node.num_locks)
     unlocked = [node for node in nodes if not node.num_locks and not node.num_host_locks]
     assert cache.host.num_evictable == sum(node.host_pages.size for node in unlocked)
 
 
-def inv_16_what_is_spare_may_go_at_no_loss(cache: CacheManager) -> None:
+def inv_16_what_is_spare_may_go_at_no_loss(cache: PrefixCache) -> None:
     spare = [node for node in cache.tree.nodes() if node.is_spare]
     assert cache.tiers.reserve.num_pages == sum(node.pages.size for node in spare)
     for node in spare:
@@ -128,7 +128,7 @@ def inv_16_what_is_spare_may_go_at_no_loss(cache: CacheManager) -> None:
         assert all(child.is_spare for child in node.children.values() if child.pages.size)
 
 
-def inv_16_every_page_counts_for_its_owner(cache: CacheManager) -> None:
+def inv_16_every_page_counts_for_its_owner(cache: PrefixCache) -> None:
     for tier, name in ((cache.device, "pages"), (cache.host, "host_pages")):
         held: Counter[bytes] = Counter()
         for root in cache.tree.roots.values():
@@ -141,7 +141,7 @@ def inv_16_every_page_counts_for_its_owner(cache: CacheManager) -> None:
         assert +held == tier.shares.held
 
 
-def inv_19_no_page_has_two_owners_and_page_0_none(cache: CacheManager) -> None:
+def inv_19_no_page_has_two_owners_and_page_0_none(cache: PrefixCache) -> None:
     for tier, name in ((cache.device, "pages"), (cache.host, "host_pages")):
         owned = [page for node in cache.tree.nodes() for page in getattr(node, name).tolist()]
         stack = tier.pages._stack[: tier.pages._top].tolist()
@@ -150,16 +150,16 @@ def inv_19_no_page_has_two_owners_and_page_0_none(cache: CacheManager) -> None:
         assert len(set(stack)) == len(stack) and set(free) <= set(stack)
 
 
-def inv_21_nodes_and_copies_agree(cache: CacheManager) -> None:
+def inv_21_nodes_and_copies_agree(cache: PrefixCache) -> None:
     nodes = list(cache.tree.nodes())
     for node in nodes:
         if node.pending_op:
             op = cache.ops[node.pending_op]
-            assert op.kind is (OpKind.LOAD if node.device_ready_op else OpKind.STORE)
-            below = path(op.hold.node)
+            assert op.kind is (TransferKind.LOAD if node.device_ready_op else TransferKind.OFFLOAD)
+            below = path(op.lock.node)
             assert any(step is node for step in below), "the copy does not hold its node"
     known = {id(node) for node in [*nodes, *cache.tree.roots.values()]}
-    assert all(id(op.hold.node) in known for op in cache.ops), "a copy holds what left the tree"
+    assert all(id(op.lock.node) in known for op in cache.ops), "a copy holds what left the tree"
 
 
 def _on_device(node: Node) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.engine.planner import Planner
 
 
-def check_pages(planner: Planner, cache: CacheManager) -> None:
+def check_pages(planner: Planner, cache: PrefixCache) -> None:
     """Free, tree and rows partition the pool (INV-17, INV-19)."""
     rows = planner._rows
     private = [rows.page_table[r, rows.num_published[r] : rows.num_pages[r]] for r in rows.active.tolist()]

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from hiserve.cache.index.manager import HostAdmission, Receipt
-from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.miss_reasons import MissReason
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixLock
 from hiserve.core.transfers import CopyKind
 from tests.invariants import copy_rules
 from tests.invariants.index_model import Prefix
@@ -63,8 +63,8 @@ def admit_prompt(world: World, random: Random, tenant: bytes, prompt: bytes, sha
     priority = random.choice(PRIORITIES)
     num_nodes, num_busy = count_nodes(world)
     try:
-        with world.cache.lock(found, num_host * world.page_size, priority, ACCOUNT) as receipt:
-            row = locked(world, receipt, tenant, prefix, len(device))
+        with world.cache.lock(found, num_host * world.page_size, priority, ACCOUNT) as lock:
+            row = locked(world, lock, tenant, prefix, len(device))
             world.model.hold(row.number, (tenant, prefix), priority)
             row.goal = world.usable(prompt + bytes(4))
             world.ran["splits"] += count_nodes(world)[0] > num_nodes
@@ -72,10 +72,10 @@ def admit_prompt(world: World, random: Random, tenant: bytes, prompt: bytes, sha
             if how == "raise":
                 raise WalkoutError
             if how == "wait" or (how == "run" and load(world, row)):
-                receipt.keep()
+                lock.detach()
     except WalkoutError:
         world.ran["exceptions"] += 1
-    if not receipt.is_open:
+    if not lock.is_open:
         world.forget(row)
         return None
     return row
@@ -83,15 +83,15 @@ def admit_prompt(world: World, random: Random, tenant: bytes, prompt: bytes, sha
 
 def load_late(world: World, random: Random) -> None:
     """A load that others may have come before."""
-    row = random.choice([row for row in world.rows.values() if row.receipt.host_pages.size])
+    row = random.choice([row for row in world.rows.values() if row.lock.host_pages.size])
     places = parts(world.model.held[row.number])
-    num_host = row.receipt.host_pages.size
+    num_host = row.lock.host_pages.size
     if all(place not in world.model.device for place in places[-num_host:]):
         load(world, row)
         return
     world.ran["too late"] += 1
     with pytest.raises(AssertionError, match="match again"):
-        world.cache.begin_load(row.receipt, ints([0] * num_host))
+        world.cache.begin_load(row.lock, ints([0] * num_host))
     world.release(row)
 
 
@@ -99,13 +99,13 @@ def launch(world: World, random: Random) -> None:
     """A forward of some rows; those whose loads are in flight join only if it waits for them."""
     waits = random.random() < 0.5
     rows = random.sample(list(world.rows.values()), random.randint(1, min(3, len(world.rows))))
-    joining = [row for row in rows if not row.receipt.host_pages.size and (waits or not row.receipt.ops)]
+    joining = [row for row in rows if not row.lock.host_pages.size and (waits or not row.lock.ops)]
     forward(world, joining, random.randint(0, 3), random.randint(0, 2))
 
 
 def forward(world: World, rows: list[Row], num_new: int, symbol: int) -> None:
     pages = {row.number: world.take(num_new) for row in rows}
-    loads = {op for row in rows for op in row.receipt.ops}
+    loads = {op for row in rows for op in row.lock.ops}
     world.ran["waits"] += len(loads)
     world.step += 1
     event = world.streams.start("forward", *(world.copies[op][1] for op in sorted(loads)))
@@ -136,7 +136,7 @@ def publish(world: World, random: Random) -> None:
 
 def publishable(world: World) -> list[Row]:
     """Returns the rows that have computed pages; what waits for a load is taken in after it (INV-36)."""
-    return [row for row in world.rows.values() if row.steps and not row.receipt.ops]
+    return [row for row in world.rows.values() if row.steps and not row.lock.ops]
 
 
 def publish_row(world: World, row: Row, count: int) -> None:
@@ -146,7 +146,7 @@ def publish_row(world: World, row: Row, count: int) -> None:
     content = tuple(row.contents[first : first + len(pages)])
     relocations, epoch = world.cache.versions.relocation_version, world.cache.versions.tree_epoch
     before = set(world.model.device)
-    canonical = world.cache.publish(row.receipt, b"".join(content), ints(pages), max(row.steps[:count])).tolist()
+    canonical = world.cache.insert(row.lock, b"".join(content), ints(pages), max(row.steps[:count])).tolist()
     places = world.model.places
     assert canonical == world.model.publish(row.number, content, pages)
     if world.max_upload and world.setting.admission is HostAdmission.WRITE_THROUGH:
@@ -166,8 +166,8 @@ def serve(world: World, random: Random) -> None:
     row = admit_prompt(world, random, tenant, prompt, random.choice((0, 7)), "run")
     if row is None:
         return
-    while row.receipt.ops:
-        copy_rules.settle_op(world, min(row.receipt.ops), ok=True, random=random)
+    while row.lock.ops:
+        copy_rules.settle_op(world, min(row.lock.ops), ok=True, random=random)
         world.observe()
     while world.in_flight:
         commit(world, random)
@@ -187,7 +187,7 @@ def release(world: World, random: Random) -> None:
     row = random.choice(list(world.rows.values()))
     world.release(row)
     with pytest.raises(AssertionError, match="released before"):  # INV-11
-        world.cache.release(row.receipt)
+        world.cache.release(row.lock)
 
 
 def squeeze(world: World, random: Random) -> None:
@@ -198,33 +198,33 @@ def squeeze(world: World, random: Random) -> None:
 # --- inside
 
 
-def locked(world: World, receipt: Receipt, tenant: bytes, prefix: Prefix, num_device: int) -> Row:
+def locked(world: World, lock: PrefixLock, tenant: bytes, prefix: Prefix, num_device: int) -> Row:
     world.num_rows += 1
-    row = Row(world.num_rows, receipt, receipt.pages.tolist(), list(prefix[:num_device]))
+    row = Row(world.num_rows, lock, lock.pages.tolist(), list(prefix[:num_device]))
     places = parts((tenant, prefix))
     assert row.table == [world.model.device[place] for place in places[:num_device]]
-    assert receipt.host_pages.tolist() == [world.model.host[place] for place in places[num_device:]]
+    assert lock.host_pages.tolist() == [world.model.host[place] for place in places[num_device:]]
     world.rows[row.number] = row
     return row
 
 
 def load(world: World, row: Row) -> bool:
     """Loads the host part of a row; False when there are no pages for it."""
-    host_pages = row.receipt.host_pages.tolist()
+    host_pages = row.lock.host_pages.tolist()
     if not host_pages:
         return True
     pages = world.take(len(host_pages))
     if pages is None:
         return False
-    copy = world.cache.begin_load(row.receipt, ints(pages))
+    copy = world.cache.begin_load(row.lock, ints(pages))
     loading = world.model.begin_load(copy.op, row.number, pages)
-    assert copy.kind is CopyKind.LOAD and copy.run is None and not row.receipt.host_pages.size
+    assert copy.kind is CopyKind.LOAD and copy.run is None and not row.lock.host_pages.size
     assert (copy.device_pages.tolist(), copy.host_pages.tolist()) == (pages, host_pages)  # TC-23
     assert host_pages == loading.host_pages
     world.start(copy)
     row.table += pages
     row.contents = list(world.model.held[row.number][1])
-    assert row.receipt.pages.tolist() == row.table
+    assert row.lock.pages.tolist() == row.table
     return True
 
 

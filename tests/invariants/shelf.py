@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hiserve.cache.pools.records import Records, page_checksum
-from hiserve.cache.pools.segment import Segment, SegmentLayout, segment_path
+from hiserve.cache.storage.records import Records, page_checksum
+from hiserve.cache.storage.segment import Segment, SegmentLayout, segment_path
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import PageRun
@@ -51,7 +51,7 @@ class Shelf:
         self.close()
         self._open()
         self.unsealed.clear()
-        return self._records.adopt()
+        return self._records.recover()
 
     def begin(self, run: PageRun) -> None:
         """Bytes are on their way."""

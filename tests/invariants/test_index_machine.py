@@ -22,8 +22,8 @@ from hypothesis.stateful import (
 )
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager, Match, Receipt
 from hiserve.cache.index.node import Node
+from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock
 from tests.invariants import kv_checks
 from tests.invariants.index_checks import check_structure
 from tests.invariants.index_model import IndexModel, Place, Prefix, page_tokens, prefixes
@@ -56,7 +56,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(4, 20))
     def start(self, num_pages: int) -> None:
         self.told = kv_checks.Told(self.page_size)
-        self.cache = CacheManager(
+        self.cache = PrefixCache(
             num_pages=num_pages,
             page_size=self.page_size,
             namespace=NAMESPACE,
@@ -64,7 +64,7 @@ class IndexMachine(RuleBasedStateMachine):
             listener=self.told.events,
         )
         self.model = IndexModel(num_pages)
-        self.receipts: dict[int, Receipt] = {}
+        self.receipts: dict[int, PrefixLock] = {}
         self.remembered: list[tuple[Match, bytes, Prefix]] = []
         self.content: dict[int, Place] = {}  # what was last written to each page
         self.replica: set[bytes] = set()
@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
             with self.cache.lock(match) as receipt:
                 self.locked(receipt, tenant, prefix)
                 if "keep" in how:
-                    assert receipt.keep() is receipt
+                    assert receipt.detach() is receipt
                 if "raise" in how:
                     raise WalkoutError
         except WalkoutError:
@@ -119,7 +119,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.steps += 1
         epoch, evictable = self.cache.versions.tree_epoch, self.cache.num_evictable
         short = len(wanted) - len(self.model.free)
-        pages = self.cache.take(np.array(wanted, dtype=np.int32))
+        pages = self.cache.allocate(np.array(wanted, dtype=np.int32))
         if short > len(self.model.evictable()):
             assert pages is None and self.cache.num_evictable == evictable
             self.ran["refused"] += 1
@@ -150,7 +150,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.content[page] = (tenant, part)
         epoch, relocations = self.cache.versions.tree_epoch, self.cache.versions.relocation_version
         key = b"".join(content)
-        canonical = self.cache.publish(self.receipts[number], key, np.array(pages, dtype=np.int32)).tolist()
+        canonical = self.cache.insert(self.receipts[number], key, np.array(pages, dtype=np.int32)).tolist()
         known = set(self.model.cached.values())
         assert canonical == self.model.publish(number, content, pages)
         is_new = not set(canonical) <= known
@@ -183,7 +183,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(pick=picks, count=st.integers(1, 4))
     def give(self, pick: int, count: int) -> None:
         pages = (self.model.private[pick:] + self.model.private[:pick])[:count]
-        self.cache.give(np.array(pages, dtype=np.int32))
+        self.cache.free(np.array(pages, dtype=np.int32))
         self.model.private = [page for page in self.model.private if page not in pages]
         self.model.free |= set(pages)
 
@@ -329,7 +329,7 @@ class IndexMachine(RuleBasedStateMachine):
         for number in list(self.receipts):
             self.cache.release(self.receipts.pop(number))
             self.model.release(number)
-        self.cache.give(np.array(self.model.private, dtype=np.int32))
+        self.cache.free(np.array(self.model.private, dtype=np.int32))
         self.model.free |= set(self.model.private)
         self.model.private.clear()
         self.inv_13_idle_means_nothing_is_locked_or_lost()
@@ -353,10 +353,10 @@ class IndexMachine(RuleBasedStateMachine):
         self.ran["hits"] += bool(prefix)
         return match, prefix
 
-    def locked(self, receipt: Receipt, tenant: bytes, prefix: Prefix) -> None:
+    def locked(self, lock: PrefixLock, tenant: bytes, prefix: Prefix) -> None:
         self.steps += 1
-        self.inv_31_pages_hold_the_matched_tokens_in_context(tenant, prefix, receipt.pages.tolist())
-        self.receipts[self.steps] = receipt
+        self.inv_31_pages_hold_the_matched_tokens_in_context(tenant, prefix, lock.pages.tolist())
+        self.receipts[self.steps] = lock
         self.model.hold(self.steps, tenant, prefix)
 
     def path(self, node: Node) -> list[Node]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hiserve.cache.index.manager import HostAdmission
+from hiserve.cache.index.prefix_cache import HostAdmission
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.load_costs import LoadCostModel
 from tests.invariants.test_planner_workloads import Run

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.eviction import ON_DEVICE, LruEviction, PriorityEviction
-from hiserve.cache.index.manager import CacheManager
 from hiserve.cache.index.node import Node
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.tiers import backed, demoted, key, load, lock, new_cache, serve, take
@@ -91,9 +91,9 @@ def test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached(num_others:
     cache.release(serve(cache, 1, 2, *range(3, 23)))
 
     def store() -> None:
-        (copy,) = cache.begin_stores(99)
+        (copy,) = cache.begin_offloads(99)
         assert copy.host_pages.size == 20
-        cache.settle(copy.op, ok=True)
+        cache.complete(copy.op, ok=True)
 
     assert num_calls(store) < 250
 
@@ -102,8 +102,8 @@ def test_tc_83_a_chain_of_chunks_is_stored_by_one_order() -> None:
     cache = new_cache(num_pages=400, num_host_pages=400)
     receipt = serve(cache, 0)
     for chunk in range(1, 200, 3):
-        cache.publish(receipt, key(chunk, chunk + 1, chunk + 2), take(cache, 3))
-    assert len(cache.begin_stores(1000)) == 1
+        cache.insert(receipt, key(chunk, chunk + 1, chunk + 2), take(cache, 3))
+    assert len(cache.begin_offloads(1000)) == 1
 
 
 @pytest.mark.parametrize("policy", [LruEviction, PriorityEviction])
@@ -117,7 +117,7 @@ def test_tc_84_eviction_looks_at_what_it_evicts_and_not_at_every_leaf(
         num_looks += 1
         return ON_DEVICE(node)
 
-    cache = CacheManager(num_pages=5001, page_size=2, namespace=b"", eviction=policy(look))
+    cache = PrefixCache(num_pages=5001, page_size=2, namespace=b"", eviction=policy(look))
     for leaf in range(5000):
         cache.release(serve(cache, 10 + leaf))
     take(cache, 1)  # what libraries import at their first use is no cost of eviction

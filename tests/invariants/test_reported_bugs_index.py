@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.manager import CacheManager, HostAdmission
-from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.miss_reasons import MissReason
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.cache.index.tier import Tier
 from tests.helpers.tiers import (
     PAGE_SIZE,
@@ -34,11 +34,11 @@ PREFIX = (1, 2, 3, 4, 5)
 
 
 @pytest.fixture
-def cache() -> CacheManager:
+def cache() -> PrefixCache:
     return new_cache()
 
 
-def end_uploads(cache: CacheManager) -> None:
+def end_uploads(cache: PrefixCache) -> None:
     uploads, stages = cache.take_uploads()
     for upload in uploads:
         cache.end_upload(upload.op)
@@ -51,12 +51,12 @@ def end_uploads(cache: CacheManager) -> None:
 def test_tc_22_a_split_of_a_pending_store_keeps_it_on_every_fragment(cuts: tuple[int, ...], is_ok: bool) -> None:
     cache = new_cache(max_upload_pages=99)
     cache.release(serve(cache, *PREFIX))
-    (copy,) = cache.begin_stores(99)
+    (copy,) = cache.begin_offloads(99)
     for cut in cuts:
         cache.release(lock(cache, *PREFIX[:cut]))
         check_structure(cache)
     assert set(states(cache).split()) == {"DW"} and cache.num_evictable == 0
-    cache.settle(copy.op, ok=is_ok)
+    cache.complete(copy.op, ok=is_ok)
     check_structure(cache)
     assert set(states(cache).split()) == {"DH" if is_ok else "D"}
     uploads, stages = cache.take_uploads()
@@ -82,7 +82,7 @@ def test_tc_23_what_is_loaded_begins_after_the_device_and_ends_at_the_match(on_d
     host = lock(cache, *PREFIX).node.host_pages.tolist()
     cache = new_cache(num_pages=7)
     backed(cache, *PREFIX)
-    cache.give(take(cache, cache.pages.num_free + 5 - on_device))
+    cache.free(take(cache, cache.pages.num_free + 5 - on_device))
     assert cached(cache, *PREFIX) == (on_device, 5 - on_device)
     match = cache.match(TENANT, prompt(*PREFIX[:wanted], 9))
     receipt = cache.lock(match, match.num_host_tokens)
@@ -93,12 +93,12 @@ def test_tc_23_what_is_loaded_begins_after_the_device_and_ends_at_the_match(on_d
         copy = cache.begin_load(receipt, pages)
         assert (copy.device_pages.tolist(), copy.host_pages.tolist()) == (pages.tolist(), host[on_device:][:num_loaded])
         assert receipt.pages.size == wanted and receipt.pages[on_device:].tolist() == pages.tolist()
-        cache.settle(copy.op, ok=True)
+        cache.complete(copy.op, ok=True)
     cache.release(receipt)
     assert is_whole(cache)
 
 
-def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: CacheManager) -> None:
+def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: PrefixCache) -> None:
     demoted(cache, 1, 2)
     begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3, 4), 9)
     assert begun is not None and begun.run.digests == digests(1, 2, 3, 4)[2:]
@@ -107,39 +107,39 @@ def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: CacheManager
     assert cache.end_prefetch(begun.op, 2) == 2
     check_structure(cache)
     assert cached(cache, 1, 2, 3, 4) == (0, 4)
-    cache.tiers.take_host(cache.host.pages.num_free + 1)
+    cache.tiers.allocate_host(cache.host.pages.num_free + 1)
     assert cached(cache, 1, 2, 3, 4) == (0, 3), "a parent went before its child"
 
 
-def test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody(cache: CacheManager) -> None:
+def test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody(cache: PrefixCache) -> None:
     demoted(cache, 1, 2, 3)
     free, free_host = cache.pages.num_free, cache.host.pages.num_free
     first, copy = load(cache, 1, 2, 3)
     second = lock(cache, 1, 2, 9)
     assert second.pages.tolist() == copy.device_pages[:2].tolist() and second.ops == {copy.op}
-    lost = cache.settle(copy.op, ok=False)
+    lost = cache.complete(copy.op, ok=False)
     assert {id(receipt) for receipt in lost} == {id(first), id(second)}
     assert first.pages.size == second.pages.size == 0 and not first.ops and not second.ops
     assert cached(cache, 1, 2, 3) == (0, 0)
     assert (cache.pages.num_free, cache.host.pages.num_free) == (free, free_host + 3)
-    cache.publish(first, key(1, 2, 3), take(cache, 3))
-    cache.publish(second, key(1, 2, 9), take(cache, 3))
+    cache.insert(first, key(1, 2, 3), take(cache, 3))
+    cache.insert(second, key(1, 2, 9), take(cache, 3))
     assert cached(cache, 1, 2, 3) == cached(cache, 1, 2, 9) == (3, 0)
     cache.release(first)
     cache.release(second)
     assert is_whole(cache)
 
 
-def test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes(cache: CacheManager) -> None:
+def test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes(cache: PrefixCache) -> None:
     demoted(cache, 1, 2, 3)
     cache.release(serve(cache, 7, 8))
-    (outward,) = cache.begin_stores(99)
+    (outward,) = cache.begin_offloads(99)
     receipt, inward = load(cache, 1, 2, 3)
     named = [(copy.device_pages.tolist(), copy.host_pages.tolist()) for copy in (outward, inward)]
     for pages in [(1,), (1, 2), (7,)]:
         cache.release(lock(cache, *pages))
     twin = cache.lock(cache.match(b"other", prompt(7)))
-    cache.publish(twin, key(7), take(cache, 1))
+    cache.insert(twin, key(7), take(cache, 1))
     squeeze(cache)
     squeeze_host(cache)
     assert [(copy.device_pages.tolist(), copy.host_pages.tolist()) for copy in (outward, inward)] == named
@@ -147,7 +147,7 @@ def test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes(cache
     whole = lock(cache, 7, 8)
     assert whole.pages.tolist() == named[0][0], "pages moved under a copy"
     for op in (outward.op, inward.op):
-        cache.settle(op, ok=True)
+        cache.complete(op, ok=True)
     for each in (receipt, twin, whole):
         cache.release(each)
     assert is_whole(cache)
@@ -168,10 +168,10 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
         cache.release(receipt)
     elif how.startswith(("store", "upload")):
         cache.release(serve(cache, 5, 6))
-        (copy,) = cache.begin_stores(99)
+        (copy,) = cache.begin_offloads(99)
         op, used = copy.op, {*copy.host_pages.tolist()}
         if how == "upload":
-            cache.settle(op, ok=True)
+            cache.complete(op, ok=True)
             op = cache.take_uploads()[0][0].op
     else:
         begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
@@ -189,27 +189,27 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
     if how == "upload":
         cache.end_upload(op)
     elif how.startswith(("load", "store")):
-        cache.settle(op, ok="fails" not in how)
+        cache.complete(op, ok="fails" not in how)
     else:
         cache.end_prefetch(op, 0 if "fails" in how else 1)
     assert cached(cache, 1, 2, 3)[1] == 0 or not is_flushed
     with pytest.raises(AssertionError, match="not in flight"):
-        cache.settle(op, ok=True)
+        cache.complete(op, ok=True)
     end_uploads(cache)
     assert is_whole(cache)
 
 
-def test_tc_42_a_page_that_a_store_reads_outlives_two_flushes(cache: CacheManager) -> None:
+def test_tc_42_a_page_that_a_store_reads_outlives_two_flushes(cache: PrefixCache) -> None:
     cache.release(serve(cache, 1, 2))
-    (copy,) = cache.begin_stores(99)
+    (copy,) = cache.begin_offloads(99)
     cache.flush(Tier.HOST)
     cache.flush()
     assert set(copy.device_pages.tolist()).isdisjoint(cache.pages.free_pages().tolist())
-    cache.settle(copy.op, ok=True)
+    cache.complete(copy.op, ok=True)
     assert is_whole(cache)
 
 
-def test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another(cache: CacheManager) -> None:
+def test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another(cache: PrefixCache) -> None:
     hung = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert hung is not None and cache.begin_prefetch(TENANT, prompt(1, 2), 9) is None
     cache.abort_prefetch(hung.op)
@@ -222,48 +222,48 @@ def test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another(c
     assert is_whole(cache)
 
 
-def test_tc_45_every_chunk_of_a_prefill_is_stored(cache: CacheManager) -> None:
+def test_tc_45_every_chunk_of_a_prefill_is_stored(cache: PrefixCache) -> None:
     receipt = cache.lock(cache.match(TENANT, prompt(0)))
     stored: list[bytes] = []
     for chunk in range(0, 12, 3):
-        cache.publish(receipt, key(*range(chunk, chunk + 3)), take(cache, 3))
-        copies = cache.begin_stores(99)
+        cache.insert(receipt, key(*range(chunk, chunk + 3)), take(cache, 3))
+        copies = cache.begin_offloads(99)
         stored += [each for copy in copies for each in copy.run.digests]  # type: ignore[union-attr]
         for copy in copies:
-            cache.settle(copy.op, ok=True)
+            cache.complete(copy.op, ok=True)
         assert stored == digests(*range(chunk + 3))
     cache.release(receipt)
     squeeze(cache)
     assert cached(cache, *range(12)) == (0, 12) and cache.tiers.num_unbacked == 0
 
 
-def test_tc_45_chunks_that_come_while_their_parents_are_stored_follow_them(cache: CacheManager) -> None:
+def test_tc_45_chunks_that_come_while_their_parents_are_stored_follow_them(cache: PrefixCache) -> None:
     receipt = serve(cache, 1, 2)
-    (first,) = cache.begin_stores(99)
+    (first,) = cache.begin_offloads(99)
     for page in (3, 4):
-        cache.publish(receipt, key(page), take(cache, 1))
-        assert cache.begin_stores(99) == [], "a child was stored below a parent that may fail"
-    cache.settle(first.op, ok=True)
-    (second,) = cache.begin_stores(99)
+        cache.insert(receipt, key(page), take(cache, 1))
+        assert cache.begin_offloads(99) == [], "a child was stored below a parent that may fail"
+    cache.complete(first.op, ok=True)
+    (second,) = cache.begin_offloads(99)
     assert second.run is not None and second.run.digests == digests(1, 2, 3, 4)[2:]
-    cache.settle(second.op, ok=False)
-    cache.publish(receipt, key(5), take(cache, 1))
-    (third,) = cache.begin_stores(99)
+    cache.complete(second.op, ok=False)
+    cache.insert(receipt, key(5), take(cache, 1))
+    (third,) = cache.begin_offloads(99)
     assert third.run is not None and third.run.digests == digests(1, 2, 3, 4, 5)[2:], "what failed is tried again"
 
 
-def test_tc_46_pages_that_copies_use_are_waited_for(cache: CacheManager) -> None:
+def test_tc_46_pages_that_copies_use_are_waited_for(cache: PrefixCache) -> None:
     cache = new_cache(num_pages=7, num_host_pages=9)
     demoted(cache, 1, 2, 3)
     receipt, inward = load(cache, 1, 2, 3)
     cache.release(receipt)
     cache.release(serve(cache, 7, 8, 9))
-    (outward,) = cache.begin_stores(99)
+    (outward,) = cache.begin_offloads(99)
     assert cache.pages.num_free == cache.num_evictable == 0
-    assert cache.take(np.zeros(1, dtype=np.int32)) is None, "a page was freed under a copy"
-    cache.settle(inward.op, ok=True)
+    assert cache.allocate(np.zeros(1, dtype=np.int32)) is None, "a page was freed under a copy"
+    cache.complete(inward.op, ok=True)
     assert cache.num_evictable == 3
-    cache.settle(outward.op, ok=False)
+    cache.complete(outward.op, ok=False)
     assert cache.num_evictable == 6
     assert take(cache, 6).size == 6
 
@@ -281,13 +281,13 @@ def test_tc_62_prompts_around_whole_pages_on_either_tier(num_tokens: int) -> Non
         assert receipt.pages.size + receipt.host_pages.size == expected
 
 
-def test_tc_70_other_tenants_find_nothing_on_any_tier(cache: CacheManager) -> None:
+def test_tc_70_other_tenants_find_nothing_on_any_tier(cache: PrefixCache) -> None:
     demoted(cache, 1, 2)
     backed(cache, 3, 4)
     begun = cache.begin_prefetch(TENANT, prompt(5, 6), 9)
     assert begun is not None and cache.end_prefetch(begun.op, 2) == 2
     pages = np.array([30, 31], dtype=np.int32)
-    assert cache.adopt([run_of(pages, 7, 8)]) == 2
+    assert cache.recover([run_of(pages, 7, 8)]) == 2
     for prefix in ((1, 2), (3, 4), (5, 6), (7, 8)):
         assert sum(cached(cache, *prefix)) == 2
         assert cached(cache, *prefix, tenant=b"other") == (0, 0)
@@ -301,9 +301,9 @@ def test_tc_70_a_hit_of_another_tenant_is_no_second_use() -> None:
     cache = new_cache(admission=HostAdmission.SELECTIVE)
     cache.release(serve(cache, 1, 2))
     cache.release(serve(cache, 1, 2, tenant=b"other"))
-    assert cache.begin_stores(99) == []
+    assert cache.begin_offloads(99) == []
     cache.release(lock(cache, 1))
-    (copy,) = cache.begin_stores(99)
+    (copy,) = cache.begin_offloads(99)
     assert copy.run is not None and copy.run.digests == digests(1)
 
 
@@ -314,7 +314,7 @@ def test_tc_42_a_page_that_a_load_and_an_upload_read_is_free_when_both_have_ende
     receipt, copy = load(cache, 1, 2)
     cache.release(receipt)
     cache.flush()
-    cache.settle(copy.op, ok=True)
+    cache.complete(copy.op, ok=True)
     assert set(upload.run.pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
     cache.end_upload(upload.op)
     assert is_whole(cache)

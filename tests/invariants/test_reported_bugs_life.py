@@ -1,7 +1,7 @@
 """Reported bugs of leaks and of liveness as test cases, by number: loops that stop polling, locks that nobody returns.
 
 TC-42, 45 and 46 are in ``test_reported_bugs_index.py``, too, where a prefetch that hangs (TC-44) is given up; pools
-free no page twice (TC-42) by ``tests/unit/pools/test_records.py``.
+free no page twice (TC-42) by ``tests/unit/storage/test_records.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.tier import Tier
-from hiserve.cache.pools.file_store import FileStore
-from hiserve.cache.pools.keys import KEY_BYTES
-from hiserve.cache.pools.segment import Segment
+from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.store_keys import KEY_BYTES
 from hiserve.core.transfers import CopyKind
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.host import PAGE_BYTES, make_layout

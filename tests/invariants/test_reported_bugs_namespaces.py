@@ -1,12 +1,12 @@
 """Reported bugs of sizes, layouts and namespaces as test cases, by number; pools and index together, without an engine.
 
-- TC-60 (a page across two registrations): ``tests/unit/pools/test_touch.py``.
+- TC-60 (a page across two registrations): ``tests/unit/storage/test_prefault.py``.
 - TC-61 (another page size): below of segments, ``tests/contract/test_page_store.py`` of stores.
 - TC-62 (prompts around whole pages) and TC-70 (tenants): ``test_reported_bugs_index.py``.
 - TC-63 (a partial prefetch with sidecar pools): does not apply; a page is one piece with everything that moves
   together, so no part of a prefix can be shorter than another.
 - TC-64 (limits of control groups, small /dev/shm): below, ``tests/unit/core/test_machine.py`` and
-  ``tests/unit/pools/test_segment.py``.
+  ``tests/unit/storage/test_segment.py``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.pools.file_store import FileStore
-from hiserve.cache.pools.keys import store_key
-from hiserve.cache.pools.records import Records
-from hiserve.cache.pools.segment import Segment
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.storage.file_store import FileStore
+from hiserve.cache.storage.records import Records
+from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.store_keys import store_key
 from hiserve.config import make_config
 from hiserve.core.digest import chain, namespace_digest, pack_tokens, strong_chain
 from hiserve.core.machine import probe
@@ -77,8 +77,8 @@ def model(tmp_path: Path) -> Model:
     return Model(folder)
 
 
-def new_cache(namespace: bytes) -> CacheManager:
-    return CacheManager(
+def new_cache(namespace: bytes) -> PrefixCache:
+    return PrefixCache(
         num_pages=20, page_size=PAGE_SIZE, namespace=namespace, eviction=LruEviction(), num_host_pages=20
     )
 
@@ -98,7 +98,7 @@ def leave_pages(namespace: bytes, records: Records, pages: np.ndarray, files: Fi
 def found(namespace: bytes, records: Records, files: FileStore) -> tuple[int, int]:
     """Returns the pages of the prompt that a process with this namespace finds on the host, and in the store."""
     cache = new_cache(namespace)
-    cache.adopt(records.adopt())
+    cache.recover(records.recover())
     root = namespace_digest(namespace, TENANT)
     match = cache.match(TENANT, PROMPT)
     return match.num_host_tokens // PAGE_SIZE, files.exists(keys_of(root))

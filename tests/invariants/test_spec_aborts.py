@@ -153,7 +153,7 @@ class Cycle:
                 assert said == expected[: len(said)]
             else:
                 assert said == expected, f"request {uid}"
-        assert not self.cache.holds.receipts
+        assert not self.cache.locks.prefix_locks
         assert self.cache.pages.num_free + self.cache.num_evictable == self.cache.pages.num_pages - 1
 
 

@@ -13,9 +13,9 @@ from random import Random
 import numpy as np
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
-from hiserve.cache.index.exchange import RunOp
-from hiserve.cache.index.holds import path
-from hiserve.cache.index.manager import CacheManager, HostAdmission, Receipt
+from hiserve.cache.index.locks import path
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock
+from hiserve.cache.index.store_sync import RunOp
 from hiserve.cache.index.tier import Tier
 from hiserve.core.transfers import PageCopy
 from tests.helpers.tiers import NAMESPACE, PAGE_SIZE, is_whole, key, prompt, run_of
@@ -47,7 +47,7 @@ class Crowd:
     def __init__(self, random: Random) -> None:
         self.random, self.ran = random, Counter[str]()
         num_host_pages, kind = random.choice((3, 6, 12, 30)), random.choice((LruEviction, PriorityEviction))
-        self.cache = CacheManager(
+        self.cache = PrefixCache(
             num_pages=random.choice((10, 20, 40)),
             page_size=PAGE_SIZE,
             namespace=NAMESPACE,
@@ -58,7 +58,7 @@ class Crowd:
             host_admission=random.choice(list(HostAdmission)),
             max_upload_pages=random.choice((0, 1, max(1, num_host_pages // 4))),
         )
-        self.rows: list[tuple[Receipt, list[int]]] = []
+        self.rows: list[tuple[PrefixLock, list[int]]] = []
         self.past: list[tuple[bytes, list[int]]] = []
         self.copies: list[PageCopy] = []
         self.stages: list[PageCopy] = []
@@ -66,14 +66,14 @@ class Crowd:
         self.fetches: list[RunOp] = []
         if random.random() < 0.4:
             pages = range(1, min(self.cache.host.pages.num_ready, 10))
-            self.cache.adopt([run_of(ints([page]), page, tenant=random.choice(list(ACCOUNTS))) for page in pages])
+            self.cache.recover([run_of(ints([page]), page, tenant=random.choice(list(ACCOUNTS))) for page in pages])
 
     def step(self, number: int) -> None:
         self.cache.begin_after(number)
         (name,) = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))
         getattr(self, name)()
         self.ran["asked for stores"] += (
-            self.cache.has_stores
+            self.cache.has_offloads
         )  # as an engine asks; it drops entries that are out of date
         check_structure(self.cache)
         for tier in Tier:
@@ -92,44 +92,44 @@ class Crowd:
         self.past.append((tenant, contents))
         match = self.cache.match(tenant, prompt(*contents))
         num_host_tokens = match.num_host_tokens if self.random.random() < 0.8 else 0
-        receipt = self.cache.lock(match, num_host_tokens, self.random.randint(0, 2), ACCOUNTS[tenant])
-        if receipt.host_pages.size:
-            pages = self.cache.take(np.zeros(receipt.host_pages.size, dtype=np.int32))
+        lock = self.cache.lock(match, num_host_tokens, self.random.randint(0, 2), ACCOUNTS[tenant])
+        if lock.host_pages.size:
+            pages = self.cache.allocate(np.zeros(lock.host_pages.size, dtype=np.int32))
             if pages is None:
-                self.cache.release(receipt)
+                self.cache.release(lock)
                 return
-            self.copies.append(self.cache.begin_load(receipt, pages))
+            self.copies.append(self.cache.begin_load(lock, pages))
             self.ran["loads"] += 1
-        self.rows.append((receipt, contents))
+        self.rows.append((lock, contents))
 
     def publish(self) -> None:
         ready = [row for row in self.rows if not row[0].ops]
         if not ready:
             return
-        receipt, contents = self.random.choice(ready)
-        known = sum(node.num_pages for node in path(receipt.node))
+        lock, contents = self.random.choice(ready)
+        known = sum(node.num_pages for node in path(lock.node))
         new = contents[known:][: self.random.randint(1, 4)] or self.contents(4)
-        pages = self.cache.take(np.zeros(len(new), dtype=np.int32))
+        pages = self.cache.allocate(np.zeros(len(new), dtype=np.int32))
         if pages is not None:
-            self.cache.give(pages[self.cache.publish(receipt, key(*new), pages).size :])
+            self.cache.free(pages[self.cache.insert(lock, key(*new), pages).size :])
 
     def leave(self) -> None:
         if self.rows:
-            receipt, _ = self.rows.pop(self.random.randrange(len(self.rows)))
+            lock, _ = self.rows.pop(self.random.randrange(len(self.rows)))
             if self.random.random() < 0.2:
-                self.cache.keep(receipt)
-            self.cache.release(receipt)
+                self.cache.ensure_backed(lock)
+            self.cache.release(lock)
 
     def begin_stores(self) -> None:
         is_worth = self.random.choice((None, lambda _: False, lambda num_pages: num_pages > 1))
-        copies = self.cache.begin_stores(self.random.randint(1, 20), self.random.randint(1, 5), is_worth)
+        copies = self.cache.begin_offloads(self.random.randint(1, 20), self.random.randint(1, 5), is_worth)
         self.copies += copies
         self.ran["stores"] += len(copies)
 
     def settle(self, *, ok: bool | None = None) -> None:
         if self.copies:
             copy = self.copies.pop(self.random.randrange(len(self.copies)))
-            lost = self.cache.settle(copy.op, ok=self.random.random() < 0.85 if ok is None else ok)
+            lost = self.cache.complete(copy.op, ok=self.random.random() < 0.85 if ok is None else ok)
             for row in [row for row in self.rows if any(row[0] is each for each in lost)]:
                 self.rows.remove(row)
                 self.cache.release(row[0])

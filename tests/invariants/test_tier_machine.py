@@ -13,7 +13,7 @@ INV     where
 13      here: ``World.end``, when nothing runs any more
 14      here: ``index_checks``
 16-19   here: ``index_checks``, ``tier_checks``
-20      here: ``World.give``; ``tests/unit/cache/test_pages.py``
+20      here: ``World.give``; ``tests/unit/cache/test_allocator.py``
 21-23   here: ``index_checks``, ``tier_checks``, ``copy_rules.settle_op``
 24-28   here: every access in ``World.start``, ``request_rules.forward`` and ``copy_rules`` is ordered by ``streams``
 29      here: ``World.inv_29...``; rows that leave while their load runs are counted below
@@ -42,8 +42,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hiserve.cache.index.manager import HostAdmission
-from hiserve.cache.index.misses import MissReason
+from hiserve.cache.index.miss_reasons import MissReason
+from hiserve.cache.index.prefix_cache import HostAdmission
 from tests.invariants import copy_rules, request_rules
 from tests.invariants.tier_world import Setting, World
 
@@ -94,7 +94,7 @@ RULES = [
     Rule(request_rules.match, 12),
     Rule(request_rules.admit, 12, has_room),
     Rule(request_rules.come_back, 20, lambda world: has_room(world) and world.model.places),
-    Rule(request_rules.load_late, 8, lambda world: any(r.receipt.host_pages.size for r in world.rows.values())),
+    Rule(request_rules.load_late, 8, lambda world: any(r.lock.host_pages.size for r in world.rows.values())),
     Rule(request_rules.launch, 16, lambda world: world.rows and len(world.in_flight) < request_rules.MAX_DEPTH),
     Rule(request_rules.commit, 12, lambda world: world.in_flight),
     Rule(request_rules.publish, 16, request_rules.publishable),

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
-from hiserve.cache.index.manager import CacheManager, HostAdmission, Match, Receipt
+from hiserve.cache.index.prefix_cache import HostAdmission, Match, PrefixCache, PrefixLock
 from hiserve.cache.index.tier import Tier
 from hiserve.cache.index.uploads import RESERVED_SHARE
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
@@ -46,7 +46,7 @@ class Row:
     """A request that runs: the pages of its prefix, then those it computed itself."""
 
     number: int
-    receipt: Receipt
+    lock: PrefixLock
     table: list[int]
     contents: list[bytes]
     goal: Prefix = ()  # what its prompt says; then it says something itself
@@ -92,7 +92,7 @@ class World:
         """A process begins."""
         model, policy = self.model, PriorityEviction if self.setting.by_priority else LruEviction
         self.routers = kv_checks.Told(self.page_size)
-        self.cache = CacheManager(
+        self.cache = PrefixCache(
             num_pages=model.num_pages,
             page_size=self.page_size,
             namespace=NAMESPACE,
@@ -128,7 +128,7 @@ class World:
         check_structure(cache)
         tier_checks.inv_02_the_tree_holds_what_the_model_holds(cache, model)
         tier_checks.inv_09_priorities_are_those_of_the_model(cache, model)
-        receipts = {number: row.receipt for number, row in self.rows.items()}
+        receipts = {number: row.lock for number, row in self.rows.items()}
         tier_checks.inv_11_locks_are_what_receipts_and_copies_hold(cache, model, receipts)
         tier_checks.inv_12_what_is_held_stays(cache, model)
         tier_checks.inv_16_the_evictable_counts_agree_with_the_model(cache, model)
@@ -154,9 +154,9 @@ class World:
             assert place in self.model.storing or self.content[Page("host", page)] == place
 
     def inv_35_prefetched_and_left_out_make_what_was_wanted(self) -> None:
-        exchange = self.cache.exchange
+        store_sync = self.cache.store_sync
         in_flight = sum(len(run.digests) for run, _, _ in self.fetches.values())
-        assert exchange.num_wanted == exchange.num_prefetched + exchange.unfulfilled.total() + in_flight
+        assert store_sync.num_wanted == store_sync.num_prefetched + store_sync.unfulfilled.total() + in_flight
 
     def observe(self) -> None:
         """Between any two operations, pages go from state to state as they may."""
@@ -197,7 +197,7 @@ class World:
         """Takes device pages, as both see it."""
         short = count - len(self.model.free)
         turns = {place: node.turn for place, node, _ in tier_checks.pages_in_tree(self.cache) if node.pages.size}
-        pages = self.cache.take(ints([0] * count))
+        pages = self.cache.allocate(ints([0] * count))
         if short > len(self.model.evictable()):
             assert pages is None
             self.ran["refused"] += 1
@@ -232,7 +232,7 @@ class World:
     def give(self, pages: Iterable[int]) -> None:
         """INV-20: pages that were taken and given back are free again, as they were before."""
         pages = list(pages)
-        self.cache.give(ints(pages))
+        self.cache.free(ints(pages))
         self.model.private -= set(pages)
         self.model.free |= set(pages)
 
@@ -276,9 +276,9 @@ class World:
 
     def release(self, row: Row) -> None:
         """A request ends, or is preempted, whatever it waits for."""
-        self.ran["left while loading"] += bool(row.receipt.ops)
+        self.ran["left while loading"] += bool(row.lock.ops)
         self.lose_private(row)
-        self.cache.release(row.receipt)
+        self.cache.release(row.lock)
         self.forget(row)
 
     def lose_private(self, row: Row) -> None:
@@ -296,4 +296,4 @@ class World:
         on_device = [part for part in parts((tenant, prefix)) if part in self.model.device]
         row.table = [self.model.device[part] for part in on_device]
         row.contents = list(prefix[: len(on_device)])
-        assert row.receipt.pages.tolist() == row.table
+        assert row.lock.pages.tolist() == row.table

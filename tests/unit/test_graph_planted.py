@@ -244,7 +244,7 @@ def test_what_looks_alike_and_does_no_harm_is_not_reported(body: str) -> None:
     assert found_in(body) == []
 
 
-@pytest.mark.parametrize("room", ["runners", "worker", "core", "cache/pools", "models", "kernels", "spec"])
+@pytest.mark.parametrize("room", ["runners", "worker", "core", "cache/storage", "models", "kernels", "spec"])
 def test_each_room_of_the_hot_path_is_read(room: str) -> None:
     """The two that the launch path was said to be free of while they stood there."""
     for body in ("torch.cuda.synchronize()", "n = x.item()"):

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hiserve.bench.options import Fault
-from hiserve.cache.pools.records import NO_CHECKSUM, PageState
-from hiserve.cache.pools.segment import Segment, segment_path
+from hiserve.cache.storage.records import NO_CHECKSUM, PageState
+from hiserve.cache.storage.segment import Segment, segment_path
 from hiserve.config import Config
 from hiserve.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from hiserve.cache.pools.segment import SHARED_MEMORY, segment_path
+from hiserve.cache.storage.segment import SHARED_MEMORY, segment_path
 from hiserve.config import Config, flat
 from hiserve.errors import EngineError
 

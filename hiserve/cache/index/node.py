@@ -12,7 +12,7 @@ NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
 NO_PAGES.setflags(write=False)
 
 
-class State(Enum):
+class NodeState(Enum):
     """Where a node's bytes are: D device, H host; W on their way to the host, L to the device.
 
     D → DW → DH → H → HL → DH; any of D and H → gone. A store that fails takes DW back to D. L is an HL whose host
@@ -51,8 +51,8 @@ class Node:
         priority: Largest priority of the requests that used it.
         is_queued: Whether it waits for its turn to be stored.
         is_wanted: Whether the host is to have it, at the latest before the device loses it.
-        is_spare: Whether the device counts it among what may go at no loss (see ``Reserve``).
-        owner: Whose share of each tier it takes (see ``Shares``); the same all over a tree.
+        is_spare: Whether the device counts it among what may go at no loss (see ``EvictionReserve``).
+        owner: Whose share of each tier it takes (see ``TenantShares``); the same all over a tree.
         written_step: The step whose forward wrote its pages on the device last; 0 when a load did.
     """
 
@@ -159,15 +159,15 @@ class Node:
         return self.device_ready_op or self.host_ready_op
 
     @property
-    def state(self) -> State:
+    def state(self) -> NodeState:
         """Where its bytes are; it must have some."""
         if not self.pages.size:
-            return State.H
+            return NodeState.H
         if not self.host_pages.size:
-            return State.L if self.device_ready_op else State.D
+            return NodeState.L if self.device_ready_op else NodeState.D
         if self.device_ready_op:
-            return State.HL
-        return State.DW if self.host_ready_op else State.DH
+            return NodeState.HL
+        return NodeState.DW if self.host_ready_op else NodeState.DH
 
 
 def make_root(namespace: bytes) -> Node:

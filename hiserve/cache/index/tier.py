@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.events import PrefixEvents
+from hiserve.cache.index.allocator import PageAllocator
 from hiserve.cache.index.eviction import Eviction
 from hiserve.cache.index.node import Node
-from hiserve.cache.index.pages import PageAllocator
-from hiserve.cache.index.shares import Shares
+from hiserve.cache.index.prefix_events import PrefixEvents
+from hiserve.cache.index.tenant_shares import TenantShares
 from hiserve.core.plan import Int32Array
 
 
@@ -76,7 +76,7 @@ class TierPages:
         self._listener = listener
         self.pages = PageAllocator(num_pages, num_ready)
         self.eviction = eviction
-        self.shares = Shares(self.pages)
+        self.shares = TenantShares(self.pages)
         self.events = PrefixEvents()
         self.num_evictable = 0
         self.num_evicted = 0
@@ -93,12 +93,12 @@ class TierPages:
         """Of them, those that are free."""
         return max(0, self.pages.num_free - self.num_reserved)
 
-    def publish(self, node: Node, start: int = 0) -> None:
+    def insert(self, node: Node, start: int = 0) -> None:
         """Tells that the pages of a node, from the one at ``start`` on, can be read here."""
         self.events.publish(node.digests[start:])
-        self.tell(node, start)
+        self.notify(node, start)
 
-    def tell(self, node: Node, start: int = 0) -> None:
+    def notify(self, node: Node, start: int = 0) -> None:
         """Tells the listener alone."""
         if self._listener is not None:
             assert node.parent is not None
@@ -114,7 +114,7 @@ class TierPages:
         if self._listener is not None:
             self._listener.removed(self._tier, digests)
 
-    def give(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
+    def free(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
         """Returns pages; forwards up to ``last_step`` may still touch them."""
         self.last_step[pages] = last_step
-        self.pages.give(pages)
+        self.pages.free(pages)

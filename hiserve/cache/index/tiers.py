@@ -7,19 +7,19 @@ from operator import attrgetter
 import numpy as np
 
 from hiserve.cache.index.eviction import LeafHeap
-from hiserve.cache.index.misses import Lost
+from hiserve.cache.index.eviction_reserve import EvictionReserve
+from hiserve.cache.index.miss_reasons import LostPages
 from hiserve.cache.index.node import NO_PAGES, Node
 from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
-from hiserve.cache.index.reserve import Reserve
-from hiserve.cache.index.shares import MAX_OWNERS
+from hiserve.cache.index.tenant_shares import MAX_OWNERS
 from hiserve.cache.index.tier import TierPages
-from hiserve.cache.index.version import Versions
+from hiserve.cache.index.versions import Versions
 from hiserve.core.plan import Int32Array
 
 STEP_SHIFT = 32  # the clock's upper half is the step, its lower half counts within
 
 
-class Tiers:
+class CacheTiers:
     """The tree and the pages of both tiers under it.
 
     Args:
@@ -44,11 +44,11 @@ class Tiers:
         self.tree = tree
         self.device = device
         self.host = host
-        self.reserve = Reserve(device, host, is_kept=has_host, on_change=self.queue_copy)
+        self.reserve = EvictionReserve(device, host, is_kept=has_host, on_change=self.queue_copy)
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
         self.versions = Versions()
         self.clock = 0
-        self.lost = Lost()
+        self.lost = LostPages()
         self.freed_host: list[Int32Array] = []
         self.num_unbacked = 0
 
@@ -61,7 +61,7 @@ class Tiers:
         """Tells that this step is planned: its forward may touch whatever is in use now."""
         self.clock = max(self.clock, step_id << STEP_SHIFT)
 
-    def take(self, wanted: Int32Array) -> Int32Array | None:
+    def allocate(self, wanted: Int32Array) -> Int32Array | None:
         """Takes device pages, evicting if need be; None, and nothing evicted, when there are too few."""
         short = int(wanted.size) - self.device.pages.num_free
         if short > self.device.num_evictable:
@@ -69,11 +69,11 @@ class Tiers:
         self.reserve.num_taken += int(wanted.size)
         if short > 0:
             self.evict(short)
-        taken = self.device.pages.take(wanted)
+        taken = self.device.pages.allocate(wanted)
         assert taken is not None, f"{wanted.size} pages wanted, {self.device.pages.num_free} free after eviction"
         return taken
 
-    def take_host(self, count: int, *, num_left: int | None = None) -> Int32Array:
+    def allocate_host(self, count: int, *, num_left: int | None = None) -> Int32Array:
         """Takes ``count`` host pages, evicting if need be; there must be so many available.
 
         Args:
@@ -83,7 +83,7 @@ class Tiers:
         self.make_host_room(count, num_left=num_left)
         if self.host.pages.num_free < count:
             self._forget_copies(count - self.host.pages.num_free, and_spare=True)
-        taken = self.host.pages.take_any(count)
+        taken = self.host.pages.allocate_any(count)
         assert taken is not None, f"{count} host pages wanted, {self.host.pages.num_free} free after eviction"
         return taken
 
@@ -108,17 +108,17 @@ class Tiers:
                 break
         return max(0, min(count, self.host.pages.num_free - num_left))
 
-    def give(self, pages: Int32Array) -> None:
+    def free(self, pages: Int32Array) -> None:
         """Returns device pages that were in use until now."""
-        self.device.give(pages, self.step)
+        self.device.free(pages, self.step)
 
-    def give_host(self, pages: Int32Array) -> None:
+    def free_host(self, pages: Int32Array) -> None:
         """Returns host pages; no copy may be reading or writing them."""
-        self.host.give(pages, 0)
+        self.host.free(pages, 0)
         self.freed_host.append(pages)
 
     def evict(self, count: int) -> None:
-        """Frees ``count`` device pages, as ``Shares`` and the eviction's order say, last page of a leaf first."""
+        """Frees ``count`` device pages, as ``TenantShares`` and the eviction's order say, last page of a leaf first."""
         self.versions.tree_epoch += 1
         self.device.num_evictable -= count
         self.device.num_evicted += count
@@ -132,7 +132,7 @@ class Tiers:
             if not count:
                 break
         assert not count, f"{count} pages short of what was counted evictable"
-        self.device.give(np.concatenate(freed), np.repeat(steps, [pages.size for pages in freed]))
+        self.device.free(np.concatenate(freed), np.repeat(steps, [pages.size for pages in freed]))
 
     def _evict_host(self, count: int) -> int:
         """Frees up to ``count`` pages of the next leaf that lies on the host alone; returns how many."""
@@ -148,7 +148,7 @@ class Tiers:
         self.host.shares.charge(owner, -pages.size)
         self.host.remove(digests)
         self.lost.add(digests)
-        self.give_host(pages)
+        self.free_host(pages)
         self.queue(leaf if leaf.num_pages else parent)
         return int(pages.size)
 
@@ -161,7 +161,7 @@ class Tiers:
             if node.num_pages > count - num_freed:
                 self.queue_copy(self.tree.split(node, node.num_pages - (count - num_freed)))
             pages = self.take_off_host(node)
-            self.give_host(pages)
+            self.free_host(pages)
             num_freed += pages.size
             node.is_wanted = True
             if node.is_evictable:
@@ -178,7 +178,7 @@ class Tiers:
         if not node.num_locks and not node.num_host_locks:
             self.host.num_evictable += pages.size
         if not ready_op:
-            self.host.publish(node)
+            self.host.insert(node)
 
     def take_off_host(self, node: Node) -> Int32Array:
         """Takes the host copy from a node that stays on the device; returns its pages, which are the caller's now."""
@@ -213,7 +213,7 @@ class Tiers:
         if node.is_copy:
             self.copies.add(node)
 
-    def spare(self, leaf: Node) -> None:
+    def mark_spare(self, leaf: Node) -> None:
         """Counts a leaf of the device among what may go at no loss, before all others."""
         self.reserve.mark(leaf)
         self.device.eviction.add(leaf)
@@ -243,16 +243,16 @@ class Tiers:
         self.device.shares.charge(node.owner, pages.size)
         self.versions.tree_epoch += 1
         if not ready_op:
-            self.device.publish(node)
+            self.device.insert(node)
         self.queue_copy(node)
 
-    def tell_all(self) -> None:
+    def notify_all(self) -> None:
         """Tells the listener of every page that can be read, parents first."""
         for node in self.tree.nodes():
             if node.pages.size and not node.device_ready_op:
-                self.device.tell(node)
+                self.device.notify(node)
             if node.host_pages.size and not node.host_ready_op:
-                self.host.tell(node)
+                self.host.notify(node)
 
     def join(self, node: Node) -> None:
         """Joins a node with its parent where nothing tells them apart, so that paths stay short."""

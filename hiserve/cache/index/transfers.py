@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hiserve.cache.index.holds import Holds, Receipt, path
+from hiserve.cache.index.detach import SubtreeRemoval
+from hiserve.cache.index.locks import Locks, PrefixLock, path
 from hiserve.cache.index.node import NO_PAGES, Node
-from hiserve.cache.index.ops import Op, OpKind, Ops, carriers
-from hiserve.cache.index.removal import Removal
-from hiserve.cache.index.tiers import Tiers
+from hiserve.cache.index.tiers import CacheTiers
+from hiserve.cache.index.transfer_ops import TransferKind, TransferOp, TransferOps, nodes_in
 from hiserve.cache.index.uploads import Uploads
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
@@ -28,7 +28,7 @@ class Transfers:
 
     Args:
         tiers: What lies where.
-        holds: Keep the nodes of a copy where they are.
+        locks: Keep the nodes of a copy where they are.
         ops: The copies in flight.
         removal: Takes out what failed to load.
         uploads: Is offered what was stored; None where it is offered what is published.
@@ -36,14 +36,16 @@ class Transfers:
     Attributes:
         num_loaded: Pages that reached the device.
         num_not_loaded: Pages of loads that failed.
-        num_stored: Pages that reached the host.
-        num_not_stored: Pages of stores that failed.
+        num_offloaded: Pages that reached the host.
+        num_not_offloaded: Pages of stores that failed.
         num_without_room: Pages that were not stored because no host page could be freed.
     """
 
-    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, removal: Removal, uploads: Uploads | None) -> None:
+    def __init__(
+        self, tiers: CacheTiers, locks: Locks, ops: TransferOps, removal: SubtreeRemoval, uploads: Uploads | None
+    ) -> None:
         self._tiers = tiers
-        self._holds = holds
+        self._locks = locks
         self._ops = ops
         self._removal = removal
         self._uploads = uploads
@@ -53,27 +55,27 @@ class Transfers:
         self._is_stuck = False  # until something changes, no host page is idle for the next leaf
         self.num_loaded = 0
         self.num_not_loaded = 0
-        self.num_stored = 0
-        self.num_not_stored = 0
+        self.num_offloaded = 0
+        self.num_not_offloaded = 0
         self.num_without_room = 0
 
     @property
-    def has_stores(self) -> bool:
-        """Whether ``begin_stores`` has anything to do."""
+    def has_offloads(self) -> bool:
+        """Whether ``begin_offloads`` has anything to do."""
         tiers = self._tiers
         has_room = self._is_urgent or (tiers.has_idle_host_pages and not self._is_stuck)
         is_saving = self.num_to_save and has_room and tiers.reserve.has_candidates
         return bool(is_saving) or (bool(self._queue) and tiers.host.num_unused > 0)
 
     @property
-    def num_to_store(self) -> int:
+    def num_to_offload(self) -> int:
         """Nodes that wait to be stored; some may have left the tree."""
         return len(self._queue)
 
     @property
     def num_to_save(self) -> int:
         """Pages that the reserve lacks, without those that are on their way to the host for it."""
-        return max(0, self._tiers.reserve.num_welcome - sum(self._saves.values()))
+        return max(0, self._tiers.reserve.num_wanted - sum(self._saves.values()))
 
     @property
     def _is_urgent(self) -> bool:
@@ -103,35 +105,35 @@ class Transfers:
                 self.enqueue(node)
         self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
 
-    def begin_load(self, receipt: Receipt, pages: Int32Array) -> PageCopy:
+    def begin_load(self, lock: PrefixLock, pages: Int32Array) -> PageCopy:
         """Loads the host part of a receipt; whoever matches it from now on finds it on the device.
 
         Args:
-            receipt: Still holds its host part. Waits for the load afterwards (``ops``).
-            pages: int32 ``[h]``. One for each of ``receipt.host_pages``, taken by the caller.
+            lock: Still holds its host part. Waits for the load afterwards (``ops``).
+            pages: int32 ``[h]``. One for each of ``lock.host_pages``, taken by the caller.
         """
-        tiers, host_pages = self._tiers, receipt.host_pages
-        assert receipt.is_open and pages.size == host_pages.size > 0, f"{pages.size} pages for {host_pages.size}"
-        nodes = [node for node in path(receipt.node) if node.is_on_host_only]
+        tiers, host_pages = self._tiers, lock.host_pages
+        assert lock.is_open and pages.size == host_pages.size > 0, f"{pages.size} pages for {host_pages.size}"
+        nodes = [node for node in path(lock.node) if node.is_on_host_only]
         assert sum(node.num_pages for node in nodes) == pages.size, "the prefix came to the device; match again"
         pages = pages.copy()
-        op = self._ops.begin(OpKind.LOAD, self._holds.lock(receipt.node), host_pages)
+        op = self._ops.begin(TransferKind.LOAD, self._locks.lock(lock.node), host_pages)
         end = pages.size
         for node in nodes:
             tiers.put_on_device(node, pages[end - node.num_pages : end].copy(), ready_op=op.number)
             end -= node.num_pages
-        receipt.pages = np.concatenate((receipt.pages, pages))
-        receipt.host_pages = NO_PAGES
-        self.wait(receipt, op)
+        lock.pages = np.concatenate((lock.pages, pages))
+        lock.host_pages = NO_PAGES
+        self.wait(lock, op)
         after_step = int(tiers.device.last_step[pages].max())
         return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step)
 
-    def wait(self, receipt: Receipt, op: Op) -> None:
+    def wait(self, lock: PrefixLock, op: TransferOp) -> None:
         """Lets a receipt wait for a load."""
-        receipt.ops.add(op.number)
-        op.readers.append(receipt)
+        lock.ops.add(op.number)
+        op.readers.append(lock)
 
-    def begin_stores(
+    def begin_offloads(
         self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
     ) -> list[PageCopy]:
         """Begins to store pages: first what the device would lose next, then, while host pages are free, what is new.
@@ -158,7 +160,7 @@ class Transfers:
             if blocking:
                 self._block(chain[-1], self._ops[blocking])
             elif chain:
-                copies.append(self._store(chain, min(max_pages, host.num_unused)))
+                copies.append(self._offload(chain, min(max_pages, host.num_unused)))
                 max_pages -= copies[-1].host_pages.size
         return copies
 
@@ -171,7 +173,7 @@ class Transfers:
             if leaf is None:
                 break
             if not leaf.is_unbacked:
-                tiers.spare(leaf)
+                tiers.mark_spare(leaf)
                 continue
             chain = _unbacked(leaf)
             num_pages, blocking = sum(node.num_pages for node in chain), _blocking(chain)
@@ -181,9 +183,9 @@ class Transfers:
             room = 0
             if is_worth is None or is_worth(num_pages):
                 assert chain[0].parent is not None
-                above = self._holds.lock_host(chain[0].parent)
+                above = self._locks.lock_host(chain[0].parent)
                 room = tiers.make_host_room(min(max_pages, num_pages), evicts=self._is_urgent)
-                self._holds.drop(above)
+                self._locks.drop(above)
                 if not (room or self._is_urgent):
                     reserve.add(leaf)
                     self._is_stuck = True
@@ -193,7 +195,7 @@ class Transfers:
                 for node in chain:
                     self._want(node, is_wanted=False)
                 continue
-            copies.append(self._store(chain, room))
+            copies.append(self._offload(chain, room))
             self._saves[copies[-1].op] = copies[-1].host_pages.size
             max_pages -= copies[-1].host_pages.size
         return copies
@@ -205,7 +207,7 @@ class Transfers:
         if node.is_evictable:
             self._tiers.queue(node)
 
-    def settle(self, number: int, *, ok: bool) -> list[Receipt]:
+    def complete(self, number: int, *, ok: bool) -> list[PrefixLock]:
         """Takes in the end of a load or a store.
 
         Args:
@@ -214,26 +216,26 @@ class Transfers:
 
         Returns:
             The receipts that lost pages because a load failed. Their rows must be computed again from where
-            ``receipt.pages`` end now.
+            ``lock.pages`` end now.
         """
         op = self._ops.end(number)
         self._is_stuck = False
-        nodes = carriers(op)
-        lost: list[Receipt] = []
-        if op.kind is OpKind.LOAD:
-            for receipt in op.readers:
-                receipt.ops.discard(number)
+        nodes = nodes_in(op)
+        lost: list[PrefixLock] = []
+        if op.kind is TransferKind.LOAD:
+            for lock in op.readers:
+                lock.ops.discard(number)
             if ok:
                 self._end_load(nodes)
             elif nodes:
                 lost = self._fail_load(nodes)
         else:
             self._saves.pop(number, None)
-            self._end_store(nodes, ok=ok)
+            self._end_offload(nodes, ok=ok)
             if ok and self._uploads is not None and nodes:
                 self._uploads.offer(nodes[-1], [digest for node in nodes for digest in node.digests])
-        self._holds.drop(op.hold)
-        if op.kind is OpKind.STORE and ok:
+        self._locks.drop(op.lock)
+        if op.kind is TransferKind.OFFLOAD and ok:
             for node in nodes:
                 self._tiers.join(node)
         for node in op.blocked:
@@ -242,14 +244,14 @@ class Transfers:
             self._tiers.queue(_surviving(node))
         return lost
 
-    def _store(self, chain: list[Node], room: int) -> PageCopy:
+    def _offload(self, chain: list[Node], room: int) -> PageCopy:
         """Stores the first ``room`` pages of a run of nodes; the rest, if any, waits for them."""
         tiers = self._tiers
         last = chain[-1]
         chain = self._leading(chain, room)
         pages = chain[0].pages if len(chain) == 1 else np.concatenate([node.pages for node in chain])
-        host_pages = tiers.take_host(pages.size)
-        op = self._ops.begin(OpKind.STORE, self._holds.lock(chain[-1], is_use=False), host_pages, pages)
+        host_pages = tiers.allocate_host(pages.size)
+        op = self._ops.begin(TransferKind.OFFLOAD, self._locks.lock(chain[-1], is_use=False), host_pages, pages)
         start = 0
         for node in chain:
             tiers.put_on_host(node, host_pages[start : start + node.num_pages].copy(), op.number)
@@ -279,40 +281,40 @@ class Transfers:
                 break
         return leading
 
-    def _block(self, node: Node, op: Op) -> None:
+    def _block(self, node: Node, op: TransferOp) -> None:
         node.is_queued = True
         op.blocked.append(node)
 
     def _end_load(self, nodes: list[Node]) -> None:
         for node in nodes:
             node.device_ready_op = 0
-            self._tiers.device.publish(node)
+            self._tiers.device.insert(node)
             self.num_loaded += node.num_pages
 
-    def _fail_load(self, nodes: list[Node]) -> list[Receipt]:
+    def _fail_load(self, nodes: list[Node]) -> list[PrefixLock]:
         """Takes out nodes whose bytes never came, with all below; what the host had is not to be trusted either."""
         for node in nodes:
             self.num_not_loaded += node.num_pages
-            self._tiers.give(node.pages)
+            self._tiers.free(node.pages)
             self._tiers.device.shares.charge(node.owner, -node.num_pages)
             node.pages = NO_PAGES
             node.device_ready_op = 0
             assert node.parent is not None
             node.parent.num_device_children -= 1
-        lost = self._removal.cut(nodes[0])
+        lost = self._removal.detach(nodes[0])
         self._tiers.versions.relocation_version += bool(lost)
         return lost
 
-    def _end_store(self, nodes: list[Node], *, ok: bool) -> None:
+    def _end_offload(self, nodes: list[Node], *, ok: bool) -> None:
         for node in nodes:
             if ok:
                 node.host_ready_op = 0
-                self._tiers.host.publish(node)
-                self.num_stored += node.num_pages
+                self._tiers.host.insert(node)
+                self.num_offloaded += node.num_pages
             else:
-                self._tiers.give_host(self._tiers.take_off_host(node))
+                self._tiers.free_host(self._tiers.take_off_host(node))
                 node.is_wanted = False
-                self.num_not_stored += node.num_pages
+                self.num_not_offloaded += node.num_pages
 
 
 def _surviving(node: Node) -> Node:

@@ -6,11 +6,11 @@ from collections import OrderedDict
 
 import numpy as np
 
-from hiserve.cache.index.exchange import RunOp, is_ready_on_host
-from hiserve.cache.index.holds import Holds, path
+from hiserve.cache.index.locks import Locks, path
 from hiserve.cache.index.node import Node
-from hiserve.cache.index.ops import OpKind, Ops
-from hiserve.cache.index.tiers import Tiers
+from hiserve.cache.index.store_sync import RunOp, is_ready_on_host
+from hiserve.cache.index.tiers import CacheTiers
+from hiserve.cache.index.transfer_ops import TransferKind, TransferOps
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 
@@ -25,13 +25,13 @@ Part = tuple[Node, int, int]  # pages of a node: the first, and the end
 class Uploads:
     """Gives a store every page that is offered, parents before children, each once.
 
-    A page waits (``Lost.awaited``) until its copy to the store begins, which reads it on the host. A page that the
+    A page waits (``LostPages.awaited``) until its copy to the store begins, which reads it on the host. A page that the
     host lacks, and has no free page for, is staged: copied to a host page where nobody finds it, and from there to the
     store.
 
     Args:
         tiers: What lies where.
-        holds: Keep what is read.
+        locks: Keep what is read.
         ops: The copies in flight.
         max_pages: Host pages that uploads may keep from eviction; 0 without a store.
 
@@ -39,9 +39,9 @@ class Uploads:
         num_not_staged: Pages that were to be staged and did not reach the host.
     """
 
-    def __init__(self, tiers: Tiers, holds: Holds, ops: Ops, max_pages: int) -> None:
+    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, max_pages: int) -> None:
         self._tiers = tiers
-        self._holds = holds
+        self._locks = locks
         self._ops = ops
         self._max_pages = max_pages
         num_reserved = max(1, min(MAX_STAGED_PAGES, max_pages, tiers.host.pages.num_pages // RESERVED_SHARE))
@@ -117,24 +117,24 @@ class Uploads:
         """Takes in how a copy to the host ended; what arrived is uploaded from there."""
         tiers, op, run = self._tiers, self._ops.end(number), self._stages.pop(number)
         if ok:
-            *_, root = path(op.hold.node)
-            upload = self._ops.begin(OpKind.UPLOAD, self._holds.lock_host(tiers.tree.keep_root(root)), run.pages)
-            upload.host_orphans.append(run.pages)  # nobody else gives them back
+            *_, root = path(op.lock.node)
+            upload = self._ops.begin(TransferKind.UPLOAD, self._locks.lock_host(tiers.tree.keep_root(root)), run.pages)
+            upload.deferred_host_frees.append(run.pages)  # nobody else gives them back
             self._staged[upload.number] = run.pages.size
             self._uploads.append(RunOp(upload.number, run))
         else:
-            tiers.give_host(run.pages)
+            tiers.free_host(run.pages)
             self._num_pages -= run.pages.size
             self.num_not_staged += run.pages.size
-        self._holds.drop(op.hold)
+        self._locks.drop(op.lock)
 
     def end_upload(self, number: int) -> None:
         """Takes in that nobody reads the pages of an upload any more."""
         op = self._ops.end(number)
-        assert op.kind is OpKind.UPLOAD, f"op {number} is no upload"
+        assert op.kind is TransferKind.UPLOAD, f"op {number} is no upload"
         self._staged.pop(number, None)
         self._num_pages -= op.host_pages.size
-        self._holds.drop(op.hold)
+        self._locks.drop(op.lock)
 
     @property
     def _num_staged(self) -> int:
@@ -163,15 +163,15 @@ class Uploads:
 
     def _upload(self, parts: list[Part]) -> None:
         run = self._run_of(parts, np.concatenate([node.host_pages[start:end] for node, start, end in parts]))
-        op = self._ops.begin(OpKind.UPLOAD, self._holds.lock_host(parts[-1][0]), run.pages)
+        op = self._ops.begin(TransferKind.UPLOAD, self._locks.lock_host(parts[-1][0]), run.pages)
         self._uploads.append(RunOp(op.number, run))
 
     def _stage(self, parts: list[Part]) -> None:
         pages = np.concatenate([node.pages[start:end] for node, start, end in parts])
         after_step = max(node.written_step for node, _, _ in parts)
-        hold = self._holds.lock(parts[-1][0], is_use=False)
-        run = self._run_of(parts, self._tiers.take_host(pages.size, num_left=0))
-        op = self._ops.begin(OpKind.STAGE, hold, run.pages, pages)
+        path_lock = self._locks.lock(parts[-1][0], is_use=False)
+        run = self._run_of(parts, self._tiers.allocate_host(pages.size, num_left=0))
+        op = self._ops.begin(TransferKind.STAGE, path_lock, run.pages, pages)
         self._stages[op.number] = run
         self._copies.append(PageCopy(op.number, CopyKind.OFFLOAD, pages, run.pages, after_step, run))
 

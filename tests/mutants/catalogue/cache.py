@@ -1,21 +1,21 @@
 """The cache index: pages, locks, eviction, versions, shares."""
 
-from hiserve.cache.index import eviction, manager, misses, pages, radix, shares, tiers, transfers
-from hiserve.cache.pools import identity
+from hiserve.cache.index import allocator, eviction, miss_reasons, prefix_cache, radix, tenant_shares, tiers, transfers
+from hiserve.cache.storage import cache_identity
 from hiserve.core import digest
-from tests.unit.cache import test_eviction, test_manager, test_misses, test_pages, test_radix, test_shares, test_tiers
+from tests.unit.cache import test_allocator, test_eviction, test_miss_reasons, test_prefix_cache, test_radix, test_tenant_shares, test_tiers
 from tests.unit.core import test_digest
-from tests.unit.pools import test_host_segment
+from tests.unit.storage import test_host_segment
 
-with pages.PageAllocator.__init__, test_pages.test_a_wish_for_the_sink_or_a_used_page_or_one_outside_the_pool_is_no_wish:
+with allocator.PageAllocator.__init__, test_allocator.test_a_wish_for_the_sink_or_a_used_page_or_one_outside_the_pool_is_no_wish:
     "INV 2: the padding page is allocated"
     self._is_free[SINK_PAGE] = False
     pass
-with pages.PageAllocator.give, test_pages.test_giving_a_page_twice_at_once_is_our_own_fault:
+with allocator.PageAllocator.free, test_allocator.test_giving_a_page_twice_at_once_is_our_own_fault:
     "INV 2: one call frees a page twice"
     assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
     pass
-with pages.PageAllocator._hand_out, test_pages.test_each_allocation_of_a_page_has_a_number_of_its_own:
+with allocator.PageAllocator._hand_out, test_allocator.test_each_allocation_of_a_page_has_a_number_of_its_own:
     "INV 9: two allocations have the same owner number"
     self._num_taken += pages.size
     pass
@@ -23,15 +23,15 @@ with radix.RadixTree.common_pages, test_radix.test_find_stops_where_tokens_diffe
     "INV 3: half a page matches"
     self.common_tokens(edge, key, offset) // self.page_size
     -(-self.common_tokens(edge, key, offset) // self.page_size)
-with manager.CacheManager._usable, test_manager.test_the_last_token_of_a_prompt_is_left_to_compute:
+with prefix_cache.PrefixCache._usable, test_prefix_cache.test_the_last_token_of_a_prompt_is_left_to_compute:
     "INV 4: the last token of a prompt comes from the cache"
     len(key) // 4 - 1
     len(key) // 4
-with manager.CacheManager.release, test_manager.test_a_receipt_is_released_once:
+with prefix_cache.PrefixCache.release, test_prefix_cache.test_a_receipt_is_released_once:
     "INV 5: a lock is released twice"
-    assert receipt.is_open, "this receipt was released before"
+    assert lock.is_open, "this lock was released before"
     pass
-with radix.RadixTree.split, test_manager.test_a_lock_holds_across_splits_of_its_node:
+with radix.RadixTree.split, test_prefix_cache.test_a_lock_holds_across_splits_of_its_node:
     "INV 5: a split drops the locks of its upper part"
     upper.num_locks = node.num_locks
     pass
@@ -39,11 +39,11 @@ with eviction.LeafHeap._counts, test_eviction.test_what_is_locked_has_children_o
     "INV 6: a locked leaf is evicted"
     bool(self._rank(node) == rank) and self._is_victim(node)
     bool(self._rank(node) == rank)
-with manager.CacheManager._root, test_manager.test_tenants_and_namespaces_do_not_see_each_other:
+with prefix_cache.PrefixCache._root, test_prefix_cache.test_tenants_and_namespaces_do_not_see_each_other:
     "INV 7, TC-70: tenants share cached pages"
     namespace_digest(self.namespace, tenant)
     namespace_digest(self.namespace)
-with manager.CacheManager.publish, test_manager.test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used:
+with prefix_cache.PrefixCache.insert, test_prefix_cache.test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used:
     "INV 8: moving a page of a running row does not raise relocation_version"
     self.versions.relocation_version += 1
     pass
@@ -51,11 +51,11 @@ with transfers.Transfers._fail_load, test_tiers.test_a_load_that_fails_takes_wha
     "INV 8: losing pages of a failed load does not raise relocation_version"
     self._tiers.versions.relocation_version += bool(lost)
     pass
-with tiers.Tiers.evict, test_manager.test_taking_free_pages_makes_no_match_stale_but_eviction_does:
+with tiers.CacheTiers.evict, test_prefix_cache.test_taking_free_pages_makes_no_match_stale_but_eviction_does:
     "INV 8: eviction does not raise tree_epoch"
     self.versions.tree_epoch += 1
     pass
-with tiers.Tiers._delete, test_manager.test_events_name_pages_that_came_and_went_since_last_asked:
+with tiers.CacheTiers._delete, test_prefix_cache.test_events_name_pages_that_came_and_went_since_last_asked:
     "INV 14: evicted pages send no event"
     self.device.remove(digests)
     pass
@@ -63,27 +63,30 @@ with digest.chain_of, test_digest.test_a_store_wants_the_chain_that_nobody_can_m
     "with a store, digests are not collision resistant"
     strong_chain if is_strong else chain
     chain
-with identity.identify, test_host_segment.test_digests_know_the_secret_of_a_name_and_nothing_else_has_one:
+with cache_identity.identify, test_host_segment.test_digests_know_the_secret_of_a_name_and_nothing_else_has_one:
     "digests do not contain the secret"
     server_secret(config, directory)
     b""
-with shares.Shares.next, test_shares:
+with tenant_shares.TenantShares.next, test_tenant_shares:
     "INV 70: tenants have no share of a tier"
     len(self._held) <= 1
     len(self._held) <= 1000
-with eviction.OwnedHeaps._is_leaf_of, test_shares.test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on:
+with eviction.OwnedHeaps._is_leaf_of, test_tenant_shares.test_what_was_adopted_counts_for_its_tenant_from_its_first_request_on:
     "INV 70: an adopted page counts for its former owner"
     node.owner == owner and self._is_victim(node)
     self._is_victim(node)
-with tiers.Tiers.make_host_room, test_tiers.test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others:
+with (
+    tiers.CacheTiers.make_host_room,
+    test_tiers.test_what_the_device_has_too_leaves_the_host_first_and_what_was_used_last_before_the_others,
+):
     "INV 69: the host evicts a page that only it holds before one that the device holds too"
     self._forget_copies(short)
     False
-with tiers.Tiers._delete, test_misses.test_what_was_evicted_is_remembered_on_every_way_out:
+with tiers.CacheTiers._delete, test_miss_reasons.test_what_was_evicted_is_remembered_on_every_way_out:
     "miss reasons: pages evicted from the device are not remembered"
     self.lost.add(digests)
     pass
-with misses.explain, test_misses.test_a_namespace_without_pages_is_told_apart_but_not_what_others_hold:
+with miss_reasons.explain, test_miss_reasons.test_a_namespace_without_pages_is_told_apart_but_not_what_others_hold:
     "miss reasons: a tenant learns that others hold its tokens"
     return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
     others = any(rest[:page_bytes] in other.children for other in tree.roots.values())

@@ -1,6 +1,6 @@
 """Commands."""
 
-from hiserve.cache.pools import inventory
+from hiserve.cache.storage import inventory
 from hiserve.commands import graph_types
 from tests.unit import test_graph_planted
 from tests.unit.commands import test_cache_command

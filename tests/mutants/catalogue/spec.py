@@ -1,6 +1,6 @@
 """Speculation: heads, drafts, what it costs and tells."""
 
-from hiserve.cache.pools import transfer
+from hiserve.cache.storage import transfer
 from hiserve.engine import draft_counts, page_tables, planner
 from hiserve.kernels import draft_reference
 from hiserve.runners import draft_graphs, gate, rows

@@ -1,6 +1,6 @@
 """What outlives a process or comes from outside: segment, records, checksums, stores, identity of a cache."""
 
-from hiserve.cache.pools import file_store, host, records, segment, store_transfers, touch, transfer
+from hiserve.cache.storage import file_store, host, prefault, records, segment, store_transfers, transfer
 from hiserve.core import machine
 from hiserve.engine import build
 from hiserve.models import identity
@@ -8,13 +8,13 @@ from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
 from tests.unit.engine import test_build_host
 from tests.unit.models import test_identity
-from tests.unit.pools import test_file_store_damage, test_host_pool, test_records, test_store_transfers, test_stores, test_touch
+from tests.unit.storage import test_file_store_damage, test_host_pool, test_prefault, test_records, test_store_factory, test_store_transfers
 
 with build._copier, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
     "a failed start keeps threads and the lock of the host cache"
     undo.callback(host.close)
     pass
-with touch.FirstTouch.__init__, test_touch.test_every_page_lies_in_one_pinned_piece:
+with prefault.Prefault.__init__, test_prefault.test_every_page_lies_in_one_pinned_piece:
     "TC-60: a page lies across two pinned pieces"
     max(1, piece_bytes // stride) * stride // layout.page_bytes
     max(1, piece_bytes // layout.page_bytes)
@@ -30,7 +30,7 @@ with records.Records.begin, test_records.test_a_page_begun_again_has_no_checksum
     "INV 32: a page that is written again keeps its old checksum"
     self._write("checksum", pages, NO_CHECKSUM)
     pass
-with host.HostPool.adopt, test_host_pool.test_pages_of_a_former_process_are_read_before_their_first_use:
+with host.HostPool.recover, test_host_pool.test_pages_of_a_former_process_are_read_before_their_first_use:
     "INV 32: adopted pages are not verified before use"
     self._is_foreign[run.pages] = True
     pass
@@ -61,7 +61,7 @@ with identity.cache_namespace, test_cache_identity.test_a_store_gives_an_edited_
     "an edited config.json keeps the cache namespace"
     namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
     namespace_digest(secret, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
-with touch.PinningPace.pause_s, test_touch.test_pinning_takes_a_small_share_of_the_time_while_steps_run:
+with prefault.PinningThrottle.pause_s, test_prefault.test_pinning_takes_a_small_share_of_the_time_while_steps_run:
     "pinning of host memory takes all the time while steps run"
     now_s > self._step_s + _IDLE_S
     True
@@ -84,7 +84,7 @@ with (
     "INV 31: bytes that arrive after the deadline become valid"
     self._is_closing.is_set()
     False
-with file_store.store_secret, test_stores.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
+with file_store.store_secret, test_store_factory.test_the_secret_of_a_directory_that_is_no_store_is_not_made:
     "a secret is written into a directory of another user"
     _claim(directory)
     pass

@@ -1,14 +1,14 @@
 """Copies between tiers: loads, offloads, prefetches, uploads."""
 
-from hiserve.cache.index import eviction, exchange, holds, manager, ops, radix, tiers, transfers, uploads
-from hiserve.cache.pools import page_streams, transfer, transfer_queue
+from hiserve.cache.index import eviction, locks, prefix_cache, radix, store_sync, tiers, transfer_ops, transfers, uploads
+from hiserve.cache.storage import page_streams, transfer, transfer_queue
 from hiserve.engine import cache_counters, page_tables, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
 from tests.unit.cache import test_tiers, test_uploads
 from tests.unit.engine import test_cache_counters, test_executor_faults
-from tests.unit.pools import test_page_streams
+from tests.unit.storage import test_page_streams
 
-with manager.CacheManager.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
+with prefix_cache.PrefixCache.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
     "TC-62: pages of the host count as cached on the device"
     -num_beyond
     0
@@ -30,40 +30,40 @@ with (
     test_tier_machine.test_two_tiers_agree_with_the_model_and_order_every_access,
 ):
     "TC-23: a load starts at the wrong page"
-    [node for node in path(receipt.node) if node.is_on_host_only]
-    [node for node in path(receipt.node) if node.is_on_host_only][::-1]
-with exchange.Exchange.begin_prefetch, test_reported_bugs_index.test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more:
+    [node for node in path(lock.node) if node.is_on_host_only]
+    [node for node in path(lock.node) if node.is_on_host_only][::-1]
+with store_sync.StoreSync.begin_prefetch, test_reported_bugs_index.test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more:
     "TC-25: a prefetch does not lock the node that it continues"
-    self._holds.lock_host(end)
-    self._holds.lock_host(next(reversed(list(path(end)))))
+    self._locks.lock_host(end)
+    self._locks.lock_host(next(reversed(list(path(end)))))
 with transfers.Transfers._fail_load, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
     "TC-26: pages of a failed load are freed twice"
     node.pages = NO_PAGES
     pass
-with holds.Holds.cut, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
+with locks.Locks.cut, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
     "TC-26: a row is not told that its pages were lost"
-    lost.append(receipt)
+    lost.append(lock)
     pass
-with transfers.Transfers._store, test_reported_bugs_index.test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes:
+with transfers.Transfers._offload, test_reported_bugs_index.test_tc_29_an_order_names_the_same_pages_whatever_becomes_of_the_nodes:
     "TC-29: an offload does not lock its nodes"
-    self._holds.lock(chain[-1], is_use=False)
-    self._holds.lock_host(chain[-1])
-with ops.Ops.free[1], test_reported_bugs_index.test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends:
+    self._locks.lock(chain[-1], is_use=False)
+    self._locks.lock_host(chain[-1])
+with transfer_ops.TransferOps.free[1], test_reported_bugs_index.test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends:
     "TC-42: pages of a removed node are freed while a copy uses them"
     node.pending_op
     0
-with exchange.Exchange.arriving_by, test_reported_bugs_index.test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another:
+with store_sync.StoreSync.arriving_by, test_reported_bugs_index.test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another:
     "TC-44: a prefetch that was given up counts as in flight"
-    0 if number and self._ops[number].hold.is_lost else number
+    0 if number and self._ops[number].lock.is_lost else number
     number
-with manager.CacheManager._insert, test_reported_bugs_index.test_tc_45_every_chunk_of_a_prefill_is_stored:
+with prefix_cache.PrefixCache._insert_pages, test_reported_bugs_index.test_tc_45_every_chunk_of_a_prefill_is_stored:
     "TC-45: the pages of a chunk are not offloaded"
     self._writes_through
     self._writes_through and end is node
 with transfers.Transfers.begin_load, test_reported_bugs_index.test_tc_46_pages_that_copies_use_are_waited_for:
     "TC-46: pages that a load fills are evicted"
-    self._holds.lock
-    self._holds.lock_host
+    self._locks.lock
+    self._locks.lock_host
 with transfers.Transfers.begin_load, test_reported_bugs_costs.test_tc_80_a_host_hit_costs_the_loop_no_more_when_it_is_long:
     "TC-80: ordering a load touches each of its pages"
     pages.copy()
@@ -73,7 +73,7 @@ with transfer.ThreadTransfers.start, test_reported_bugs_costs.test_tc_81_a_load_
     self._queue.add(copy)
     self._hold and self._hold(copy)
     self._queue.add(copy)
-with transfers.Transfers.begin_stores, test_reported_bugs_costs.test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached:
+with transfers.Transfers.begin_offloads, test_reported_bugs_costs.test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached:
     "TC-83: each offload walks over the whole tree"
     node.is_queued = False
     _ = list(self._tiers.tree.nodes())
@@ -86,7 +86,7 @@ with transfers.Transfers.begin_load, test_tiers.test_a_load_waits_for_the_last_f
     "INV 26: a load does not wait for the forwards that read its pages"
     int(tiers.device.last_step[pages].max())
     0
-with manager.CacheManager.lock, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
+with prefix_cache.PrefixCache.lock, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
     "INV 26: a hit on a page being loaded does not wait for the load"
     self.ops.num_loads
     False
@@ -94,7 +94,7 @@ with cache_counters._end, test_cache_counters.test_every_wanted_page_is_fulfille
     "INV 30: pages of a failed load are in no counter"
     ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
     ended.unfulfilled[PLACE_LOST] += num_lost if ack.is_ok else 0
-with tiers.Tiers.put_on_device, test_tiers.test_events_tell_what_each_tier_can_give:
+with tiers.CacheTiers.put_on_device, test_tiers.test_events_tell_what_each_tier_can_give:
     "INV 33: an event announces a load before it has arrived"
     not ready_op
     True

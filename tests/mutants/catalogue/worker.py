@@ -1,6 +1,6 @@
 """The planning half of a worker: budget, admission, results, loads, faults."""
 
-from hiserve.cache.index import exchange
+from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
 from hiserve.engine import admission, budget, executor, fatal, journal, loop, page_tables, planner, row_output, stop_tokens, store_prefetch
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
@@ -51,7 +51,7 @@ with journal.TableJournal.take, test_planner_pages.test_a_move_is_dropped_when_t
     admissions[rows] > 0
 with planner.Planner._release, test_planner.test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more:
     "INV 2: an ended row leaks its pages"
-    self._cache.give(private)
+    self._cache.free(private)
     pass
 with planner.Planner.commit, test_planner_scores.test_scores_behind_a_stop_token_are_cut_with_their_tokens:
     "INV 20: scores after a stop token are reported"
@@ -79,9 +79,9 @@ with planner.Planner.has_work, test_reported_bugs_life.test_tc_41_an_engine_with
     self._prefetcher.has_work
 with planner.Planner._release, test_reported_bugs_life.test_tc_42_a_request_aborted_at_any_step_leaves_nothing_held:
     "TC-42: an aborted request keeps its lock"
-    self._cache.release(receipt)
+    self._cache.release(lock)
     pass
-with exchange.Exchange.end_prefetch, test_reported_bugs_life.test_tc_43_prefetches_without_end_keep_no_memory:
+with store_sync.StoreSync.end_prefetch, test_reported_bugs_life.test_tc_43_prefetches_without_end_keep_no_memory:
     "TC-43: ended prefetches are kept in memory"
     self._runs.pop(number)
     self._runs[number]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hiserve.cache.index import uploads
-from hiserve.cache.index.exchange import RunOp
-from hiserve.cache.index.manager import CacheManager, HostAdmission
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
+from hiserve.cache.index.store_sync import RunOp
 from hiserve.cache.index.tier import Tier
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.tiers import (
@@ -30,7 +30,7 @@ def told(orders: list[RunOp] | list[PageCopy]) -> list[Digests]:
     return [order.run.digests for order in orders if order.run is not None]
 
 
-def end_all(cache: CacheManager) -> list[Digests]:
+def end_all(cache: PrefixCache) -> list[Digests]:
     """Lets all that waits get to the store; returns what was written there, in its order."""
     written: list[Digests] = []
     while cache.uploads.has_uploads:
@@ -43,7 +43,7 @@ def end_all(cache: CacheManager) -> list[Digests]:
     return written
 
 
-def full_of(cache: CacheManager, first: int) -> None:
+def full_of(cache: PrefixCache, first: int) -> None:
     """Fills the host with pages that the device has, too, so that none of them may go; the reserve stays."""
     for page in range(first, first + cache.host.num_available):
         serve(cache, page)
@@ -61,7 +61,7 @@ def test_a_full_host_is_passed_by() -> None:
     begun, stages = cache.take_uploads()
     assert not begun and told(stages) == [digests(1, 2)]  # two pages are reserved
     (stage,) = stages
-    assert stage.kind is CopyKind.OFFLOAD and set(stage.device_pages) < set(cache.holds.receipts[-1].node.pages)
+    assert stage.kind is CopyKind.OFFLOAD and set(stage.device_pages) < set(cache.locks.prefix_locks[-1].node.pages)
     assert cache.uploads.num_waiting == 5
     cache.end_stage(stage.op, ok=True)
     assert cache.uploads.num_waiting == 7, "what arrived on the host is not on its way to the store"
@@ -81,7 +81,7 @@ def test_what_the_device_has_of_the_same_prefix_makes_room_for_what_passes() -> 
     cache.release(serve(cache, 1, 2, 3))
     for page in range(10, 15):
         cache.release(serve(cache, page))
-    assert cache.begin_stores(9, is_worth=lambda num_pages: False) == []
+    assert cache.begin_offloads(9, is_worth=lambda num_pages: False) == []
     assert sum(node.is_spare for node in cache.tree.nodes()) == 2 and not cache.tiers.has_idle_host_pages
     ((), (stage,)) = cache.take_uploads()
     assert told([stage]) == [digests(1, 2, 3)[1:]] and cached(cache, 1, 2, 3) == (3, 0)
@@ -109,12 +109,12 @@ def test_a_page_that_both_a_store_and_a_stage_read_is_free_when_both_have_ended(
     cache.release(serve(cache, 1, 2))
     (_, (stage,)) = cache.take_uploads()
     cache.flush(Tier.HOST)
-    receipt = serve(cache, 1, 2)
-    cache.keep(receipt)
-    cache.release(receipt)
-    (copy,) = (each for each in cache.begin_stores(99) if set(each.device_pages) == set(stage.device_pages))
+    lock = serve(cache, 1, 2)
+    cache.ensure_backed(lock)
+    cache.release(lock)
+    (copy,) = (each for each in cache.begin_offloads(99) if set(each.device_pages) == set(stage.device_pages))
     cache.flush()
-    cache.settle(copy.op, ok=False)
+    cache.complete(copy.op, ok=False)
     read = set(stage.device_pages.tolist())
     assert read.isdisjoint(cache.pages.free_pages().tolist())
     cache.end_stage(stage.op, ok=False)
@@ -125,9 +125,9 @@ def test_what_the_host_is_about_to_get_is_not_staged() -> None:
     cache = new_cache(max_upload_pages=9)
     cache.release(serve(cache, 1, 2))
     assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
-    (copy,) = cache.begin_stores(9)
+    (copy,) = cache.begin_offloads(9)
     assert cache.take_uploads() == ([], []) and not cache.uploads.has_uploads
-    cache.settle(copy.op, ok=True)
+    cache.complete(copy.op, ok=True)
     assert cache.uploads.has_uploads, "nobody else tells an idle engine that there is work"
     begun, stages = cache.take_uploads()
     assert told(begun) == [digests(1, 2)] and not stages
@@ -136,8 +136,8 @@ def test_what_the_host_is_about_to_get_is_not_staged() -> None:
 def test_a_page_whose_store_failed_is_staged() -> None:
     cache = new_cache(max_upload_pages=9)
     cache.release(serve(cache, 1, 2))
-    (copy,) = cache.begin_stores(9)
-    cache.settle(copy.op, ok=False)
+    (copy,) = cache.begin_offloads(9)
+    cache.complete(copy.op, ok=False)
     assert end_all(cache) == [digests(1, 2)]
     assert is_whole(cache)
 
@@ -145,10 +145,10 @@ def test_a_page_whose_store_failed_is_staged() -> None:
 def test_every_page_is_written_once_and_after_the_page_before_it() -> None:
     cache = new_cache(num_pages=64, num_host_pages=33, max_upload_pages=3)
     written: list[bytes] = []
-    receipt = serve(cache, 1)
+    lock = serve(cache, 1)
     for end in range(2, 12):
-        cache.release(receipt)
-        receipt = serve(cache, *range(1, end))
+        cache.release(lock)
+        lock = serve(cache, *range(1, end))
         if end % 3 == 0:
             store(cache)
         if end % 4 == 0:
@@ -156,7 +156,7 @@ def test_every_page_is_written_once_and_after_the_page_before_it() -> None:
     store(cache)
     written += [each for run in end_all(cache) for each in run]
     assert written == digests(*range(1, 11))
-    cache.release(receipt)
+    cache.release(lock)
     assert is_whole(cache)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hiserve import cli
-from hiserve.cache.pools.file_store import MARKER, FileStore
-from hiserve.cache.pools.segment import Segment
+from hiserve.cache.storage.file_store import MARKER, FileStore
+from hiserve.cache.storage.segment import Segment
 from hiserve.commands import cache
 from hiserve.config import make_config
 from hiserve.errors import ConfigError, ResourceError

@@ -20,13 +20,13 @@ from hiserve import LLM, SamplingParams
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager
-from hiserve.cache.pools.host import HostPool
-from hiserve.cache.pools.host_segment import open_segment
-from hiserve.cache.pools.identity import identity_of
-from hiserve.cache.pools.inventory import delete_named_cache, store_in
-from hiserve.cache.pools.segment import Segment, SegmentLayout
-from hiserve.cache.pools.touch import Populate
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.storage.cache_identity import identity_of
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.host_segment import open_segment
+from hiserve.cache.storage.inventory import delete_named_cache, store_in
+from hiserve.cache.storage.prefault import Populate
+from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config import make_config
 from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy
@@ -96,8 +96,8 @@ def test_only_who_leaves_pages_behind_finishes_copies_at_the_end(kept: str, tmp_
     assert engine._has_heirs == (kept != "nothing")
 
 
-def new_cache() -> CacheManager:
-    return CacheManager(
+def new_cache() -> PrefixCache:
+    return PrefixCache(
         num_pages=8,
         page_size=PAGE_SIZE,
         namespace=NAMESPACE,
@@ -129,7 +129,7 @@ def test_nothing_is_adopted_whose_memory_cannot_be_had(
         host, cache = HostPool(segment, GROUPS), new_cache()
         assert recover_host_pages(host, cache) == 0
     assert cache.host.pages.num_ready == 1
-    assert told(host.adopt()) == {}
+    assert told(host.recover()) == {}
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith("the host cache stays at 0 pages: ")
     assert "Lower --host-cache-gib" in warning
@@ -167,7 +167,7 @@ def test_pages_that_outlive_the_server_get_their_checksums_at_the_end(segment: S
     write(host, segment, [1, 2, 3])
     TierTransfers(NoTransfers(), host, linger_s=10.0).close()
     after = HostPool(segment, GROUPS)
-    assert sum(run.pages.size for run in after.adopt()) == 3
+    assert sum(run.pages.size for run in after.recover()) == 3
     after.close()
 
 
@@ -226,7 +226,7 @@ def test_a_host_that_is_made_ready_late_takes_what_was_published_before(monkeypa
         llm.generate(prompts[:1], greedy)
         assert engine.stats().cache.stores.num_wanted == 0
         may_touch.set()
-        assert host.touch.wait(host.num_pages, 10)
+        assert host.prefault.wait(host.num_pages, 10)
         llm.generate(prompts[1:], greedy)
         while engine.has_work:
             engine.step()

@@ -7,8 +7,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from hiserve.cache.index.exchange import RunOp
-from hiserve.cache.index.manager import CacheManager, Receipt
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
+from hiserve.cache.index.store_sync import RunOp
 from hiserve.cache.index.tier import Tier
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
@@ -34,7 +34,7 @@ class Traffic:
         self.cache_counters = CacheCounters(self.cache)
         self.open: dict[int, PageCopy] = {}
         self.stages: set[int] = set()
-        self.receipts: list[Receipt] = []
+        self.receipts: list[PrefixLock] = []
         self.pages_open = dict.fromkeys(KINDS, 0)
 
     def step(self) -> None:
@@ -74,14 +74,14 @@ class Traffic:
         left = (match.num_host_tokens - wanted) // cache.page_size
         if cache.pages.num_free + cache.num_evictable < 2 * len(pages):
             return
-        receipt = cache.lock(match, wanted)
+        lock = cache.lock(match, wanted)
         self.cache_counters.left(left)
-        if receipt.host_pages.size:
-            self._begin(cache.begin_load(receipt, take(cache, receipt.host_pages.size)))
-        self.receipts.append(receipt)
-        if not receipt.ops and not left:
-            new = pages[receipt.pages.size :]
-            cache.publish(receipt, b"".join(prompt(page)[:8] for page in new), take(cache, len(new)))
+        if lock.host_pages.size:
+            self._begin(cache.begin_load(lock, take(cache, lock.host_pages.size)))
+        self.receipts.append(lock)
+        if not lock.ops and not left:
+            new = pages[lock.pages.size :]
+            cache.insert(lock, b"".join(prompt(page)[:8] for page in new), take(cache, len(new)))
 
     def _begin(self, copy: PageCopy) -> None:
         self.open[copy.op] = copy
@@ -91,7 +91,7 @@ class Traffic:
             self._begin(PageCopy(run.op, kind, np.empty(0, np.int32), run.run.pages, 0, run.run))
 
     def _store(self) -> None:
-        for copy in self.cache.begin_stores(self.random.randint(1, 8)):
+        for copy in self.cache.begin_offloads(self.random.randint(1, 8)):
             self._begin(copy)
 
     def _upload(self) -> None:
@@ -122,9 +122,9 @@ class Traffic:
             case CopyKind.UPLOAD:
                 self.cache.end_upload(copy.op)
             case _:
-                for receipt in self.cache.settle(copy.op, ok=ack.is_ok):
-                    self.receipts.remove(receipt)
-                    self.cache.release(receipt)
+                for lock in self.cache.complete(copy.op, ok=ack.is_ok):
+                    self.receipts.remove(lock)
+                    self.cache.release(lock)
         self.cache_counters.ended(copy, ack)
 
     def _release(self) -> None:
@@ -161,12 +161,12 @@ def test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight() -> None:
 def test_tiers_tell_their_pages() -> None:
     cache = new_cache(8, 20)
     demoted(cache, 1, 2, 3)
-    receipt = serve(cache, 4, 5)
+    lock = serve(cache, 4, 5)
     stats = CacheCounters(cache).stats()
     assert stats.device == TierStats(num_pages=7, num_free=5, num_evictable=0, num_evicted=3)
     assert stats.host == TierStats(num_pages=19, num_free=16, num_evictable=3, num_evicted=0)
     assert stats.num_unbacked == 0
-    cache.release(receipt)
+    cache.release(lock)
     squeeze(cache)
     assert CacheCounters(cache).stats().num_unbacked == 2
 
@@ -191,10 +191,10 @@ def test_bytes_and_seconds_add_up_by_kind() -> None:
     cache_counters = CacheCounters(cache)
     demoted(cache, 1, 2, 3)
     for _ in range(2):
-        receipt, copy = load(cache, 1, 2, 3)
-        cache.settle(copy.op, ok=True)
+        lock, copy = load(cache, 1, 2, 3)
+        cache.complete(copy.op, ok=True)
         cache_counters.ended(copy, CopyAck(copy.op, "", 3 * PAGE_BYTES, 0.25))
-        cache.release(receipt)
+        cache.release(lock)
         squeeze(cache)
     stats = cache_counters.stats()
     assert (stats.loads.num_fulfilled, stats.loads.num_bytes, stats.loads.seconds) == (6, 6 * PAGE_BYTES, 0.5)
@@ -205,10 +205,10 @@ def test_a_load_whose_place_is_gone_when_it_arrives_is_no_fulfilled_hit() -> Non
     cache = new_cache()
     cache_counters = CacheCounters(cache)
     demoted(cache, 1, 2)
-    receipt, copy = load(cache, 1, 2)
-    cache.release(receipt)
+    lock, copy = load(cache, 1, 2)
+    cache.release(lock)
     cache.flush()
-    assert cache.settle(copy.op, ok=True) == []
+    assert cache.complete(copy.op, ok=True) == []
     cache_counters.ended(copy, CopyAck(copy.op, "", 2 * PAGE_BYTES))
     assert cache_counters.stats().loads.unfulfilled == {"place_lost": 2}
 
@@ -237,7 +237,7 @@ def test_what_was_told_does_not_change_afterwards(kind: str) -> None:
 
 
 def test_a_prefix_on_both_tiers_counts_once_on_each() -> None:
-    cache: CacheManager = new_cache()
+    cache: PrefixCache = new_cache()
     cache_counters = CacheCounters(cache)
     backed(cache, 1, 2)
     stats = cache_counters.stats()

@@ -235,7 +235,7 @@ def test_stores_give_way_while_a_step_is_launched_and_no_longer_also_when_it_fai
 ) -> None:
     running, transfers = engine(folder), Tells()
     host = SimpleNamespace(
-        touch=SimpleNamespace(pace=SimpleNamespace(step=lambda: None)),
+        prefault=SimpleNamespace(throttle=SimpleNamespace(step=lambda: None)),
         wait_checksums=lambda timeout_s: True,
         close=lambda: None,
     )

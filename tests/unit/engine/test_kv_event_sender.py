@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
 from hiserve.config import make_config
 from hiserve.core.request import SamplingParams
@@ -125,7 +125,7 @@ def test_closing_the_engine_closes_the_sockets() -> None:
 # --- both tiers ---------------------------------------------------------------------------
 
 
-def two_tiers() -> tuple[CacheManager, KvEventSender, Mirror]:
+def two_tiers() -> tuple[PrefixCache, KvEventSender, Mirror]:
     direct = Direct(PAGE_SIZE)
     events = KvEventSender(direct)  # type: ignore[arg-type]
     return new_cache(num_pages=16, listener=events), events, direct.mirror
@@ -140,18 +140,18 @@ def test_a_page_is_told_on_each_tier_when_it_can_be_read_there_and_when_not_any_
     cache, events, mirror = two_tiers()
     cache.release(serve(cache, 1, 2, 3))
     assert num_pages(events, mirror) == (3, 0)
-    (copy,) = cache.begin_stores(100)
+    (copy,) = cache.begin_offloads(100)
     assert num_pages(events, mirror) == (3, 0)
-    cache.settle(copy.op, ok=True)
+    cache.complete(copy.op, ok=True)
     assert num_pages(events, mirror) == (3, 3)
     squeeze(cache)
     assert num_pages(events, mirror) == (0, 3)
     match = cache.match(TENANT, prompt(1, 2, 3))
-    receipt = cache.lock(match, match.num_host_tokens)
-    load = cache.begin_load(receipt, take(cache, 3))
+    lock = cache.lock(match, match.num_host_tokens)
+    load = cache.begin_load(lock, take(cache, 3))
     assert load.kind is CopyKind.LOAD
     assert num_pages(events, mirror) == (0, 3)
-    cache.settle(load.op, ok=True)
+    cache.complete(load.op, ok=True)
     assert num_pages(events, mirror) == (3, 3)
 
 
@@ -159,8 +159,8 @@ def test_a_page_is_told_on_each_tier_when_it_can_be_read_there_and_when_not_any_
 def test_what_did_not_arrive_is_not_told(ok: bool) -> None:
     cache, events, mirror = two_tiers()
     cache.release(serve(cache, 1, 2))
-    (copy,) = cache.begin_stores(100)
-    cache.settle(copy.op, ok=ok)
+    (copy,) = cache.begin_offloads(100)
+    cache.complete(copy.op, ok=ok)
     assert num_pages(events, mirror) == (2, 2 * ok)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
@@ -62,7 +62,7 @@ class Model:
     def __init__(self, *, depth: int, num_draft: int, budget: int, num_pages: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.max_len, self.num_draft, self.budget, self.depth = 40, num_draft, budget, depth
-        cache = CacheManager(num_pages=num_pages, page_size=PAGE, namespace=b"model", eviction=LruEviction())
+        cache = PrefixCache(num_pages=num_pages, page_size=PAGE, namespace=b"model", eviction=LruEviction())
         self.planner = Planner(
             cache=cache,
             max_rows=4,

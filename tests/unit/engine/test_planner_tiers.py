@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.manager import HostAdmission
+from hiserve.cache.index.prefix_cache import HostAdmission
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
@@ -87,9 +87,9 @@ def test_a_row_that_loses_its_place_has_its_pages_stored_at_once() -> None:
     add(engine, 1, prompt(9, seed=1), 18)
     for _ in range(4):
         engine.step()
-    assert not cache.has_stores  # nobody used them twice
+    assert not cache.has_offloads  # nobody used them twice
     planner._preempt(int(planner._rows.active[0]))
-    assert cache.has_stores
+    assert cache.has_offloads
     said, _ = run(engine)
     assert oracle(prompt(9, seed=1), 18)[-len(said[1]) :] == said[1]
 

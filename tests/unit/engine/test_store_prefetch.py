@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.config import StorePrefetch
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
@@ -34,7 +34,7 @@ class Desk:
 
     def __init__(self, policy: StorePrefetch | None = "timeout", num_host_pages: int = 600) -> None:
         self.now_s = 100.0
-        self.cache: CacheManager = new_cache(num_pages=600, num_host_pages=num_host_pages, max_upload_pages=100)
+        self.cache: PrefixCache = new_cache(num_pages=600, num_host_pages=num_host_pages, max_upload_pages=100)
         self.cache_counters = CacheCounters(self.cache)
         self.costs = LoadCostModel(512, lambda: self.now_s)
         self.prefetcher = StorePrefetcher(
@@ -317,13 +317,13 @@ def test_a_prefix_that_was_evicted_meanwhile_ends_the_wait() -> None:
 
 def test_a_prefetch_that_cannot_be_placed_ends_at_once() -> None:
     desk = Desk("wait", num_host_pages=4)  # three and page 0
-    held = desk.cache.tiers.take_host(3)
+    held = desk.cache.tiers.allocate_host(3)
     desk.fetch(1, 5, 6)
     assert not desk.copies
     assert not desk.is_awaited(1)
     assert desk.unfulfilled() == {"host_full": 2}
     assert desk.prefetcher.may_have_more(1, 0)
-    desk.cache.tiers.give_host(held)
+    desk.cache.tiers.free_host(held)
     desk.send()
     assert not desk.copies
     desk.check()
@@ -332,12 +332,12 @@ def test_a_prefetch_that_cannot_be_placed_ends_at_once() -> None:
 def test_a_host_that_has_no_page_ready_yet_is_waited_for() -> None:
     """As for the first request after a start, while the host's memory is being touched."""
     desk = Desk("wait", num_host_pages=4)
-    pages, held = desk.cache.host.pages, desk.cache.tiers.take_host(3)
+    pages, held = desk.cache.host.pages, desk.cache.tiers.allocate_host(3)
     pages.num_ready = 1
     desk.fetch(1, 5, 6)
     assert not desk.copies and desk.is_awaited(1)
     pages.num_ready = 4
-    desk.cache.tiers.give_host(held)
+    desk.cache.tiers.free_host(held)
     desk.send()
     assert desk.copies and desk.is_awaited(1)
 
@@ -345,7 +345,7 @@ def test_a_host_that_has_no_page_ready_yet_is_waited_for() -> None:
 def test_a_host_that_never_has_a_page_ready_keeps_nobody() -> None:
     """As where its memory cannot be had."""
     desk = Desk("wait", num_host_pages=4)
-    pages, held = desk.cache.host.pages, desk.cache.tiers.take_host(3)
+    pages, held = desk.cache.host.pages, desk.cache.tiers.allocate_host(3)
     pages.num_ready = 1
     desk.fetch(1, 5, 6)
     assert desk.is_awaited(1)
@@ -355,13 +355,13 @@ def test_a_host_that_never_has_a_page_ready_keeps_nobody() -> None:
     desk.fetch(2, 5, 6)
     assert not desk.is_awaited(2)
     pages.num_ready = 4
-    desk.cache.tiers.give_host(held)
+    desk.cache.tiers.free_host(held)
     desk.check()
 
 
 def test_of_a_prefix_that_is_too_long_for_the_host_comes_what_has_a_place() -> None:
     desk = Desk("wait", num_host_pages=4)  # three and page 0; one is left for uploads
-    held = desk.cache.tiers.take_host(1)
+    held = desk.cache.tiers.allocate_host(1)
     desk.fetch(1, 5, 6, 7)
     assert [copy.host_pages.size for copy in desk.copies.values()] == [1]
     assert desk.is_awaited(1)
@@ -371,7 +371,7 @@ def test_of_a_prefix_that_is_too_long_for_the_host_comes_what_has_a_place() -> N
     assert not desk.is_awaited(1)
     assert cached(desk.cache, 5, 6, 7) == (0, 1)
     assert desk.unfulfilled() == {"host_full": 2}
-    desk.cache.tiers.give_host(held)
+    desk.cache.tiers.free_host(held)
     desk.check()
 
 
@@ -568,7 +568,7 @@ def test_uploads_that_outlive_a_flush_give_each_page_back_once() -> None:
     desk.cache.flush()
     for op in list(desk.copies):
         desk.end(op)
-        assert sum(len(each.host_orphans) for each in desk.cache.ops) <= 30
+        assert sum(len(each.deferred_host_frees) for each in desk.cache.ops) <= 30
     desk.check()
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from hiserve.cache.pools.sim_store import SimStore
-from hiserve.cache.pools.store_transfers import StoreTransfers
+from hiserve.cache.storage.sim_store import SimStore
+from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.core.transfers import CopyKind, PageCopy, StoreLookup
 from hiserve.engine.tier_transfers import TierTransfers
 from tests.helpers.host import make_run
@@ -67,11 +67,11 @@ def test_loads_are_open_from_their_start_until_their_end_is_taken(
 
 
 def test_each_step_tells_pinning_to_leave_the_device_to_it(copier: TierTransfers, bench: TransferBench) -> None:
-    pace = bench.host.touch.pace
-    pace.pinned(1e6)
-    assert pace.pause_s(0) == 0
+    throttle = bench.host.prefault.throttle
+    throttle.pinned(1e6)
+    assert throttle.pause_s(0) == 0
     start(copier)
-    assert pace.pause_s(0) > 0
+    assert throttle.pause_s(0) > 0
 
 
 def test_an_answer_of_the_store_ends_the_wait_for_copies(bench: TransferBench) -> None:

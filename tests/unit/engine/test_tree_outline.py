@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import msgspec
 
-from hiserve.cache.index.manager import CacheManager
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.engine.tree_outline import MAX_NODES, outline
 from tests.helpers.tiers import backed, demoted, digests, load, new_cache, serve, squeeze, store
 
 
-def shown(cache: CacheManager, depth: int = 9) -> list[tuple[int, str, int, int]]:
+def shown(cache: PrefixCache, depth: int = 9) -> list[tuple[int, str, int, int]]:
     return [(node.depth, node.state, node.num_tokens, node.num_locks) for node in outline(cache.tree, depth)]
 
 
 def test_levels_come_parents_first_with_state_tokens_and_locks() -> None:
     cache = new_cache()
     cache.release(serve(cache, 1, 2, 3))
-    receipt = serve(cache, 1, 2, 4)
+    lock = serve(cache, 1, 2, 4)
     assert shown(cache) == [(0, "", 0, 1), (1, "D", 4, 1), (2, "D", 2, 1), (2, "D", 2, 0)]
     assert shown(cache, 1) == [(0, "", 0, 1), (1, "D", 4, 1)]
     root, upper, used, other = outline(cache.tree, 2)
     assert (root.parent, upper.parent, used.parent, other.parent) == ("", root.digest, upper.digest, upper.digest)
     assert (root.num_children, upper.num_children, used.num_children) == (1, 2, 0)
     assert used.digest == digests(1, 2, 4)[-1].hex()[:16]
-    cache.release(receipt)
+    cache.release(lock)
 
 
 def test_states_tell_where_the_pages_are() -> None:
@@ -33,7 +33,7 @@ def test_states_tell_where_the_pages_are() -> None:
     cache.release(serve(cache, 5, 6))
     found = sorted(node.state for node in outline(cache.tree, 1) if node.depth)
     assert found == ["D", "DH", "H"]
-    cache.begin_stores(9)
+    cache.begin_offloads(9)
     _, copy = load(cache, 1, 2)
     assert sorted(node.state for node in outline(cache.tree, 1) if node.depth) == ["DH", "DW", "HL"]
     assert copy.host_pages.size == 2

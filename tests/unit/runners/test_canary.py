@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.cache.pools.device import DevicePool
+from hiserve.cache.storage.device import DevicePool
 from hiserve.core.kv_groups import CANARY
 from hiserve.core.plan import BatchPlan
 from hiserve.errors import InvariantError

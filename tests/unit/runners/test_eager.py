@@ -84,7 +84,7 @@ class Waited:
 def test_a_step_waits_layer_by_layer_for_the_loads_that_it_reads_and_for_no_others(tmp_path: Path) -> None:
     save_llama(tmp_path)
     engine, planner = prefilled(tmp_path)
-    transfers, host = Waited(), SimpleNamespace(touch=SimpleNamespace(pace=SimpleNamespace(step=lambda: None)))
+    transfers, host = Waited(), SimpleNamespace(prefault=SimpleNamespace(throttle=SimpleNamespace(step=lambda: None)))
     executor = Executor(
         Dispatch(engine.rows, engine.runner), engine.rows, tier_transfers=TierTransfers(transfers, host)
     )  # type: ignore[arg-type]

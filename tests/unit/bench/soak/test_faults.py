@@ -15,8 +15,8 @@ import pytest
 
 from hiserve.bench.options import Fault
 from hiserve.bench.soak.faults import MAX_FLIPPED, possible, strike
-from hiserve.cache.pools.records import PageState
-from hiserve.cache.pools.segment import Segment, SegmentLayout
+from hiserve.cache.storage.records import PageState
+from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config import Config, make_config
 from hiserve.errors import ConfigError
 

@@ -1,0 +1,129 @@
+"""Free pages of one pool, and which allocation each page belongs to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hiserve.core.plan import Int32Array
+
+SINK_PAGE = 0
+MAX_OWNER = 2**31 - 1  # numbers start again after this: years apart, so two never meet
+
+
+class PageAllocator:
+    """Hands out pages 1 to ``num_pages - 1``; page 0 is the padding sink and never leaves.
+
+    A stack with two bitmaps: a page may be taken out of turn (because it follows the row's
+    last page, which keeps a row contiguous), so a stack entry may be out of date; ``_stacked``
+    keeps each page on the stack at most once.
+
+    Args:
+        num_pages: Pages in the pool, the sink included.
+        num_ready: Pages below this can be used already; all, unless given. ``grow`` adds the others.
+
+    Attributes:
+        num_free: Pages that can be taken.
+        num_ready: Pages below this can be used.
+        owner: int32 ``[num_pages]``. Number of each page's last allocation, unique and at least 1;
+            0 for a page never taken.
+    """
+
+    def __init__(self, num_pages: int, num_ready: int | None = None) -> None:
+        num_ready = num_pages if num_ready is None else num_ready
+        assert num_pages >= 2, f"a pool of {num_pages} pages has none beside the sink"
+        assert 1 <= num_ready <= num_pages, f"{num_ready} of {num_pages} pages are ready"
+        self.num_pages = num_pages
+        self.num_ready = num_ready
+        self.num_free = num_ready - 1
+        self._num_taken = 0
+        self.owner: Int32Array = np.zeros(num_pages, dtype=np.int32)
+        self._is_free = np.arange(num_pages) < num_ready
+        self._is_free[SINK_PAGE] = False
+        self._stacked = self._is_free.copy()
+        self._stack: Int32Array = np.empty(num_pages, dtype=np.int32)
+        self._stack[: self.num_free] = np.arange(num_ready - 1, 0, -1, dtype=np.int32)
+        self._top = self.num_free
+
+    def allocate(self, wanted: Int32Array) -> Int32Array | None:
+        """Takes one page for each entry of ``wanted``, or none at all.
+
+        Args:
+            wanted: int32 ``[n]``. The page each entry would like (the one after the row's last
+                page); 0 or any page that is not free means no preference.
+
+        Returns:
+            int32 ``[n]`` pages, or None when fewer than n are free.
+        """
+        if wanted.size > self.num_free:
+            return None
+        pages = np.where(wanted < self.num_pages, wanted, SINK_PAGE)
+        granted = self._is_free[pages]
+        wishes = pages[granted]
+        if len(set(wishes.tolist())) < wishes.size:  # two rows may share their last page: only the first gets its wish
+            first = np.zeros(pages.size, dtype=np.bool_)
+            first[np.unique(pages, return_index=True)[1]] = True
+            granted &= first
+            wishes = pages[granted]
+        self._is_free[wishes] = False
+        if wishes.size < pages.size:
+            pages[~granted] = self._pop(pages.size - wishes.size)
+        return self._hand_out(pages)
+
+    def allocate_any(self, count: int) -> Int32Array | None:
+        """Takes ``count`` pages, whichever; None, and nothing taken, when fewer are free."""
+        return self._hand_out(self._pop(count)) if count <= self.num_free else None
+
+    def free(self, pages: Int32Array) -> None:
+        """Returns pages; each must be in use.
+
+        They are stacked in reverse, so that the next taker gets them in the given order.
+        """
+        assert not self._is_free[pages].any() and SINK_PAGE not in pages, f"pages {pages} are not all in use"
+        assert np.unique(pages).size == pages.size, f"a page is given back twice in {pages}"
+        self._is_free[pages] = True
+        self.num_free += pages.size
+        self._push(pages)
+
+    def grow(self, num_ready: int) -> None:
+        """Makes the pages below ``num_ready`` usable, besides those that were."""
+        assert self.num_ready <= num_ready <= self.num_pages, f"from {self.num_ready} to {num_ready} pages"
+        fresh = np.arange(self.num_ready, num_ready, dtype=np.int32)
+        self._is_free[fresh] = True
+        self.num_free += fresh.size
+        self.num_ready = num_ready
+        self._push(fresh)
+
+    def _hand_out(self, pages: Int32Array) -> Int32Array:
+        """Numbers an allocation of pages that were free."""
+        if self._num_taken + pages.size > MAX_OWNER:
+            self._num_taken = 0
+        first = self._num_taken + 1
+        self._num_taken += pages.size
+        self.owner[pages] = np.arange(first, first + pages.size)
+        self.num_free -= pages.size
+        return pages
+
+    def _push(self, pages: Int32Array) -> None:
+        fresh = pages[~self._stacked[pages]][::-1]
+        self._stacked[fresh] = True
+        self._stack[self._top : self._top + fresh.size] = fresh
+        self._top += fresh.size
+
+    def _pop(self, count: int) -> Int32Array:
+        popped: list[Int32Array] = []
+        while count:
+            start = max(0, self._top - count)
+            batch = self._stack[start : self._top][::-1].copy()
+            self._top = start
+            self._stacked[batch] = False
+            batch = batch[self._is_free[batch]]
+            self._is_free[batch] = False
+            popped.append(batch)
+            count -= batch.size
+        if len(popped) == 1:
+            return popped[0]
+        return np.concatenate(popped) if popped else np.empty(0, dtype=np.int32)
+
+    def free_pages(self) -> Int32Array:
+        """Returns the free pages in ascending order (for checks)."""
+        return np.flatnonzero(self._is_free).astype(np.int32)

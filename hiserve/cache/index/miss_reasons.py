@@ -1,0 +1,140 @@
+"""Why a prompt was not found any further: the reason of a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+
+from hiserve.cache.index.node import Node
+from hiserve.cache.index.radix import RadixTree
+
+MAX_LOST = 65_536  # digests remembered: about 10 MiB
+MAX_SIBLINGS = 32  # compared with a prompt that continues none of them
+
+
+class MissReason(StrEnum):
+    """What ended a hit. Of several, the first in this order."""
+
+    NOT_WORTH_LOADING = "not_worth_loading"  # the host has more, and it was left there
+    PAGE_REMAINDER = "page_remainder"  # nothing is missing: the rest is no whole page, or the last token
+    IN_FLIGHT = "in_flight"  # the next page is on its way from the store
+    NOT_FETCHED = "not_fetched"  # a store has the next page, or did not say in time, and it was not brought
+    EVICTED = "evicted"  # the next page was cached
+    NAMESPACE = "namespace"  # nothing is cached in this namespace, but in others
+    DIVERGED = "diverged_at"  # others went on differently
+    COLD = "cold"  # nobody had this before
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why and where a hit ended.
+
+    Attributes:
+        reason: Why.
+        num_tokens: Tokens of the prompt before the end; of DIVERGED, those that others share, page or not.
+    """
+
+    reason: MissReason
+    num_tokens: int
+
+
+class RecentDigests:
+    """Remembers the last so many digests.
+
+    Args:
+        max_digests: How many.
+    """
+
+    def __init__(self, max_digests: int = MAX_LOST) -> None:
+        self._max_digests = max_digests
+        self._digests: dict[bytes, None] = {}
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether the digest was added and not forgotten since."""
+        return digest in self._digests
+
+    def __len__(self) -> int:
+        """Returns the number of remembered digests."""
+        return len(self._digests)
+
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Remembers digests, and forgets the oldest ones when there are too many."""
+        for digest in digests:
+            self._digests.pop(digest, None)
+            self._digests[digest] = None
+            if len(self._digests) > self._max_digests:
+                del self._digests[next(iter(self._digests))]
+
+
+class LostPages(RecentDigests):
+    """What left the cache: remembers the last so many pages, and counts those that a store was to have.
+
+    Attributes:
+        awaited: Pages that are cached and wait to be copied to a store.
+        num_awaited_lost: Pages that left while they waited.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited: set[bytes] = set()
+        self.num_awaited_lost = 0
+
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Takes in that pages left the cache."""
+        digests = list(digests)
+        super().add(digests)
+        if self.awaited:
+            lost = self.awaited.intersection(digests)
+            self.awaited -= lost
+            self.num_awaited_lost += len(lost)
+
+
+def explain(
+    tree: RadixTree,
+    root: Node,
+    key: bytes,
+    *,
+    num_used: int,
+    lost: RecentDigests,
+    is_arriving: Callable[[bytes], bool],
+    is_in_store: bool,
+) -> Miss:
+    """Returns why a prompt was not found any further.
+
+    Args:
+        tree: What is cached now.
+        root: Root of the prompt's namespace.
+        key: The whole pages of the prompt that a match may use.
+        num_used: Tokens of them that were taken from the cache.
+        lost: Pages that were cached.
+        is_arriving: Whether a page is on its way from the store.
+        is_in_store: Whether a store has the next page, or may have it.
+    """
+    page_bytes = tree.page_bytes
+    node, used, num_pages = tree.find(root, key)
+    num_tokens = num_pages * tree.page_size
+    if num_used < num_tokens:
+        return Miss(MissReason.NOT_WORTH_LOADING, num_used)
+    rest = key[num_pages * page_bytes :]
+    if not rest:
+        return Miss(MissReason.PAGE_REMAINDER, num_tokens)
+    digest = tree.chain(node.digests[used - 1 if used else 0], rest[:page_bytes])[0]
+    if is_arriving(digest):
+        return Miss(MissReason.IN_FLIGHT, num_tokens)
+    if is_in_store:
+        return Miss(MissReason.NOT_FETCHED, num_tokens)
+    if digest in lost:
+        return Miss(MissReason.EVICTED, num_tokens)
+    if not root.children:
+        # That others hold these very tokens is theirs to know: only that there are others is told.
+        return Miss(MissReason.NAMESPACE if tree.roots.keys() - {root.digests[0]} else MissReason.COLD, 0)
+    if used < node.num_pages:
+        siblings = [node.key[used * page_bytes : (used + 1) * page_bytes]]
+    else:
+        siblings = list(islice(node.children, MAX_SIBLINGS))  # by their first pages
+    shared = tree.closest(siblings, rest[:page_bytes]) if siblings else 0
+    if siblings and num_tokens + shared:
+        return Miss(MissReason.DIVERGED, num_tokens + shared)
+    return Miss(MissReason.COLD, num_tokens)

@@ -1,0 +1,185 @@
+"""Copies pages between device and host on CUDA streams while forwards run on another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from hiserve.cache.storage.device import DevicePool
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.page_streams import Flight, PageStreams
+from hiserve.cache.storage.transfer_queue import TransferQueue
+from hiserve.core.step_faults import attempt
+from hiserve.core.transfers import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
+
+MAX_DIRECT_PAGE_BYTES = 512 << 10
+MIN_LAYER_BYTES = 1 << 20  # crosses the link in the time that a launch takes
+
+# Loads are long, and somebody waits for them: the fewer pieces, the less their thread is in the way of others. Pieces of
+# 48 and 32 MiB: one of a store crosses in 0.6 ms at most, and as long may the outcome of a step, a small copy the same way,
+# wait for it.
+_STAGING_PERCENT = {CopyKind.LOAD: 60, CopyKind.OFFLOAD: 40}
+_NUM_STEPS = 8  # whose events are kept; forwards are launched at most a few ahead
+
+
+class CudaTransfers:
+    """A thread enqueues the orders, so that the caller's time per order is that of a queue.
+
+    One more for each direction waits for what was enqueued. All of them sleep where others would look again and again:
+    each look would take the interpreter from the thread that launches forwards.
+
+    The current device when this is made is that of the pool, and forwards run on the current stream of the thread
+    that calls ``forward_done`` and ``wait``.
+
+    Args:
+        device: The device pool.
+        host: The host pool, pinned and mapped.
+        max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
+        max_store_bytes_per_s: Bound on what stores take of the link.
+        max_direct_page_bytes: Pages up to this size are copied by a kernel, larger ones by the copy engine. On
+            an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
+        staging_bytes: Memory on the device that large pages pass through, both directions together.
+        min_layer_bytes: Loads that a kernel copies may go layer by layer where each layer has at least this much.
+        hold: Called in the thread before each order is enqueued; a test holds the streams with it, or lets the
+            copy fail by returning why.
+    """
+
+    def __init__(
+        self,
+        device: DevicePool,
+        host: HostPool,
+        *,
+        max_queued_bytes: int,
+        max_store_bytes_per_s: float,
+        max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES,
+        staging_bytes: int = STAGING_BYTES,
+        min_layer_bytes: int = MIN_LAYER_BYTES,
+        hold: Callable[[PageCopy], str | None] | None = None,
+    ) -> None:
+        self._hold = hold
+        self._device_index = torch.cuda.current_device()
+        self._streams = {
+            kind: PageStreams(
+                device,
+                host,
+                kind,
+                staging_bytes=staging_bytes * _STAGING_PERCENT[kind] // 100,
+                max_direct_page_bytes=max_direct_page_bytes,
+                min_layer_bytes=min_layer_bytes,
+            )
+            for kind in DEVICE_KINDS
+        }
+        for streams in self._streams.values():
+            streams.compile()
+        self._flights: dict[CopyKind, SimpleQueue[Flight | None]] = {kind: SimpleQueue() for kind in DEVICE_KINDS}
+        self._loads: dict[int, Flight] = {}  # on their way, by op
+        self._by_layer: set[int] = set()  # loads that a forward waits for layer by layer, not begun
+        self._launched: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_STEPS)
+        self._queue = TransferQueue(
+            host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
+        )
+        self._queue.serve(self._run)
+        for flights in self._flights.values():
+            self._queue.serve(partial(self._settle, flights))
+
+    def start(self, copy: PageCopy, *, by_layer: bool = False) -> None:
+        """Takes an order; a store that comes while the link is behind is dropped."""
+        if by_layer:
+            self._by_layer.add(copy.op)
+        self._queue.add(copy)
+
+    def launch_begins(self) -> None:
+        """Has stores give way: each piece of one takes the interpreter from the thread that launches, many times."""
+        self._queue.launch_begins()
+
+    def launch_ends(self) -> None:
+        """Lets stores go on."""
+        self._queue.launch_ends()
+
+    def forward_done(self, step_id: int) -> None:
+        """Tells that everything that the step does is on the current stream."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._launched.append((step_id, event))
+        self._queue.forward_done(step_id)
+
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one."""
+        return self._queue.poll(wait_s)
+
+    def wake(self) -> None:
+        """Ends the wait of ``poll``, or of the next one."""
+        self._queue.wake()
+
+    def wait(self, op: int, layer: int | None = None) -> None:
+        """Makes the current stream wait for a load, or its part of one layer; blocks only until the load is enqueued."""
+        self._queue.wait(op)
+        flight = self._loads.get(op)
+        if flight is not None:
+            torch.cuda.current_stream().wait_event(flight.end_of(layer))
+
+    def close(self) -> None:
+        """Ends after the copies that were enqueued."""
+        self._queue.close()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device_index)
+        try:
+            while (copy := self._queue.next()) is not None:
+                self._begin(copy)
+        finally:
+            for flights in self._flights.values():
+                flights.put(None)
+
+    def _begin(self, copy: PageCopy) -> None:
+        reason = attempt(partial(self._enqueue, copy))
+        if reason:
+            self._streams[copy.kind].drain()  # of what was enqueued before memory ran out: its pages will be others'
+            self._queue.end(copy, 0.0, reason)
+        self._by_layer.discard(copy.op)
+        if copy.kind is CopyKind.LOAD:
+            self._queue.release(copy)
+
+    def _enqueue(self, copy: PageCopy) -> str:
+        reason = (self._hold(copy) if self._hold is not None else None) or ""
+        if reason:
+            return reason
+        is_load = copy.kind is CopyKind.LOAD
+        flight = self._streams[copy.kind].begin(
+            copy,
+            self._fence(copy.after_step),
+            partial(self._pace, copy.op) if is_load else self._give_way,
+            by_layer=copy.op in self._by_layer,
+        )
+        if is_load:
+            self._loads[copy.op] = flight
+        self._flights[copy.kind].put(flight)
+        return ""
+
+    def _pace(self, op: int, room: torch.cuda.Event | None) -> None:
+        """Enqueues no faster than the link takes it, unless somebody waits: the launches of others come in between."""
+        if not (room is None or self._queue.is_closed or self._queue.is_wanted(op)):
+            room.synchronize()
+
+    def _give_way(self, room: torch.cuda.Event | None) -> None:
+        """The pace of stores: nobody waits for them, and the queue bounds their rate."""
+        self._queue.give_way()
+
+    def _fence(self, after_step: int) -> torch.cuda.Event | None:
+        """Returns the event of the first step kept that is not before this one: of a forgotten step, a later one's."""
+        if after_step == 0:
+            return None
+        return next(event for step_id, event in tuple(self._launched) if step_id >= after_step)
+
+    def _settle(self, flights: SimpleQueue[Flight | None]) -> None:
+        """Answers the orders of one direction as they arrive, which they do in their order."""
+        torch.cuda.set_device(self._device_index)
+        while (flight := flights.get()) is not None:
+            flight.end.synchronize()
+            self._queue.end(flight.copy, flight.seconds)
+            self._loads.pop(flight.copy.op, None)

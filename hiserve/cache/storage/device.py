@@ -1,0 +1,47 @@
+"""The device pool: memory for every page of every KV group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hiserve.cache.storage.device_layout import layer_views, storage_shape
+from hiserve.core.forward import LayerKV
+from hiserve.core.kv_groups import CacheGroupSpec
+
+
+class DevicePool:
+    """Pages on the device. Page 0 is the padding sink: written by padded rows, owned by nobody.
+
+    Args:
+        groups: The model's KV groups; names are unique.
+        num_pages: Pages, the sink included.
+        page_size: Tokens per page.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroupSpec], num_pages: int, page_size: int, device: str) -> None:
+        self._storages: dict[str, Tensor] = {}
+        self._layers: dict[str, tuple[LayerKV, ...]] = {}
+        for group in groups:
+            assert group.name not in self._layers, f"two KV groups are named {group.name!r}"
+            shape = storage_shape(group, num_pages, page_size)
+            # Not cleared: rows nobody owns may hold anything, and touching them all would take seconds.
+            storage = torch.empty(shape, dtype=getattr(torch, group.dtype), device=device)
+            self._storages[group.name] = storage
+            self._layers[group.name] = layer_views(storage)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all groups."""
+        return sum(storage.nbytes for storage in self._storages.values())
+
+    def layers(self, group: str) -> tuple[LayerKV, ...]:
+        """Returns the views of a group's layers, in order."""
+        return self._layers[group]
+
+    def storage(self, group: str) -> Tensor:
+        """Returns all memory of a group; see ``storage_shape``."""
+        return self._storages[group]

@@ -1,0 +1,165 @@
+"""The host pool: pages of all groups and layers in one segment that outlives this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hiserve.cache.storage.checksums import Checksums
+from hiserve.cache.storage.page_layout import PageLayout
+from hiserve.cache.storage.prefault import Prefault, Registrar
+from hiserve.cache.storage.records import NO_CHECKSUM, Records, page_checksum
+from hiserve.cache.storage.segment import Segment
+from hiserve.config import CacheVerify
+from hiserve.core.digest import Chain, chain
+from hiserve.core.forward import LayerKV
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageRun
+
+
+class HostPool:
+    """Pages on the host, page-major: a page is one contiguous piece. Page 0 is nobody's.
+
+    Right after construction either ``recover`` or ``clear`` must be called, and before any other use of records.
+
+    Args:
+        segment: Where the pages lie; stays the caller's, who closes it after the pool.
+        groups: The model's KV groups, as when the segment was made.
+        registrar: Pins the memory; None without a device.
+        num_threads: Threads that touch the memory first.
+        max_checksum_bytes_per_s: Bound on what the checksum thread reads.
+        verify: Which pages ``is_intact`` reads: ``store``, those of a former process, once; ``all``, or none.
+        link: Makes the digests of pages (``core.digest.chain_of``).
+
+    Attributes:
+        layout: Where each piece of a page begins.
+        prefault: The work that makes pages ready. Where the memory is pinned, no copy may span two of its pieces.
+        records: What each page holds.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        groups: Sequence[CacheGroupSpec],
+        *,
+        registrar: Registrar | None = None,
+        num_threads: int = 4,
+        max_checksum_bytes_per_s: float = 2e9,
+        verify: CacheVerify = "store",
+        link: Chain = chain,
+    ) -> None:
+        self.layout = PageLayout(groups, segment.layout.page_size)
+        expected, found = self.layout.page_bytes, segment.layout.page_bytes
+        assert expected == found, f"pages of {expected} bytes, the segment's have {found}"
+        self._pages = segment.pages
+        self._bytes = torch.from_numpy(segment.pages)
+        self.records = records = Records(segment.records, segment.layout.page_size, link)
+        # Of the records, not of this pool: a cycle would keep the segment's memory until garbage is collected.
+        self.prefault = Prefault(
+            segment, num_threads=num_threads, registrar=registrar, num_used=lambda: records.num_used
+        )
+        self._checksums = Checksums(self.records, segment.pages, max_bytes_per_s=max_checksum_bytes_per_s)
+        self._layers = {group.name: self._views(group) for group in groups}
+        self._verify = verify
+        self._is_foreign = np.zeros(self.num_pages, dtype=np.bool_)  # written by a former process, and not verified yet
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, page 0 included."""
+        return len(self._pages)
+
+    @property
+    def num_ready_pages(self) -> int:
+        """Pages below this may be copied to and from; adopted ones above it must wait."""
+        return self.prefault.num_ready_pages
+
+    def page(self, page: int) -> Tensor:
+        """Returns a page as uint8 ``[page_bytes]``, on the CPU, without copying."""
+        return self._bytes[page]
+
+    def span(self, first: int, end: int) -> Tensor:
+        """Returns adjacent pages as uint8 ``[end - first, page_bytes]``, on the CPU, without copying."""
+        return self._bytes[first:end]
+
+    def buffer(self, page: int) -> memoryview:
+        """Returns a page as bytes to read into or write from, without copying."""
+        return memoryview(self._pages[page])
+
+    def layers(self, group: str) -> tuple[LayerKV, ...]:
+        """Returns the views of a group's layers, in order.
+
+        Here ``k`` and ``v`` are ``[num_pages, page_size, num_kv_heads, head_dim]``, strided by whole pages;
+        ``k[page]`` is contiguous.
+        """
+        return self._layers[group]
+
+    def begin(self, run: PageRun) -> None:
+        """Declares what is about to be copied to pages that are FREE."""
+        self.records.begin(run)
+        self._is_foreign[run.pages] = False
+
+    def finish(self, pages: Int32Array) -> None:
+        """Declares that all bytes of these pages have arrived; their checksums follow in the background."""
+        self.records.finish(pages)
+        self._checksums.add(pages)
+
+    def free(self, pages: Int32Array) -> None:
+        """Forgets pages, if they were begun; no copy from or to them may be running."""
+        self.records.free(pages[self.records.in_use(pages)])
+
+    def recover(self) -> list[PageRun]:
+        """Takes over the pages of a former process; see ``Records.recover``. Ask ``is_intact`` before each use."""
+        runs = self.records.recover()
+        for run in runs:
+            self._is_foreign[run.pages] = True
+        return runs
+
+    def clear(self) -> None:
+        """Forgets every page."""
+        self.records.clear()
+
+    def is_intact(self, pages: Int32Array) -> bool:
+        """Returns whether the bytes of VALID pages are what was written, as far as that is to be verified.
+
+        A page that this process wrote and that has no checksum yet passes.
+        """
+        if self._verify == "off":
+            return True
+        due = pages if self._verify == "all" else pages[self._is_foreign[pages]]
+        for page in due.tolist():
+            is_unsealed = not self._is_foreign[page] and self.records.checksum(page) == NO_CHECKSUM
+            if not is_unsealed and not self.verify(page):
+                return False
+            self._is_foreign[page] = False
+        return True
+
+    def verify(self, page: int) -> bool:
+        """Returns whether a page has a checksum and its bytes match it. Reads the whole page."""
+        checksum = self.records.checksum(page)
+        return checksum != NO_CHECKSUM and checksum == page_checksum(self.buffer(page), self.records.digest(page))
+
+    def wait_checksums(self, timeout_s: float) -> bool:
+        """Waits until every finished page had its turn at a checksum (when shutting down, so that all can be adopted)."""
+        return self._checksums.wait(timeout_s)
+
+    def wait_sealed(self, pages: Int32Array, timeout_s: float) -> bool:
+        """Waits until these VALID pages have checksums; returns whether they do."""
+        return self._checksums.wait_for(pages, timeout_s)
+
+    def close(self) -> None:
+        """Stops the threads and unpins the memory; no copy may be running. What the pages hold stays."""
+        self._checksums.close()
+        self.prefault.close()
+
+    def _views(self, group: CacheGroupSpec) -> tuple[LayerKV, ...]:
+        typed = self._bytes.view(getattr(torch, group.dtype))
+        shape = (self.num_pages, self.layout.page_size, group.num_kv_heads, group.head_dim)
+        strides = (typed.stride(0), group.num_kv_heads * group.head_dim, group.head_dim, 1)
+        offsets = (self.layout.offsets[group.name] // typed.element_size()).tolist()
+        return tuple(
+            LayerKV(k=typed.as_strided(shape, strides, k), v=typed.as_strided(shape, strides, v)) for k, v in offsets
+        )

@@ -1,0 +1,151 @@
+"""What former servers left: named host caches in shared memory, and stores; listed, and deleted when nobody uses them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from hiserve.cache.storage.file_store import MARKER, FileStore
+from hiserve.cache.storage.segment import SHARED_MEMORY, SegmentLayout, segment_path, stored_layout
+from hiserve.errors import ConfigError, ResourceError
+
+_PREFIX = "hiserve-"
+_PLENTY = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A named host cache, or a store.
+
+    Attributes:
+        name: As a user gives it: the name of a host cache, or ``file:DIR``.
+        path: Its file or directory.
+        num_bytes: It takes.
+        num_pages: A host cache has room for, or a store holds.
+        page_size: Tokens per page of a host cache; 0 of a store.
+        used_s: When it was written or read last, in seconds since 1970.
+        is_used: A server has it open.
+        trouble: Why nothing more is known of it; empty if there is more.
+    """
+
+    name: str
+    path: Path
+    num_bytes: int = 0
+    num_pages: int = 0
+    page_size: int = 0
+    used_s: float = 0.0
+    is_used: bool = False
+    trouble: str = ""
+
+
+def named_caches(directory: Path = SHARED_MEMORY) -> list[Leftover]:
+    """Returns the named host caches of this user, by name."""
+    found: list[Leftover] = []
+    for path in sorted(directory.glob(f"{_PREFIX}*")):
+        name, status = path.name.removeprefix(_PREFIX), path.lstat()
+        if status.st_uid != os.geteuid():
+            continue
+        num_bytes, trouble, layout = status.st_blocks * 512, "", None
+        try:
+            layout = stored_layout(name, directory)
+        except ConfigError as error:
+            trouble = error.message
+        layout = layout or SegmentLayout(b"", 0, 0, 0)
+        is_used = not trouble and _is_locked(path)
+        found.append(
+            Leftover(name, path, num_bytes, layout.num_pages, layout.page_size, status.st_mtime, is_used, trouble)
+        )
+    return found
+
+
+def store_in(directory: Path) -> Leftover:
+    """Returns what is known of a store.
+
+    Raises:
+        ConfigError: The directory is no store of this version.
+    """
+    _check_store(directory)
+    store = FileStore(directory, _PLENTY)
+    stats = store.stats()
+    store.close()
+    used_s = max((entry.stat().st_mtime for entry in directory.iterdir()), default=0.0)
+    is_used = _is_locked(directory / MARKER)
+    return Leftover(f"file:{directory}", directory, stats.num_bytes, stats.num_pages, used_s=used_s, is_used=is_used)
+
+
+def delete_named_cache(name: str, directory: Path = SHARED_MEMORY) -> int:
+    """Removes a named host cache and its secret; returns the bytes that become free.
+
+    Raises:
+        ConfigError: There is none of this name, or the file is none of ours; it is left alone.
+        ResourceError: A server uses it.
+    """
+    path = segment_path(name, directory)
+    if stored_layout(name, directory) is None and not path.exists():
+        raise ConfigError(f"there is no host cache named {name!r} in {directory}. See hiserve cache list.")
+    with ExitStack() as undo:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
+        _take(fd, f"the host cache {name!r}")
+        num_bytes = os.fstat(fd).st_blocks * 512
+        path.unlink()
+        path.with_name(f".{path.name}.secret").unlink(missing_ok=True)
+    return num_bytes
+
+
+def delete_store(directory: Path) -> int:
+    """Removes the pages, the secret and the marker of a store, and the directory if nothing else is in it.
+
+    Returns:
+        The pages removed.
+
+    Raises:
+        ConfigError: The directory is no store of this version; it is left alone.
+        ResourceError: A server uses it.
+    """
+    _check_store(directory)
+    with ExitStack() as undo:
+        fd = os.open(directory / MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
+        _take(fd, f"the store file:{directory}")
+        store = FileStore(directory, _PLENTY, is_shared=False)
+        num_pages = store.clear()
+        store.close()
+        for path in (*directory.glob(f"{MARKER}.*"), directory / MARKER):
+            path.unlink(missing_ok=True)
+        for folder in (*directory.glob("[0-9a-f][0-9a-f]"), directory):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+    return num_pages
+
+
+def _check_store(directory: Path) -> None:
+    """Makes sure that there is a store, and makes none."""
+    if not (directory / MARKER).is_file():
+        raise ConfigError(f"{directory} is no store of hiserve: it has no file {MARKER}.")
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def _take(fd: int, what: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ResourceError(f"a server uses {what}; it was left alone. Stop the server first.") from None

@@ -1,0 +1,227 @@
+"""Brings the pages of a segment into memory in the background, first page first."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import math
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from hiserve.cache.storage.segment import GIB, Segment, no_memory
+from hiserve.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+# Pinning holds up launches on the device: up to 5 ms for this many bytes, half a second for 4 GiB (H200).
+_PIECE_BYTES = 64 << 20
+_IDLE_S = 0.05  # after the last step was launched
+_SHARE, _HURRIED_SHARE = 1 / 32, 1 / 2  # of the time, while steps run
+_SPARE_BYTES = 512 << 20  # of ready pages that nothing lies in
+
+
+class Registrar(Protocol):
+    """Pins memory, so that a device can copy to and from it."""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins a piece of this process's memory.
+
+        Raises:
+            OSError: It cannot be pinned; the text says why.
+        """
+
+    def unregister(self, address: int) -> None:
+        """Undoes ``register``."""
+
+
+class PinningThrottle:
+    """Decides how long pinning rests: not at all on an idle device; while steps run, so that it takes a share of the time.
+
+    The share is small while there are ready pages to write to, and a half when they run out.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._step_s = self._pinned_s = -math.inf
+        self._taken_s = 0.0
+
+    def step(self) -> None:
+        """Notes that a step is launched now. Called from the thread that launches."""
+        self._step_s = self.clock()
+
+    def pinned(self, taken_s: float) -> None:
+        """Notes that a piece was pinned until now, and how long that took."""
+        self._pinned_s, self._taken_s = self.clock(), taken_s
+
+    def pause_s(self, spare_bytes: int) -> float:
+        """Returns how long to wait before the next piece is pinned, at least 0.
+
+        Args:
+            spare_bytes: Of pages that are ready and hold nothing.
+        """
+        now_s = self.clock()
+        if now_s > self._step_s + _IDLE_S:
+            return 0.0
+        share = _SHARE if spare_bytes >= _SPARE_BYTES else _HURRIED_SHARE
+        return max(0.0, self._pinned_s + self._taken_s * (1 / share - 1) - now_s)
+
+
+class Prefault:
+    """Makes pages resident in parallel, piece by piece; each piece is then pinned if there is a registrar.
+
+    What a former process wrote stays. Nobody may copy to or from a page that is not ready: the memory
+    may not be there (then a write kills the process) or not be pinned. A copy must not span two pieces,
+    because each is pinned on its own.
+
+    Args:
+        segment: Whose pages.
+        num_threads: At least 1.
+        registrar: Pins each piece; None without a device.
+        piece_bytes: Bytes that become ready, and are pinned, at once; rounded down to whole pages of cache and of
+            memory, but not to none.
+        populate: Makes memory resident (offset in the segment, address, bytes); raises OSError.
+        throttle: Decides when the next piece is pinned.
+        num_used: Returns how many pages hold something.
+
+    Attributes:
+        num_pieces: Pieces in all.
+        pages_per_piece: Piece i holds the pages from ``i * pages_per_piece``.
+        throttle: As given.
+        failure: Why ``num_ready_pages`` stopped growing, if it did.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        num_threads: int = 4,
+        registrar: Registrar | None = None,
+        piece_bytes: int = _PIECE_BYTES,
+        populate: Callable[[int, int, int], None] | None = None,
+        throttle: PinningThrottle | None = None,
+        num_used: Callable[[], int] = lambda: 0,
+    ) -> None:
+        layout = segment.layout
+        # A boundary is one of pages and of memory pages, or two registrations would share a memory page.
+        stride = math.lcm(layout.page_bytes, mmap.PAGESIZE)
+        self.pages_per_piece = max(1, piece_bytes // stride) * stride // layout.page_bytes
+        self.num_pieces = -(-layout.num_pages // self.pages_per_piece)
+        self.throttle = throttle or PinningThrottle()
+        self.failure: ResourceError | None = None
+        self._num_used = num_used
+        self._segment = segment
+        self._address = segment.pages.ctypes.data
+        self._registrar = registrar
+        self._populate = populate or Populate(segment.fd)
+        self._is_done = np.zeros(self.num_pieces + 1, dtype=np.bool_)
+        self._registered: list[int] = []
+        self._next = 0
+        self._num_ready_pieces = 0
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._pinning = threading.Lock()  # one at a time, so that launches get their turn in between
+        count = min(num_threads, self.num_pieces)
+        self._threads = [threading.Thread(target=self._run, name=f"first-touch-{i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_ready_pages(self) -> int:
+        """Pages 0 to this are resident and pinned; never shrinks before ``close``."""
+        return min(self._num_ready_pieces * self.pages_per_piece, self._segment.layout.num_pages)
+
+    def wait(self, num_pages: int, timeout_s: float) -> bool:
+        """Waits until that many pages are ready; returns False when the time is over or the work has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self.num_ready_pages >= num_pages, timeout_s)
+            return self.num_ready_pages >= num_pages
+
+    def close(self) -> None:
+        """Stops the work and unpins everything; no copy may be running. The segment stays."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._registrar is not None:
+            for address in self._registered:
+                self._registrar.unregister(address)
+        self._registered.clear()
+
+    def _run(self) -> None:
+        while (piece := self._take()) is not None:
+            try:
+                self._touch(piece)
+            except OSError as error:
+                ready = self.num_ready_pages * self._segment.layout.page_bytes / GIB
+                self._fail(no_memory(self._segment.layout.num_bytes, f"after {ready:.3g} GiB: {error.strerror}"))
+                return
+            with self._changed:
+                self._is_done[piece] = True
+                self._num_ready_pieces = int(self._is_done.argmin())  # the last entry is never done
+                self._changed.notify_all()
+
+    def _take(self) -> int | None:
+        with self._changed:
+            if self._stop.is_set() or self._next == self.num_pieces:
+                return None
+            self._next += 1
+            return self._next - 1
+
+    def _touch(self, piece: int) -> None:
+        layout = self._segment.layout
+        first = piece * self.pages_per_piece * layout.page_bytes
+        num_bytes = min(self.pages_per_piece * layout.page_bytes, layout.num_pages * layout.page_bytes - first)
+        address = self._address + first
+        self._populate(layout.pages_offset + first, address, num_bytes)
+        if self._registrar is not None:
+            with self._pinning:
+                spare_pages = self.num_ready_pages - self._num_used()
+                self._stop.wait(self.throttle.pause_s(spare_pages * layout.page_bytes))
+                begin_s = self.throttle.clock()
+                self._registrar.register(address, num_bytes)
+                self._registered.append(address)
+                self.throttle.pinned(self.throttle.clock() - begin_s)
+
+    def _fail(self, error: ResourceError) -> None:
+        with self._changed:
+            if self.failure is None:
+                logger.warning("the host cache stays at %d pages: %s", self.num_ready_pages, error.message)
+            self.failure = self.failure or error
+            self._stop.set()
+            self._changed.notify_all()
+
+
+class Populate:
+    """Makes memory resident through the kernel, which reports what it cannot give instead of a signal.
+
+    Args:
+        fd: The segment's, for kernels that cannot do it by address.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._madvise = ctypes.CDLL(None, use_errno=True).madvise
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def __call__(self, offset: int, address: int, num_bytes: int) -> None:
+        """Makes bytes resident and writable, and keeps what they hold; other threads run meanwhile.
+
+        Raises:
+            OSError: The memory is not there.
+        """
+        if self._madvise(address, num_bytes, _MADV_POPULATE_WRITE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+        os.posix_fallocate(self._fd, offset, num_bytes)

@@ -1,0 +1,246 @@
+"""What each host page holds, written so that a crash at any moment leaves only what is true."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hiserve.core.digest import DIGEST_BYTES, Chain, chain, pack_tokens
+from hiserve.core.plan import Int32Array
+from hiserve.core.transfers import PageRun
+
+NO_CHECKSUM = 0
+RecordArray = NDArray[np.void]
+
+
+class PageState(IntEnum):
+    """Life of a host page: FREE, then WRITING while bytes are on their way, then VALID."""
+
+    FREE = 0
+    WRITING = 1
+    VALID = 2
+
+
+def record_type(page_size: int) -> np.dtype[np.void]:
+    """Returns the type of one record; its size is a multiple of 8 bytes, so that no counter straddles a cache line."""
+    digest = ("u1", (DIGEST_BYTES,))
+    return np.dtype(
+        [
+            ("state", "<u8"),
+            ("checksum", "<u8"),
+            ("draft_revision", "<u8"),
+            ("namespace", *digest),
+            ("parent", *digest),
+            ("digest", *digest),
+            ("tokens", "<i4", (page_size + page_size % 2,)),
+        ]
+    )
+
+
+def page_checksum(page: memoryview, digest: bytes) -> int:
+    """Returns the xxh3-64 of a page's bytes; never 0, which stands for "not yet".
+
+    The page's digest is the seed: bytes that belong to another prefix do not pass, even if they are intact.
+    """
+    seed = int.from_bytes(digest[:8], "little")
+    return xxhash.xxh3_64_intdigest(page, seed=seed) or 1
+
+
+class Records:
+    """The records of a segment. One process writes at a time; its threads may share this object.
+
+    The rule that survives a crash: a record stops being VALID before anything else about its page
+    changes, and becomes VALID after everything else is written; its checksum comes later still. A
+    process dies between two instructions, so the next one sees the writes in this order.
+
+    Args:
+        table: ``[num_pages]`` of ``record_type(page_size)``; usually a view of a segment.
+        page_size: Tokens per page.
+        link: Makes the digests of pages (``core.digest.chain_of``).
+
+    Attributes:
+        num_used: Pages that are WRITING or VALID, since ``recover`` or ``clear``.
+    """
+
+    def __init__(self, table: RecordArray, page_size: int, link: Chain = chain) -> None:
+        assert table.dtype == record_type(page_size), f"records of {table.itemsize} bytes, page size {page_size}"
+        self._table = table
+        self._fields: dict[str, NDArray[Any]] = {name: table[name] for name in table.dtype.names or ()}
+        self._fields["tokens"] = table["tokens"][:, :page_size]
+        self._page_size = page_size
+        self._link = link
+        self.num_used = 0
+        self._lives = np.zeros(table.size, dtype=np.int64)  # how often a page was begun or freed by this process
+        self._lock = threading.Lock()
+
+    def begin(self, run: PageRun) -> None:
+        """FREE to WRITING: bytes may be copied to these pages from now on."""
+        pages = run.pages
+        assert pages.size == len(run.digests) > 0, f"{len(run.digests)} digests for {pages.size} pages"
+        tokens = np.frombuffer(run.key, dtype="<i4").reshape(pages.size, self._page_size)
+        with self._lock:
+            self._expect(pages, self._fields["state"][pages] == PageState.FREE, "FREE")
+            self.num_used += pages.size
+            self._lives[pages] += 1
+            self._write("state", pages, PageState.WRITING)
+            self._write("checksum", pages, NO_CHECKSUM)
+            self._write("draft_revision", pages, run.draft_revision)
+            self._write("namespace", pages, _rows([run.namespace]))
+            self._write("parent", pages, _rows([run.parent, *run.digests[:-1]]))
+            self._write("digest", pages, _rows(run.digests))
+            self._write("tokens", pages, tokens)
+
+    def finish(self, pages: Int32Array) -> None:
+        """WRITING to VALID: all bytes of these pages have arrived. Until they have a checksum, no restart adopts them."""
+        with self._lock:
+            self._expect(pages, self._fields["state"][pages] == PageState.WRITING, "WRITING")
+            self._write("state", pages, PageState.VALID)
+
+    def free(self, pages: Int32Array) -> None:
+        """WRITING or VALID to FREE: these pages may be given to somebody else."""
+        with self._lock:
+            self._expect(pages, self._fields["state"][pages] != PageState.FREE, "in use")
+            self.num_used -= pages.size
+            self._lives[pages] += 1
+            self._write("state", pages, PageState.FREE)
+
+    def clear(self) -> None:
+        """Frees every page, whatever a former process left."""
+        with self._lock:
+            self._lives += 1
+            self.num_used = 0
+            self._write("state", np.arange(self._table.size, dtype=np.int32), PageState.FREE)
+
+    def in_use(self, pages: Int32Array) -> NDArray[np.bool_]:
+        """Whether each page is WRITING or VALID."""
+        return np.asarray(self._fields["state"][pages] != PageState.FREE)
+
+    def state(self, page: int) -> PageState:
+        """Returns where a page is in its life."""
+        return PageState(int(self._fields["state"][page]))
+
+    def checksum(self, page: int) -> int:
+        """Returns the checksum of a page's bytes, or ``NO_CHECKSUM``."""
+        return int(self._fields["checksum"][page])
+
+    def digest(self, page: int) -> bytes:
+        """Returns the digest of a page; it means nothing while the page is FREE."""
+        return bytes(self._fields["digest"][page])
+
+    def unsealed(self, pages: Int32Array) -> tuple[Int32Array, NDArray[np.int64], list[bytes]]:
+        """Returns the pages that are VALID without a checksum, what tells each from later uses of it, and their digests."""
+        with self._lock:
+            fields = self._fields
+            lacks = (fields["state"][pages] == PageState.VALID) & (fields["checksum"][pages] == NO_CHECKSUM)
+            ours = pages[lacks]
+            return ours, self._lives[ours], [bytes(digest) for digest in fields["digest"][ours]]
+
+    def seal(self, pages: Int32Array, lives: NDArray[np.int64], checksums: Sequence[int]) -> Int32Array:
+        """Records checksums, except of pages that were freed since ``unsealed`` named them.
+
+        Args:
+            pages: int32 ``[n]``.
+            lives: int64 ``[n]``, of ``unsealed``.
+            checksums: Of each page's bytes.
+
+        Returns:
+            The pages whose checksum was recorded.
+        """
+        values = np.array(checksums, dtype=np.uint64)
+        assert (values != NO_CHECKSUM).all(), f"one of {pages} cannot have the checksum that stands for none"
+        with self._lock:
+            is_same = self._lives[pages] == lives
+            ours: Int32Array = pages[is_same]
+            self._write("checksum", ours, values[is_same])
+            return ours
+
+    def recover(self) -> list[PageRun]:
+        """Takes over what a former process left: its VALID pages with a checksum, parents first.
+
+        Everything else is freed: torn and unfinished records, records whose digest does not follow from
+        their parent and tokens, second copies, and pages whose parents are missing. The bytes of an
+        adopted page are not read; whoever uses a page first must verify it.
+
+        Returns:
+            Unbranched runs; the parent of each is a namespace or stands in a run before it.
+        """
+        runs = list(_runs(_true_records(self._table, self._page_size, self._link)))
+        kept = np.zeros(self._table.size, dtype=np.bool_)
+        for run in runs:
+            kept[run.pages] = True
+        with self._lock:
+            self.num_used = int(np.count_nonzero(kept))
+            self._write("state", np.flatnonzero(~kept).astype(np.int32), PageState.FREE)
+        return runs
+
+    def _expect(self, pages: Int32Array, is_right: NDArray[np.bool_], state: str) -> None:
+        assert is_right.all(), f"pages {pages[~is_right]} are not {state}"
+        assert pages.min(initial=1) >= 1, "page 0 is nobody's"
+
+    def _write(self, field: str, pages: Int32Array, value: Any) -> None:
+        """Writes one field of some records. Every write goes through here, in the order that matters."""
+        self._fields[field][pages] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Record:
+    """One record read back."""
+
+    page: int
+    namespace: bytes
+    parent: bytes
+    digest: bytes
+    key: bytes
+    draft_revision: int
+
+
+def _true_records(table: RecordArray, page_size: int, link: Chain) -> Iterator[_Record]:
+    """Yields the VALID records with a checksum whose digest follows from their parent and tokens."""
+    found = np.flatnonzero((table["state"] == PageState.VALID) & (table["checksum"] != NO_CHECKSUM))
+    rows = table[found]
+    columns = [rows[name].tobytes() for name in ("namespace", "parent", "digest")]
+    keys = pack_tokens(rows["tokens"][:, :page_size])
+    stride = 4 * page_size
+    for index, (page, revision) in enumerate(zip(found.tolist(), rows["draft_revision"].tolist(), strict=True)):
+        namespace, parent, digest = (column[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)] for column in columns)
+        key = keys[stride * index : stride * (index + 1)]
+        if page and link(parent, key, page_size) == [digest]:
+            yield _Record(page, namespace, parent, digest, key, revision)
+
+
+def _rows(digests: list[bytes]) -> NDArray[np.uint8]:
+    """Returns digests as uint8 ``[n, 16]``."""
+    return np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def _runs(records: Iterable[_Record]) -> Iterator[PageRun]:
+    """Walks down from the namespaces; a run ends where the prefix branches, ends or changes its draft revision."""
+    below: dict[tuple[bytes, bytes], dict[bytes, _Record]] = {}
+    for record in records:
+        below.setdefault((record.namespace, record.parent), {}).setdefault(record.digest, record)
+    starts = [record for (namespace, parent), rows in below.items() if parent == namespace for record in rows.values()]
+    while starts:
+        run = [starts.pop()]
+        while True:
+            end = run[-1]
+            # Popped: digests that form a ring, which only a forger can make, end instead of going round.
+            children = list(below.pop((end.namespace, end.digest), {}).values())
+            if len(children) != 1 or children[0].draft_revision != end.draft_revision:
+                break
+            run += children
+        starts += children
+        yield PageRun(
+            pages=np.array([record.page for record in run], dtype=np.int32),
+            namespace=run[0].namespace,
+            parent=run[0].parent,
+            digests=[record.digest for record in run],
+            key=b"".join(record.key for record in run),
+            draft_revision=run[0].draft_revision,
+        )

@@ -1,0 +1,183 @@
+"""Carries pages between the host and a store, in threads of their own: a store may be slow, fail, or never answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.store import PageStore
+from hiserve.cache.storage.store_keys import store_key
+from hiserve.core.step_faults import fault_of
+from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.errors import InvariantError
+from hiserve.ipc.cache_stats import StoreStats
+
+NOT_DELIVERED = "not_delivered"
+REFUSED = "store_refused"
+NO_CHECKSUM = "no_checksum"
+GARBLED = "checksum"
+
+Job = Callable[[], None]
+
+
+class StoreTransfers:
+    """Answers lookups, and carries out prefetches and uploads; each kind of work in its order.
+
+    A call that hangs keeps its thread and its order, and those that wait behind it; nothing else waits for it.
+
+    Args:
+        store: Beyond the host; closed at the end.
+        host: The host pool; learns what a prefetch is about to write and has written.
+        wake: Called by the threads when ``poll`` or ``take_found`` has something new.
+        num_prefetch_threads: Lookups and prefetches that run at once.
+        max_upload_bytes_per_s: Bound on what uploads take of the medium.
+        checksum_timeout_s: Longest an upload waits for the checksums of its pages.
+        close_timeout_s: Longest ``close`` waits for uploads that were begun, and then for the threads.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        host: HostPool,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        num_prefetch_threads: int = STORE_LANES,
+        max_upload_bytes_per_s: float = 1e9,
+        checksum_timeout_s: float = 5.0,
+        close_timeout_s: float = 0.2,
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._wake = wake
+        self._upload_s_per_page = host.layout.page_bytes / max_upload_bytes_per_s
+        self._checksum_timeout_s = checksum_timeout_s
+        self._close_timeout_s = close_timeout_s
+        self._acks: deque[CopyAck] = deque()
+        self._found: deque[tuple[int, int]] = deque()
+        self._failure: Exception | None = None
+        self._is_closing = threading.Event()
+        self._fetches: SimpleQueue[Job | None] = SimpleQueue()
+        self._uploads: SimpleQueue[Job | None] = SimpleQueue()
+        self._fetchers = [self._thread(self._fetches) for _ in range(num_prefetch_threads)]
+        self._uploader = self._thread(self._uploads)
+
+    def look_up(self, lookup: StoreLookup) -> None:
+        """Takes a question; returns at once."""
+        self._fetches.put(partial(self._look_up, lookup))
+
+    def start(self, copy: PageCopy) -> None:
+        """Takes a prefetch or an upload; returns at once. A prefetch needs pages that are FREE, an upload VALID ones."""
+        assert copy.run is not None, f"copy {copy.op} does not say what its pages hold"
+        if copy.kind is CopyKind.PREFETCH:
+            self._fetches.put(partial(self._prefetch, copy.op, copy.run))
+        else:
+            assert copy.kind is CopyKind.UPLOAD, f"copy {copy.op} has nothing to do with a store"
+            self._uploads.put(partial(self._upload, copy.op, copy.run))
+
+    def clear(self) -> None:
+        """Empties the store behind the uploads that were begun; returns at once."""
+        self._uploads.put(self._clear)
+
+    def poll(self) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call.
+
+        Raises:
+            InvariantError: A thread has failed; orders are carried out no more.
+        """
+        if self._failure is not None:
+            raise InvariantError(f"the store's thread failed: {self._failure}") from self._failure
+        return [self._acks.popleft() for _ in range(len(self._acks))]
+
+    def take_found(self) -> list[tuple[int, int]]:
+        """Returns (uid, pages) of the lookups that were answered since the last call."""
+        return [self._found.popleft() for _ in range(len(self._found))]
+
+    def stats(self) -> StoreStats:
+        """Returns the store's counts; waits for nothing."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Ends. Uploads that were begun get a little time; what hangs then is left alone, with its thread."""
+        self._is_closing.set()
+        for _ in self._fetchers:
+            self._fetches.put(None)
+        self._uploads.put(None)
+        self._uploader.join(self._close_timeout_s)
+        self._store.close()
+        deadline = time.monotonic() + self._close_timeout_s
+        for thread in (self._uploader, *self._fetchers):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _thread(self, jobs: SimpleQueue[Job | None]) -> threading.Thread:
+        thread = threading.Thread(target=self._serve, args=(jobs,), name="hiserve-store", daemon=True)
+        thread.start()
+        return thread
+
+    def _serve(self, jobs: SimpleQueue[Job | None]) -> None:
+        try:
+            while (job := jobs.get()) is not None:
+                job()
+        except Exception as error:  # noqa: BLE001 - whoever asks for acks gets it
+            self._failure = error
+
+    def _look_up(self, lookup: StoreLookup) -> None:
+        if self._is_closing.is_set():
+            return
+        self._found.append((lookup.uid, self._store.exists([store_key(digest) for digest in lookup.digests])))
+        self._wake()
+
+    def _prefetch(self, op: int, run: PageRun) -> None:
+        if self._is_closing.is_set():
+            return
+        begin = time.perf_counter()
+        self._host.begin(run)
+        count = _count(partial(self._store.get, _keys(run), self._buffers(run)))
+        if self._is_closing.is_set():
+            return  # nobody takes the ack; pages that are not VALID are adopted by nobody
+        if count:
+            self._host.finish(run.pages[:count])
+        self._host.free(run.pages[count:])
+        self._end(op, count, begin, "" if count == run.pages.size else NOT_DELIVERED)
+
+    def _upload(self, op: int, run: PageRun) -> None:
+        """Stores the leading pages that are what was written: no damage of the host gets a checksum of its own."""
+        begin = time.perf_counter()
+        if not self._host.wait_sealed(run.pages, self._checksum_timeout_s):
+            self._end(op, 0, begin, NO_CHECKSUM)
+            return
+        is_intact = [self._host.verify(page) for page in run.pages.tolist()]
+        num_intact = (*is_intact, False).index(False)
+        begin = time.perf_counter()
+        count = _count(partial(self._store.put, _keys(run)[:num_intact], self._buffers(run)[:num_intact]))
+        self._end(op, count, begin, REFUSED if count < num_intact else "" if num_intact == run.pages.size else GARBLED)
+        self._is_closing.wait(count * self._upload_s_per_page)
+
+    def _clear(self) -> None:
+        self._store.clear()
+
+    def _end(self, op: int, count: int, begin: float, reason: str) -> None:
+        num_bytes = count * self._host.layout.page_bytes
+        self._acks.append(CopyAck(op, reason, num_bytes, time.perf_counter() - begin, count))
+        self._wake()
+
+    def _buffers(self, run: PageRun) -> list[memoryview]:
+        return [self._host.buffer(page) for page in run.pages.tolist()]
+
+
+def _count(call: Callable[[], int]) -> int:
+    """Returns the pages that a call of the store dealt with: none if memory ran out for it."""
+    try:
+        return call()
+    except Exception as error:
+        if not fault_of(error):
+            raise
+        return 0
+
+
+def _keys(run: PageRun) -> list[bytes]:
+    return [store_key(digest, run.draft_revision) for digest in run.digests]

@@ -1,0 +1,124 @@
+"""Which segment a configuration gets, and what is known of it before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hiserve.cache.storage.cache_identity import server_secret
+from hiserve.cache.storage.host_segment import layout_of, probe_segments
+from hiserve.cache.storage.host_segment import open_segment as open_identified
+from hiserve.cache.storage.page_layout import PageLayout
+from hiserve.cache.storage.segment import SHARED_MEMORY, Segment
+from hiserve.config import Config, make_config
+from hiserve.core.resolve import GIB, Machine
+from hiserve.errors import ConfigError, ResourceError
+from hiserve.models.shapes import read_model
+from tests.helpers.identity import identified, namespace_of
+
+MIB = 2**20
+MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=(), shm_bytes=GIB)
+_, MODEL = read_model(make_config().model)
+
+
+def config(**settings: Any) -> Config:
+    return make_config(**({"dtype": "float32", "host_cache_gib": 4 / 1024} | settings))
+
+
+def open_segment(given: Config, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:
+    return open_identified(identified(given, directory), replica, directory)
+
+
+def test_the_layout_is_that_of_the_pages_of_the_model() -> None:
+    layout = layout_of(identified(config(page_size=8, spec="off")))
+    assert layout is not None
+    assert layout.page_size == 8
+    assert layout.page_bytes == PageLayout(MODEL.kv_groups("float32"), 8).page_bytes
+    assert layout.num_pages == 4 * MIB // layout.page_bytes
+    assert layout.namespace == namespace_of(config(page_size=8, spec="off"))
+
+
+@pytest.mark.parametrize("gib", [0.0, 1e-5])
+def test_no_room_for_two_pages_is_no_segment(gib: float) -> None:
+    assert layout_of(identified(config(host_cache_gib=gib))) is None
+    assert open_segment(config(host_cache_gib=gib), 0) is None
+
+
+def test_each_replica_has_a_file_of_its_own(tmp_path: Path) -> None:
+    both = config(host_cache_name="n", replicas=2)
+    for replica in range(2):
+        segment = open_segment(both, replica, tmp_path)
+        assert segment is not None
+        segment.close()
+    alone = open_segment(config(host_cache_name="n"), 0, tmp_path)
+    assert alone is not None
+    alone.close()
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"hiserve-n-0", "hiserve-n-1", "hiserve-n", ".hiserve-n.secret"}
+
+
+def test_digests_know_the_secret_of_a_name_and_nothing_else_has_one(tmp_path: Path) -> None:
+    assert server_secret(config(), tmp_path) == b""
+    named = config(host_cache_name="n")
+    digest = namespace_of(named, tmp_path)
+    assert namespace_of(named, tmp_path) == digest
+    assert (tmp_path / ".hiserve-n.secret").stat().st_mode & 0o777 == 0o600
+    assert len({digest, namespace_of(config(), tmp_path)}) == 2
+    (tmp_path / ".hiserve-n.secret").unlink()
+    assert namespace_of(named, tmp_path) != digest
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float64"}, {"load_format": "dummy"}, {"page_size": 4}])
+def test_what_changes_the_bytes_of_a_page_changes_its_namespace(change: dict[str, Any]) -> None:
+    assert namespace_of(config(**change)) != namespace_of(config())
+
+
+def test_a_segment_that_is_there_keeps_its_size_and_counts_as_room(tmp_path: Path) -> None:
+    named = config(host_cache_name="n")
+    assert probe_segments(named, MACHINE, tmp_path) == MACHINE
+    segment = open_segment(named, 0, tmp_path)
+    assert segment is not None
+    pages = segment.layout.num_pages * segment.layout.page_bytes
+    segment.pages[:] = 1
+    found = probe_segments(config(host_cache_name="n", host_cache_gib="auto"), MACHINE, tmp_path)
+    taken = found.shm_bytes - MACHINE.shm_bytes
+    assert taken >= pages
+    assert found == msgspec.structs.replace(
+        MACHINE, kept_bytes=pages, shm_bytes=GIB + taken, memory_bytes=8 * GIB + taken
+    )
+    segment.close()
+
+
+def test_nothing_is_looked_for_without_a_name(tmp_path: Path) -> None:
+    assert probe_segments(config(), MACHINE, tmp_path) == MACHINE
+    with pytest.raises(ConfigError, match="--host-cache-name is 'a/b'"):
+        probe_segments(config(host_cache_name="a/b"), MACHINE, tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"kv_canary": True}, {"store": "made"}, {"dtype": "bfloat16"}])
+def test_a_name_whose_digests_know_another_secret_is_refused_with_what_can_have_changed(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    given = {"host_cache_name": "n"}
+    segment = open_segment(config(**given), 0, tmp_path)
+    assert segment is not None
+    segment.close()
+    if "store" in change:
+        change = {"store": f"file:{tmp_path / 'store'}"}
+    with pytest.raises(ConfigError, match="or another --dtype, --store or --kv-canary; it was left alone") as caught:
+        open_segment(config(**given | change), 0, tmp_path)
+    assert caught.value.param == "host_cache_name"
+    segment = open_segment(config(**given), 0, tmp_path)
+    assert segment is not None, "what was there is of use again"
+    segment.close()
+
+
+def test_a_name_has_one_owner(tmp_path: Path) -> None:
+    segment = open_segment(config(host_cache_name="n"), 0, tmp_path)
+    assert segment is not None
+    with pytest.raises(ResourceError, match="another server uses"):
+        open_segment(config(host_cache_name="n"), 0, tmp_path)
+    segment.close()

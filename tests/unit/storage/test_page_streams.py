@@ -1,0 +1,168 @@
+"""Copies through streams in whatever order these run: right bytes, in few pieces, and stores give way before each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hiserve.cache.storage.cuda_transfer import CudaTransfers
+from hiserve.cache.storage.page_streams import PageStreams
+from hiserve.cache.storage.transfer_queue import TransferQueue
+from hiserve.core.transfers import CopyKind, PageCopy
+from tests.helpers.fake_cuda import FakeCuda, install
+from tests.helpers.host import make_run
+from tests.helpers.transfers import THREAD, TransferBench, ints
+
+NUM_PAGES, PAGES_PER_SLOT, PAGES_PER_PIECE = 60, 3, 7
+SEED = random.randrange(2**32)
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[TransferBench]:
+    bench = TransferBench(THREAD, num_pages=NUM_PAGES)
+    monkeypatch.setattr(bench.host.prefault, "pages_per_piece", PAGES_PER_PIECE)
+    yield bench
+    bench.close()
+
+
+def make_streams(bench: TransferBench, kind: CopyKind, *, direct: bool = False) -> PageStreams:
+    streams = PageStreams(
+        bench.device,
+        bench.host,
+        kind,
+        staging_bytes=2 * PAGES_PER_SLOT * bench.page_bytes,
+        max_direct_page_bytes=bench.page_bytes if direct else 0,
+        min_layer_bytes=0,
+    )
+    streams.compile()
+    return streams
+
+
+def orders(rng: random.Random) -> list[tuple[list[int], list[int]]]:
+    """Device pages and host pages of a few orders that share none; half of the host's are adjacent."""
+    ours, theirs = rng.sample(range(1, NUM_PAGES), 44), list(range(10, 54))
+    theirs[:22] = rng.sample(theirs[:22], 22)
+    cuts = [0, *sorted(rng.sample(range(1, 44), 4)), 44]
+    return [(ours[a:b], theirs[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_every_byte_arrives_whichever_stream_runs_first(
+    bench: TransferBench, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    print(f"seed {SEED}")
+    rng = random.Random(SEED)
+    for _ in range(30):
+        device = FakeCuda(rng.randrange(2**32))
+        with monkeypatch.context() as patch:
+            install(patch, device)
+            before = [bench.page(page) for page in range(NUM_PAGES)]
+            told = orders(rng)
+            for kind in (CopyKind.OFFLOAD, CopyKind.LOAD):
+                streams = make_streams(bench, kind, direct=direct)
+                for op, (ours, theirs) in enumerate(told):
+                    streams.begin(PageCopy(op, kind, ints(ours), ints(theirs), 0), None, lambda room: None)
+                    device.run(rng.randrange(20))
+                device.run()
+                if kind is CopyKind.OFFLOAD:
+                    for plane in bench.planes():
+                        plane.zero_()
+            assert not any(stream.ops for stream in device.streams)
+        for page in {page for ours, _ in told for page in ours}:
+            assert torch.equal(bench.page(page), before[page]), page
+
+
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
+def test_adjacent_pages_cross_at_once_unless_they_were_pinned_apart(
+    bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
+) -> None:
+    device = FakeCuda()
+    install(monkeypatch, device)
+    ours, theirs = ints([31, 32, 33, 34, 35, 36, 37, 38, 39]), ints([3, 2, 6, 8, 7, 5, 20, 22, 23])
+    make_streams(bench, kind).begin(PageCopy(1, kind, ours, theirs, 0), None, lambda room: None)
+    start = bench.host.span(0, 1).data_ptr()
+    host = [(run[0] if kind is CopyKind.OFFLOAD else run[1], run[2]) for run in device.runs]
+    pages = [((address - start) / bench.page_bytes, num_bytes / bench.page_bytes) for address, num_bytes in host]
+    assert pages == [(2, 2), (5, 1), (6, 1), (7, 2), (20, 1), (22, 2)]
+
+
+@pytest.mark.parametrize("kind", [CopyKind.OFFLOAD, CopyKind.LOAD])
+def test_the_copy_engine_waits_for_another_stream_after_each_piece(
+    bench: TransferBench, monkeypatch: pytest.MonkeyPatch, kind: CopyKind
+) -> None:
+    print(f"seed {SEED}")
+    for seed in range(SEED, SEED + 20):
+        device = FakeCuda(seed)
+        install(monkeypatch, device)
+        streams = make_streams(bench, kind)
+        for start in (1, 21):
+            pages = ints(range(start, start + 20))
+            streams.begin(PageCopy(start, kind, pages, pages, 0), None, lambda room: None)
+        device.run()
+        crossing = streams._crossing.cuda_stream
+        pieces = [number for number, each in enumerate(device.log) if each == (crossing, "cross")]
+        assert len(pieces) == 14
+        for begin, end in itertools.pairwise(pieces):
+            assert (streams._kernels.cuda_stream, "record") in device.log[begin:end], device.log[begin:end]
+
+
+def test_a_piece_costs_six_calls_and_each_is_announced(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are time in which nobody else has the interpreter: two kernels here, as there are two groups."""
+    device = FakeCuda()
+    install(monkeypatch, device)
+    for kind in (CopyKind.OFFLOAD, CopyKind.LOAD):
+        rooms: list[object] = []
+        streams, calls = make_streams(bench, kind), []
+        for num_pieces in (1, 5):
+            pages = ints(range(1, 1 + num_pieces * PAGES_PER_SLOT))
+            before = device.num_calls
+            streams.begin(PageCopy(1, kind, pages, pages, 0), None, rooms.append)
+            calls.append(device.num_calls - before)
+        assert (calls[1] - calls[0]) / 4 == len(bench.groups) + 1 + 4  # kernels, a crossing, events
+        assert len(rooms) == 1 + 5 and None not in rooms
+    rooms = []
+    streams = make_streams(bench, CopyKind.OFFLOAD, direct=True)
+    streams.begin(PageCopy(1, CopyKind.OFFLOAD, ints([1, 2]), ints([1, 2]), 0), None, rooms.append)
+    assert rooms == [None]
+
+
+def test_stores_give_way_before_each_piece_and_loads_never(
+    bench: TransferBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gave_way: list[int] = []
+    begun: list[int] = []
+    install(monkeypatch, FakeCuda())
+    monkeypatch.setattr(bench.host.prefault, "pages_per_piece", NUM_PAGES)
+    monkeypatch.setattr(TransferQueue, "give_way", lambda queue: gave_way.append(begun[-1]))
+    engine = CudaTransfers(
+        bench.device,
+        bench.host,
+        max_queued_bytes=1 << 40,
+        max_store_bytes_per_s=1e15,
+        max_direct_page_bytes=0,
+        staging_bytes=5 * PAGES_PER_SLOT * bench.page_bytes,
+        hold=lambda copy: begun.append(copy.op),  # type: ignore[func-returns-value]
+    )
+    pages = ints(range(1, 1 + 4 * PAGES_PER_SLOT))
+    engine.start(PageCopy(1, CopyKind.OFFLOAD, pages, pages, 0, make_run(pages.tolist(), pages.tolist())))
+    acks = [engine.poll(30)]
+    engine.start(PageCopy(2, CopyKind.LOAD, pages, pages, 0))
+    acks.append(engine.poll(30))
+    engine.close()
+    assert [(ack.op, ack.reason) for each in acks for ack in each] == [(1, ""), (2, "")]
+    assert gave_way == [1, 1, 1, 1]
+
+
+def test_the_engine_tells_its_queue_of_launches(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeCuda())
+    engine = CudaTransfers(bench.device, bench.host, max_queued_bytes=1 << 40, max_store_bytes_per_s=1e15)
+    seen = []
+    for tell in (engine.launch_begins, engine.launch_ends, engine.launch_begins, lambda: engine.forward_done(1)):
+        tell()
+        seen.append(engine._queue._is_launching)
+    engine.close()
+    assert seen == [True, False, True, False]

@@ -1,0 +1,309 @@
+"""Pages between the host and a store that is slow, fails, lies, fills up or hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.page_layout import PageLayout
+from hiserve.cache.storage.records import PageState
+from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.sim_store import Fault, SimStore, Step
+from hiserve.cache.storage.store import PageStore
+from hiserve.cache.storage.store_keys import store_key
+from hiserve.cache.storage.store_transfers import GARBLED, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
+from hiserve.core.kv_groups import CacheGroupSpec
+from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
+from hiserve.errors import InvariantError
+from tests.helpers.host import PAGE_SIZE, content, make_layout, make_run
+
+pytestmark = pytest.mark.alone
+
+GROUPS = (CacheGroupSpec(name="kv", num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32"),)
+PAGE_BYTES = PageLayout(GROUPS, PAGE_SIZE).page_bytes
+NOTHING = np.empty(0, dtype=np.int32)
+TIMEOUT_S = 60.0
+PLENTY = 1e15
+DEFAULTS = {"max_upload_bytes_per_s": PLENTY, "checksum_timeout_s": TIMEOUT_S}
+
+
+@pytest.fixture
+def host() -> Iterator[HostPool]:
+    segment = Segment.anonymous(make_layout(16, PAGE_BYTES))
+    pool = HostPool(segment, GROUPS, num_threads=1, max_checksum_bytes_per_s=PLENTY)
+    pool.clear()
+    assert pool.prefault.wait(16, TIMEOUT_S)
+    yield pool
+    pool.close()
+    segment.close()
+
+
+@pytest.fixture
+def make(host: HostPool) -> Iterator[Callable[..., StoreTransfers]]:
+    made: list[StoreTransfers] = []
+
+    def transfers(store: PageStore, **options: float) -> StoreTransfers:
+        made.append(StoreTransfers(store, host, **(DEFAULTS | options)))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield transfers
+    for each in made:
+        each.close()
+
+
+def filled_store(run: PageRun, script: Sequence[Step] = ()) -> SimStore:
+    store = SimStore([Step(), *script])
+    keys = [store_key(digest) for digest in run.digests]
+    store.put(keys, [memoryview(content(digest, PAGE_BYTES).tobytes()) for digest in run.digests])
+    return store
+
+
+def written(host: HostPool, run: PageRun) -> PageRun:
+    host.begin(run)
+    for page, digest in zip(run.pages.tolist(), run.digests, strict=True):
+        host.buffer(page)[:] = content(digest, PAGE_BYTES).data
+    host.finish(run.pages)
+    return run
+
+
+def copy_of(run: PageRun, kind: CopyKind, op: int = 1) -> PageCopy:
+    return PageCopy(op, kind, NOTHING, run.pages, 0, run)
+
+
+def next_ack(transfers: StoreTransfers) -> CopyAck:
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        if acks := transfers.poll():
+            (ack,) = acks
+            return ack
+        time.sleep(0.001)
+    raise AssertionError("no ack came")
+
+
+def next_found(transfers: StoreTransfers) -> tuple[int, int]:
+    end = time.monotonic() + TIMEOUT_S
+    while not (found := transfers.take_found()):
+        assert time.monotonic() < end, "no answer came"
+        time.sleep(0.001)
+    assert len(found) == 1
+    return found[0]
+
+
+def check_close_ends(transfers: StoreTransfers) -> None:
+    closing = threading.Thread(target=transfers.close, daemon=True)
+    closing.start()
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+
+
+RUN = make_run([3, 4, 9], [1, 2, 3])
+
+
+def states(host: HostPool) -> list[PageState]:
+    return [host.records.state(page) for page in RUN.pages.tolist()]
+
+
+def test_a_lookup_tells_how_many_leading_pages_are_there(make: Callable[..., StoreTransfers]) -> None:
+    transfers = make(filled_store(RUN))
+    more = make_run([1, 2, 5, 6, 7], [1, 2, 3, 4, 5])
+    transfers.look_up(StoreLookup(7, more.digests))
+    assert next_found(transfers) == (7, 3)
+    transfers.look_up(StoreLookup(8, more.digests[3:]))
+    assert next_found(transfers) == (8, 0)
+
+
+def test_a_prefetch_brings_pages_that_are_valid_and_get_a_checksum(
+    host: HostPool, make: Callable[..., StoreTransfers]
+) -> None:
+    transfers = make(filled_store(RUN))
+    transfers.start(copy_of(RUN, CopyKind.PREFETCH, 5))
+    ack = next_ack(transfers)
+    assert (ack.op, ack.reason, ack.num_pages, ack.num_bytes) == (5, "", 3, 3 * PAGE_BYTES)
+    assert states(host) == [PageState.VALID] * 3
+    for page, digest in zip(RUN.pages.tolist(), RUN.digests, strict=True):
+        assert bytes(host.buffer(page)) == content(digest, PAGE_BYTES).tobytes()
+    assert host.wait_sealed(RUN.pages, TIMEOUT_S)
+    assert host.is_intact(RUN.pages)
+
+
+@pytest.mark.parametrize("fault", [Fault.FAIL, Fault.LIE])
+def test_pages_that_do_not_arrive_are_free_again(
+    host: HostPool, make: Callable[..., StoreTransfers], fault: Fault
+) -> None:
+    transfers = make(filled_store(RUN, [Step(fault, after=1)]))
+    transfers.start(copy_of(RUN, CopyKind.PREFETCH))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages, ack.num_bytes) == (NOT_DELIVERED, 1, PAGE_BYTES)
+    assert states(host) == [PageState.VALID, PageState.FREE, PageState.FREE]
+
+
+class Starved(SimStore):
+    """Needs more memory than there is."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        np.empty(1 << 55, dtype=np.uint8)
+        raise AssertionError("there was as much")
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        return self.get(keys, buffers)
+
+
+def test_where_memory_runs_out_for_the_store_its_pages_do_not_arrive_and_those_after_it_are_asked_for(
+    host: HostPool, make: Callable[..., StoreTransfers]
+) -> None:
+    transfers = make(Starved())
+    for op in (1, 2):
+        transfers.start(copy_of(RUN, CopyKind.PREFETCH, op))
+        ack = next_ack(transfers)
+        assert (ack.op, ack.reason, ack.num_pages) == (op, NOT_DELIVERED, 0)
+        assert states(host) == [PageState.FREE] * 3
+    transfers.start(copy_of(written(host, RUN), CopyKind.UPLOAD, 3))
+    ack = next_ack(transfers)
+    assert (ack.op, ack.reason, ack.num_pages) == (3, REFUSED, 0)
+
+
+def test_an_upload_stores_what_a_prefetch_finds(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    store = SimStore()
+    transfers = make(store)
+    transfers.start(copy_of(written(host, RUN), CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages, ack.num_bytes) == ("", 3, 3 * PAGE_BYTES)
+    host.free(RUN.pages)
+    other = make_run([5, 6, 7], [1, 2, 3])
+    transfers.start(copy_of(other, CopyKind.PREFETCH, 2))
+    assert next_ack(transfers).num_pages == 3
+    assert bytes(host.buffer(7)) == content(RUN.digests[2], PAGE_BYTES).tobytes()
+
+
+def test_a_store_is_emptied_behind_the_uploads_that_were_begun(
+    host: HostPool, make: Callable[..., StoreTransfers]
+) -> None:
+    store = SimStore()
+    transfers = make(store)
+    transfers.start(copy_of(written(host, RUN), CopyKind.UPLOAD))
+    transfers.clear()
+    assert next_ack(transfers).num_pages == 3
+    end = time.monotonic() + TIMEOUT_S
+    while store.stats().num_pages:
+        assert time.monotonic() < end, "it was not emptied"
+        time.sleep(0.001)
+    transfers.look_up(StoreLookup(7, RUN.digests))
+    assert next_found(transfers) == (7, 0)
+
+
+def test_pages_of_another_draft_revision_are_not_found(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    transfers = make(SimStore())
+    transfers.start(copy_of(written(host, make_run([3, 4], [1, 2], draft_revision=8)), CopyKind.UPLOAD))
+    assert next_ack(transfers).is_ok
+    transfers.start(copy_of(make_run([5, 6], [1, 2], draft_revision=9), CopyKind.PREFETCH, 2))
+    assert next_ack(transfers).num_pages == 0
+    transfers.start(copy_of(make_run([5, 6], [1, 2], draft_revision=8), CopyKind.PREFETCH, 3))
+    assert next_ack(transfers).num_pages == 2
+
+
+def test_a_page_that_is_not_what_was_written_is_not_stored(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    store = SimStore()
+    transfers = make(store)
+    written(host, RUN)
+    assert host.wait_sealed(RUN.pages, TIMEOUT_S)
+    host.buffer(4)[5] ^= 1
+    transfers.start(copy_of(RUN, CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages) == (GARBLED, 1)
+    assert store.stats().num_pages == 1
+
+
+def test_a_page_without_a_checksum_is_waited_for_and_then_not_stored(make: Callable[..., StoreTransfers]) -> None:
+    segment = Segment.anonymous(make_layout(16, PAGE_BYTES))
+    host = HostPool(segment, GROUPS, num_threads=1, max_checksum_bytes_per_s=PAGE_BYTES / 3600)  # one page an hour
+    host.clear()
+    store = SimStore()
+    transfers = StoreTransfers(store, host, checksum_timeout_s=0.05)
+    transfers.start(copy_of(written(host, RUN), CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages) == (NO_CHECKSUM, 0)
+    assert store.stats().num_pages == 0
+    transfers.close()
+    host.close()
+    segment.close()
+
+
+def test_a_full_store_refuses(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    transfers = make(SimStore([Step(Fault.FULL, after=2)]))
+    transfers.start(copy_of(written(host, RUN), CopyKind.UPLOAD))
+    ack = next_ack(transfers)
+    assert (ack.reason, ack.num_pages, ack.num_bytes) == (REFUSED, 2, 2 * PAGE_BYTES)
+
+
+def test_uploads_keep_to_their_rate(host: HostPool, make: Callable[..., StoreTransfers]) -> None:
+    transfers = make(SimStore(), max_upload_bytes_per_s=3 * PAGE_BYTES / 0.2)
+    written(host, RUN)
+    assert host.wait_sealed(RUN.pages, TIMEOUT_S)
+    begin = time.monotonic()
+    for op in range(3):
+        transfers.start(copy_of(RUN, CopyKind.UPLOAD, op))
+    for _ in range(3):
+        next_ack(transfers)
+    assert time.monotonic() - begin >= 0.4
+
+
+def test_what_hangs_keeps_its_own_pages_and_hinders_neither_others_nor_the_end(
+    host: HostPool, make: Callable[..., StoreTransfers]
+) -> None:
+    store = filled_store(RUN, [Step(Fault.HANG)])
+    transfers = make(store)
+    transfers.start(copy_of(RUN, CopyKind.PREFETCH, 1))
+    while states(host)[0] is not PageState.WRITING:
+        time.sleep(0.001)
+    other = make_run([5, 6, 7], [1, 2, 3])
+    transfers.start(copy_of(other, CopyKind.PREFETCH, 2))
+    assert next_ack(transfers).op == 2
+    transfers.look_up(StoreLookup(1, RUN.digests))
+    assert next_found(transfers) == (1, 3)
+    assert states(host) == [PageState.WRITING] * 3
+    check_close_ends(transfers)
+    assert states(host) == [PageState.WRITING] * 3  # late bytes make nothing valid after the end
+
+
+class Stuck(SimStore):
+    """Not even closing it wakes what hangs in it."""
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        threading.Event().wait()
+        return 0
+
+    put = get
+
+
+def test_the_end_waits_for_no_store_that_never_answers(host: HostPool) -> None:
+    transfers = StoreTransfers(Stuck(), host)
+    for op in range(8):
+        transfers.start(copy_of(make_run([op + 1], [op]), CopyKind.PREFETCH, op))
+    transfers.start(copy_of(written(host, make_run([12], [99])), CopyKind.UPLOAD, 9))
+    check_close_ends(transfers)
+
+
+def test_uploads_that_were_begun_are_ended_before_the_end(host: HostPool) -> None:
+    store = SimStore()
+    transfers = StoreTransfers(store, host, max_upload_bytes_per_s=PAGE_BYTES / 3600, close_timeout_s=TIMEOUT_S)
+    for page in (3, 4, 9):
+        transfers.start(copy_of(written(host, make_run([page], [page])), CopyKind.UPLOAD, page))
+    transfers.close()
+    assert store.stats().num_pages == 3
+
+
+class Broken(SimStore):
+    def exists(self, keys: Sequence[bytes]) -> int:
+        raise ZeroDivisionError("a store that keeps no promise")
+
+
+def test_a_thread_that_fails_is_heard_of(make: Callable[..., StoreTransfers]) -> None:
+    transfers = make(Broken())
+    transfers.look_up(StoreLookup(1, RUN.digests))
+    with pytest.raises(InvariantError, match="keeps no promise"):
+        next_ack(transfers)
