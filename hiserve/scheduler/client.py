@@ -37,7 +37,7 @@ from hiserve.ipc.messages import (
 )
 from hiserve.ipc.parent import ChildProcess, wait_for_event
 from hiserve.ipc.wire_errors import to_error
-from hiserve.scheduler.stream import Delta, Stream
+from hiserve.scheduler.request_stream import RequestStream, TokenDelta
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
 STOP_TIMEOUT_S = 10.0
@@ -63,7 +63,7 @@ class EngineClient:
         self.num_slow_readers = 0
         self.num_restarts = 0
         self.crash: Crash | None = None
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, RequestStream] = {}
         self._uids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._tickets = itertools.count(1)
@@ -130,7 +130,7 @@ class EngineClient:
         priority: int = 0,
         caller: int = 0,
         tag: str = "",
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Yields deltas until one has a finish.
 
         The request is sent at the first ``__anext__``. Closing the generator, or cancelling the
@@ -155,7 +155,7 @@ class EngineClient:
         """
         self._require_open()
         uid = next(self._uids)
-        stream = self._streams[uid] = Stream(tag, self._max_unread_bytes)
+        stream = self._streams[uid] = RequestStream(tag, self._max_unread_bytes)
         self._idle.clear()
         self._process.send(encode(Generate(uid, sampling, namespace, choice, priority, caller), prompt))
         try:
@@ -271,12 +271,12 @@ class EngineClient:
             if self._closed is not None:
                 return
             try:
-                self._hear(self._decoder.decode(frames))
+                self._on_message(self._decoder.decode(frames))
             except MalformedError as error:
                 self._close(f"the scheduler process sent a malformed message: {error}")
                 self._process.kill()
 
-    def _hear(self, received: Received[ToClient]) -> None:
+    def _on_message(self, received: Received[ToClient]) -> None:
         match received.message:
             case Tokens() as news:
                 self._spread(news, received.tokens.tolist(), received.scores)
@@ -311,12 +311,12 @@ class EngineClient:
                 self._process.send(encode(Abort([uid])))
             at, score_at = end, score_end
 
-    def _stream(self, uid: int) -> Stream:
+    def _stream(self, uid: int) -> RequestStream:
         if uid not in self._streams:
             raise MalformedError(f"news of request {uid}, which is not open")
         return self._streams[uid]
 
-    def _end(self, uid: int) -> Stream:
+    def _end(self, uid: int) -> RequestStream:
         stream = self._stream(uid)
         del self._streams[uid]
         if not self._streams:

@@ -26,18 +26,18 @@ from hiserve.ipc.coalesce import UNREPORTED
 from hiserve.ipc.lifecycle import ReplayCounter
 from hiserve.ipc.messages import Admit, Generate, Ready, StepReport, Tokens
 from hiserve.ipc.wire_errors import to_error
-from hiserve.scheduler.admission import Admission
+from hiserve.scheduler.crash_isolation import CrashIsolation
 from hiserve.scheduler.drain import DrainRate
-from hiserve.scheduler.ledger import Entry, Ledger, State
+from hiserve.scheduler.ledger import Entry, Ledger, RequestState
+from hiserve.scheduler.placement import Placement
 from hiserve.scheduler.policy import Policy
 from hiserve.scheduler.prefix_index import PrefixIndex
-from hiserve.scheduler.quarantine import Quarantine
-from hiserve.scheduler.queue import Queue, Waiting
+from hiserve.scheduler.queue import Queue, QueuedRequest
 
 _GUILTY = "the worker died {} times with this request, at last with no other. It was given up; do not send it again."
 
 
-class Outlet(Protocol):
+class DispatcherEvents(Protocol):
     """Where the decisions go. Nothing in it may block or fail."""
 
     def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
@@ -61,7 +61,7 @@ class Dispatcher:
     it goes on with another, behind the tokens that the client has.
 
     Args:
-        outlet: Receives every message.
+        events: Receives every message.
         policy: Who is next.
         index: Learns what the workers have cached; empty.
         limits: How much may wait, and how long.
@@ -70,21 +70,21 @@ class Dispatcher:
 
     def __init__(
         self,
-        outlet: Outlet,
+        events: DispatcherEvents,
         policy: Policy,
         index: PrefixIndex,
         limits: Scheduler,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._outlet = outlet
+        self._events = events
         self._policy = policy
         self._clock = clock
         self._limits = limits
         self.ledger = Ledger()
         self.queue = Queue(limits.max_queued_requests, limits.max_queued_tokens)
-        self.admission = Admission()
+        self.placement = Placement()
         self._drain = DrainRate()
-        self.quarantine = Quarantine()
+        self.isolation = CrashIsolation()
         self.index = index
         self.replays = ReplayCounter()
         self._moved: set[int] = set()  # workers that told news of a request
@@ -101,10 +101,10 @@ class Dispatcher:
             self.dispatch()  # of a burst, only what no worker can take has to wait
         refusal = self._refusal(message.caller, prompt)
         if refusal is not None:
-            self._outlet.failed(message.uid, refusal)
+            self._events.failed(message.uid, refusal)
             return
         entry = self.ledger.accept(message, prompt, self._clock())
-        self.queue.push(self._waiting(entry))
+        self.queue.push(self._queued(entry))
 
     def abort(self, uids: list[int]) -> None:
         """Ends queued requests now, and running ones when their worker answers; others have ended."""
@@ -112,20 +112,20 @@ class Dispatcher:
         dropped: list[Entry] = []
         for uid in uids:
             entry = self.ledger.get(uid)
-            if entry is None or entry.state is State.ABORTING:
+            if entry is None or entry.state is RequestState.ABORTING:
                 continue
             if entry.replica is None:
                 self._take_out(entry)
                 self._end(entry)
                 dropped.append(entry)
             else:
-                entry.state = State.ABORTING
+                entry.state = RequestState.ABORTING
                 drops.setdefault(entry.replica, []).append(uid)
-        self._tell_aborted(dropped)
+        self._report_aborted(dropped)
         for replica, running in drops.items():
-            self._outlet.drop(replica, running)
+            self._events.drop(replica, running)
 
-    def _tell_aborted(self, ended: Sequence[Entry]) -> None:
+    def _report_aborted(self, ended: Sequence[Entry]) -> None:
         """Tells the client that requests ended that no worker has."""
         if not ended:
             return
@@ -139,7 +139,7 @@ class Dispatcher:
             score_words=zeros,
             queue_s=[UNREPORTED] * len(ended),
         )
-        self._outlet.tokens(news, np.empty(0, dtype=np.int32), b"")
+        self._events.tokens(news, np.empty(0, dtype=np.int32), b"")
 
     def expire(self) -> None:
         """Ends what is past its deadline: queued requests with an error, others with what they have.
@@ -153,7 +153,7 @@ class Dispatcher:
             self._end(entry)
             waited_s = self._clock() - entry.accepted_at_s
             message = f"no worker was free for {waited_s:.2f} s; the limit is {timeout_s:g} s. Try again later."
-            self._outlet.failed(entry.uid, DeadlineError(message, retry_after_s=retry_after_s))
+            self._events.failed(entry.uid, DeadlineError(message, retry_after_s=retry_after_s))
         self.abort([entry.uid for entry in self._late(self._limits.request_timeout_s, _is_open)])
 
     def seconds_to_deadline(self) -> float | None:
@@ -176,7 +176,7 @@ class Dispatcher:
     def worker_ready(self, replica: int, ready: Ready) -> None:
         """A worker, new or restarted, can take requests."""
         self._max_len = ready.max_len
-        self.admission.join(replica, ready.max_running)
+        self.placement.join(replica, ready.max_running)
         self.index.attach(replica, ready.namespace)
 
     def worker_lost(self, replica: int) -> tuple[list[int], bool]:
@@ -188,38 +188,38 @@ class Dispatcher:
         Returns:
             What it held, and whether it was of use: it told news of a request, or had none.
         """
-        self.admission.leave(replica)
+        self.placement.leave(replica)
         self.index.detach(replica)
         held = self.ledger.running_on(replica)
         was_of_use = not held or any(entry.has_moved for entry in held) or replica in self._moved
         self._moved.discard(replica)
-        aborted = [entry for entry in held if entry.state is State.ABORTING]
+        aborted = [entry for entry in held if entry.state is RequestState.ABORTING]
         for entry in held:
             entry.leave()
         for entry in aborted:
             self._end(entry)
-        self._tell_aborted(aborted)
-        free, guilty = self.quarantine.judge(replica, held)
-        if replica in self.quarantine:
-            self.admission.reserve(replica)
-        self.queue.put_back([self._waiting(entry) for entry in free])
+        self._report_aborted(aborted)
+        free, guilty = self.isolation.isolate(replica, held)
+        if replica in self.isolation:
+            self.placement.reserve(replica)
+        self.queue.requeue([self._queued(entry) for entry in free])
         for entry in guilty:
             self._end(entry)
-            self._outlet.failed(entry.uid, EngineError(_GUILTY.format(entry.num_crashes)))
+            self._events.failed(entry.uid, EngineError(_GUILTY.format(entry.num_crashes)))
         return [entry.uid for entry in held], was_of_use
 
     def worker_abandoned(self, replica: int) -> None:
         """A worker that was lost will not come again: what was to be tried on it may run on others."""
-        self.admission.unreserve(replica)
-        self.queue.put_back([self._waiting(entry) for entry in self.quarantine.dissolve(replica)])
+        self.placement.unreserve(replica)
+        self.queue.requeue([self._queued(entry) for entry in self.isolation.dissolve(replica)])
 
     def close(self, error: UnavailableError) -> None:
         """No worker is left and none will come: queued and later requests are refused."""
         self._closed = error
-        for entry in [entry for entry in self.ledger if entry.state is State.QUEUED]:
+        for entry in [entry for entry in self.ledger if entry.state is RequestState.QUEUED]:
             self._take_out(entry)
             self._end(entry)
-            self._outlet.failed(entry.uid, error)
+            self._events.failed(entry.uid, error)
 
     def report(
         self,
@@ -258,10 +258,10 @@ class Dispatcher:
                 score_words=report.score_words,
                 queue_s=[entry.take_queue_s() for entry in entries],
             )
-            self._outlet.tokens(news, tokens, scores)
+            self._events.tokens(news, tokens, scores)
         for entry, (_, code, message) in zip(failures, report.failed, strict=True):
             self._end(entry)
-            self._outlet.failed(entry.uid, to_error(code, message))
+            self._events.failed(entry.uid, to_error(code, message))
 
     def _record(self, entries: Sequence[Entry], report: StepReport, tokens: Int32Array) -> None:
         """Takes news of requests into the ledger."""
@@ -279,24 +279,24 @@ class Dispatcher:
 
     def dispatch(self) -> None:
         """Admits waiting requests while workers have credit."""
-        for suspected in filter(self.admission.is_joined, self.quarantine):
-            group = self.quarantine.next(suspected)
+        for suspected in filter(self.placement.is_joined, self.isolation):
+            group = self.isolation.next(suspected)
             if group is None:
-                self.admission.unreserve(suspected)
+                self.placement.unreserve(suspected)
             for entry in group or ():
                 self._admit(entry, suspected)
         num_requests, num_tokens = len(self.queue), self.queue.num_tokens
-        while len(self.queue) and (candidates := self.admission.with_credit()):
+        while len(self.queue) and (candidates := self.placement.with_credit()):
             waiting = self._choose(candidates)
             entry = waiting.entry
-            replica = self.admission.place(len(entry.prompt), partial(self.index.match, waiting.prefix))
+            replica = self.placement.place(len(entry.prompt), partial(self.index.match, waiting.prefix))
             assert replica is not None, f"no worker for request {entry.uid} though {candidates} have credit"
             self.queue.admit(entry.uid, self._num_free(waiting, replica))
             self._admit(entry, replica)
         num_requests, num_tokens = num_requests - len(self.queue), num_tokens - self.queue.num_tokens
         self._drain.observe(self._clock(), num_requests, num_tokens, is_busy=len(self.queue) > 0)
 
-    def _num_free(self, waiting: Waiting, replica: int) -> int:
+    def _num_free(self, waiting: QueuedRequest, replica: int) -> int:
         """Returns how many tokens of a prompt its caller is not charged: those cached, and all after a worker's death."""
         entry = waiting.entry
         if entry.num_admissions or not entry.caller:  # without keys there is one caller, and nothing to share
@@ -305,13 +305,13 @@ class Dispatcher:
 
     def _admit(self, entry: Entry, replica: int) -> None:
         """Sends a worker a request, or what is left of it."""
-        self.admission.take(replica)
+        self.placement.take_credit(replica)
         if entry.num_admissions:
             self.replays.begin(entry.num_tokens)
         entry.enter(replica, self._clock())
-        self._outlet.admit(replica, *entry.to_admit())
+        self._events.admit(replica, *entry.to_admit())
 
-    def _choose(self, candidates: list[int]) -> Waiting:
+    def _choose(self, candidates: list[int]) -> QueuedRequest:
         """Asks the policy."""
         window = self.queue.window(self._policy.window)
         chosen = self._policy.choose(
@@ -335,13 +335,13 @@ class Dispatcher:
     def _make_room(self, caller: int, num_tokens: int) -> bool:
         """Says whether a request may be queued; where there is no room, callers who take most of it make some."""
         while not self.queue.has_room(num_tokens):
-            crowding = self.queue.crowding(caller, num_tokens)
+            crowding = self.queue.shed_candidate(caller, num_tokens)
             if crowding is None:
                 return False
             overload = self._overload()
             self.queue.remove(crowding.entry.uid)
             self._end(crowding.entry)
-            self._outlet.failed(crowding.entry.uid, overload)
+            self._events.failed(crowding.entry.uid, overload)
         return True
 
     def _overload(self) -> OverloadedError:
@@ -354,27 +354,27 @@ class Dispatcher:
     def _retry_after_s(self) -> int:
         return self._drain.retry_after_s(len(self.queue), self.queue.num_tokens)
 
-    def _waiting(self, entry: Entry) -> Waiting:
+    def _queued(self, entry: Entry) -> QueuedRequest:
         """Returns an entry as the queue has it."""
         prefix = self.index.prefix(entry.tokens, entry.namespace)
-        return Waiting(entry, prefix, self._policy.rank(entry.priority))
+        return QueuedRequest(entry, prefix, self._policy.rank(entry.priority))
 
     def _take_out(self, entry: Entry) -> None:
         """Takes a request out of where it waits."""
         if entry.uid in self.queue:
             self.queue.remove(entry.uid)
         else:
-            self.quarantine.remove(entry)
+            self.isolation.remove(entry)
 
     def _end(self, entry: Entry) -> None:
         if entry.replica is not None:
-            self.admission.give_back(entry.replica)
+            self.placement.return_credit(entry.replica)
         self.ledger.end(entry)
 
 
 def _is_open(entry: Entry) -> bool:
-    return entry.state is not State.ABORTING
+    return entry.state is not RequestState.ABORTING
 
 
 def _is_new(entry: Entry) -> bool:
-    return entry.state is State.QUEUED and not entry.num_admissions
+    return entry.state is RequestState.QUEUED and not entry.num_admissions

@@ -21,7 +21,7 @@ from hiserve.ipc.messages import Admit, Generate
 NO_DRAFTS = DraftUse()
 
 
-class State(IntEnum):
+class RequestState(IntEnum):
     """Where a request is."""
 
     QUEUED = 0
@@ -61,7 +61,7 @@ class Entry:
     caller: int
     accepted_at_s: float
     queue_s: float = UNREPORTED
-    state: State = State.QUEUED
+    state: RequestState = RequestState.QUEUED
     replica: int | None = None
     generated: array[int] = field(default_factory=lambda: array("i"))
     num_admissions: int = 0
@@ -86,12 +86,12 @@ class Entry:
         """A worker gets it."""
         if not self.num_admissions:
             self.queue_s = now_s - self.accepted_at_s
-        self.state, self.replica, self.has_moved = State.RUNNING, replica, False
+        self.state, self.replica, self.has_moved = RequestState.RUNNING, replica, False
         self.num_admissions += 1
 
     def leave(self) -> None:
         """Its worker died: all it did that the client was not told is done again."""
-        self.state, self.replica = State.QUEUED, None
+        self.state, self.replica = RequestState.QUEUED, None
         self.num_crashes = 1 if self.has_moved else self.num_crashes + 1
         if self.drafts is not None:
             self.former_drafts, self.drafts = self.former_drafts + self.drafts, None
@@ -220,5 +220,5 @@ class Ledger:
         """
         if self._entries.pop(entry.uid, None) is not entry:
             raise InvariantError(f"request {entry.uid} ended twice ({len(self._entries)} live)")
-        entry.state = State.ENDED
+        entry.state = RequestState.ENDED
         self.num_ended += 1

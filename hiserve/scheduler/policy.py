@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hiserve.scheduler.queue import Waiting
+from hiserve.scheduler.queue import QueuedRequest
 
 LONGEST_PREFIX_WINDOW = 64
 
@@ -26,7 +26,7 @@ class Policy(Protocol):
             priority: As the caller gave it.
         """
 
-    def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
+    def choose(self, waiting: Sequence[QueuedRequest], matched: Callable[[QueuedRequest], int]) -> int:
         """Returns the index of the next request.
 
         Args:
@@ -44,7 +44,7 @@ class Fcfs:
         """Returns the same for all."""
         return 0
 
-    def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
+    def choose(self, waiting: Sequence[QueuedRequest], matched: Callable[[QueuedRequest], int]) -> int:
         """Returns the oldest."""
         return 0
 
@@ -58,7 +58,7 @@ class LongestPrefix:
         """Returns the same for all."""
         return 0
 
-    def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
+    def choose(self, waiting: Sequence[QueuedRequest], matched: Callable[[QueuedRequest], int]) -> int:
         """Returns the longest match."""
         lengths = [matched(candidate) for candidate in waiting]
         return lengths.index(max(lengths))
@@ -73,7 +73,7 @@ class Priority:
         """Returns the priority itself."""
         return priority
 
-    def choose(self, waiting: Sequence[Waiting], matched: Callable[[Waiting], int]) -> int:
+    def choose(self, waiting: Sequence[QueuedRequest], matched: Callable[[QueuedRequest], int]) -> int:
         """Returns the oldest."""
         return 0
 

@@ -49,11 +49,11 @@ from hiserve.ipc.messages import (
     WorkerLost,
 )
 from hiserve.ipc.wire_errors import trace_of
+from hiserve.scheduler.broadcast import Broadcast
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import POLICIES
 from hiserve.scheduler.prefix_index import PrefixIndex
-from hiserve.scheduler.rounds import Rounds
-from hiserve.scheduler.supervisor import WORKER_COMMAND, Loss, Supervisor
+from hiserve.scheduler.supervisor import WORKER_COMMAND, LostWork, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ LINGER_MS = 1000
 PARENT_DIED = signal.SIGHUP
 
 
-class Service:
+class SchedulerService:
     """Carries messages between the client's channel, the dispatcher and the supervisor.
 
     Everything runs in callbacks of one event loop; an exception in any of them ends the process.
@@ -93,7 +93,7 @@ class Service:
         self._client = AsyncChannel(
             link, on_messages=self._receive, on_writable=self._send_late, on_gone=lambda: self._end(0)
         )
-        self._rounds = Rounds(self._supervisor.send, self._client.send)
+        self._broadcast = Broadcast(self._supervisor.send, self._client.send)
 
     async def run(self) -> int:
         """Serves until the client ends it or is gone; returns the exit code."""
@@ -111,7 +111,7 @@ class Service:
     def _receive(self, batch: list[Frames]) -> None:
         for frames in batch:
             try:
-                self._obey(self._decoder.decode(frames))
+                self._handle(self._decoder.decode(frames))
             except MalformedError as error:
                 self._num_malformed += 1
                 logger.error("the client sent a malformed message: %s", error)
@@ -120,16 +120,16 @@ class Service:
         self._dispatcher.dispatch()
         self._set_timer()
 
-    def _obey(self, received: Received[ToScheduler]) -> None:
+    def _handle(self, received: Received[ToScheduler]) -> None:
         match received.message:
             case Generate() as message:
                 self._dispatcher.submit(message, received.tokens)
             case Abort(uids):
                 self._dispatcher.abort(uids)
             case Flush(ticket, tiers):
-                self._rounds.ask(FlushCache(ticket, tiers), self._supervisor.ready_replicas())
+                self._broadcast.ask(FlushCache(ticket, tiers), self._supervisor.ready_replicas())
             case Inspect(ticket, depth):
-                self._rounds.ask(InspectCache(ticket, depth), self._supervisor.ready_replicas())
+                self._broadcast.ask(InspectCache(ticket, depth), self._supervisor.ready_replicas())
             case Query(ticket):
                 self._client.send(encode(self._status(ticket)))
             case Stop(copy_s):
@@ -166,7 +166,7 @@ class Service:
             malformed_messages=self._num_malformed + self._supervisor.num_malformed,
             replays=self._dispatcher.replays.stats(),
             crash=self._supervisor.crash,
-            recovery=self._supervisor.recoveries.last,
+            recovery=self._supervisor.recovery_times.last,
         )
 
     # --- from the dispatcher --------------------------------------------------------------
@@ -202,7 +202,7 @@ class Service:
         if ready.incarnation > 1:
             self._client.send(encode(WorkerBack(replica, ready.incarnation)))
 
-    def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
+    def worker_sent(self, replica: int, received: Received[FromWorker]) -> None:
         """Passes on what it did.
 
         Raises:
@@ -212,21 +212,21 @@ class Service:
         if isinstance(message, StepReport):
             self._dispatcher.report(replica, message, *received[1:])
         elif isinstance(message, CacheFlushed | CacheInspected):
-            self._rounds.answered(replica, message)
+            self._broadcast.answered(replica, message)
 
     def worker_idle(self) -> None:
         """Uses the credits that came back."""
         self._dispatcher.dispatch()
 
-    def worker_lost(self, replica: int) -> Loss:
+    def worker_lost(self, replica: int) -> LostWork:
         """Gives what it held to others, at once or later."""
         uids, was_of_use = self._dispatcher.worker_lost(replica)
-        self._rounds.lost(replica)
+        self._broadcast.lost(replica)
         self._dispatcher.dispatch()
         self._set_timer()
-        return Loss(uids, was_of_use)
+        return LostWork(uids, was_of_use)
 
-    def worker_mourned(self, crash: Crash) -> None:
+    def worker_reaped(self, crash: Crash) -> None:
         """Tells the client, which may outlive this process."""
         self._client.send(encode(WorkerLost(crash)))
 
@@ -265,7 +265,7 @@ class Service:
 
 
 async def _serve(config: Config, link: Link, worker_command: Sequence[str]) -> int:
-    return await Service(config, link, worker_command).run()
+    return await SchedulerService(config, link, worker_command).run()
 
 
 def main(endpoint: str, worker_command: Sequence[str] = WORKER_COMMAND) -> int:

@@ -14,7 +14,7 @@ MAX_OVERTAKEN = 256
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A queued request.
 
     Attributes:
@@ -29,7 +29,7 @@ class Waiting:
     number: int = 0
 
 
-class _Line:
+class _CallerQueue:
     """What waits of one caller.
 
     Attributes:
@@ -37,8 +37,8 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self._in_order: OrderedDict[int, Waiting] = OrderedDict()
-        self._by_rank: dict[int, OrderedDict[int, Waiting]] = {}
+        self._in_order: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self._by_rank: dict[int, OrderedDict[int, QueuedRequest]] = {}
         self._num_pushed = 0
         self._num_gone = 0
         self.num_tokens = 0
@@ -46,17 +46,17 @@ class _Line:
     def __len__(self) -> int:
         return len(self._in_order)
 
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: QueuedRequest) -> None:
         waiting.number, self._num_pushed = self._num_pushed, self._num_pushed + 1
         self._add(waiting)
 
-    def put_back(self, waiting: Waiting) -> None:
+    def requeue(self, waiting: QueuedRequest) -> None:
         waiting.number = self._num_gone - MAX_OVERTAKEN
         self._add(waiting)
         self._in_order.move_to_end(waiting.entry.uid, last=False)
         self._by_rank[waiting.rank].move_to_end(waiting.entry.uid, last=False)
 
-    def _add(self, waiting: Waiting) -> None:
+    def _add(self, waiting: QueuedRequest) -> None:
         uid = waiting.entry.uid
         self._in_order[uid] = self._by_rank.setdefault(waiting.rank, OrderedDict())[uid] = waiting
         self.num_tokens += len(waiting.entry.prompt)
@@ -70,14 +70,14 @@ class _Line:
         self._num_gone += 1
         self.num_tokens -= len(waiting.entry.prompt)
 
-    def window(self, size: int) -> list[Waiting]:
+    def window(self, size: int) -> list[QueuedRequest]:
         oldest = next(iter(self._in_order.values()))
         # All that came before the oldest has gone: what has gone beyond their number came later.
         if self._num_gone - oldest.number >= MAX_OVERTAKEN:
             return [oldest]
         return list(islice(self._by_rank[max(self._by_rank)].values(), size))
 
-    def last(self) -> Waiting:
+    def last(self) -> QueuedRequest:
         return next(reversed(self._by_rank[min(self._by_rank)].values()))
 
 
@@ -101,8 +101,8 @@ class Queue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._waiting: dict[int, Waiting] = {}
-        self._lines: dict[int, _Line] = {}
+        self._waiting: dict[int, QueuedRequest] = {}
+        self._lines: dict[int, _CallerQueue] = {}
         self._served: dict[int, int] = {}
         self._latest_turn = 0
         self.num_tokens = 0
@@ -117,7 +117,7 @@ class Queue:
             len(self._waiting) < self._max_requests and self.num_tokens + num_tokens <= self._max_tokens
         )
 
-    def crowding(self, caller: int, num_tokens: int) -> Waiting | None:
+    def shed_candidate(self, caller: int, num_tokens: int) -> QueuedRequest | None:
         """Returns whom to push out for a request that finds no room: the last of the caller who has most.
 
         None where the request would give its caller more than an equal share of the queue, and where the last one
@@ -127,7 +127,7 @@ class Queue:
             caller: Whose request it is.
             num_tokens: Length of its prompt.
         """
-        mine = self._lines.get(caller) or _Line()
+        mine = self._lines.get(caller) or _CallerQueue()
         others = [line for line in self._lines.values() if line is not mine]
         num_callers = len(others) + 1
         is_fair = (len(mine) + 1) * num_callers <= self._max_requests
@@ -142,26 +142,26 @@ class Queue:
         """Whether a request waits here."""
         return uid in self._waiting
 
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: QueuedRequest) -> None:
         """Adds a request behind all others of its caller and rank."""
-        self._line_of(waiting).push(waiting)
+        self._queue_of(waiting).push(waiting)
 
-    def put_back(self, waiting: Sequence[Waiting]) -> None:
+    def requeue(self, waiting: Sequence[QueuedRequest]) -> None:
         """Adds requests that lost their worker before all others of their callers, in their order, room or not."""
         for each in reversed(waiting):
-            self._line_of(each).put_back(each)
+            self._queue_of(each).requeue(each)
 
-    def window(self, size: int) -> list[Waiting]:
+    def window(self, size: int) -> list[QueuedRequest]:
         """Returns the first ``size`` requests of the caller whose turn it is, of his largest rank, oldest first."""
         if not self._lines:
             return []
         return self._lines[min(self._lines, key=self._served.__getitem__)].window(size)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         """Walks the queue as it stands, so that the walker may remove."""
         return iter(list(self._waiting.values()))
 
-    def remove(self, uid: int) -> Waiting:
+    def remove(self, uid: int) -> QueuedRequest:
         """Takes a request out, wherever it stands."""
         waiting = self._waiting.pop(uid)
         line = self._lines[waiting.entry.caller]
@@ -181,12 +181,12 @@ class Queue:
         """Counts tokens computed for a caller."""
         self._served[caller] += num_tokens
 
-    def _line_of(self, waiting: Waiting) -> _Line:
+    def _queue_of(self, waiting: QueuedRequest) -> _CallerQueue:
         """Counts a request that joins its caller's line; returns the line."""
         caller = waiting.entry.caller
         self._waiting[waiting.entry.uid] = waiting
         self.num_tokens += len(waiting.entry.prompt)
         if caller not in self._lines:
-            self._lines[caller] = _Line()
+            self._lines[caller] = _CallerQueue()
             self._served[caller] = max(self._served.get(caller, 0), self._latest_turn)
         return self._lines[caller]

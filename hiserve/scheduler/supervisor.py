@@ -27,9 +27,9 @@ from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import Configure, FromWorker, Ready, StepReport, Stop, WorkerFacts, WorkerFailed
 from hiserve.ipc.parent import ChildProcess, wait_for_event
 from hiserve.ipc.wire_errors import to_error
-from hiserve.scheduler.incarnation import Incarnation
-from hiserve.scheduler.recovery import Recoveries
-from hiserve.scheduler.stillness import Usage, usage_of
+from hiserve.scheduler.progress_watch import CpuUsage, usage_of
+from hiserve.scheduler.recovery_times import RecoveryTimes
+from hiserve.scheduler.worker_process import WorkerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ REST_S = 0.5  # a worker without requests so long after it was ready will get no
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
+class _WorkerRun:
     """A life of a worker that is over.
 
     Attributes:
@@ -57,7 +57,7 @@ class _Life:
 
     error: HiserveError
     end: str = "not started"
-    worker: Incarnation | None = None
+    worker: WorkerProcess | None = None
 
     @property
     def was_ready(self) -> bool:
@@ -66,7 +66,7 @@ class _Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostWork:
     """What a dead worker had.
 
     Attributes:
@@ -78,13 +78,13 @@ class Loss:
     was_of_use: bool
 
 
-class Audience(Protocol):
+class WorkerEvents(Protocol):
     """Who is told what the workers do. Called from the event loop."""
 
     def worker_ready(self, replica: int, ready: Ready) -> None:
         """A worker can take requests."""
 
-    def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
+    def worker_sent(self, replica: int, received: Received[FromWorker]) -> None:
         """A ready worker sent a report or an answer.
 
         Raises:
@@ -94,10 +94,10 @@ class Audience(Protocol):
     def worker_idle(self) -> None:
         """A batch of messages has been handled."""
 
-    def worker_lost(self, replica: int) -> Loss:
+    def worker_lost(self, replica: int) -> LostWork:
         """A worker that was ready, or a successor that never was, has died."""
 
-    def worker_mourned(self, crash: Crash) -> None:
+    def worker_reaped(self, crash: Crash) -> None:
         """What is known of that death."""
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
@@ -110,7 +110,7 @@ class Supervisor:
     Args:
         config: Resolved configuration; part of the first message to every worker.
         command: Command line of a worker, without its endpoint.
-        audience: Is told everything.
+        events: Is told everything.
         usage: Asks the kernel what a process makes of the machine.
 
     Attributes:
@@ -119,23 +119,23 @@ class Supervisor:
         num_stale: Messages ignored because they were of another incarnation.
         num_malformed: Messages for which a worker was replaced.
         crash: The latest death of a worker.
-        recoveries: What came after such.
+        recovery_times: What came after such.
     """
 
     def __init__(
         self,
         config: Config,
         command: Sequence[str],
-        audience: Audience,
-        usage: Callable[[int], Usage | None] = usage_of,
+        events: WorkerEvents,
+        usage: Callable[[int], CpuUsage | None] = usage_of,
     ) -> None:
         self._config = config
         self._command = command
-        self._audience = audience
+        self._events = events
         self._usage = usage
         self._patience: dict[int, int] = {}  # by replica: its limit is so many times the configured one
         self._decoder = MessageDecoder[FromWorker](FromWorker)
-        self._workers: dict[int, Incarnation] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._findings: dict[int, StartupMeasurements] = {}
         self._segments: list[Segment | None] = []
         self._stopping = asyncio.Event()
@@ -144,7 +144,7 @@ class Supervisor:
         self.num_stale = 0
         self.num_malformed = 0
         self.crash: Crash | None = None
-        self.recoveries = Recoveries()
+        self.recovery_times = RecoveryTimes()
 
     async def run(self) -> None:
         """Returns when every worker has been stopped or abandoned."""
@@ -208,16 +208,16 @@ class Supervisor:
                 self.started.set_exception(life.error)
                 return
             logger.error("worker %d (incarnation %d) is gone: %s", replica, number, life.error, exc_info=life.error)
-            loss = self._audience.worker_lost(replica)
+            loss = self._events.worker_lost(replica)
             self._record(replica, number, life, loss)
             num_failed = 0 if life.was_ready else num_failed + 1
             num_useless = 0 if life.was_ready and loss.was_of_use else num_useless + 1
             if num_failed == len(RESTART_DELAYS_S) or num_useless == MAX_USELESS:
-                self._audience.worker_abandoned(replica, life.error)
+                self._events.worker_abandoned(replica, life.error)
                 return
             await wait_for_event(self._stopping, RESTART_DELAYS_S[min(num_useless, len(RESTART_DELAYS_S) - 1)])
 
-    async def _live(self, replica: int, number: int) -> _Life:
+    async def _live(self, replica: int, number: int) -> _WorkerRun:
         """Runs one incarnation from birth to death.
 
         The host segment is the replica's: one incarnation after the other has it. Here each is reaped before the next
@@ -233,8 +233,8 @@ class Supervisor:
                 environment=environment_of(self._config, replica),
             )
         except ResourceError as error:  # it may be possible later, as with a machine that is out of processes
-            return _Life(ResourceError(f"worker {replica} could not be started: {error.message}"))
-        worker = self._workers[replica] = Incarnation(replica, number, process)
+            return _WorkerRun(ResourceError(f"worker {replica} could not be started: {error.message}"))
+        worker = self._workers[replica] = WorkerProcess(replica, number, process)
         patrol = asyncio.create_task(self._patrol(worker))
         try:
             measurements = self._findings.get(replica, NO_MEASUREMENTS)
@@ -249,24 +249,26 @@ class Supervisor:
             with suppress(asyncio.CancelledError):
                 await patrol
         when = "" if worker.ready else "while it started "
-        worker.blame(EngineError(f"worker {replica} died {when}({end})."), fault_s=worker.heard_s)
+        worker.mark_failed(EngineError(f"worker {replica} died {when}({end})."), fault_s=worker.last_message_s)
         assert worker.failure is not None, f"worker {replica} ended ({end}), and nobody knows why"
-        return _Life(worker.failure, end, worker)
+        return _WorkerRun(worker.failure, end, worker)
 
-    async def _patrol(self, worker: Incarnation) -> None:
+    async def _patrol(self, worker: WorkerProcess) -> None:
         """Ends a worker that hangs. Time in which this process itself stood still does not count."""
         before_s = time.monotonic()
         while True:
             await asyncio.sleep(PATROL_S)
             now_s = time.monotonic()
-            worker.still.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))
+            worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * PATROL_S))
             before_s = now_s
-            worker.still.look(now_s, self._usage(worker.process.pid) if worker.still_s(now_s) > PATROL_S else None)
+            worker.progress.sample(
+                now_s, self._usage(worker.process.pid) if worker.no_progress_s(now_s) > PATROL_S else None
+            )
             limit_s = self._config.scheduler.step_timeout_s * self._patience.get(worker.replica, 1)
             if how := worker.stuck(now_s, limit_s):
-                is_alive = worker.still.is_alive
+                is_alive = worker.progress.is_alive
                 failure = EngineError(f"worker {worker.replica} {how}: it hangs, and is replaced.")
-                worker.blame(failure, fault_s=worker.still.since_s)
+                worker.mark_failed(failure, fault_s=worker.progress.since_s)
                 self._learn(worker.replica, is_alive=is_alive)
                 worker.process.send_signal(signal.SIGUSR1)
                 await asyncio.sleep(STACK_S)
@@ -286,7 +288,7 @@ class Supervisor:
                 patience * limit_s,
             )
 
-    def _record(self, replica: int, number: int, life: _Life, loss: Loss) -> None:
+    def _record(self, replica: int, number: int, life: _WorkerRun, loss: LostWork) -> None:
         """Keeps what is known of a death, and tells the log and the audience."""
         worker = life.worker
         self.crash = Crash(
@@ -302,56 +304,56 @@ class Supervisor:
             scene=None if worker is None else worker.snapshot,
         )
         logger.error("crash report: %s", msgspec.json.encode(self.crash).decode())
-        self._audience.worker_mourned(self.crash)
+        self._events.worker_reaped(self.crash)
         if worker is not None:
-            self.recoveries.begin(worker, len(loss.uids))
+            self.recovery_times.begin(worker, len(loss.uids))
 
     def _receive(self, replica: int, batch: list[Frames]) -> None:
         worker = self._workers[replica]
-        worker.hear(time.monotonic())
+        worker.on_message(time.monotonic())
         for frames in batch:
             if worker.failure is not None:
                 return
             try:
-                self._hear(worker, self._decoder.decode(frames))
+                self._on_message(worker, self._decoder.decode(frames))
             except MalformedError as error:
                 self.num_malformed += 1
                 failure = EngineError(f"worker {replica} sent a malformed message: {error}")
-                worker.blame(failure, fault_s=worker.heard_s)
+                worker.mark_failed(failure, fault_s=worker.last_message_s)
                 worker.process.kill()
-        self._audience.worker_idle()
+        self._events.worker_idle()
 
-    def _hear(self, worker: Incarnation, received: Received[FromWorker]) -> None:
+    def _on_message(self, worker: WorkerProcess, received: Received[FromWorker]) -> None:
         message = received.message
         if message.incarnation != worker.number:
             self.num_stale += 1
         elif isinstance(message, WorkerFailed):
             failure = to_error(message.code, message.message, message.trace)
-            worker.blame(failure, fault_s=message.fault_s, snapshot=message.scene)
+            worker.mark_failed(failure, fault_s=message.fault_s, snapshot=message.scene)
             asyncio.get_running_loop().call_later(EXIT_GRACE_S, worker.process.kill)  # its exit code says more
         elif isinstance(message, Ready):
-            self._welcome(worker, message)
+            self._mark_ready(worker, message)
         elif worker.ready is None:
             raise MalformedError(f"{type(message).__name__} before Ready")
         else:
-            self._audience.worker_said(worker.replica, received)
+            self._events.worker_sent(worker.replica, received)
             if isinstance(message, StepReport):
-                self._note(worker, message)
+                self._on_stats(worker, message)
 
-    def _note(self, worker: Incarnation, report: StepReport) -> None:
+    def _on_stats(self, worker: WorkerProcess, report: StepReport) -> None:
         """Keeps a worker's stats, and sees whether it has recovered."""
-        worker.note(report.stats, worker.heard_s)
+        worker.on_stats(report.stats, worker.last_message_s)
         if report.uids:
-            self.recoveries.news(worker)
-        elif not report.stats.running + report.stats.waiting and worker.heard_s - worker.ready_s > REST_S:
-            self.recoveries.rest(worker.replica)
+            self.recovery_times.first_output(worker)
+        elif not report.stats.running + report.stats.waiting and worker.last_message_s - worker.ready_s > REST_S:
+            self.recovery_times.on_idle(worker.replica)
 
-    def _welcome(self, worker: Incarnation, ready: Ready) -> None:
+    def _mark_ready(self, worker: WorkerProcess, ready: Ready) -> None:
         if worker.ready is not None:
             raise MalformedError("Ready twice")
         total_s = time.monotonic() - worker.born_s
         phases = {"start process": round(total_s - sum(ready.startup_s.values()), 3), **ready.startup_s}
-        worker.welcome(msgspec.structs.replace(ready, startup_s=phases), time.monotonic())
+        worker.mark_ready(msgspec.structs.replace(ready, startup_s=phases), time.monotonic())
         self._findings.setdefault(worker.replica, ready.findings)
         logger.info(
             "worker %d (pid %d, incarnation %d) is ready after %.2f s: %d pages of %d tokens, %d rows",
@@ -363,6 +365,6 @@ class Supervisor:
             ready.page_size,
             ready.max_running,
         )
-        self._audience.worker_ready(worker.replica, ready)
+        self._events.worker_ready(worker.replica, ready)
         if not self.started.done() and len(self.ready_replicas()) == self._config.parallel.replicas:
             self.started.set_result(None)

@@ -125,7 +125,7 @@ async def test_a_killed_scheduler_fails_every_request_and_takes_its_workers_alon
 async def test_a_client_that_was_told_that_no_worker_is_left_says_so() -> None:
     async with engine() as client:
         assert client.is_ready and not client.trouble
-        client._hear(Received(Halted("no worker is left: it died.")))
+        client._on_message(Received(Halted("no worker is left: it died.")))
         assert not client.is_ready
         assert client.trouble == "no worker is left: it died."
 

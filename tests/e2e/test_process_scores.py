@@ -12,7 +12,7 @@ import pytest
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ModelError
-from hiserve.scheduler.client import Delta, EngineClient
+from hiserve.scheduler.client import EngineClient, TokenDelta
 from tests.helpers.fake_engine import score_words
 from tests.helpers.process_engine import collect, engine, private_folder, settled, tokens
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-async def ask(client: EngineClient, first: int, sampling: SamplingParams) -> list[Delta]:
+async def ask(client: EngineClient, first: int, sampling: SamplingParams) -> list[TokenDelta]:
     return [delta async for delta in client.generate(tokens(first), sampling)]
 
 

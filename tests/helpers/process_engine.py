@@ -14,7 +14,7 @@ import pytest
 from hiserve.config import make_config
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.scheduler.client import Delta, EngineClient
+from hiserve.scheduler.client import EngineClient, TokenDelta
 from tests.helpers.fake_client import FAKE_SCHEDULER
 from tests.helpers.fake_engine import reply
 from tests.helpers.processes import children, is_alive, wait_dead
@@ -60,7 +60,7 @@ def order(order_id: int) -> Int32Array:
     return np.array([order_id, 1, 2], dtype=np.int32)
 
 
-async def collect(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) -> list[Delta]:
+async def collect(client: EngineClient, prompt: Int32Array, max_tokens: int = 4) -> list[TokenDelta]:
     return [delta async for delta in client.generate(prompt, SamplingParams(max_tokens=max_tokens))]
 
 

@@ -1,14 +1,14 @@
 """Requests, queues, callers, workers that die."""
 
-from hiserve.scheduler import dispatcher, ledger, prefix_index, quarantine, queue, stillness, stream, supervisor
+from hiserve.scheduler import crash_isolation, dispatcher, ledger, prefix_index, progress_watch, queue, request_stream, supervisor
 from tests.unit.scheduler import (
     test_conservation,
     test_dispatcher,
     test_fairness,
     test_prefix_index,
+    test_progress_watch,
     test_replays,
-    test_stillness,
-    test_stream,
+    test_request_stream,
     test_supervisor,
 )
 
@@ -34,21 +34,25 @@ with ledger.Entry.to_admit, test_replays.test_scores_of_the_prompt_are_asked_for
     0
 with dispatcher.Dispatcher.worker_lost, test_replays.test_what_was_being_aborted_ends_with_its_worker:
     "INV 48: a request being aborted is replayed"
-    aborted = [entry for entry in held if entry.state is State.ABORTING]
+    aborted = [entry for entry in held if entry.state is RequestState.ABORTING]
     aborted: list[Entry] = []
-with quarantine.Quarantine.judge, test_replays.test_a_request_is_given_up_when_it_had_its_worker_for_itself_and_not_before:
+with crash_isolation.CrashIsolation.isolate, test_replays.test_a_request_is_given_up_when_it_had_its_worker_for_itself_and_not_before:
     "INV 49: the last suspect is convicted although others ran beside it"
-    suspects == on_trial == held and len(held) == 1
-    suspects == on_trial and len(suspects) == 1
+    suspects == running == held and len(held) == 1
+    suspects == running and len(suspects) == 1
 with supervisor.Supervisor._patrol, test_supervisor.test_a_worker_whose_work_does_not_get_on_is_replaced_after_its_time:
     "INV 50: a worker that hangs is not ended"
     limit_s
     0
 with supervisor.Supervisor._patrol, test_supervisor.test_time_in_which_the_supervisor_stood_still_is_not_the_workers:
-    "INV 50: time in which the supervisor stood still counts for its workers"
-    worker.still.forgive(max(0.0, now_s - before_s - 2 * PATROL_S))
+    "INV 50: time in which the supervisor stood progress counts for its workers"
+    worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * PATROL_S))
     pass
-with stillness.Stillness.look, test_stillness, test_supervisor.test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs:
+with (
+    progress_watch.ProgressWatch.sample,
+    test_progress_watch,
+    test_supervisor.test_a_worker_that_gets_no_cpu_is_not_taken_for_one_that_hangs,
+):
     "INV 50: time without a CPU counts for a worker"
     computed_s if is_kept_waiting else passed_s
     passed_s
@@ -56,7 +60,7 @@ with supervisor.Supervisor._keep, test_supervisor.test_a_successor_that_cannot_b
     "INV 50: a worker that cannot be spawned is tried again without a pause"
     num_useless + 1
     0
-with supervisor.Supervisor._hear, test_supervisor.test_messages_of_another_incarnation_are_counted_and_ignored:
+with supervisor.Supervisor._on_message, test_supervisor.test_messages_of_another_incarnation_are_counted_and_ignored:
     "messages of an earlier incarnation are accepted"
     message.incarnation != worker.number
     False
@@ -64,11 +68,11 @@ with queue.Queue.window, test_fairness.test_a_flood_of_one_caller_does_not_hold_
     "INV 61: the first caller has every turn"
     min(self._lines, key=self._served.__getitem__)
     next(iter(self._lines))
-with queue.Queue.crowding, test_fairness.test_a_full_queue_makes_room_for_who_has_less_than_a_share:
+with queue.Queue.shed_candidate, test_fairness.test_a_full_queue_makes_room_for_who_has_less_than_a_share:
     "INV 61: a full queue makes no room for a caller below its share"
     not others or not is_fair
     True
-with queue._Line.window, test_fairness.test_no_policy_lets_a_request_starve:
+with queue._CallerQueue.window, test_fairness.test_no_policy_lets_a_request_starve:
     "INV 61: a policy lets a request starve"
     MAX_OVERTAKEN
     10 * MAX_OVERTAKEN
@@ -76,7 +80,7 @@ with queue.Queue.has_room, test_dispatcher.test_a_full_queue_refuses_and_loses_n
     "INV 24: the queue has no limit"
     not self._waiting
     True
-with stream.Stream.is_too_long, test_stream.test_more_than_a_reader_may_leave_unread_is_too_long:
+with request_stream.RequestStream.is_too_long, test_request_stream.test_more_than_a_reader_may_leave_unread_is_too_long:
     "INV 24: a reader may leave everything unread"
     self._num_unread_bytes > self._max_unread_bytes
     False

@@ -17,7 +17,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.llm.backends import Job, Processes
 from hiserve.scheduler.client import EngineClient
-from hiserve.scheduler.stream import Delta
+from hiserve.scheduler.request_stream import TokenDelta
 
 PROMPT, NUM_PROMPTS = 100, 12
 
@@ -42,10 +42,10 @@ class Client:
     def __init__(self, diary: Diary) -> None:
         self._diary = diary
 
-    async def generate(self, tokens: Int32Array, sampling: Any, *, choice: int) -> AsyncGenerator[Delta, None]:
+    async def generate(self, tokens: Int32Array, sampling: Any, *, choice: int) -> AsyncGenerator[TokenDelta, None]:
         self._diary.events.append(f"sent {tokens[0]}")
         await asyncio.sleep(0.001)
-        yield Delta([1], FinishReason.LENGTH, None, None, b"", -1)
+        yield TokenDelta([1], FinishReason.LENGTH, None, None, b"", -1)
 
 
 def test_processes_get_each_prompt_before_the_next_is_encoded() -> None:

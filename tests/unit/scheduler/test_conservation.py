@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hiserve.config import Scheduler
 from hiserve.scheduler.dispatcher import Dispatcher
-from hiserve.scheduler.ledger import State
+from hiserve.scheduler.ledger import RequestState
 from hiserve.scheduler.policy import POLICIES
 from hiserve.scheduler.prefix_index import PrefixIndex
 from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_report
@@ -55,7 +55,7 @@ class Conservation(RuleBasedStateMachine):
 
     def queued(self) -> set[int]:
         queue = [waiting.entry.uid for waiting in self.dispatcher.queue]
-        suspects = [entry.uid for entry in self.dispatcher.quarantine.waiting()]
+        suspects = [entry.uid for entry in self.dispatcher.isolation.waiting()]
         assert len({*queue, *suspects}) == len(queue) + len(suspects)
         return {*queue, *suspects}
 
@@ -136,21 +136,21 @@ class Conservation(RuleBasedStateMachine):
         ledger, queue = self.dispatcher.ledger, self.dispatcher.queue
         assert ledger.num_accepted == len(self.accepted) == ledger.num_ended + len(ledger)
         queued = self.queued()
-        assert len(queued) == len(queue) + len(self.dispatcher.quarantine.waiting())
+        assert len(queued) == len(queue) + len(self.dispatcher.isolation.waiting())
         assert all(ledger.get(uid) is not None for uid in queued)
         for uid in self.accepted:
             entry = ledger.get(uid)
             assert len(self.outlet.terminals[uid]) == (entry is None)
             if entry is not None:
-                assert (entry.state is State.QUEUED) == (entry.replica is None) == (uid in queued)
+                assert (entry.state is RequestState.QUEUED) == (entry.replica is None) == (uid in queued)
                 assert entry.generated.tolist() == self.outlet.sent[uid]
 
     @invariant()
     def credits_are_the_requests_held(self) -> None:
         for replica in self.alive:
             held = len(self.held(replica))
-            assert self.dispatcher.admission.num_held(replica) == held <= CAPACITY
-            is_apart = replica in self.dispatcher.quarantine
+            assert self.dispatcher.placement.num_held(replica) == held <= CAPACITY
+            is_apart = replica in self.dispatcher.isolation
             assert held == CAPACITY or len(self.dispatcher.queue) == 0 or is_apart
 
     @invariant()

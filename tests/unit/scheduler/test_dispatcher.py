@@ -148,7 +148,7 @@ def test_an_abort_while_running_ends_when_the_worker_answers() -> None:
     assert desk.outlet.terminals[2] == []
     desk.report((1, [5], 0), (2, [], 3))
     assert desk.outlet.terminals[2] == [ABORT]
-    assert desk.dispatcher.admission.num_held(0) == 1
+    assert desk.dispatcher.placement.num_held(0) == 1
 
 
 def test_an_abort_that_crosses_the_natural_end_adds_no_second_one() -> None:

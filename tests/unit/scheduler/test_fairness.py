@@ -149,7 +149,7 @@ def test_who_lost_a_worker_goes_first_of_the_caller_whatever_the_policy(policy: 
     for uid, caller in ((3, GREEDY), (4, GREEDY), (5, MODEST), (6, GREEDY), (7, GREEDY)):
         desk.submit(uid, *range(17 if uid > 5 else 3), caller=caller, priority=uid)
     queue = desk.dispatcher.queue
-    queue.put_back([queue.remove(uid) for uid in (3, 4, 5)])
+    queue.requeue([queue.remove(uid) for uid in (3, 4, 5)])
     assert [uid in queue for uid in (1, 3, 4, 5)] == [False, True, True, True]
     for _ in range(5):
         finish_first(desk)
@@ -165,7 +165,7 @@ def test_who_goes_back_to_the_front_moves_nobody_else() -> None:
     queue = desk.dispatcher.queue
     (line,) = queue._lines.values()
     in_order, of_rank = line._in_order, line._by_rank[0]
-    queue.put_back([queue.remove(uid) for uid in (5, 6)])
+    queue.requeue([queue.remove(uid) for uid in (5, 6)])
     assert line._in_order is in_order and line._by_rank[0] is of_rank, "all that waits was written anew"
     assert list(in_order) == list(of_rank) == [5, 6, 3, 4, 7], "the first two run, or are next"
 

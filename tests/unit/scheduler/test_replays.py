@@ -240,7 +240,7 @@ def test_one_crash_and_crashes_between_which_a_request_moved_make_no_suspect() -
     desk.submit(1)
     for _ in range(5):
         restart(desk)
-        assert 0 not in desk.dispatcher.quarantine
+        assert 0 not in desk.dispatcher.isolation
         desk.report((1, [5], 0))
     assert desk.outlet.sent[1] == [5] * 5
 
@@ -272,9 +272,9 @@ def test_suspects_have_their_worker_for_themselves_and_others_use_the_other_work
     for _ in range(2):
         desk.dispatcher.worker_lost(0)
         desk.dispatcher.worker_ready(0, ready(0, rows=8))  # before the other has taken them
-        desk.dispatcher.admission.reserve(1)
+        desk.dispatcher.placement.reserve(1)
         desk.dispatcher.dispatch()
-        desk.dispatcher.admission.unreserve(1)
+        desk.dispatcher.placement.unreserve(1)
     assert desk.outlet.admitted[-1] == (0, 1)
     desk.submit(5)
     assert desk.outlet.admitted[-1] == (1, 5)

@@ -27,8 +27,8 @@ from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import FromWorker, Ready, StepReport
 from hiserve.ipc.parent import wait_for_event
 from hiserve.scheduler import supervisor as supervisor_module
-from hiserve.scheduler.stillness import Usage, usage_of
-from hiserve.scheduler.supervisor import Loss, Supervisor
+from hiserve.scheduler.progress_watch import CpuUsage, usage_of
+from hiserve.scheduler.supervisor import LostWork, Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
 from tests.helpers.identity import identified
 from tests.helpers.processes import wait_dead
@@ -58,18 +58,18 @@ class Witness:
         self.events.append(f"ready {ready.incarnation}")
         self.readies.append(ready)
 
-    def worker_said(self, replica: int, received: Received[FromWorker]) -> None:
+    def worker_sent(self, replica: int, received: Received[FromWorker]) -> None:
         assert isinstance(received.message, StepReport)
         self.reports.append(received.message)
 
     def worker_idle(self) -> None:
         pass
 
-    def worker_lost(self, replica: int) -> Loss:
+    def worker_lost(self, replica: int) -> LostWork:
         self.events.append("lost")
-        return Loss([4, 5], was_of_use=True)
+        return LostWork([4, 5], was_of_use=True)
 
-    def worker_mourned(self, crash: Crash) -> None:
+    def worker_reaped(self, crash: Crash) -> None:
         self.crashes.append(crash)
 
     def worker_abandoned(self, replica: int, error: HiserveError) -> None:
@@ -85,7 +85,7 @@ class Witness:
 async def supervised(
     model: str,
     command: tuple[str, ...] = ROGUE,
-    usage: Callable[[int], Usage | None] = usage_of,
+    usage: Callable[[int], CpuUsage | None] = usage_of,
     **settings: object,
 ) -> AsyncIterator[tuple[Supervisor, Witness]]:
     witness = Witness()
@@ -261,10 +261,10 @@ class Kernel:
         self.num_looks = 0
         self._cpu_s = 0.0
 
-    def usage(self, pid: int) -> Usage:
+    def usage(self, pid: int) -> CpuUsage:
         self.num_looks += 1
         self._cpu_s += self.cpu_s_per_look
-        return Usage(self._cpu_s, wants_cpu=True)
+        return CpuUsage(self._cpu_s, wants_cpu=True)
 
     async def until(self, num_looks: int) -> None:
         async with asyncio.timeout(60):
@@ -381,13 +381,13 @@ async def test_time_in_which_the_supervisor_stood_still_is_not_the_workers() -> 
 async def test_the_way_back_is_measured_by_phase() -> None:
     async with supervised("last words") as (supervisor, witness):
         await witness.until("ready 2")
-        assert supervisor.recoveries.last is None, "nothing was told yet"
+        assert supervisor.recovery_times.last is None, "nothing was told yet"
     async with supervised("mute", step_timeout_s=0.6) as (supervisor, witness):
         await witness.until("ready 2")
         async with asyncio.timeout(60):
-            while supervisor.recoveries.last is None:
+            while supervisor.recovery_times.last is None:
                 await asyncio.sleep(0.005)
-        recovery = supervisor.recoveries.last
+        recovery = supervisor.recovery_times.last
         assert (recovery.replica, recovery.incarnation, recovery.num_requests) == (0, 2, 2)
         assert list(recovery.phases) == ["detect", "exit", "wait", "start process", "first token"]
         assert recovery.phases["detect"] >= 0.6

@@ -14,7 +14,7 @@ _CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12  # fields of /proc/PID/stat behind the command's name
 
 
-class Usage(NamedTuple):
+class CpuUsage(NamedTuple):
     """What a process makes of the machine.
 
     Attributes:
@@ -26,7 +26,7 @@ class Usage(NamedTuple):
     wants_cpu: bool
 
 
-def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage | None:
+def usage_of(pid: int, proc: Path = Path("/proc")) -> CpuUsage | None:
     """Asks the kernel; None where it does not tell, as of a process that is gone.
 
     Args:
@@ -39,7 +39,7 @@ def usage_of(pid: int, proc: Path = Path("/proc")) -> Usage | None:
     except OSError:
         return None
     ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
-    return Usage(ticks / _CLOCK_TICKS_PER_S, any(map(_wants_cpu, threads)))
+    return CpuUsage(ticks / _CLOCK_TICKS_PER_S, any(map(_wants_cpu, threads)))
 
 
 def _wants_cpu(thread: Path) -> bool:
@@ -53,7 +53,7 @@ def _fields(stat: Path) -> list[bytes]:
 
 
 @dataclass(slots=True)
-class Stillness:
+class ProgressWatch:
     """Times are of ``time.monotonic``.
 
     A worker that wants a CPU is charged the CPU time it got; one that does not, as it sleeps or waits for a device, is
@@ -61,14 +61,14 @@ class Stillness:
 
     Attributes:
         since_s: When it last ended a step, or had no work.
-        looked_s: When it was looked at last.
+        sampled_s: When it was looked at last.
         own_s: Seconds since then that were its own.
         computed_s: Of them, those in which it computed.
         cpu_s: CPU time it had at the last look; None if nobody asked.
     """
 
     since_s: float
-    looked_s: float = 0.0
+    sampled_s: float = 0.0
     own_s: float = 0.0
     computed_s: float = 0.0
     cpu_s: float | None = None
@@ -78,24 +78,24 @@ class Stillness:
         self.since_s = now_s
         self.own_s = self.computed_s = 0.0
 
-    def forgive(self, seconds: float) -> None:
+    def extend_deadline(self, seconds: float) -> None:
         """Nobody looked for so long: what it said meanwhile was not heard."""
         self.since_s += seconds
-        self.looked_s += seconds
+        self.sampled_s += seconds
 
-    def look(self, now_s: float, usage: Usage | None) -> None:
+    def sample(self, now_s: float, usage: CpuUsage | None) -> None:
         """Charges the worker the time since the last look, or since it got on.
 
         Args:
             now_s: Now.
             usage: Of its process; None charges all of the time.
         """
-        passed_s = max(0.0, now_s - max(self.looked_s, self.since_s))
+        passed_s = max(0.0, now_s - max(self.sampled_s, self.since_s))
         computed_s = 0.0 if usage is None or self.cpu_s is None else min(passed_s, max(0.0, usage.cpu_s - self.cpu_s))
         is_kept_waiting = usage is not None and self.cpu_s is not None and usage.wants_cpu
         self.own_s += computed_s if is_kept_waiting else passed_s
         self.computed_s += computed_s
-        self.looked_s, self.cpu_s = now_s, None if usage is None else usage.cpu_s
+        self.sampled_s, self.cpu_s = now_s, None if usage is None else usage.cpu_s
 
     @property
     def is_alive(self) -> bool:

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 
 from hiserve.ipc.lifecycle import Recovery
-from hiserve.scheduler.incarnation import Incarnation
+from hiserve.scheduler.worker_process import WorkerProcess
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRecovery:
     """A recovery under way.
 
     Attributes:
@@ -19,12 +19,12 @@ class _Open:
         num_requests: That it held.
     """
 
-    dead: Incarnation
+    dead: WorkerProcess
     reaped_s: float
     num_requests: int
 
 
-class Recoveries:
+class RecoveryTimes:
     """One for each replica at a time. If a successor dies before any news, the first death is where the way began.
 
     Attributes:
@@ -32,19 +32,19 @@ class Recoveries:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRecovery] = {}
         self.last: Recovery | None = None
 
-    def begin(self, dead: Incarnation, num_requests: int) -> None:
+    def begin(self, dead: WorkerProcess, num_requests: int) -> None:
         """A worker is gone; nobody waits for news where it held nothing."""
         if num_requests and dead.replica not in self._open:
-            self._open[dead.replica] = _Open(dead, time.monotonic(), num_requests)
+            self._open[dead.replica] = _OpenRecovery(dead, time.monotonic(), num_requests)
 
-    def rest(self, replica: int) -> None:
+    def on_idle(self, replica: int) -> None:
         """A successor has nothing to do: what the worker before it held runs elsewhere, or has ended."""
         self._open.pop(replica, None)
 
-    def news(self, worker: Incarnation) -> None:
+    def first_output(self, worker: WorkerProcess) -> None:
         """A worker told news of a request."""
         under_way = self._open.pop(worker.replica, None)
         if under_way is None or worker.ready is None:

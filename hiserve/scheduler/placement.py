@@ -9,7 +9,7 @@ LOOKAHEAD_SHARE = 8
 
 
 @dataclass(slots=True)
-class _Load:
+class _WorkerLoad:
     """A worker's rows, the requests it holds (running, or waiting inside it), and when it got its last one."""
 
     max_running: int
@@ -22,11 +22,11 @@ class _Load:
         return self.max_running + max(1, self.max_running // LOOKAHEAD_SHARE) - self.num_held
 
 
-class Admission:
+class Placement:
     """Credits: a worker is sent a request only while it holds few enough."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, _WorkerLoad] = {}
         self._reserved: set[int] = set()
         self._num_taken = 0
 
@@ -37,7 +37,7 @@ class Admission:
             replica: The worker.
             max_running: Requests it runs at once.
         """
-        self._loads[replica] = _Load(max_running)
+        self._loads[replica] = _WorkerLoad(max_running)
 
     def leave(self, replica: int) -> None:
         """Removes a worker, with what it held."""
@@ -64,7 +64,7 @@ class Admission:
         free = self._loads.items()
         return [replica for replica, load in free if load.credit > 0 and replica not in self._reserved]
 
-    def take(self, replica: int) -> None:
+    def take_credit(self, replica: int) -> None:
         """Spends a credit: the worker is sent a request."""
         load = self._loads[replica]
         assert load.credit > 0, f"worker {replica} holds {load.num_held} requests and was sent another"
@@ -72,7 +72,7 @@ class Admission:
         self._num_taken += 1
         load.last_taken = self._num_taken
 
-    def give_back(self, replica: int) -> None:
+    def return_credit(self, replica: int) -> None:
         """Returns a credit: a request the worker held has ended."""
         load = self._loads[replica]
         assert load.num_held > 0, f"worker {replica} ended a request but holds none"

@@ -9,7 +9,7 @@ from hiserve.errors import HiserveError
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import Ready, WorkerFacts, WorkerStats
 from hiserve.ipc.parent import ChildProcess
-from hiserve.scheduler.stillness import Stillness
+from hiserve.scheduler.progress_watch import ProgressWatch
 
 # Weights may come from a slow disk; what a worker takes longer for does not end any more.
 MAX_START_S = 3600.0
@@ -17,7 +17,7 @@ RECENT_S = 3.0  # a worker that rests says so every second
 
 
 @dataclass(slots=True, eq=False)
-class Incarnation:
+class WorkerProcess:
     """A worker's process. Times are of ``time.monotonic``, which all processes of a machine share.
 
     Attributes:
@@ -26,8 +26,8 @@ class Incarnation:
         process: The process.
         born_s: When it was started.
         ready_s: When it was ready; 0 before that.
-        heard_s: When it said anything last.
-        still: Since when it has had work and ended no step, and how much of that time was its own.
+        last_message_s: When it said anything last.
+        progress: Since when it has had work and ended no step, and how much of that time was its own.
         fault_s: When it failed, by its own word, or by what was seen last of it; 0 while it lives.
         noticed_s: When that was known here.
         ready: What it said when it was.
@@ -41,8 +41,8 @@ class Incarnation:
     process: ChildProcess
     born_s: float = field(default_factory=time.monotonic)
     ready_s: float = 0.0
-    heard_s: float = field(default_factory=time.monotonic)
-    still: Stillness = field(default_factory=lambda: Stillness(time.monotonic()))
+    last_message_s: float = field(default_factory=time.monotonic)
+    progress: ProgressWatch = field(default_factory=lambda: ProgressWatch(time.monotonic()))
     fault_s: float = 0.0
     noticed_s: float = 0.0
     ready: Ready | None = None
@@ -59,34 +59,34 @@ class Incarnation:
             startup_s=self.ready.startup_s if self.ready else {},
             num_pages=self.ready.num_pages if self.ready else 0,
             stats=self.stats,
-            step_age_s=0.0 if self._rests() else self.still_s(time.monotonic()),
+            step_age_s=0.0 if self._is_idle() else self.no_progress_s(time.monotonic()),
         )
 
-    def hear(self, now_s: float) -> None:
+    def on_message(self, now_s: float) -> None:
         """It said something."""
-        self.heard_s = now_s
+        self.last_message_s = now_s
 
-    def note(self, stats: WorkerStats, now_s: float) -> None:
+    def on_stats(self, stats: WorkerStats, now_s: float) -> None:
         """It told its stats."""
         if stats.steps != self.stats.steps or not stats.running + stats.waiting:
-            self.still.end(now_s)
+            self.progress.end(now_s)
         self.stats = stats
 
-    def welcome(self, ready: Ready, now_s: float) -> None:
+    def mark_ready(self, ready: Ready, now_s: float) -> None:
         """It is ready."""
         self.ready, self.ready_s = ready, now_s
-        self.still.end(now_s)
+        self.progress.end(now_s)
         self.stats = WorkerStats(free_pages=ready.num_pages)
 
-    def still_s(self, now_s: float) -> float:
+    def no_progress_s(self, now_s: float) -> float:
         """Returns for how long it has had work, and ended no step; a worker that rests is heard of all the time."""
-        return max(0.0, now_s - self.still.since_s) if self.ready else 0.0
+        return max(0.0, now_s - self.progress.since_s) if self.ready else 0.0
 
-    def _rests(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether it had nothing to do a moment ago, by its own word; what it was given since is news yet to come."""
-        return not self.stats.running + self.stats.waiting and self.still_s(time.monotonic()) < RECENT_S
+        return not self.stats.running + self.stats.waiting and self.no_progress_s(time.monotonic()) < RECENT_S
 
-    def blame(self, failure: HiserveError, *, fault_s: float, snapshot: CrashSnapshot | None = None) -> None:
+    def mark_failed(self, failure: HiserveError, *, fault_s: float, snapshot: CrashSnapshot | None = None) -> None:
         """Says why it is being replaced; the first word stands."""
         if self.failure is None:
             self.failure, self.snapshot = failure, snapshot
@@ -102,8 +102,8 @@ class Incarnation:
         if self.ready is None:
             age_s = now_s - self.born_s
             return f"was not ready after {age_s:.0f} s" if age_s > MAX_START_S else ""
-        own_s, num_requests = self.still.own_s, self.stats.running + self.stats.waiting
+        own_s, num_requests = self.progress.own_s, self.stats.running + self.stats.waiting
         if not max_still_s or own_s <= (max_still_s if num_requests else max(max_still_s, RECENT_S)):
             return ""
-        times = f"{self.still_s(now_s):.1f} s ({own_s:.1f} s its own, {self.still.computed_s:.1f} s of them computing)"
+        times = f"{self.no_progress_s(now_s):.1f} s ({own_s:.1f} s its own, {self.progress.computed_s:.1f} s of them computing)"
         return f"ended no step for {times}; by its last word it had {num_requests} requests"

@@ -15,24 +15,24 @@ from pathlib import Path
 import pytest
 
 from hiserve.ipc.messages import Ready, WorkerStats
-from hiserve.scheduler.incarnation import Incarnation
-from hiserve.scheduler.stillness import Stillness, Usage, usage_of
+from hiserve.scheduler.progress_watch import CpuUsage, ProgressWatch, usage_of
+from hiserve.scheduler.worker_process import WorkerProcess
 
 TICK_S = 0.25
 
 
-def look_for(still: Stillness, seconds: float, *, share: float, wants_cpu: bool) -> None:
+def look_for(still: ProgressWatch, seconds: float, *, share: float, wants_cpu: bool) -> None:
     """Looks every ``TICK_S`` at a process that gets this share of a CPU."""
     for _ in range(round(seconds / TICK_S)):
-        now_s = still.looked_s + TICK_S
+        now_s = still.sampled_s + TICK_S
         cpu_s = 0.0 if still.cpu_s is None else still.cpu_s
-        still.look(now_s, Usage(cpu_s + share * TICK_S, wants_cpu))
+        still.sample(now_s, CpuUsage(cpu_s + share * TICK_S, wants_cpu))
 
 
-def begun() -> Stillness:
+def begun() -> ProgressWatch:
     """At work since second 100; what its process had computed before that counts for nothing."""
-    still = Stillness(100.0)
-    still.look(100.0, Usage(5000.0, wants_cpu=True))
+    still = ProgressWatch(100.0)
+    still.sample(100.0, CpuUsage(5000.0, wants_cpu=True))
     return still
 
 
@@ -64,8 +64,8 @@ def test_a_worker_that_computed_and_then_sleeps_is_charged_the_clock_from_there(
 
 def test_where_the_kernel_does_not_tell_the_clock_counts() -> None:
     still = begun()
-    still.look(103.0, None)
-    still.look(104.0, Usage(5000.0, wants_cpu=True))
+    still.sample(103.0, None)
+    still.sample(104.0, CpuUsage(5000.0, wants_cpu=True))
     assert still.own_s == pytest.approx(4.0)
 
 
@@ -74,33 +74,35 @@ def test_a_step_that_ended_clears_the_account() -> None:
     look_for(still, 10, share=1.0, wants_cpu=True)
     still.end(110.1)
     assert (still.since_s, still.own_s, still.computed_s) == (110.1, 0.0, 0.0)
-    still.look(110.25, Usage(9000.0, wants_cpu=False))
+    still.sample(110.25, CpuUsage(9000.0, wants_cpu=False))
     assert still.own_s == pytest.approx(0.15), "what came before the end of the step was charged"
 
 
 def test_time_in_which_nobody_looked_is_forgiven() -> None:
     still = begun()
-    still.forgive(7.0)
-    still.look(107.25, Usage(5007.25, wants_cpu=True))
+    still.extend_deadline(7.0)
+    still.sample(107.25, CpuUsage(5007.25, wants_cpu=True))
     assert (still.since_s, still.own_s) == (107.0, 0.25)
 
 
 def test_time_in_which_nobody_looked_is_forgiven_since_the_last_look() -> None:
     still = begun()
-    still.look(102.0, None)
-    still.forgive(7.0)
-    still.look(109.5, None)
+    still.sample(102.0, None)
+    still.extend_deadline(7.0)
+    still.sample(109.5, None)
     assert (still.since_s, still.own_s) == (107.0, 2.5)
 
 
 def test_steps_are_progress_whatever_else_waits_and_words_without_steps_are_none() -> None:
-    worker = Incarnation(0, 1, process=None)  # type: ignore[arg-type]
-    worker.welcome(Ready(1, 7, max_running=4, max_len=9, num_pages=9, page_size=1, namespace=b"", startup_s={}), 100.0)
+    worker = WorkerProcess(0, 1, process=None)  # type: ignore[arg-type]
+    worker.mark_ready(
+        Ready(1, 7, max_running=4, max_len=9, num_pages=9, page_size=1, namespace=b"", startup_s={}), 100.0
+    )
     for now_s, steps, since_s in ((101.0, 1, 101.0), (102.0, 1, 101.0), (103.0, 2, 103.0)):
-        worker.note(WorkerStats(steps=steps, running=3), now_s)
-        assert worker.still.since_s == since_s
-    worker.note(WorkerStats(steps=2), 104.0)
-    assert worker.still.since_s == 104.0, "it has nothing to do"
+        worker.on_stats(WorkerStats(steps=steps, running=3), now_s)
+        assert worker.progress.since_s == since_s
+    worker.on_stats(WorkerStats(steps=2), 104.0)
+    assert worker.progress.since_s == 104.0, "it has nothing to do"
 
 
 # --- what the kernel says -------------------------------------------------------------------------
@@ -119,7 +121,7 @@ def written(proc: Path, pid: int, states: str, *, user: int, system: int) -> Non
 def test_a_process_wants_a_cpu_if_one_of_its_threads_does(tmp_path: Path, states: str, wants_cpu: bool) -> None:
     written(tmp_path, 40, states, user=250, system=50)
     ticks_per_s = os.sysconf("SC_CLK_TCK")
-    assert usage_of(40, tmp_path) == Usage(300 / ticks_per_s, wants_cpu)
+    assert usage_of(40, tmp_path) == CpuUsage(300 / ticks_per_s, wants_cpu)
 
 
 def test_of_a_process_that_is_gone_nothing_is_known(tmp_path: Path) -> None:

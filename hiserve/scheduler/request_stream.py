@@ -15,7 +15,7 @@ from hiserve.ipc.coalesce import UNREPORTED
 TOKEN_BYTES = 36  # an int, and its place in a list
 
 
-class Delta(msgspec.Struct):
+class TokenDelta(msgspec.Struct):
     """News of one request; what came while the reader was away is one delta.
 
     Attributes:
@@ -35,7 +35,7 @@ class Delta(msgspec.Struct):
     queue_s: float
 
 
-class Stream:
+class RequestStream:
     """News of one request that its reader has not taken. Bounded by the request's own length, and by what is kept unread.
 
     Args:
@@ -100,7 +100,7 @@ class Stream:
         self._tokens, self._scores = [], bytearray()
         self.fail(SlowReaderError(f"{unread}; the limit is {self._max_unread_bytes}. Read as fast as tokens come."))
 
-    async def take(self) -> Delta:
+    async def take(self) -> TokenDelta:
         """Waits for news; an error comes after the tokens and scores that preceded it."""
         await self._news.wait()
         self._news.clear()
@@ -111,7 +111,7 @@ class Stream:
         cached = None if self._is_cache_told else self._cached
         self._is_cache_told = cached is not None or self._is_cache_told
         scores = bytes(self._scores)
-        delta = Delta(self._tokens, FinishReason(self._finish), cached, self._drafts, scores, self._queue_s)
+        delta = TokenDelta(self._tokens, FinishReason(self._finish), cached, self._drafts, scores, self._queue_s)
         self._tokens, self._scores, self._queue_s = [], bytearray(), UNREPORTED
         self._num_unread_bytes = 0
         self._drafts = None

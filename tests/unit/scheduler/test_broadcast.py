@@ -14,7 +14,7 @@ from hiserve.ipc.messages import (
     ToClient,
     ToWorker,
 )
-from hiserve.scheduler.rounds import Rounds
+from hiserve.scheduler.broadcast import Broadcast
 
 NODES = [NodeFacts("ab", "", 0, 0, "", 0, 0, 1, 0)]
 
@@ -25,7 +25,7 @@ class Asked:
     def __init__(self) -> None:
         self.told: list[ToClient] = []
         self.sent: list[tuple[int, ToWorker]] = []
-        self.rounds = Rounds(self._send, self._tell)
+        self.broadcast = Broadcast(self._send, self._tell)
 
     def _send(self, replica: int, frames: Frames) -> None:
         self.sent.append((replica, MessageDecoder[ToWorker](ToWorker).decode(frames).message))
@@ -36,45 +36,45 @@ class Asked:
 
 def test_the_client_is_answered_when_the_last_worker_has_answered() -> None:
     asked = Asked()
-    asked.rounds.ask(FlushCache(4, ("host",)), [0, 1])
+    asked.broadcast.ask(FlushCache(4, ("host",)), [0, 1])
     assert asked.sent == [(0, FlushCache(4, ("host",))), (1, FlushCache(4, ("host",)))]
-    asked.rounds.answered(1, CacheFlushed(1, 4, 5))
+    asked.broadcast.answered(1, CacheFlushed(1, 4, 5))
     assert asked.told == []
-    asked.rounds.answered(0, CacheFlushed(1, 4, 7))
+    asked.broadcast.answered(0, CacheFlushed(1, 4, 7))
     assert asked.told == [Flushed(4, 12)]
 
 
 def test_a_worker_that_dies_is_waited_for_no_more_and_what_it_said_counts() -> None:
     asked = Asked()
-    asked.rounds.ask(InspectCache(5, 3), [0, 1, 2])
-    asked.rounds.answered(2, CacheInspected(7, 5, NODES))
-    asked.rounds.answered(0, CacheInspected(1, 5, []))
-    asked.rounds.lost(2)
-    asked.rounds.lost(1)
+    asked.broadcast.ask(InspectCache(5, 3), [0, 1, 2])
+    asked.broadcast.answered(2, CacheInspected(7, 5, NODES))
+    asked.broadcast.answered(0, CacheInspected(1, 5, []))
+    asked.broadcast.lost(2)
+    asked.broadcast.lost(1)
     assert asked.told == [Inspected(5, [TreeFacts(0, 1, []), TreeFacts(2, 7, NODES)])]
 
 
 def test_questions_do_not_wait_for_each_other() -> None:
     asked = Asked()
-    asked.rounds.ask(FlushCache(1, ("device",)), [0])
-    asked.rounds.ask(InspectCache(2, 3), [0])
-    asked.rounds.answered(0, CacheInspected(1, 2, []))
+    asked.broadcast.ask(FlushCache(1, ("device",)), [0])
+    asked.broadcast.ask(InspectCache(2, 3), [0])
+    asked.broadcast.answered(0, CacheInspected(1, 2, []))
     assert asked.told == [Inspected(2, [TreeFacts(0, 1, [])])]
-    asked.rounds.answered(0, CacheFlushed(1, 1, 0))
+    asked.broadcast.answered(0, CacheFlushed(1, 1, 0))
     assert asked.told[1:] == [Flushed(1, 0)]
 
 
 def test_without_workers_the_answer_is_empty_and_immediate() -> None:
     asked = Asked()
-    asked.rounds.ask(FlushCache(1, ("device",)), [])
-    asked.rounds.ask(InspectCache(2, 1), [])
+    asked.broadcast.ask(FlushCache(1, ("device",)), [])
+    asked.broadcast.ask(InspectCache(2, 1), [])
     assert asked.told == [Flushed(1, 0), Inspected(2, [])]
 
 
 def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
     asked = Asked()
-    asked.rounds.answered(0, CacheFlushed(1, 9, 3))
-    asked.rounds.ask(FlushCache(9, ("device",)), [0])
-    asked.rounds.answered(0, CacheFlushed(1, 9, 3))
-    asked.rounds.answered(0, CacheFlushed(1, 9, 3))
+    asked.broadcast.answered(0, CacheFlushed(1, 9, 3))
+    asked.broadcast.ask(FlushCache(9, ("device",)), [0])
+    asked.broadcast.answered(0, CacheFlushed(1, 9, 3))
+    asked.broadcast.answered(0, CacheFlushed(1, 9, 3))
     assert asked.told == [Flushed(9, 3)]

@@ -14,7 +14,7 @@ Answer = CacheFlushed | CacheInspected
 
 
 @dataclass(slots=True)
-class _Round:
+class _OpenQuestion:
     """A question, the workers that have not answered it, and the answers of the others."""
 
     question: Question
@@ -34,7 +34,7 @@ class _Round:
         return Inspected(ticket, trees)
 
 
-class Rounds:
+class Broadcast:
     """All questions under way.
 
     Args:
@@ -45,11 +45,11 @@ class Rounds:
     def __init__(self, send: Callable[[int, Frames], None], tell: Callable[[Frames], None]) -> None:
         self._send = send
         self._tell = tell
-        self._open: dict[int, _Round] = {}
+        self._open: dict[int, _OpenQuestion] = {}
 
     def ask(self, question: Question, replicas: Iterable[int]) -> None:
         """Asks these workers; with none of them, the client is answered at once."""
-        self._open[question.ticket] = _Round(question, set(replicas))
+        self._open[question.ticket] = _OpenQuestion(question, set(replicas))
         for replica in self._open[question.ticket].waiting:
             self._send(replica, encode(question))
         self._conclude()

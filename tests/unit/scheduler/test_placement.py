@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.scheduler.admission import Admission
+from hiserve.scheduler.placement import Placement
 
 
-def admission(*held: int, rows: int = 8) -> Admission:
-    built = Admission()
+def admission(*held: int, rows: int = 8) -> Placement:
+    built = Placement()
     for replica, count in enumerate(held):
         built.join(replica, rows)
         for _ in range(count):
-            built.take(replica)
+            built.take_credit(replica)
     return built
 
 
@@ -23,10 +23,10 @@ def no_match(_replica: int) -> int:
 def test_a_worker_holds_its_rows_and_a_small_lookahead() -> None:
     built = admission(0, rows=16)
     while built.with_credit():
-        built.take(0)
+        built.take_credit(0)
     assert built.num_held(0) == 18
     assert built.place(100, no_match) is None
-    built.give_back(0)
+    built.return_credit(0)
     assert built.place(100, no_match) == 0
 
 
@@ -66,20 +66,20 @@ def test_a_worker_that_left_is_not_chosen_and_comes_back_empty() -> None:
 
 def test_credits_cannot_go_below_nothing() -> None:
     with pytest.raises(AssertionError, match="holds none"):
-        admission(0).give_back(0)
+        admission(0).return_credit(0)
     with pytest.raises(AssertionError, match="was sent another"):
-        admission(9).take(0)
+        admission(9).take_credit(0)
 
 
 def test_equals_take_turns() -> None:
-    admission = Admission()
+    placement = Placement()
     for replica in range(3):
-        admission.join(replica, 4)
+        placement.join(replica, 4)
     chosen = []
     for _ in range(6):  # one after the other: each has ended when the next one comes
-        replica = admission.place(100, lambda _: 0)
+        replica = placement.place(100, lambda _: 0)
         assert replica is not None
-        admission.take(replica)
-        admission.give_back(replica)
+        placement.take_credit(replica)
+        placement.return_credit(replica)
         chosen.append(replica)
     assert chosen == [0, 1, 2, 0, 1, 2]

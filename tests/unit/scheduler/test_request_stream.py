@@ -8,29 +8,29 @@ from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, SlowReaderError
-from hiserve.scheduler.stream import TOKEN_BYTES, Delta, Stream
+from hiserve.scheduler.request_stream import TOKEN_BYTES, RequestStream, TokenDelta
 
 USE = CacheUse(device=16)
 DRAFTS = DraftUse(2, 6, (2, 1, 0))
 
 
 async def test_news_that_waits_is_one_delta() -> None:
-    stream = Stream(tag="")
+    stream = RequestStream(tag="")
     stream.push([], 0, USE, DRAFTS, b"prompt__", 0.25)
     stream.push([5, 6], 0, None, None, b"abcd", -1)
-    assert await stream.take() == Delta([5, 6], FinishReason.RUNNING, USE, DRAFTS, b"prompt__abcd", 0.25)
+    assert await stream.take() == TokenDelta([5, 6], FinishReason.RUNNING, USE, DRAFTS, b"prompt__abcd", 0.25)
     stream.push([7], 2, None, None, b"", -1)
-    assert await stream.take() == Delta([7], FinishReason.LENGTH, None, None, b"", -1)
+    assert await stream.take() == TokenDelta([7], FinishReason.LENGTH, None, None, b"", -1)
 
 
 async def test_of_a_request_that_no_worker_looked_up_nothing_is_said_of_the_cache() -> None:
-    stream = Stream(tag="")
+    stream = RequestStream(tag="")
     stream.push([], 3, None, None, b"", -1)
-    assert await stream.take() == Delta([], FinishReason.ABORT, None, None, b"", -1)
+    assert await stream.take() == TokenDelta([], FinishReason.ABORT, None, None, b"", -1)
 
 
 async def test_what_came_from_the_cache_is_told_once_even_if_it_comes_late() -> None:
-    stream = Stream(tag="")
+    stream = RequestStream(tag="")
     told = []
     for use in (None, USE, USE):
         stream.push([5], 0, use, None, b"", -1)
@@ -39,7 +39,7 @@ async def test_what_came_from_the_cache_is_told_once_even_if_it_comes_late() -> 
 
 
 async def test_of_drafts_the_latest_news_is_told_and_once() -> None:
-    stream, later = Stream(tag=""), DRAFTS + DRAFTS
+    stream, later = RequestStream(tag=""), DRAFTS + DRAFTS
     for drafts in (DRAFTS, later, None):
         stream.push([5], 0, None, drafts, b"", -1)
     assert (await stream.take()).drafts == later
@@ -49,21 +49,21 @@ async def test_of_drafts_the_latest_news_is_told_and_once() -> None:
 
 @pytest.mark.parametrize(("tokens", "scores"), [([5], b""), ([], b"abcd")])
 async def test_an_error_comes_after_what_was_told_before_it(tokens: list[int], scores: bytes) -> None:
-    stream = Stream(tag="")
+    stream = RequestStream(tag="")
     stream.push(tokens, 0, USE, None, scores, 0.0)
     stream.fail(EngineError("it broke"))
-    assert await stream.take() == Delta(tokens, FinishReason.RUNNING, USE, None, scores, 0.0)
+    assert await stream.take() == TokenDelta(tokens, FinishReason.RUNNING, USE, None, scores, 0.0)
     with pytest.raises(EngineError, match="it broke"):
         await stream.take()
 
 
 def test_more_than_a_reader_may_leave_unread_is_too_long() -> None:
-    stream = Stream("", 10 * TOKEN_BYTES)
+    stream = RequestStream("", 10 * TOKEN_BYTES)
     stream.push(10 * [5], 0, USE, None, b"", 0.0)
     assert not stream.is_too_long
     stream.push([5], 0, None, None, b"", -1)
     assert stream.is_too_long
-    with_scores = Stream("", 10 * TOKEN_BYTES)
+    with_scores = RequestStream("", 10 * TOKEN_BYTES)
     with_scores.push([5], 0, USE, None, bytes(10 * TOKEN_BYTES), 0.0)  # those of the prompt, for all we know
     assert not with_scores.is_too_long
     with_scores.push([5], 0, None, None, bytes(9 * TOKEN_BYTES), -1)
@@ -71,7 +71,7 @@ def test_more_than_a_reader_may_leave_unread_is_too_long() -> None:
 
 
 async def test_what_was_read_does_not_count() -> None:
-    stream = Stream("", 10 * TOKEN_BYTES)
+    stream = RequestStream("", 10 * TOKEN_BYTES)
     for _ in range(20):
         stream.push(8 * [5], 0, None, None, b"", -1)
         assert not stream.is_too_long
@@ -79,7 +79,7 @@ async def test_what_was_read_does_not_count() -> None:
 
 
 def test_a_stream_is_not_too_long_without_a_limit_after_its_end_or_by_the_scores_of_its_prompt() -> None:
-    unlimited, ended, scored = Stream(""), Stream("", 0), Stream("", 0)
+    unlimited, ended, scored = RequestStream(""), RequestStream("", 0), RequestStream("", 0)
     unlimited.push(10**6 * [5], 0, USE, None, b"", 0.0)
     ended.push(10 * [5], 2, USE, None, b"", 0.0)
     scored.push([], 0, USE, None, bytes(10**6), 0.0)
@@ -87,7 +87,7 @@ def test_a_stream_is_not_too_long_without_a_limit_after_its_end_or_by_the_scores
 
 
 async def test_a_stream_that_was_cut_keeps_nothing_and_says_why() -> None:
-    stream = Stream("", TOKEN_BYTES)
+    stream = RequestStream("", TOKEN_BYTES)
     stream.push([5, 6], 0, USE, None, b"abcd", 0.0)
     stream.cut()
     assert not stream.is_too_long
