@@ -52,8 +52,8 @@ from hiserve.models.draft_config import DraftConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.canary import Canary
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.rows import DeviceRows
 from hiserve.spec.adaptive import DraftController
 
 logger = logging.getLogger(__name__)

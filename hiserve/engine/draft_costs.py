@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Loads, admit
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.gate import PendingLoads, admit
 from hiserve.spec.adaptive import FloatArray, StepCosts
 
 REPEATS = 2  # of which the fastest counts; one more comes first
@@ -116,11 +116,11 @@ class DraftTimer:
     def _once(self, num_rows: int, num_draft: int, num_propose: int, context: int) -> _Seconds:
         plan = self._plan(num_rows, num_draft, num_propose, context)
         self._rows.apply(plan)
-        verdict = admit(plan, Loads(), self._runners.coverage, self._runners.facts(plan))
+        decision = admit(plan, PendingLoads(), self._runners.coverage, self._runners.facts(plan))
         begin = self._now()
-        ran = self._runners.run(plan, verdict)
+        launched_step = self._runners.run(plan, decision)
         middle = self._now()
-        self._runners.propose(plan, ran)
+        self._runners.propose(plan, launched_step)
         end = self._now()
         self._rows.apply(self._plan(num_rows, num_draft, num_propose, context, is_over=True))
         return _Seconds(middle - begin, end - middle)

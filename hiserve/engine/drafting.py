@@ -13,7 +13,7 @@ from hiserve.kernels.draft_ops import draft_ops_for
 from hiserve.models.attention import draft_attention_shape
 from hiserve.models.draft import DraftHead
 from hiserve.models.draft_config import DraftConfig
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.spec.head import DraftPool, HeadProposer
 from hiserve.spec.ngram import NgramProposer
 

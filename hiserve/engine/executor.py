@@ -20,10 +20,10 @@ from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.ipc.messages import GateCounts
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Loads, Reason, Verdict, admit
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Outcome, Ran, read_outcome
+from hiserve.runners.gate import Action, Decision, PendingLoads, Reason, admit
+from hiserve.runners.step_output import DeviceOutput, LaunchedStep, read_output
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Executor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hiserve-executor") if needs_thread else None
         self._verdicts: Counter[tuple[Action, Reason]] = Counter()
         self._is_replay = False  # of the step that is launched now
-        self._last: tuple[int, Verdict | None] = 0, None
+        self._last: tuple[int, Decision | None] = 0, None
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Runs or launches a step after those submitted before. An exception inside it is raised by ``result()``."""
@@ -104,12 +104,12 @@ class Executor:
 
     def last_decision(self) -> tuple[int, str]:
         """Returns the latest step that came to the gate, and its verdict in words; touches no device."""
-        step_id, verdict = self._last
-        if verdict is None:
+        step_id, decision = self._last
+        if decision is None:
             return step_id, ""
-        graph = f" of {verdict.bucket}" if verdict.bucket else ""
-        loads = f" behind loads {verdict.loads}" if verdict.loads else ""
-        return step_id, f"{verdict.action.value}{graph}: {verdict.reason.value} {verdict.sampling}{loads}".strip()
+        graph = f" of {decision.bucket}" if decision.bucket else ""
+        loads = f" behind loads {decision.loads}" if decision.loads else ""
+        return step_id, f"{decision.action.value}{graph}: {decision.reason.value} {decision.sampling}{loads}".strip()
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -151,24 +151,24 @@ class Executor:
 
     def _compute(self, plan: BatchPlan) -> StepResult:
         with torch.inference_mode():
-            outcome, ran = self._step(plan)
-            self._finish(plan, ran)
+            output, launched_step = self._step(plan)
+            self._finish(plan, launched_step)
         # A copy: a graph writes the words of its next replay into the same memory, and the result may not be read yet.
-        return read_outcome(plan, outcome, outcome.words.numpy().copy())
+        return read_output(plan, output, output.words.numpy().copy())
 
-    def _launch(self, plan: BatchPlan) -> tuple[Outcome, Tensor, torch.cuda.Event]:
+    def _launch(self, plan: BatchPlan) -> tuple[DeviceOutput, Tensor, torch.cuda.Event]:
         """Enqueues the step and the copy of its outcome."""
         launching = nullcontext() if self._tier_transfers is None else self._tier_transfers.launching()
         with launching, self._on_stream(), torch.inference_mode():
-            outcome, ran = self._step(plan)
-            host = torch.empty(outcome.words.shape, dtype=torch.int32, pin_memory=True)
-            host.copy_(outcome.words, non_blocking=True)
+            output, launched_step = self._step(plan)
+            host = torch.empty(output.words.shape, dtype=torch.int32, pin_memory=True)
+            host.copy_(output.words, non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
-            self._finish(plan, ran)  # behind the copy: the host waits for no draft
-        return outcome, host, copied
+            self._finish(plan, launched_step)  # behind the copy: the host waits for no draft
+        return output, host, copied
 
-    def _step(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
+    def _step(self, plan: BatchPlan) -> tuple[DeviceOutput, LaunchedStep | None]:
         self._apply(plan)
         self._runners.note(plan)
         self._order_copies(plan)
@@ -221,10 +221,10 @@ class Executor:
         if self._stream is not None:
             torch.cuda.empty_cache()
 
-    def _finish(self, plan: BatchPlan, ran: Ran | None) -> None:
+    def _finish(self, plan: BatchPlan, launched_step: LaunchedStep | None) -> None:
         """Drafts what follows; then all that the step writes to pages is on the stream."""
-        if ran is not None:
-            self._runners.propose(plan, ran)
+        if launched_step is not None:
+            self._runners.propose(plan, launched_step)
         self._step_done(plan)
 
     def _step_done(self, plan: BatchPlan) -> None:
@@ -232,28 +232,28 @@ class Executor:
         if self._tier_transfers is not None:
             self._tier_transfers.forward_done(plan.step_id)
 
-    def _pass_gate(self, plan: BatchPlan) -> tuple[Outcome, Ran | None]:
+    def _pass_gate(self, plan: BatchPlan) -> tuple[DeviceOutput, LaunchedStep | None]:
         """Does what the gate says to a step."""
         runners, tier_transfers = self._runners, self._tier_transfers
-        loads = Loads() if tier_transfers is None else tier_transfers.loads
-        verdict = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
-        self._verdicts[verdict.action, verdict.reason] += 1
-        self._last = plan.step_id, verdict
-        if verdict.action is Action.DEFER:
-            return self._nothing(deferred=verdict.reason.value)
-        self._is_replay = verdict.action is Action.REPLAY
+        loads = PendingLoads() if tier_transfers is None else tier_transfers.loads
+        decision = admit(plan, loads, runners.coverage, runners.facts(plan), has_moved=self._rows.has_moved)
+        self._verdicts[decision.action, decision.reason] += 1
+        self._last = plan.step_id, decision
+        if decision.action is Action.DEFER:
+            return self._nothing(deferred=decision.reason.value)
+        self._is_replay = decision.action is Action.REPLAY
         wait = None
-        if verdict.loads:
-            assert tier_transfers is not None, f"loads {verdict.loads} with one tier"
-            wait = partial(tier_transfers.wait, verdict.loads)
-        ran = runners.run(plan, verdict, wait)
-        return ran.outcome, ran
+        if decision.loads:
+            assert tier_transfers is not None, f"loads {decision.loads} with one tier"
+            wait = partial(tier_transfers.wait, decision.loads)
+        launched_step = runners.run(plan, decision, wait)
+        return launched_step.output, launched_step
 
-    def _nothing(self, deferred: str = "") -> tuple[Outcome, None]:
+    def _nothing(self, deferred: str = "") -> tuple[DeviceOutput, None]:
         """The outcome of a plan of which nothing was computed."""
-        return Outcome(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
+        return DeviceOutput(torch.empty(0, dtype=torch.int32, device=self._rows.device), 0, 0, deferred=deferred), None
 
 
-def _collect(plan: BatchPlan, outcome: Outcome, host: Tensor, copied: torch.cuda.Event) -> StepResult:
+def _collect(plan: BatchPlan, output: DeviceOutput, host: Tensor, copied: torch.cuda.Event) -> StepResult:
     copied.synchronize()
-    return read_outcome(plan, outcome, host.numpy())
+    return read_output(plan, output, host.numpy())

@@ -37,7 +37,7 @@ from hiserve.models.draft import DraftHead, load_draft
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.shapes import read_model
 from hiserve.models.speculation import page_groups, read_draft
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.device_rows import DeviceRows
 
 PROMPT_LEN, WIDTH, CHUNK_LEN, MAX_LEN = 16, 4, 61, 128
 ROWS, LATE_ROW = (1, 2, 3, 4), 5

@@ -14,9 +14,9 @@ from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
 from hiserve.engine.warmup import plan_without_pages
 from hiserve.errors import ResourceError
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Reason, Verdict
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.gate import Action, Decision, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +94,8 @@ def profile_steps(
         meter.begin()
         with torch.inference_mode(), _memory_error_as_advice(name):
             rows.apply(plan)
-            ran = runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF))
-            runners.propose(plan, ran)
+            launched_step = runners.run(plan, Decision(Action.EAGER, Reason.GRAPHS_OFF))
+            runners.propose(plan, launched_step)
             peaks[name] = meter.peak_bytes()
         level = logging.INFO if peaks[name] <= budget_bytes else logging.WARNING
         logger.log(

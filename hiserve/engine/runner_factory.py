@@ -17,14 +17,14 @@ from hiserve.models.decoder import Decoder
 from hiserve.runners.buckets import mixed_buckets, row_buckets, token_buckets
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Capture
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.draft_graphs import DraftCapture
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.graph import GraphRunner
+from hiserve.runners.logits_head import LogitsHead
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.tail import Tail
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def make_runners(
     }
     mixed = piecewise = None
     if settings.graphs == "all":
-        tail = Tail(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
+        head = LogitsHead(model, tuple(sorted({num_rows * width for num_rows in buckets for width in widths})))
         if (ragged := attention.ragged()) is not None:
             sizes, most = mixed_buckets(max_batched_tokens), max(widths)
             mixed = MixedRunner(
@@ -93,10 +93,10 @@ def make_runners(
                 buckets=sizes,
                 max_width=most,
                 max_len=max_len,
-                tail=tail,
+                head=head,
             )
         pieces = token_buckets(max_batched_tokens)
-        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, tail=tail)
+        piecewise = PiecewiseRunner(model, layers, attention, shape, capture, buckets=pieces, head=head)
     is_strict = settings.graph_gate == "strict"
     runners = Dispatch(rows, eager, full=full, mixed=mixed, piecewise=piecewise, is_strict=is_strict, proposer=proposer)
     if before_capture is not None:

@@ -12,7 +12,7 @@ from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.ipc.cache_stats import StoreStats
-from hiserve.runners.gate import Loads
+from hiserve.runners.gate import PendingLoads
 
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
 
@@ -44,9 +44,9 @@ class TierTransfers:
         return self._host.num_ready_pages
 
     @property
-    def loads(self) -> Loads:
+    def loads(self) -> PendingLoads:
         """How loads stand now."""
-        return Loads(self._open_loads, self._failed_loads, self._last_load)
+        return PendingLoads(self._open_loads, self._failed_loads, self._last_load)
 
     def start(self, plan: BatchPlan) -> None:
         """Forgets the host pages that a plan gives back, then starts its copies. Pinning leaves the device to the step."""

@@ -14,9 +14,9 @@ import torch
 
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Reason, Verdict
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.gate import Action, Decision, Reason
 from hiserve.sampling.params import Drawing
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ def warm_up_steps(
             for drawing, sampling in _DRAWINGS.items():
                 plan = plan_without_pages(known, drafts, bounds, num_propose, sampling)
                 rows.apply(plan)
-                ran = runners.run(plan, Verdict(Action.EAGER, Reason.GRAPHS_OFF, sampling=drawing.value))
-                runners.propose(plan, ran)
+                launched_step = runners.run(plan, Decision(Action.EAGER, Reason.GRAPHS_OFF, sampling=drawing.value))
+                runners.propose(plan, launched_step)
                 num_steps += 1
     return num_steps
 

@@ -10,14 +10,14 @@ from hiserve.core.drafts import Proposer
 from hiserve.core.plan import BatchPlan
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.eager import EagerRunner
-from hiserve.runners.gate import Action, Coverage, Reason, StepFacts, Verdict
+from hiserve.runners.gate import Action, Coverage, Decision, Reason, StepFacts
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.inputs import build_inputs
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Ran, draft_step, finish_step
+from hiserve.runners.step_output import LaunchedStep, draft_step, finish_step
 from hiserve.sampling.params import Drawing
 
 # Waits on the device for one layer's part of what the step loads, or for all of it (None).
@@ -106,18 +106,18 @@ class Dispatch:
         if self._canary is not None:
             self._canary.note(plan)
 
-    def run(self, plan: BatchPlan, verdict: Verdict, wait: Wait | None = None) -> Ran:
+    def run(self, plan: BatchPlan, decision: Decision, wait: Wait | None = None) -> LaunchedStep:
         """Computes a step of at least one row on the current stream.
 
         Args:
             plan: Applied to the rows.
-            verdict: The gate's, not to defer.
+            decision: The gate's, not to defer.
             wait: For the loads that the step reads; None without any.
         """
-        if verdict.action is Action.REPLAY and verdict.reason in (Reason.DECODE, Reason.VERIFY):
+        if decision.action is Action.REPLAY and decision.reason in (Reason.DECODE, Reason.VERIFY):
             if wait is not None:
                 wait(None)
-            return self._full[int(plan.num_new[0])].run(plan, verdict.bucket, Drawing(verdict.sampling))
+            return self._full[int(plan.num_new[0])].run(plan, decision.bucket, Drawing(decision.sampling))
         inputs = build_inputs(plan, self._rows)
         forward = inputs.forward
         if self._canary is not None:
@@ -127,20 +127,20 @@ class Dispatch:
             self._canary.write(forward)
         elif wait is not None:
             forward = replace(forward, before_layer=wait)
-        if verdict.action is Action.REPLAY:
-            graphs = self._mixed if verdict.reason is Reason.MIXED else self._piecewise
+        if decision.action is Action.REPLAY:
+            graphs = self._mixed if decision.reason is Reason.MIXED else self._piecewise
             assert graphs is not None, f"step {plan.step_id} goes to graphs that are not there"
-            outputs = graphs.run(forward, verdict.bucket)
+            outputs = graphs.run(forward, decision.bucket)
         else:
             outputs = self._eager.run(forward)
-        outcome = finish_step(plan, inputs, outputs.logits, self._rows)
-        return Ran(outcome, inputs, outputs.hidden_states, verdict.sampling == Drawing.GREEDY.value)
+        output = finish_step(plan, inputs, outputs.logits, self._rows)
+        return LaunchedStep(output, inputs, outputs.hidden_states, decision.sampling == Drawing.GREEDY.value)
 
-    def propose(self, plan: BatchPlan, ran: Ran) -> None:
+    def propose(self, plan: BatchPlan, launched_step: LaunchedStep) -> None:
         """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""
         if self._proposer is None or plan.is_cold:
             return
-        if ran.drafts is not None:
-            ran.drafts.propose(plan.num_propose, is_greedy=ran.is_greedy)
+        if launched_step.drafts is not None:
+            launched_step.drafts.propose(plan.num_propose, is_greedy=launched_step.is_greedy)
         else:
-            self._proposer.propose(draft_step(plan, ran))
+            self._proposer.propose(draft_step(plan, launched_step))

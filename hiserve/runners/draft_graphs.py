@@ -18,7 +18,7 @@ NUM_REHEARSED = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Further:
+class SharedDraftGraphs:
     """Graphs of what follows every step of a number of rows, however many tokens it computed of each.
 
     Attributes:
@@ -44,33 +44,33 @@ class DraftGraphs:
     Attributes:
         works: What the first ones hold, and the tensors that they read.
         first: int64 ``[rows]``, written by the first ones.
-        follow: From the step to the first draft's logits.
-        keep: Instead, where no draft is wanted.
-        further: Shared with steps of as many rows.
+        prepare: From the step to the first draft's logits.
+        update_only: Instead, where no draft is wanted.
+        shared: Shared with steps of as many rows.
     """
 
     works: tuple[Callable[[], None], ...]
     first: Tensor
-    follow: Graph
-    keep: Graph
-    further: Further
+    prepare: Graph
+    update_only: Graph
+    shared: SharedDraftGraphs
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """All of them."""
-        return (self.follow, self.keep, *self.further.graphs)
+        return (self.prepare, self.update_only, *self.shared.graphs)
 
     def propose(self, num_draft: int, *, is_greedy: bool) -> None:
         """Replays them on the current stream, behind a step of this shape."""
         if not num_draft:
-            self.keep.replay()
+            self.update_only.replay()
             return
-        self.follow.replay()
+        self.prepare.replay()
         for index in range(num_draft):
             if index:
-                assert self.further.extend is not None, f"{num_draft} drafts, and no graph of a second"
-                self.further.extend.replay()
-            self.further.draws[is_greedy].replay()
+                assert self.shared.extend is not None, f"{num_draft} drafts, and no graph of a second"
+                self.shared.extend.replay()
+            self.shared.draws[is_greedy].replay()
 
 
 class DraftCapture:
@@ -88,7 +88,7 @@ class DraftCapture:
         self._proposer = proposer
         self._capture = capture
         self._max_draft = max_draft
-        self._further: dict[int, Further] = {}
+        self._further: dict[int, SharedDraftGraphs] = {}
 
     def clear(self) -> None:
         """Gives what is shared back, once nobody has it."""
@@ -131,7 +131,7 @@ class DraftCapture:
         keep()
         follow()
         if further is None:
-            further = self._capture_further(draft_work)
+            further = self._capture_shared(draft_work)
         graphs = self._capture.record(follow), self._capture.record(keep)
         _check(follow, graphs[0], draft_work)
         if num_rows not in self._further and further.extend is not None:
@@ -139,14 +139,14 @@ class DraftCapture:
         self._further[num_rows] = further
         return DraftGraphs(works, first, *graphs, further)
 
-    def _capture_further(self, draft_work: DraftWork) -> Further:
+    def _capture_shared(self, draft_work: DraftWork) -> SharedDraftGraphs:
         """Draws and computes drafts behind a step that was taken in, and captures that."""
         draws = {is_greedy: partial(draft_work.draw, is_greedy=is_greedy) for is_greedy in (True, False)}
         assert len(draws) == NUM_REHEARSED, "a place of each row for each draw"
         for draw in draws.values():
             draw()
             draft_work.extend()
-        return Further(
+        return SharedDraftGraphs(
             draft_work=draft_work,
             draws={way: self._capture.record(draw) for way, draw in draws.items() if self._max_draft > 0},
             extend=self._capture.record(draft_work.extend) if self._max_draft > 1 else None,

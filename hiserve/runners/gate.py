@@ -50,7 +50,7 @@ class Reason(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Decision:
     """The gate's answer.
 
     Attributes:
@@ -69,7 +69,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class PendingLoads:
     """How loads stand.
 
     Attributes:
@@ -195,7 +195,9 @@ class StepFacts:
         )
 
 
-def admit(plan: BatchPlan, loads: Loads, coverage: Coverage, step: StepFacts, *, has_moved: bool = False) -> Verdict:
+def admit(
+    plan: BatchPlan, loads: PendingLoads, coverage: Coverage, step: StepFacts, *, has_moved: bool = False
+) -> Decision:
     """Decides over a step. Total: every plan gets exactly one verdict.
 
     Args:
@@ -207,25 +209,25 @@ def admit(plan: BatchPlan, loads: Loads, coverage: Coverage, step: StepFacts, *,
     """
     assert all(op <= loads.last_started for op in plan.waits), f"step {plan.step_id} waits for loads that never started"
     if any(op in loads.failed for op in plan.waits):
-        return Verdict(Action.DEFER, Reason.LOAD_FAILED)
+        return Decision(Action.DEFER, Reason.LOAD_FAILED)
     waits = tuple(op for op in plan.waits if op in loads.open)
     refusal = _refusal(loads, coverage, step, has_moved)
     if refusal is not None:
-        return Verdict(Action.EAGER, refusal, waits, sampling=step.sampling)
+        return Decision(Action.EAGER, refusal, waits, sampling=step.sampling)
     full = _full(coverage, step)
     if isinstance(full, int):
         reason = Reason.DECODE if step.width == 1 else Reason.VERIFY
-        return Verdict(Action.REPLAY, reason, waits, full, step.sampling)
+        return Decision(Action.REPLAY, reason, waits, full, step.sampling)
     mixed = 0 if waits else _mixed(coverage.mixed, step)  # pieces wait for loads layer by layer
     if mixed:
-        return Verdict(Action.REPLAY, Reason.MIXED, waits, mixed, step.sampling)
+        return Decision(Action.REPLAY, Reason.MIXED, waits, mixed, step.sampling)
     piecewise = _piecewise(coverage.piecewise, step)
     if isinstance(piecewise, int):
-        return Verdict(Action.REPLAY, Reason.PIECEWISE, waits, piecewise, step.sampling)
-    return Verdict(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits, sampling=step.sampling)
+        return Decision(Action.REPLAY, Reason.PIECEWISE, waits, piecewise, step.sampling)
+    return Decision(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits, sampling=step.sampling)
 
 
-def _refusal(loads: Loads, coverage: Coverage, step: StepFacts, has_moved: bool) -> Reason | None:
+def _refusal(loads: PendingLoads, coverage: Coverage, step: StepFacts, has_moved: bool) -> Reason | None:
     """Why no graph may be replayed, of whatever kind."""
     reasons = (
         (Reason.GRAPHS_OFF, not (coverage.full or coverage.mixed or coverage.piecewise)),

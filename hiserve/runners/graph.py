@@ -16,11 +16,11 @@ from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import NUM_REHEARSED, DraftCapture, DraftGraphs
 from hiserve.runners.gate import FullGraphs
-from hiserve.runners.inputs import Columns, StepInputs, gather_inputs, uniform_columns
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import Outcome, Ran, draw, finish_step, record
+from hiserve.runners.inputs import BatchColumns, StepInputs, gather_inputs, uniform_columns
+from hiserve.runners.step_output import DeviceOutput, LaunchedStep, draw, finish_step, record
 from hiserve.sampling.params import Drawing
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ DRAWINGS = (Drawing.GREEDY, Drawing.FREE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Captured:
+class _CapturedStep:
     """Graphs of one bucket, and the tensors that they read and write.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Captured:
     """
 
     varying: Tensor
-    columns: Columns
+    columns: BatchColumns
     inputs: StepInputs
     logits: Tensor
     hidden_states: Tensor | None
@@ -99,7 +99,7 @@ class GraphRunner:
         self._max_len = max_len
         self._buckets = buckets
         self._drafts = drafts
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, _CapturedStep] = {}
         self.failed: set[int] = set()
 
     @property
@@ -152,7 +152,7 @@ class GraphRunner:
                 "steps of %d tokens a row run without a graph: their attention cannot be captured", self._width
             )
 
-    def _capture_bucket(self, num_rows: int) -> _Captured | None:
+    def _capture_bucket(self, num_rows: int) -> _CapturedStep | None:
         rows = self._rows
         numbers = torch.arange(1, num_rows + 1, device=rows.device)
         numbers.masked_fill_(numbers >= rows.known_len.shape[0], 0)
@@ -180,7 +180,7 @@ class GraphRunner:
 
         def rehearse() -> None:
             # Behind this step's tokens comes the one that is drawn, and its own drafts.
-            rows.rehearse(self._width + 1 + NUM_REHEARSED)
+            rows.warm_up(self._width + 1 + NUM_REHEARSED)
 
         rehearse()
         forward()
@@ -202,11 +202,11 @@ class GraphRunner:
             _check_replay(graph, drawn, words[drawing])
         hidden_states = made.get("features")
         drafts = None if self._drafts is None else self._drafts.behind(inputs, hidden_states)
-        return _Captured(
+        return _CapturedStep(
             varying, columns, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts
         )
 
-    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> Ran:
+    def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> LaunchedStep:
         """Replays the graphs of a bucket on the current stream.
 
         Args:
@@ -220,13 +220,13 @@ class GraphRunner:
         if drawing in captured.draws:
             graph, words = captured.draws[drawing]
             graph.replay()
-            outcome = Outcome(words, bucket, bucket, self._width)
+            output = DeviceOutput(words, bucket, bucket, self._width)
         else:
             logits = captured.logits[: plan.rows.size * self._width]
-            outcome = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
-        return Ran(outcome, captured.inputs, captured.hidden_states, drawing is Drawing.GREEDY, captured.drafts)
+            output = finish_step(plan, _of_plan(captured.inputs, plan), logits, self._rows)
+        return LaunchedStep(output, captured.inputs, captured.hidden_states, drawing is Drawing.GREEDY, captured.drafts)
 
-    def _fill(self, captured: _Captured, plan: BatchPlan) -> None:
+    def _fill(self, captured: _CapturedStep, plan: BatchPlan) -> None:
         """Writes the columns that change; the rows that pad the batch are row 0, of any length."""
         is_cuda = self._rows.device.type == "cuda"
         staging = torch.empty(captured.varying.shape, dtype=torch.int64, pin_memory=is_cuda)

@@ -12,11 +12,11 @@ from hiserve.core.forward import ForwardInputs
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.upload import upload
 from hiserve.kernels.step_ops import StepColumns, StepMetadata
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.device_rows import DeviceRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class BatchColumns:
     """A plan of B rows and T tokens on the device; S rows sample, the next token of P tokens is scored.
 
     Attributes:
@@ -69,7 +69,7 @@ class StepInputs:
     scored_tokens: Tensor | None
 
 
-def upload_columns(plan: BatchPlan, rows: DeviceRows) -> Columns:
+def upload_columns(plan: BatchPlan, rows: DeviceRows) -> BatchColumns:
     """Carries a plan to the device, in one copy."""
     max_kv_len = int(plan.max_len.max())
     assert max_kv_len <= rows.max_len, f"step {plan.step_id} plans {max_kv_len} tokens; a row holds {rows.max_len}"
@@ -104,7 +104,7 @@ def upload_columns(plan: BatchPlan, rows: DeviceRows) -> Columns:
         rows.device,
     )
     qo_indptr, sampled, logits_rows, scored_tokens = columns[7:]
-    return Columns(
+    return BatchColumns(
         step=StepColumns(*columns[:7]),
         qo_indptr=qo_indptr,
         sampling=sampled,
@@ -118,7 +118,7 @@ def upload_columns(plan: BatchPlan, rows: DeviceRows) -> Columns:
     )
 
 
-def uniform_columns(varying: Tensor, width: int, max_kv_len: int) -> Columns:
+def uniform_columns(varying: Tensor, width: int, max_kv_len: int) -> BatchColumns:
     """Columns of a captured step, in which every row computes ``width`` tokens and samples.
 
     Args:
@@ -129,7 +129,7 @@ def uniform_columns(varying: Tensor, width: int, max_kv_len: int) -> Columns:
     num_rows, device = varying.shape[1], varying.device
     each_row = torch.arange(num_rows, device=device)
     each_token = torch.arange(num_rows * width, device=device)
-    return Columns(
+    return BatchColumns(
         step=StepColumns(
             rows=varying[0],
             num_new=torch.full_like(each_row, width),
@@ -157,7 +157,7 @@ def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
     return replace(inputs, forward=replace(inputs.forward, is_shown=False)) if plan.is_cold else inputs
 
 
-def gather_inputs(columns: Columns, rows: DeviceRows, out: StepInputs | None = None) -> StepInputs:
+def gather_inputs(columns: BatchColumns, rows: DeviceRows, out: StepInputs | None = None) -> StepInputs:
     """Gathers the step's tokens, positions, slots and page tables. Lengths are the device's own; nothing waits for them.
 
     Args:
@@ -222,7 +222,7 @@ def _metadata(inputs: StepInputs) -> StepMetadata:
     )
 
 
-def _next_tokens(columns: Columns, positions: Tensor, rows: DeviceRows) -> Tensor:
+def _next_tokens(columns: BatchColumns, positions: Tensor, rows: DeviceRows) -> Tensor:
     """Returns the tokens that follow; of an illegal row, whose places mean nothing, any token."""
     owners = columns.step.rows.index_select(0, columns.step.token_rows.index_select(0, columns.scored))
     places = positions.index_select(0, columns.scored) + 1

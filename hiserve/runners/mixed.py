@@ -15,16 +15,16 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.upload import upload
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph, capture_sizes
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.gate import MixedGraphs
 from hiserve.runners.inputs import put_tokens
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.tail import Tail
+from hiserve.runners.logits_head import LogitsHead
 
 MAX_DECODE = 64  # rows; a program is launched for each that a step does not have
 MAX_PROMPTS = 2  # likewise, for each block of tokens of the bucket
 
 
-class Places:
+class StaticInputs:
     """Inputs of fixed size for steps of any rows: first of those that decode, then of the prompts behind them.
 
     At first no row has tokens, and all tokens are padding. Which row has which token, ``token_rows``, means nothing.
@@ -98,7 +98,7 @@ class Places:
                 static.page_table[place : place + end - begin, :width].copy_(inputs.page_table[begin:end])
 
 
-class _Into:
+class _FixedOutput:
     """An attention that always writes to one buffer: of padding tokens, which nobody attends for, it holds what it held."""
 
     needs_host_lengths = False
@@ -124,7 +124,7 @@ class _Into:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Captured:
+class _CapturedMixed:
     """The graph of one bucket of T tokens.
 
     Attributes:
@@ -156,7 +156,7 @@ class MixedRunner:
         buckets: Tokens of each graph, ascending.
         max_width: Most tokens of a row that decodes.
         max_len: Longest row of a replay, in tokens.
-        tail: Computes what follows the last attention.
+        head: Computes what follows the last attention.
 
     Attributes:
         failed: Buckets whose capture failed.
@@ -174,22 +174,22 @@ class MixedRunner:
         buckets: tuple[int, ...],
         max_width: int,
         max_len: int,
-        tail: Tail,
+        head: LogitsHead,
     ) -> None:
         max_rows, table_width = rows.page_table.shape[0], -(-max_len // rows.page_size)
         self._model = model
-        self._tail = tail
+        self._head = head
         self._layers = layers
         self._capture = capture
         self._coverage = MixedGraphs(buckets, min(MAX_DECODE, max_rows - 1), max_width, MAX_PROMPTS, max_len)
         self._max_len = max_len
-        self._places = Places(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
+        self._static = StaticInputs(buckets[-1], self._coverage.max_decode, MAX_PROMPTS, table_width, rows.device)
         # Noise tells whether the model was replayed behind attention; torch's generator is of no use for it outside
         # graphs any more once a capture has failed.
         self._out = torch.empty((buckets[-1], shape.num_heads, shape.head_dim), dtype=shape.dtype, device=rows.device)
         self._out.normal_(generator=torch.Generator(rows.device))
-        self._attention = _Into(attention, self._out)
-        self._captured: dict[int, _Captured] = {}
+        self._attention = _FixedOutput(attention, self._out)
+        self._captured: dict[int, _CapturedMixed] = {}
         self.failed: set[int] = set()
 
     @property
@@ -212,9 +212,9 @@ class MixedRunner:
         self._captured = capture_sizes(self._capture, buckets, self._capture_bucket, told)
         self.failed = set(buckets) - self._captured.keys()
 
-    def _capture_bucket(self, num_tokens: int) -> _Captured:
+    def _capture_bucket(self, num_tokens: int) -> _CapturedMixed:
         """Captures a step in which all tokens are padding."""
-        inputs = self._places.bounded(num_tokens, self._coverage.max_width, self._max_len)
+        inputs = self._static.bounded(num_tokens, self._coverage.max_width, self._max_len)
         self._attention.plan(inputs)
         hidden_states = self._model.new_features(num_tokens)
         shown = (
@@ -234,7 +234,7 @@ class MixedRunner:
         graph.replay()
         if not all(torch.equal(*both) for both in zip((residual, *shown), expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _Captured(graph, residual, hidden_states)
+        return _CapturedMixed(graph, residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Computes a step on the current stream.
@@ -245,12 +245,12 @@ class MixedRunner:
         """
         assert inputs.before_layer is None, "a graph waits for no layer"
         captured, num_tokens = self._captured[bucket], inputs.input_ids.shape[0]
-        self._places.fill(inputs, bucket)
+        self._static.fill(inputs, bucket)
         captured.graph.replay()
         mixed = self._out[:num_tokens].flatten(1)
         shown = captured.hidden_states if inputs.is_shown else None
         hidden_states = None if shown is None else shown[:num_tokens]
-        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
+        logits = self._head.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
         return ForwardOutputs(logits, hidden_states)
 
 

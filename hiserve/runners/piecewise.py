@@ -16,10 +16,10 @@ from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph, capture_sizes
 from hiserve.runners.gate import PiecewiseGraphs
 from hiserve.runners.inputs import put_tokens
-from hiserve.runners.tail import Tail
+from hiserve.runners.logits_head import LogitsHead
 
 
-class _Bridge:
+class _AttentionSplit:
     """An attention that leaves its arguments in buffers, for whoever attends, and takes the output from another one.
 
     While a capture is under way it ends one piece there and begins the next, if there is another layer.
@@ -72,7 +72,7 @@ class _Bridge:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Captured:
+class _CapturedPieces:
     """The pieces of one bucket of T tokens: up to the first attention, then from one to the next.
 
     Attributes:
@@ -100,7 +100,7 @@ class PiecewiseRunner:
         shape: What it knows of the model.
         capture: Where graphs are captured.
         buckets: Tokens of each set of pieces, ascending.
-        tail: Computes what follows the last attention.
+        head: Computes what follows the last attention.
 
     Attributes:
         failed: Buckets whose capture failed.
@@ -115,18 +115,18 @@ class PiecewiseRunner:
         capture: Capture,
         *,
         buckets: tuple[int, ...],
-        tail: Tail,
+        head: LogitsHead,
     ) -> None:
         self._model = model
-        self._tail = tail
+        self._head = head
         self._layers = layers
         self._attention = attention
         self._capture = capture
         self._buckets = buckets
-        self._bridge = _Bridge(capture, shape, buckets[-1], layers[0].k.device)
+        self._bridge = _AttentionSplit(capture, shape, buckets[-1], layers[0].k.device)
         # Its own: torch's is of no use outside graphs any more once a capture has failed.
         self._noise = torch.Generator(layers[0].k.device)
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, _CapturedPieces] = {}
         self.failed: set[int] = set()
 
     @property
@@ -150,7 +150,7 @@ class PiecewiseRunner:
         self._captured = capture_sizes(self._capture, self._buckets, self._capture_bucket, told)
         self.failed = set(self._buckets) - self._captured.keys()
 
-    def _capture_bucket(self, num_tokens: int) -> _Captured:
+    def _capture_bucket(self, num_tokens: int) -> _CapturedPieces:
         inputs = _padding(num_tokens, self._bridge.q.device)
         bridge = self._bridge
         bridge.out.normal_(generator=self._noise)
@@ -175,7 +175,7 @@ class PiecewiseRunner:
             piece.replay()
         if not all(torch.equal(*both) for both in zip(made, expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _Captured(inputs, tuple(bridge.pieces), residual, hidden_states)
+        return _CapturedPieces(inputs, tuple(bridge.pieces), residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Plans attention and computes a step on the current stream.
@@ -197,7 +197,7 @@ class PiecewiseRunner:
         mixed = out.flatten(1)
         shown = captured.hidden_states if inputs.is_shown else None
         hidden_states = None if shown is None else shown[:num_tokens]
-        logits = self._tail.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
+        logits = self._head.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
         return ForwardOutputs(logits, hidden_states)
 
 

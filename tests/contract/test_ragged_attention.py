@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiserve.runners.mixed import Places
+from hiserve.runners.mixed import StaticInputs
 from tests.contract.test_attention import TOLERANCE, Subject
 
 NUM_TOKENS, MAX_DECODE, MAX_WIDTH, MAX_PROMPTS, MAX_LEN = 64, 6, 4, 2, 320
@@ -47,18 +47,18 @@ def test_rows_of_any_number_in_places_of_a_fixed_number(subject: Subject, option
         case.shape = cases[0].shape  # sinks are drawn
     attention = subject.open(cases[0].shape).ragged()
     assert attention is not None
-    places = Places(NUM_TOKENS, MAX_DECODE, MAX_PROMPTS, MAX_LEN // 16, cases[0].q.device)
+    static = StaticInputs(NUM_TOKENS, MAX_DECODE, MAX_PROMPTS, MAX_LEN // 16, cases[0].q.device)
     shape = cases[0].shape
     qkv = [
         torch.zeros((NUM_TOKENS, heads, shape.head_dim), dtype=shape.dtype, device=cases[0].q.device)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     ]
     for layer in (0, 1):
-        attention.plan(places.bounded(NUM_TOKENS, MAX_WIDTH, MAX_LEN))
+        attention.plan(static.bounded(NUM_TOKENS, MAX_WIDTH, MAX_LEN))
         for case in cases:
             num_tokens = case.q.shape[0]
             num_decode = sum(new <= MAX_WIDTH for _, new in case.lengths)
-            places.fill(dataclasses.replace(case.inputs, num_decode=num_decode), NUM_TOKENS)
+            static.fill(dataclasses.replace(case.inputs, num_decode=num_decode), NUM_TOKENS)
             for buffer, made in zip(qkv, (case.q, case.k, case.v), strict=True):
                 buffer.fill_(torch.nan)[:num_tokens].copy_(made)
             for before in range(layer + 1):  # the first layer splits rows for those behind it

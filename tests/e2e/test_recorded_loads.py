@@ -17,7 +17,7 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import CopyKind, PageCopy
-from hiserve.runners.gate import Action, Reason, Verdict
+from hiserve.runners.gate import Action, Decision, Reason
 from tests.helpers.gated import run_until, send
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import check_whole, engine_of, rest, transfers_of
@@ -70,7 +70,7 @@ class Held:
 
     def __init__(self, llm: LLM) -> None:
         executor: Any = engine_of(llm)._executor
-        self.verdicts: list[tuple[Verdict, int]] = []
+        self.verdicts: list[tuple[Decision, int]] = []
         self._go = threading.Event()
         self._runners, self._copier = executor._runners, executor._tier_transfers
         self._wait = self._copier.wait
@@ -89,10 +89,10 @@ class Held:
         self._go.set()
         self._wait(loads, layer)
 
-    def run(self, plan: BatchPlan, verdict: Verdict, wait: Any = None) -> Any:
-        self.verdicts.append((verdict, len(self._copier.loads.open)))
-        ran = self._runners.run(plan, verdict, wait)
-        if verdict.loads:
+    def run(self, plan: BatchPlan, decision: Decision, wait: Any = None) -> Any:
+        self.verdicts.append((decision, len(self._copier.loads.open)))
+        ran = self._runners.run(plan, decision, wait)
+        if decision.loads:
             self._go.set()
         return ran
 
@@ -138,7 +138,7 @@ def test_a_step_waits_for_the_loads_that_it_reads(
     allow_recording(monkeypatch)
     with stored(prompts, expected, overlap=depth, graphs=graphs) as (llm, held):
         assert tokens_of(llm, [prompts[which]]) == [expected[which]]
-        (first,) = [verdict for verdict, _ in held.verdicts if verdict.loads]
+        (first,) = [decision for decision, _ in held.verdicts if decision.loads]
         assert (first.action, first.reason) == (action, reason)
 
 
@@ -149,7 +149,7 @@ def test_a_strict_gate_waits_for_own_loads_and_replays_nothing_meanwhile(
     allow_recording(monkeypatch)
     with stored(prompts, expected, overlap=depth, graph_gate="strict") as (llm, held):
         assert tokens_of(llm, [prompts[1]]) == [expected[1]]
-        (first,) = [verdict for verdict, _ in held.verdicts if verdict.loads]
+        (first,) = [decision for decision, _ in held.verdicts if decision.loads]
         assert (first.action, first.reason) == (Action.EAGER, Reason.STRICT_LOAD)
 
 
@@ -175,7 +175,7 @@ def test_others_loads_keep_no_step_from_being_replayed_unless_the_gate_is_strict
         run_until(engine, told, lambda: len(told.get(1, ())) >= 2)
         send(engine, 2, prompts[1], GREEDY)
         run_until(engine, told, lambda: len(told[1]) >= 5)
-        meanwhile = {(verdict.action, verdict.reason) for verdict, num_open in held.verdicts if num_open}
+        meanwhile = {(decision.action, decision.reason) for decision, num_open in held.verdicts if num_open}
         assert meanwhile == {(action, reason)}
         held.release()
         run_until(engine, told, lambda: not engine.has_work)

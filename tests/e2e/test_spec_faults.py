@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.spec.head import HeadProposer
 from tests.helpers import cuda
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
@@ -174,7 +174,7 @@ def test_rows_draft_behind_the_load_that_they_were_started_behind(
         seen = watch(llm)
         loaded = llm.generate(prompts(llm), GREEDY)
         assert all(result.cached.host for result in loaded)
-        assert any(step.verdict.loads and step.plan.num_propose for step in seen)
+        assert any(step.decision.loads and step.plan.num_propose for step in seen)
         assert [result.outputs[0].token_ids for result in loaded] == expected
         assert [result.outputs[0].drafts for result in loaded] == [result.outputs[0].drafts for result in cold]
         hold_loads(llm, 0.0)

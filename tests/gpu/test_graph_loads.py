@@ -128,9 +128,9 @@ def test_others_loads_keep_no_step_from_being_replayed_unless_the_gate_is_strict
     expected, other = plain
     with stored(expected, overlap=depth, graph_gate=gate) as llm:
         steps, tokens = decode_beside_a_load(llm)
-        meanwhile = [seen.verdict for seen in steps if seen.num_open and not seen.verdict.loads]
+        meanwhile = [seen.decision for seen in steps if seen.num_open and not seen.decision.loads]
         assert len(meanwhile) >= 10
-        assert {(verdict.action, verdict.reason) for verdict in meanwhile} == {(action, reason)}
+        assert {(decision.action, decision.reason) for decision in meanwhile} == {(action, reason)}
         assert (tokens[1], tokens[2]) == (other, expected[1])
 
 
@@ -146,9 +146,9 @@ def test_a_graph_waits_on_the_device_for_the_loads_that_it_reads(expected: list[
             spoil_device(llm)
             hold_loads(llm, LOAD_S)
             assert tokens_of(llm, (index,)) == [expected[index]]
-            (first,) = [each.verdict for each in seen if each.verdict.loads]
+            (first,) = [each.decision for each in seen if each.decision.loads]
             assert (first.action, first.reason) == (Action.REPLAY, reason)
-            assert {each.verdict.action for each in seen} == {Action.REPLAY}
+            assert {each.decision.action for each in seen} == {Action.REPLAY}
             seen.clear()
 
 
@@ -157,7 +157,7 @@ def test_a_strict_gate_waits_for_own_loads_too(expected: list[list[int]], depth:
         hold_loads(llm, LOAD_S)
         seen = watch(llm)
         assert tokens_of(llm, (1,)) == [expected[1]]
-        (first,) = [each.verdict for each in seen if each.verdict.loads]
+        (first,) = [each.decision for each in seen if each.decision.loads]
         assert (first.action, first.reason) == (Action.EAGER, Reason.STRICT_LOAD)
 
 
@@ -169,7 +169,7 @@ def test_a_load_that_fails_behind_a_launched_step_costs_time_and_nothing_else(
         hold_loads(llm, 0.0, "broken")
         seen = watch(llm)
         assert tokens_of(llm, (1, 0)) == [expected[1], expected[0]]
-        assert any(each.verdict.loads for each in seen)
+        assert any(each.decision.loads for each in seen)
         assert engine_of(llm).stats().cache.loads.unfulfilled["broken"] > 0
 
 

@@ -17,9 +17,9 @@ from hiserve.engine.executor import Executor
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.graph import GraphRunner
+from hiserve.runners.logits_head import LogitsHead
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
-from hiserve.runners.tail import Tail
 from tests.helpers.attention import NO_PAGE
 from tests.helpers.models import Engine
 from tests.helpers.plans import GREEDY, HandPlanner
@@ -107,7 +107,7 @@ def with_pieces(
         subject.shape,
         capture or Capture(subject.rows.device),
         buckets=buckets,
-        tail=Tail(model or subject.model, LOGITS),
+        head=LogitsHead(model or subject.model, LOGITS),
     )
     _capture(subject, piecewise=runner)
     return runner
@@ -129,7 +129,7 @@ def with_mixed(
         buckets=buckets,
         max_width=max_width,
         max_len=subject.rows.max_len,
-        tail=Tail(model or subject.model, LOGITS),
+        head=LogitsHead(model or subject.model, LOGITS),
     )
     _capture(subject, mixed=runner)
     return runner
@@ -243,7 +243,7 @@ def _spoil_pieces(runner: Any, bucket: int) -> None:
 
 def _spoil_mixed(runner: Any, bucket: int) -> None:
     """Likewise; places that a step leaves empty keep their first page."""
-    static = runner._places.inputs
+    static = runner._static.inputs
     for floats in (runner._out, runner._captured[bucket].residual):
         floats.fill_(torch.nan)
     _spoil_tokens(static)

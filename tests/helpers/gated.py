@@ -15,7 +15,7 @@ from hiserve.core.plan import BatchPlan, TableWrites
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
-from hiserve.runners.gate import Verdict
+from hiserve.runners.gate import Decision
 from tests.helpers import cuda
 from tests.helpers.tiered import engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
@@ -30,12 +30,12 @@ class Seen(NamedTuple):
 
     Attributes:
         plan: As the engine made it.
-        verdict: The gate's.
+        decision: The gate's.
         num_open: Loads that were under way.
     """
 
     plan: BatchPlan
-    verdict: Verdict
+    decision: Decision
     num_open: int
 
 
@@ -55,9 +55,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runners, name)
 
-    def run(self, plan: BatchPlan, verdict: Verdict, wait: Any = None) -> Any:
-        self.seen.append(Seen(plan, verdict, len(self._copier.loads.open)))
-        return self._runners.run(plan, verdict, wait)
+    def run(self, plan: BatchPlan, decision: Decision, wait: Any = None) -> Any:
+        self.seen.append(Seen(plan, decision, len(self._copier.loads.open)))
+        return self._runners.run(plan, decision, wait)
 
 
 class Between:

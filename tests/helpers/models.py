@@ -18,11 +18,11 @@ from hiserve.engine.runner_factory import make_runners
 from hiserve.models.attention import attention_shape
 from hiserve.models.config import read_model_config
 from hiserve.models.decoder import load_decoder
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.eager import EagerRunner
 from hiserve.runners.inputs import build_inputs
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import record
+from hiserve.runners.step_output import record
 from tests.helpers.plans import HandPlanner
 
 SHAPE: dict[str, Any] = {

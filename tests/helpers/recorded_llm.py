@@ -16,7 +16,7 @@ from hiserve.engine.executor import Executor
 from hiserve.engine.planner import Planner
 from hiserve.layers.moe import StackedExperts
 from hiserve.models import decoder
-from hiserve.runners import rows
+from hiserve.runners import device_rows
 from tests.helpers.recorded import RecordableAttention, RecordedCapture, recordable_ops
 
 
@@ -67,6 +67,6 @@ def allow_recording(
     patch.setattr(runner_factory, "Capture", lambda device: RecordedCapture())
     patch.setattr(runner_factory, "open_attention", open_recordable)
     patch.setattr(drafting, "open_draft_attention", open_draft)
-    patch.setattr(rows, "step_ops_for", lambda device: recordable_ops())
+    patch.setattr(device_rows, "step_ops_for", lambda device: recordable_ops())
     patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     return made

@@ -15,7 +15,7 @@ from hiserve.core.transfers import CopyAck, CopyKind
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
-from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
+from hiserve.runners.gate import Action, Coverage, Decision, FullGraphs, PendingLoads, Reason, StepFacts, admit
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages
 
@@ -44,12 +44,12 @@ class Step(NamedTuple):
 
     Attributes:
         plan: Of it.
-        verdict: The gate's.
+        decision: The gate's.
         open: Loads that were on their way.
     """
 
     plan: BatchPlan
-    verdict: Verdict
+    decision: Decision
     open: frozenset[int]
 
 
@@ -79,9 +79,9 @@ class Gated:
         new = [copy.op for copy in plan.copies if copy.kind is CopyKind.LOAD]
         is_open = {copy.op for copy in self._host._open if copy.kind is CopyKind.LOAD}.union(new)
         self._last = max([self._last, *new])
-        verdict = admit(plan, Loads(is_open, (), self._last), self._coverage, StepFacts.of(plan))
+        decision = admit(plan, PendingLoads(is_open, (), self._last), self._coverage, StepFacts.of(plan))
         if plan.rows.size:
-            self.steps.append(Step(plan, verdict, frozenset(is_open)))
+            self.steps.append(Step(plan, decision, frozenset(is_open)))
         return self._executor.submit(plan)
 
 
@@ -119,13 +119,13 @@ def test_tc_05_steps_wait_for_the_loads_that_they_read_and_for_no_others(
     (two,) = {op for step in starts for op in step.plan.waits}
     assert two > one
     assert len(starts) == 1
-    assert starts[0].verdict.loads == (two,)
+    assert starts[0].decision.loads == (two,)
     # The first row decodes while the other's load is on its way, and right behind its own, which is not settled.
     beside = [step for step in others if step.open and not step.plan.waits]
     assert len(beside) >= 3
-    assert {step.verdict.loads for step in beside} == {()}
-    assert (Action.REPLAY, reason) in {(step.verdict.action, step.verdict.reason) for step in beside}
-    assert all(step.verdict.action is Action.REPLAY for step in beside if step.plan.samples.all())
+    assert {step.decision.loads for step in beside} == {()}
+    assert (Action.REPLAY, reason) in {(step.decision.action, step.decision.reason) for step in beside}
+    assert all(step.decision.action is Action.REPLAY for step in beside if step.plan.samples.all())
 
 
 @pytest.mark.parametrize("num_requests", [60, pytest.param(10_000, marks=pytest.mark.long)])

@@ -9,8 +9,8 @@ with gate.admit, test_gate.test_a_step_runs_exactly_when_all_it_reads_is_there_o
     False
 with gate.admit, test_gate_oracle.test_precise_replays_whatever_is_ordered_and_nothing_else:
     "INV 29: a replay does not wait for the loads that it reads"
-    Verdict(Action.REPLAY, reason, waits, full, step.sampling)
-    Verdict(Action.REPLAY, reason, (), full, step.sampling)
+    Decision(Action.REPLAY, reason, waits, full, step.sampling)
+    Decision(Action.REPLAY, reason, (), full, step.sampling)
 with gate._refusal, test_gate_oracle.test_strict_refuses_replay_exactly_while_any_load_is_under_way:
     "INV 29: a strict gate replays during loads of other rows"
     coverage.is_strict and bool(loads.open)

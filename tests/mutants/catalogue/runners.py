@@ -1,24 +1,24 @@
 """Rows on the device, graphs and what they read."""
 
 from hiserve.kernels import step_reference
-from hiserve.runners import canary, dispatch, graph, rows, step
+from hiserve.runners import canary, device_rows, dispatch, graph, step_output
 from tests.unit.engine import test_executor
-from tests.unit.runners import test_canary, test_eager, test_graph, test_rows, test_verify
+from tests.unit.runners import test_canary, test_device_rows, test_eager, test_graph, test_verify
 
 with step_reference._check, test_executor.test_a_stale_entry_faults_its_row_and_leaves_the_neighbours_pages_untouched:
     "INV 9: the owner of a row's pages is not checked"
     is_table_owned(table, owners, state.page_owner, end, page_size)
     True
-with rows.DeviceRows.apply, test_rows.test_release_comes_before_admission_and_admission_before_the_table:
+with device_rows.DeviceRows.apply, test_device_rows.test_release_comes_before_admission_and_admission_before_the_table:
     "a row is cleared after its page table was written"
     self._write_table(plan.table)
     self._write_table(plan.table)
     self._clear(plan.release, plan.admit)
-with rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_order_in_which_they_were_made:
+with device_rows.DeviceRows.apply, test_executor.test_plans_are_applied_in_the_order_in_which_they_were_made:
     "INV 8: an older plan is applied after a newer one"
     plan.relocation_version >= before
     True
-with step._places, test_verify.test_tokens_are_those_of_plain_decoding:
+with step_output._places, test_verify.test_tokens_are_those_of_plain_decoding:
     "INV 40: a draft is drawn at the position of the last token"
     torch.minimum(nodes, num_draft)
     0 * torch.minimum(nodes, num_draft)

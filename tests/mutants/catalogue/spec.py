@@ -3,7 +3,7 @@
 from hiserve.cache.storage import transfer
 from hiserve.engine import draft_counts, page_tables, planner
 from hiserve.kernels import draft_reference
-from hiserve.runners import draft_graphs, gate, rows
+from hiserve.runners import device_rows, draft_graphs, gate
 from hiserve.spec import adaptive, head
 from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
@@ -30,7 +30,7 @@ with page_tables.PageTables.publish, test_spec_hits.test_tc_07_speculation_does_
     "TC-07: pages with drafts are found by the tokens that follow theirs"
     state.tokens[row, start * page_size : end * page_size]
     state.tokens[row, (ahead := min(1, state._num_ahead)) + start * page_size :][: (end - start) * page_size]
-with rows.DeviceRows._admit, test_spec_hits.test_tc_09_lookups_in_the_text_work_over_the_host_tier:
+with device_rows.DeviceRows._admit, test_spec_hits.test_tc_09_lookups_in_the_text_work_over_the_host_tier:
     "TC-09: a row after a cached prefix does not know its tokens"
     self.tokens[each.row, : each.tokens.size].copy_(prompt)
     self.tokens[each.row, each.num_computed : each.tokens.size].copy_(prompt[each.num_computed :])

@@ -422,7 +422,7 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
 
 def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
     from hiserve.engine.rows import RowState
-    from hiserve.runners.rows import DeviceRows
+    from hiserve.runners.device_rows import DeviceRows
 
     for page_size in (1, 16):
         resolved = resolve(

@@ -19,7 +19,7 @@ from hiserve.engine import executor as executor_module
 from hiserve.engine.executor import Executor
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import EngineError
-from hiserve.runners.gate import Loads
+from hiserve.runners.gate import PendingLoads
 from tests.helpers.models import Engine, save_llama
 from tests.helpers.plans import GREEDY, HandPlanner
 
@@ -103,7 +103,7 @@ def test_a_step_for_which_memory_runs_out_says_so_and_rows_admitted_anew_are_as_
 class Ends:
     """As a copier that copies nothing: remembers what began, and behind which steps copies may begin."""
 
-    loads = Loads()
+    loads = PendingLoads()
 
     def __init__(self) -> None:
         self.started: list[int] = []

@@ -14,8 +14,8 @@ from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan
 from hiserve.engine.memory_profile import profile_steps
 from hiserve.errors import ResourceError
-from hiserve.runners.gate import Verdict
-from hiserve.runners.step import Ran
+from hiserve.runners.gate import Decision
+from hiserve.runners.step_output import LaunchedStep
 from tests.helpers.cache_paths import pool
 from tests.helpers.drafted import Drafted
 from tests.helpers.models import Engine, save_llama
@@ -52,19 +52,19 @@ class Watched:
         self.plans: list[BatchPlan] = []
         self.proposed: list[int] = []
 
-    def run(self, plan: BatchPlan, verdict: Verdict) -> Ran:
+    def run(self, plan: BatchPlan, decision: Decision) -> LaunchedStep:
         self.plans.append(plan)
-        return self._engine.runners.run(plan, verdict)
+        return self._engine.runners.run(plan, decision)
 
-    def propose(self, plan: BatchPlan, ran: Ran) -> None:
+    def propose(self, plan: BatchPlan, launched_step: LaunchedStep) -> None:
         self.proposed.append(plan.num_propose)
-        self._engine.runners.propose(plan, ran)
+        self._engine.runners.propose(plan, launched_step)
 
 
 class Full:
     """Has no memory for any step."""
 
-    def run(self, plan: BatchPlan, verdict: Verdict) -> Ran:
+    def run(self, plan: BatchPlan, decision: Decision) -> LaunchedStep:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore follows")
 
 

@@ -10,8 +10,8 @@ import torch
 
 from hiserve.core.plan import BatchPlan
 from hiserve.engine.warmup import LONG, WIDTHS, warm_up_steps
-from hiserve.runners.gate import Action, Verdict
-from hiserve.runners.step import Ran
+from hiserve.runners.gate import Action, Decision
+from hiserve.runners.step_output import LaunchedStep
 from hiserve.sampling.params import Drawing
 from tests.helpers.cache_paths import pool
 from tests.helpers.drafted import Drafted
@@ -36,17 +36,17 @@ class Watched:
         self.drawings: set[str] = set()
         self.proposed: list[int] = []
 
-    def run(self, plan: BatchPlan, verdict: Verdict) -> Ran:
-        assert verdict.action is Action.EAGER
+    def run(self, plan: BatchPlan, decision: Decision) -> LaunchedStep:
+        assert decision.action is Action.EAGER
         self.plans.append(plan)
-        self.drawings.add(verdict.sampling)
-        ran: Ran = self._runners.run(plan, verdict)
-        assert ran.is_greedy == (verdict.sampling == Drawing.GREEDY.value)
-        return ran
+        self.drawings.add(decision.sampling)
+        launched_step: LaunchedStep = self._runners.run(plan, decision)
+        assert launched_step.is_greedy == (decision.sampling == Drawing.GREEDY.value)
+        return launched_step
 
-    def propose(self, plan: BatchPlan, ran: Ran) -> None:
+    def propose(self, plan: BatchPlan, launched_step: LaunchedStep) -> None:
         self.proposed.append(plan.num_propose)
-        self._runners.propose(plan, ran)
+        self._runners.propose(plan, launched_step)
 
 
 def say(engine: Engine) -> list[int]:

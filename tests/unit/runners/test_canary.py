@@ -11,9 +11,9 @@ from hiserve.core.kv_groups import CANARY
 from hiserve.core.plan import BatchPlan
 from hiserve.errors import InvariantError
 from hiserve.runners.canary import Canary
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.inputs import build_inputs
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import record
+from hiserve.runners.step_output import record
 from tests.helpers.plans import HandPlanner
 
 PAGE, NUM_PAGES = 4, 16

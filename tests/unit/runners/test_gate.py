@@ -13,13 +13,13 @@ from hiserve.core.plan import BatchPlan
 from hiserve.runners.gate import (
     Action,
     Coverage,
+    Decision,
     FullGraphs,
-    Loads,
     MixedGraphs,
+    PendingLoads,
     PiecewiseGraphs,
     Reason,
     StepFacts,
-    Verdict,
     admit,
 )
 
@@ -62,15 +62,20 @@ def facts_of(plan: BatchPlan, **others: Any) -> StepFacts:
     return StepFacts.of(plan, **{"sampling": "greedy"} | others)
 
 
-def eager(reason: Reason, waits: tuple[int, ...] = (), sampling: str = "greedy") -> Verdict:
-    return Verdict(Action.EAGER, reason, waits, sampling=sampling)
+def eager(reason: Reason, waits: tuple[int, ...] = (), sampling: str = "greedy") -> Decision:
+    return Decision(Action.EAGER, reason, waits, sampling=sampling)
 
 
-def pieces(bucket: int) -> Verdict:
-    return Verdict(Action.REPLAY, Reason.PIECEWISE, bucket=bucket, sampling="greedy")
+def pieces(bucket: int) -> Decision:
+    return Decision(Action.REPLAY, Reason.PIECEWISE, bucket=bucket, sampling="greedy")
 
 
-def decide(plan: BatchPlan, coverage: Coverage = COVERAGE, loads: Loads = Loads(), **others: Any) -> Verdict:  # noqa: B008
+def decide(
+    plan: BatchPlan,
+    coverage: Coverage = COVERAGE,
+    loads: PendingLoads = PendingLoads(),  # noqa: B008
+    **others: Any,
+) -> Decision:
     return admit(plan, loads, coverage, facts_of(plan, **others))
 
 
@@ -104,7 +109,7 @@ def test_mixed_steps_are_one_graph_as_far_as_it_has_places(
 ) -> None:
     coverage = replace(COVERAGE, mixed=MIXED)
     plan = decode(len(num_new), num_new=num_new, num_draft=num_draft, max_len=40)
-    assert decide(plan, coverage) == Verdict(Action.REPLAY, reason, (), bucket, "greedy")
+    assert decide(plan, coverage) == Decision(Action.REPLAY, reason, (), bucket, "greedy")
 
 
 def test_mixed_steps_whose_capture_failed_or_that_wait_for_layers_go_to_pieces() -> None:
@@ -112,9 +117,9 @@ def test_mixed_steps_whose_capture_failed_or_that_wait_for_layers_go_to_pieces()
     failed = replace(MIXED, failed=frozenset({16}))
     assert decide(plan, replace(COVERAGE, mixed=failed)) == pieces(16)
     waiting = replace(plan, waits=(1,))
-    verdict = decide(waiting, replace(COVERAGE, mixed=MIXED), Loads(open=(1,), last_started=1))
-    assert verdict == replace(pieces(16), loads=(1,))
-    arrived = decide(waiting, replace(COVERAGE, mixed=MIXED), Loads(last_started=1))
+    decision = decide(waiting, replace(COVERAGE, mixed=MIXED), PendingLoads(open=(1,), last_started=1))
+    assert decision == replace(pieces(16), loads=(1,))
+    arrived = decide(waiting, replace(COVERAGE, mixed=MIXED), PendingLoads(last_started=1))
     assert arrived.reason is Reason.MIXED
 
 
@@ -138,35 +143,35 @@ def test_a_step_runs_exactly_when_all_it_reads_is_there_or_on_its_way(
     for waits, stands in states():
         how = dict(zip(LOADS, stands, strict=True))
         plan = make_plan(rows, waits)
-        loads = Loads(
+        loads = PendingLoads(
             open={op for op in LOADS if how[op] == "open"},
             failed={op for op in LOADS if how[op] == "failed"},
             last_started=max(LOADS),
         )
-        verdict = admit(plan, loads, coverage, facts_of(plan), has_moved=has_moved)
-        assert (verdict.action is Action.DEFER) == any(how[op] == "failed" for op in waits), (waits, how)
-        if verdict.action is Action.DEFER:
-            assert not verdict.loads
-            deferred.add(verdict.reason)
+        decision = admit(plan, loads, coverage, facts_of(plan), has_moved=has_moved)
+        assert (decision.action is Action.DEFER) == any(how[op] == "failed" for op in waits), (waits, how)
+        if decision.action is Action.DEFER:
+            assert not decision.loads
+            deferred.add(decision.reason)
         else:
-            assert verdict.loads == tuple(op for op in waits if how[op] == "open")
+            assert decision.loads == tuple(op for op in waits if how[op] == "open")
     assert deferred == {Reason.LOAD_FAILED}
 
 
 def test_a_step_waits_for_no_load_that_was_never_started() -> None:
     """To wait for it would be to wait for nothing."""
     with pytest.raises(AssertionError, match="waits for loads that never started"):
-        decide(make_plan([1], waits=(2,)), loads=Loads(open={1}, last_started=1))
+        decide(make_plan([1], waits=(2,)), loads=PendingLoads(open={1}, last_started=1))
 
 
 def test_a_strict_gate_replays_nothing_behind_a_page_that_moved() -> None:
     """The step before, which may still run, reads where it was."""
     for coverage, wanted in (
-        (COVERAGE, Verdict(Action.REPLAY, Reason.DECODE, (), 1, "greedy")),
+        (COVERAGE, Decision(Action.REPLAY, Reason.DECODE, (), 1, "greedy")),
         (replace(COVERAGE, is_strict=True), eager(Reason.STRICT_RELOCATION)),
         (Coverage(is_strict=True), eager(Reason.GRAPHS_OFF)),
     ):
-        assert admit(decode(1), Loads(), coverage, facts_of(decode(1)), has_moved=True) == wanted
+        assert admit(decode(1), PendingLoads(), coverage, facts_of(decode(1)), has_moved=True) == wanted
 
 
 def test_what_follows_a_row_s_last_token_is_never_scored() -> None:
@@ -175,28 +180,30 @@ def test_what_follows_a_row_s_last_token_is_never_scored() -> None:
 
 
 def test_a_step_that_reads_a_load_is_replayed_behind_it() -> None:
-    loads = Loads(open={1, 2, 3}, last_started=3)
-    assert decide(make_plan([1], waits=(2,)), loads=loads) == Verdict(Action.REPLAY, Reason.DECODE, (2,), 1, "greedy")
+    loads = PendingLoads(open={1, 2, 3}, last_started=3)
+    assert decide(make_plan([1], waits=(2,)), loads=loads) == Decision(Action.REPLAY, Reason.DECODE, (2,), 1, "greedy")
 
 
 def test_a_strict_gate_replays_nothing_while_any_load_is_under_way() -> None:
     strict, plan = replace(COVERAGE, is_strict=True), make_plan([1], waits=(1,))
-    assert decide(decode(1), strict, Loads(open={9}, last_started=9)) == eager(Reason.STRICT_LOAD)
-    assert decide(plan, strict, Loads(open={1}, last_started=1)) == eager(Reason.STRICT_LOAD, (1,))
-    assert decide(plan, strict, Loads(open={9}, failed={1}, last_started=9)).reason is Reason.LOAD_FAILED
-    assert decide(plan, strict, Loads(failed={9}, last_started=9)).action is Action.REPLAY
+    assert decide(decode(1), strict, PendingLoads(open={9}, last_started=9)) == eager(Reason.STRICT_LOAD)
+    assert decide(plan, strict, PendingLoads(open={1}, last_started=1)) == eager(Reason.STRICT_LOAD, (1,))
+    assert decide(plan, strict, PendingLoads(open={9}, failed={1}, last_started=9)).reason is Reason.LOAD_FAILED
+    assert decide(plan, strict, PendingLoads(failed={9}, last_started=9)).action is Action.REPLAY
 
 
 def test_a_step_that_may_not_be_replayed_runs_eagerly() -> None:
     for coverage in (COVERAGE, ONLY_FULL, ONLY_PIECEWISE):
         assert decide(replace(decode(1), may_replay=False), coverage) == eager(Reason.STEP_FAILED)
     plan = replace(make_plan([1], waits=(1,)), may_replay=False)
-    assert decide(plan, loads=Loads(open={1}, last_started=1)) == eager(Reason.STEP_FAILED, (1,))
+    assert decide(plan, loads=PendingLoads(open={1}, last_started=1)) == eager(Reason.STEP_FAILED, (1,))
 
 
 def test_a_plan_without_rows_gets_a_verdict_too() -> None:
     for coverage in (Coverage(), COVERAGE, ONLY_FULL, ONLY_PIECEWISE):
-        assert decide(make_plan([]), coverage, Loads(open={1}, failed={2}, last_started=2)).action is Action.EAGER
+        assert (
+            decide(make_plan([]), coverage, PendingLoads(open={1}, failed={2}, last_started=2)).action is Action.EAGER
+        )
 
 
 # --- what graphs cover --------------------------------------------------------------------
@@ -205,12 +212,12 @@ def test_a_plan_without_rows_gets_a_verdict_too() -> None:
 @pytest.mark.parametrize(("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (7, 8), (8, 8)])
 def test_a_decode_step_is_replayed_in_the_smallest_graph_that_holds_its_rows(num_rows: int, bucket: int) -> None:
     for sampling in ("greedy", "any"):
-        verdict = decide(decode(num_rows), sampling=sampling)
-        assert verdict == Verdict(Action.REPLAY, Reason.DECODE, (), bucket, sampling)
+        decision = decide(decode(num_rows), sampling=sampling)
+        assert decision == Decision(Action.REPLAY, Reason.DECODE, (), bucket, sampling)
 
 
 def test_a_verify_step_is_replayed_by_the_graphs_of_its_own_width() -> None:
-    assert decide(decode(3, num_new=4, num_draft=3)) == Verdict(Action.REPLAY, Reason.VERIFY, (), 4, "greedy")
+    assert decide(decode(3, num_new=4, num_draft=3)) == Decision(Action.REPLAY, Reason.VERIFY, (), 4, "greedy")
     assert decide(decode(3, num_new=3, num_draft=2), ONLY_FULL) == eager(Reason.WIDTH)
 
 
@@ -279,7 +286,7 @@ def test_a_step_that_no_graph_covers_runs_eagerly_and_waits_for_its_loads_all_th
 ) -> None:
     sampling = others.get("sampling", "greedy")
     assert decide(plan, coverage, **others) == eager(reason, sampling=sampling)
-    behind = decide(replace(plan, waits=(1,)), coverage, Loads(open={1}, last_started=1), **others)
+    behind = decide(replace(plan, waits=(1,)), coverage, PendingLoads(open={1}, last_started=1), **others)
     assert behind == eager(reason, (1,), sampling)
 
 
@@ -302,7 +309,7 @@ def test_a_step_is_replayed_exactly_when_every_limit_of_some_graph_holds() -> No
             plan = decode(rows, num_new=width, num_draft=width - 1, max_len=max_len)
             fits = rows <= 2 and width == 2 and not is_broken and max_len <= 20
             should = fits or rows * width <= max_tokens
-            verdict = decide(plan, coverage, sampling=drawing)
-            assert (verdict.action is Action.REPLAY) == should, (coverage, plan, verdict)
+            decision = decide(plan, coverage, sampling=drawing)
+            assert (decision.action is Action.REPLAY) == should, (coverage, plan, decision)
             num_replayed += should
     assert num_replayed > 100

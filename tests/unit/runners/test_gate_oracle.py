@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from hiserve.runners.gate import Action, Coverage, FullGraphs, Loads, Reason, StepFacts, Verdict, admit
+from hiserve.runners.gate import Action, Coverage, Decision, FullGraphs, PendingLoads, Reason, StepFacts, admit
 from tests.helpers.happens_before import World, all_worlds
 from tests.unit.runners.test_gate import make_plan
 
@@ -45,13 +45,13 @@ def _is_started(world: World) -> bool:
     return all(load.over is not None for load in world.loads if load.op in waits)
 
 
-def ask(world: World, rows: tuple[int, ...], coverage: Coverage) -> Verdict:
+def ask(world: World, rows: tuple[int, ...], coverage: Coverage) -> Decision:
     """Tells the gate what a host in this world knows."""
     planned = world.planned
     assert planned is not None
     waits = tuple(sorted(op for row in rows for op in planned.waits[row - 1]))
     started = [load for load in world.loads if load.over is not None]
-    loads = Loads(
+    loads = PendingLoads(
         open=frozenset(load.op for load in started if not load.answer),
         failed=frozenset(load.op for load in started if load.answer == "failed"),
         last_started=max((load.op for load in started), default=0),
@@ -60,7 +60,7 @@ def ask(world: World, rows: tuple[int, ...], coverage: Coverage) -> Verdict:
 
 
 @cache
-def told(rows: tuple[int, ...], waits: tuple[int, ...], loads: Loads, coverage: int) -> Verdict:
+def told(rows: tuple[int, ...], waits: tuple[int, ...], loads: PendingLoads, coverage: int) -> Decision:
     """The same words get the same verdict."""
     plan = make_plan(list(rows), waits)
     return admit(plan, loads, COVERAGES[coverage], StepFacts.of(plan))
@@ -70,15 +70,15 @@ def test_precise_replays_whatever_is_ordered_and_nothing_else(worlds: list[World
     seen: Counter[Reason] = Counter()
     for world in worlds:
         for rows in STEPS:
-            verdict = ask(world, rows, PRECISE)
-            seen[verdict.reason] += 1
-            if verdict.action is Action.DEFER:  # nothing that could be waited for would have made it right
-                assert world.dangers(rows, [load.op for load in world.loads]), (world, rows, verdict)
+            decision = ask(world, rows, PRECISE)
+            seen[decision.reason] += 1
+            if decision.action is Action.DEFER:  # nothing that could be waited for would have made it right
+                assert world.dangers(rows, [load.op for load in world.loads]), (world, rows, decision)
                 continue
-            assert verdict.action is Action.REPLAY, (world, rows, verdict)
-            assert not world.dangers(rows, verdict.loads), (world, rows, verdict)
-            for op in verdict.loads:  # it waits for nothing that it does not read
-                assert world.dangers(rows, set(verdict.loads) - {op}), (world, rows, verdict)
+            assert decision.action is Action.REPLAY, (world, rows, decision)
+            assert not world.dangers(rows, decision.loads), (world, rows, decision)
+            for op in decision.loads:  # it waits for nothing that it does not read
+                assert world.dangers(rows, set(decision.loads) - {op}), (world, rows, decision)
     print(dict(seen))
     assert set(seen) == {Reason.DECODE, Reason.LOAD_FAILED}
 
@@ -88,7 +88,7 @@ def test_strict_refuses_replay_exactly_while_any_load_is_under_way(worlds: list[
         for rows in STEPS:
             precise, strict = ask(world, rows, PRECISE), ask(world, rows, STRICT)
             if precise.action is Action.REPLAY and world.is_loading:
-                assert strict == Verdict(Action.EAGER, Reason.STRICT_LOAD, precise.loads), (world, rows)
+                assert strict == Decision(Action.EAGER, Reason.STRICT_LOAD, precise.loads), (world, rows)
             else:
                 assert strict == precise, (world, rows)
 

@@ -13,7 +13,7 @@ import torch
 
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
-from hiserve.runners import step
+from hiserve.runners import step_output
 from hiserve.runners.capture import without_collections
 from hiserve.sampling.batch import SamplingBatch
 from hiserve.sampling.sampler import sample
@@ -160,8 +160,8 @@ def test_tokens_are_drawn_so_many_at_a_time(subject: Engine, eager: Engine, monk
         drawn.add(logits.shape[0])
         return sample(logits, batch)
 
-    monkeypatch.setattr(step, "sample", watch)
-    monkeypatch.setattr(step, "DRAWN_SLICE", 3)
+    monkeypatch.setattr(step_output, "sample", watch)
+    monkeypatch.setattr(step_output, "DRAWN_SLICE", 3)
     assert generate(subject, prompts_for(4), 5, SAMPLED) == expected
     assert drawn == {1, 3}
 

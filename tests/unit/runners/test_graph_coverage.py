@@ -14,7 +14,7 @@ from hiserve.attention.base import Attention
 from hiserve.models.config import NANO, find_model
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
-from hiserve.runners.gate import Action, Loads, Reason, admit
+from hiserve.runners.gate import Action, PendingLoads, Reason, admit
 from hiserve.runners.graph import GraphRunner
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
@@ -82,8 +82,8 @@ def test_steps_of_a_backend_that_cannot_be_captured_run_without_full_graphs(
     planner = HandPlanner(16, 64)
     planner.admit(1, [5, 6, 7])
     plan = planner.step({1: 3})
-    verdict = admit(plan, Loads(), runners.coverage, runners.facts(plan))
-    assert (verdict.action, verdict.reason) == (Action.EAGER, Reason.GRAPHS_OFF)
+    decision = admit(plan, PendingLoads(), runners.coverage, runners.facts(plan))
+    assert (decision.action, decision.reason) == (Action.EAGER, Reason.GRAPHS_OFF)
 
 
 def test_sizes_that_attention_has_nothing_for_are_left_out(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

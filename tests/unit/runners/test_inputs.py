@@ -11,9 +11,9 @@ import torch
 import hiserve.kernels.step_reference
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.inputs import StepInputs, build_inputs
-from hiserve.runners.rows import DeviceRows
-from hiserve.runners.step import record
+from hiserve.runners.step_output import record
 from tests.helpers.plans import HandPlanner, int32
 
 PAGE, NUM_PAGES = 4, 16

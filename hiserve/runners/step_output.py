@@ -11,16 +11,16 @@ from torch import Tensor
 from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.core.step_memory import DRAWN_SLICE
+from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
 from hiserve.runners.inputs import StepInputs
-from hiserve.runners.rows import DeviceRows
 from hiserve.sampling.logprobs import pack_scores
 from hiserve.sampling.params import Drawing
 from hiserve.sampling.sampler import sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class DeviceOutput:
     """What a step leaves for the host.
 
     Attributes:
@@ -44,25 +44,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ran:
+class LaunchedStep:
     """A step that was launched and recorded.
 
     Attributes:
-        outcome: For the host.
+        output: For the host.
         inputs: Of the plan's rows, and perhaps of others that pad them.
         hidden_states: ``[T, n]``, what the model showed of its tokens and of those that pad them; None where it shows nothing.
         is_greedy: No row draws at random, as the gate was told.
         drafts: Graphs of what follows it, if there are any.
     """
 
-    outcome: Outcome
+    output: DeviceOutput
     inputs: StepInputs
     hidden_states: Tensor | None
     is_greedy: bool
     drafts: DraftGraphs | None = None
 
 
-def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> Outcome:
+def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: DeviceRows) -> DeviceOutput:
     """Draws every row's tokens as its parameters say, and records them in the rows.
 
     Args:
@@ -90,7 +90,7 @@ def finish_step(plan: BatchPlan, inputs: StepInputs, logits: Tensor, rows: Devic
         assert num_prompt_top is not None, f"step {plan.step_id} scores prompts of rows that want no scores"
         words.append(pack_scores(scored_logits, inputs.scored_tokens, num_prompt_top).view(-1))
     all_words = torch.cat(words) if len(words) > 1 else words[0]
-    return Outcome(all_words, plan.rows.size, num_sampling, width, num_top, num_prompt_top)
+    return DeviceOutput(all_words, plan.rows.size, num_sampling, width, num_top, num_prompt_top)
 
 
 def draw(inputs: StepInputs, logits: Tensor, rows: DeviceRows, drawing: Drawing) -> Tensor:
@@ -146,7 +146,7 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
         rows: Changed.
 
     Returns:
-        int32 ``[B + S + S * width]``; see ``Outcome``.
+        int32 ``[B + S + S * width]``; see ``DeviceOutput``.
     """
     sampling_rows = inputs.rows.index_select(0, inputs.sampling)
     num_draft = inputs.num_draft.index_select(0, inputs.sampling)
@@ -163,14 +163,14 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
     )
 
 
-def draft_step(plan: BatchPlan, ran: Ran) -> DraftStep:
+def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:
     """Returns what a proposer takes of a step.
 
     Args:
         plan: Of the step.
-        ran: The step.
+        launched_step: The step.
     """
-    inputs, num_rows = ran.inputs, plan.rows.size
+    inputs, num_rows = launched_step.inputs, plan.rows.size
     starts = inputs.forward.qo_indptr[: num_rows + 1].long()
     return DraftStep(
         rows=inputs.rows[:num_rows],
@@ -180,31 +180,31 @@ def draft_step(plan: BatchPlan, ran: Ran) -> DraftStep:
         q_lens=plan.num_new,
         kv_bounds=plan.max_len,
         num_draft=plan.num_propose,
-        is_greedy=ran.is_greedy,
-        hidden_states=None if ran.hidden_states is None else ran.hidden_states[: plan.num_tokens],
+        is_greedy=launched_step.is_greedy,
+        hidden_states=None if launched_step.hidden_states is None else launched_step.hidden_states[: plan.num_tokens],
     )
 
 
-def read_outcome(plan: BatchPlan, outcome: Outcome, words: Int32Array) -> StepResult:
-    """Takes the words apart, in the order in which ``Outcome`` lists them.
+def read_output(plan: BatchPlan, output: DeviceOutput, words: Int32Array) -> StepResult:
+    """Takes the words apart, in the order in which ``DeviceOutput`` lists them.
 
     Args:
         plan: Whose outcome it is.
-        outcome: What the words are.
+        output: What the words are.
         words: Them, on the host.
     """
-    if not outcome.num_rows:
+    if not output.num_rows:
         nothing = np.empty(0, dtype=np.int32)
-        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred=outcome.deferred)
-    num_rows, num_sampling, width = outcome.num_rows, outcome.num_sampling, outcome.width
+        return StepResult(plan.step_id, counts=nothing, tokens=nothing[:, None], deferred=output.deferred)
+    num_rows, num_sampling, width = output.num_rows, output.num_sampling, output.width
     legal, counts, tokens, rest = np.split(words, np.cumsum((num_rows, num_sampling, num_sampling * width)))
     legal, counts = legal[: plan.rows.size] != 0, counts[: plan.samples.sum()]
     scores = prompt_scores = None
-    if outcome.num_top is not None:
-        num_words = num_sampling * width * (1 + 2 * outcome.num_top)
-        scores, rest = Scores.unpack(rest[:num_words].tobytes(), outcome.num_top), rest[num_words:]
-    if outcome.num_prompt_top is not None:
-        prompt_scores = Scores.unpack(rest.tobytes(), outcome.num_prompt_top)
+    if output.num_top is not None:
+        num_words = num_sampling * width * (1 + 2 * output.num_top)
+        scores, rest = Scores.unpack(rest[:num_words].tobytes(), output.num_top), rest[num_words:]
+    if output.num_prompt_top is not None:
+        prompt_scores = Scores.unpack(rest.tobytes(), output.num_prompt_top)
     return StepResult(
         step_id=plan.step_id,
         counts=counts,

@@ -10,7 +10,7 @@ from torch import Tensor
 from hiserve.models.decoder import Decoder
 
 
-class Tail:
+class LogitsHead:
     """Computes logits of as many tokens as some graph of a whole step does.
 
     Libraries choose kernels of products by their size, and load each at its first use: on an H200 27 ms for the tail of

@@ -103,7 +103,7 @@ class DeviceRows:
             self._write_table(plan.table)
         self.relocation_version = plan.relocation_version
 
-    def rehearse(self, num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int) -> None:
         """Lets each row know one token that is not computed, with places for so many: nobody has a row, or a page, yet.
 
         All rows share these pages, and compute the same. So no two tokens of a row are stored in one place, as those of a

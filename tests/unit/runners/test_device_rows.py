@@ -10,7 +10,7 @@ import torch
 
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.upload import upload
-from hiserve.runners.rows import DeviceRows
+from hiserve.runners.device_rows import DeviceRows
 from tests.helpers.plans import GREEDY, int32
 
 PAGE = 4

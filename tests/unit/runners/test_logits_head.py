@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hiserve.runners.tail import Tail
+from hiserve.runners.logits_head import LogitsHead
 
 NUM_TOKENS, HIDDEN, VOCAB = 20, 4, 7
 
@@ -28,6 +28,6 @@ def test_as_many_are_computed_as_a_graph_has_and_as_many_are_given_as_are_wanted
     model = Model()
     mixed, residual = torch.randn(2, NUM_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     rows = torch.arange(count) * 2 + 1
-    got = Tail(model, (2, 6)).logits(mixed, residual, rows, None)  # type: ignore[arg-type]
+    got = LogitsHead(model, (2, 6)).logits(mixed, residual, rows, None)  # type: ignore[arg-type]
     assert model.asked == [computed]
     torch.testing.assert_close(got, (mixed + residual)[rows] @ model.head)
