@@ -22,7 +22,7 @@ from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
 from benchmarks.record import about
 from hiserve.attention import triton as chosen_in
-from hiserve.kernels.attention_schedule import Rows, choose_num_extra, count_programs
+from hiserve.kernels.attention_schedule import ScheduledRows, choose_num_extra, count_programs
 
 SEED = 20261122
 VOCAB_SIZE = 4096
@@ -33,7 +33,7 @@ FULL: dict[str, Any] = {"shape": "llama-8b", "load_format": "dummy", "device": "
 TINY: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256}
 
 
-def as_before(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
+def as_before(rows: ScheduledRows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
     """As ``choose_num_extra``, whatever the tokens of a row."""
     num_rows, num_at_once = rows.kv_lens.shape[0], num_sms // count_programs(rows, heads)
     num_more_blocks = num_rows * (-(-rows.max_kv_len // num_keys) - 1)

@@ -118,7 +118,7 @@ _BACKENDS = {
         has_hidden_first=False,
         has_trees=False,
     ),
-    "reference": _Backend("hiserve.attention.reference", "ReferenceAttention", devices=("cpu", "cuda")),
+    "reference": _Backend("hiserve.attention.reference_attention", "ReferenceAttention", devices=("cpu", "cuda")),
 }
 
 

@@ -28,7 +28,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Row:
+class _CpuRow:
     """One row of the step.
 
     Attributes:
@@ -63,7 +63,7 @@ class CpuAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._page_size = shape.page_size
-        self._rows: list[_Row] = []
+        self._rows: list[_CpuRow] = []
 
     def captured(self, num_rows: int, width: int) -> None:
         """Returns none: there are no graphs on a CPU."""
@@ -84,7 +84,7 @@ class CpuAttention:
         for row, (count, one_stretch) in enumerate(zip(num_pages.tolist(), adjacent.tolist(), strict=True)):
             num_new, kv_len = starts[row + 1] - starts[row], kv_lens[row]
             self._rows.append(
-                _Row(
+                _CpuRow(
                     start=starts[row],
                     num_new=num_new,
                     kv_len=kv_len,

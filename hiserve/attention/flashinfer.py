@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape, is_hopper
 from hiserve.attention.compiling import Building
-from hiserve.attention.flashinfer_calls import Chunks, Decode, Prompts, RowLengths, Rows, builds
+from hiserve.attention.flashinfer_calls import ChunkRows, DecodeRows, PromptRows, RowGroup, RowLengths, builds
 from hiserve.attention.flashinfer_graph import GraphAttention, PageList, Workspace, as_pages
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
@@ -53,7 +53,7 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, *, waits: bool = True) -> None:
         self._shape = shape
         self._workspace = Workspace(shape, torch.device("cuda", torch.cuda.current_device()))
-        self._turns = [_Turn(shape, self._workspace) for _ in range(_NUM_TURNS)]
+        self._turns = [_BatchSchedule(shape, self._workspace) for _ in range(_NUM_TURNS)]
         self._num_plans = 0
         self._parts: list[_Part] = []
         self._unlisted: ForwardInputs | None = None  # until the pages of its rows are listed
@@ -149,12 +149,12 @@ class _Part:
         pages: The list they read, if they read pages.
     """
 
-    rows: Mapping[int | None, Rows]
+    rows: Mapping[int | None, RowGroup]
     tokens: slice | Tensor
     pages: PageList | None
 
 
-class _Turn:
+class _BatchSchedule:
     """Schedules for one batch, and the event that says when their pinned buffers may be written again."""
 
     def __init__(self, shape: AttentionShape, workspace: Workspace) -> None:
@@ -164,10 +164,10 @@ class _Turn:
         partials = workspace.partials(workspace.num_programs * group, _MAX_TILE)
         prefill = _prefill(workspace.device)
         windows = shape.distinct_windows
-        self._decode = {window: Decode(shape, window, partials) for window in windows}
-        self._prompts = {window: Prompts(shape, window, partials, prefill) for window in windows}
-        self._chunks = {window: Chunks(shape, window, partials, prefill) for window in windows}
-        self._short_chunks = {window: Chunks(shape, window, partials, "fa2") for window in windows}
+        self._decode = {window: DecodeRows(shape, window, partials) for window in windows}
+        self._prompts = {window: PromptRows(shape, window, partials, prefill) for window in windows}
+        self._chunks = {window: ChunkRows(shape, window, partials, prefill) for window in windows}
+        self._short_chunks = {window: ChunkRows(shape, window, partials, "fa2") for window in windows}
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def load(self) -> None:
@@ -185,7 +185,7 @@ class _Turn:
         self._copied.synchronize()
         is_one, is_prompt = q_lens == 1, q_lens == kv_lens
         is_chunk, is_short = ~is_prompt & ~is_one, q_lens <= _MAX_SHORT
-        kinds: tuple[tuple[NDArray[np.bool_], Mapping[int | None, Rows]], ...] = (
+        kinds: tuple[tuple[NDArray[np.bool_], Mapping[int | None, RowGroup]], ...] = (
             (is_one, self._decode),
             (is_prompt & ~is_one, self._prompts),
             (is_chunk & is_short, self._short_chunks),
@@ -196,7 +196,7 @@ class _Turn:
         return parts
 
     def _schedule(
-        self, ours: NDArray[np.int64], rows: Mapping[int | None, Rows], q_lens: Int32Array, kv_lens: Int32Array
+        self, ours: NDArray[np.int64], rows: Mapping[int | None, RowGroup], q_lens: Int32Array, kv_lens: Int32Array
     ) -> _Part:
         page_size = self._shape.page_size
         lengths = RowLengths(q_lens[ours], kv_lens[ours], page_size)

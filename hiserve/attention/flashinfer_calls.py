@@ -76,7 +76,7 @@ class GraphBuffers:
     indices: Tensor
 
 
-class Rows(Protocol):
+class RowGroup(Protocol):
     """Rows of one kind, of layers of one window."""
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
@@ -99,7 +99,7 @@ class Rows(Protocol):
         """
 
 
-class Decode:
+class DecodeRows:
     """One token a row.
 
     Args:
@@ -130,7 +130,7 @@ class Decode:
         self._is_compiled = False
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """As ``Rows.schedule``."""
+        """As ``RowGroup.schedule``."""
         indptr, last = pin(lengths.page_indptr), pin(lengths.last_page_len)
         if self._keeps_buffers and self._is_compiled:
             # ``plan`` would look for the longest row in a Python loop: 0.6 ms for 256 rows.
@@ -140,11 +140,11 @@ class Decode:
         self._is_compiled = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """As ``Rows.attend``, over the pool."""
+        """As ``RowGroup.attend``, over the pool."""
         self._wrapper.run(q, pool, out=out)
 
 
-class Prompts:
+class PromptRows:
     """Rows without a prefix: they read their keys and values as these come from the model.
 
     Args:
@@ -159,16 +159,16 @@ class Prompts:
         self._arguments = _of_model(shape, window) | {"head_dim_qk": shape.head_dim, "causal": True}
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """As ``Rows.schedule``; there are no pages."""
+        """As ``RowGroup.schedule``; there are no pages."""
         indptr = pin(lengths.qo_indptr)
         self._wrapper.plan(indptr, indptr, **self._arguments)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """As ``Rows.attend``, over ``k`` and ``v``."""
+        """As ``RowGroup.attend``, over ``k`` and ``v``."""
         self._wrapper.run(q, k, v, out=out)
 
 
-class Chunks:
+class ChunkRows:
     """Several tokens a row behind a prefix.
 
     Args:
@@ -176,7 +176,7 @@ class Chunks:
         window: Of the layers.
         partials: Zeroed memory for parts of rows.
         backend: ``fa2``, which makes one product of all heads of a KV head and all tokens of a row, or ``fa3``.
-        buffers: As in ``Decode``.
+        buffers: As in ``DecodeRows``.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Chunks:
         }
 
     def schedule(self, lengths: RowLengths, indices: Tensor) -> None:
-        """As ``Rows.schedule``."""
+        """As ``RowGroup.schedule``."""
         self._wrapper.plan(
             pin(lengths.qo_indptr),
             pin(lengths.page_indptr),
@@ -217,7 +217,7 @@ class Chunks:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: tuple[Tensor, Tensor], out: Tensor) -> None:
-        """As ``Rows.attend``, over the pool."""
+        """As ``RowGroup.attend``, over the pool."""
         self._wrapper.run(q, pool, out=out)
 
 

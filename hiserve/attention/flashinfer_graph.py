@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.attention.flashinfer_calls import Chunks, Decode, GraphBuffers, RowLengths, Rows, pin
+from hiserve.attention.flashinfer_calls import ChunkRows, DecodeRows, GraphBuffers, RowGroup, RowLengths, pin
 from hiserve.attention.flashinfer_tiles import graph_tiles
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.page_lists import list_pages
@@ -100,7 +100,7 @@ class GraphAttention:
             page_size=shape.page_size,
         )
         self._last_page_len = torch.ones(num_rows, dtype=torch.int32, device=workspace.device)
-        self._rows: Mapping[int | None, Rows] = {}
+        self._rows: Mapping[int | None, RowGroup] = {}
         self._inputs: ForwardInputs | None = None
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -151,9 +151,11 @@ class GraphAttention:
             indices=self._pages.indices,
         )
         if self._width == 1:
-            self._rows = {window: Decode(shape, window, partials, buffers) for window in shape.distinct_windows}
+            self._rows = {window: DecodeRows(shape, window, partials, buffers) for window in shape.distinct_windows}
         else:
-            self._rows = {window: Chunks(shape, window, partials, "fa2", buffers) for window in shape.distinct_windows}
+            self._rows = {
+                window: ChunkRows(shape, window, partials, "fa2", buffers) for window in shape.distinct_windows
+            }
 
 
 def as_pages(kv: LayerKV, shape: AttentionShape) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,14 @@ from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from hiserve.kernels.attention_decode import MAX_TOKENS, decode
 from hiserve.kernels.attention_extend import choose_num_parts, extend
-from hiserve.kernels.attention_schedule import MAX_QUERIES, Rows, Schedule, choose_num_extra, schedule, tile_for
+from hiserve.kernels.attention_schedule import (
+    MAX_QUERIES,
+    Schedule,
+    ScheduledRows,
+    choose_num_extra,
+    schedule,
+    tile_for,
+)
 
 _SMS_OF_THE_INTERPRETER = 16
 
@@ -28,7 +35,7 @@ class _Others:
         num_parts: Parts the keys of each row are split into, in layers without a window.
     """
 
-    rows: Rows
+    rows: ScheduledRows
     has_fresh: bool
     has_prefixed: bool
     num_parts: int
@@ -51,7 +58,7 @@ class TritonAttention:
         self._tile = tile_for(shape.head_dim, shape.dtype)
         self._splits_at = {shape.windows.index(window) for window in shape.windows} or {0}
         self._tree_mask: Tensor | None = None
-        self._short: Rows | None = None
+        self._short: ScheduledRows | None = None
         self._others: _Others | None = None
         self._num_short = 0
         self._num_extra = 1
@@ -139,7 +146,7 @@ class TritonAttention:
             )
         return out
 
-    def _schedule(self, rows: Rows, window: int | None, layer: int) -> Schedule:
+    def _schedule(self, rows: ScheduledRows, window: int | None, layer: int) -> Schedule:
         if layer in self._splits_at:
             hides_first = self._shape.hides_first
             heads = (self._shape.num_heads, self._shape.num_kv_heads)
@@ -148,8 +155,8 @@ class TritonAttention:
         return self._schedules[window]
 
 
-def _cut(inputs: ForwardInputs, first: int, end: int) -> Rows:
-    return Rows(
+def _cut(inputs: ForwardInputs, first: int, end: int) -> ScheduledRows:
+    return ScheduledRows(
         qo_indptr=inputs.qo_indptr[first : end + 1],
         kv_lens=inputs.kv_lens[first:end],
         page_table=inputs.page_table[first:end],

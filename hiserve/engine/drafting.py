@@ -40,7 +40,7 @@ def open_proposer(
         head,
         DraftPool(
             layers=pool.layers("draft"),
-            boundary=boundary[:, : head.feature_size],
+            page_hidden=boundary[:, : head.feature_size],
             is_drafted=rows.is_drafted,
             taken_len=rows.taken_len,
             page_size=config.cache.page_size,

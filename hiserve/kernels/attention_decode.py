@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.attention_schedule import FIELDS, MAX_QUERIES, Rows, Schedule, first_seen
+from hiserve.kernels.attention_schedule import FIELDS, MAX_QUERIES, Schedule, ScheduledRows, first_seen
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 
 MAX_TOKENS = 64
@@ -65,7 +65,7 @@ class _Shape(NamedTuple):
 def decode(
     q: Tensor,
     kv: LayerKV,
-    rows: Rows,
+    rows: ScheduledRows,
     schedule: Schedule,
     *,
     page_size: int,
@@ -125,7 +125,7 @@ def decode(
     return out
 
 
-def _shape(q: Tensor, kv: LayerKV, rows: Rows, schedule: Schedule, page_size: int) -> _Shape:
+def _shape(q: Tensor, kv: LayerKV, rows: ScheduledRows, schedule: Schedule, page_size: int) -> _Shape:
     num_heads, head_dim = q.shape[1:]
     group = num_heads // kv.k.shape[1]
     num_queries = min(MAX_QUERIES, triton.next_power_of_2(rows.max_q_len * group))

@@ -29,7 +29,7 @@ _BLOCKS_TO_JOIN = 4
 _JOINED = 16
 
 
-class Tile(NamedTuple):
+class ExtendTile(NamedTuple):
     """How the work is cut.
 
     Attributes:
@@ -68,7 +68,7 @@ class _Shape(NamedTuple):
     is_part: bool
 
 
-def tile_for(max_q_len: int, group: int, head_dim: int, dtype: torch.dtype) -> Tile:
+def tile_for(max_q_len: int, group: int, head_dim: int, dtype: torch.dtype) -> ExtendTile:
     """Returns the tile that was fastest on one H200.
 
     Args:
@@ -80,10 +80,10 @@ def tile_for(max_q_len: int, group: int, head_dim: int, dtype: torch.dtype) -> T
     assert group <= _MAX_QUERIES, f"{group} query heads of one KV head"  # a program computes whole tokens
     num_queries = min(max(_MIN_QUERIES, triton.next_power_of_2(max_q_len * group)), _MAX_QUERIES)
     if dtype.itemsize > 2:  # products without tensor cores
-        return Tile(min(num_queries, max(32, triton.next_power_of_2(group))), 32, 4, 1)
+        return ExtendTile(min(num_queries, max(32, triton.next_power_of_2(group))), 32, 4, 1)
     if num_queries < _MAX_QUERIES:
-        return Tile(num_queries, 64, 4, 3)
-    return Tile(_MAX_QUERIES, 128, 8, 3) if head_dim <= 128 else Tile(_MAX_QUERIES, 64, 8, 2)
+        return ExtendTile(num_queries, 64, 4, 3)
+    return ExtendTile(_MAX_QUERIES, 128, 8, 3) if head_dim <= 128 else ExtendTile(_MAX_QUERIES, 64, 8, 2)
 
 
 def choose_num_parts(
@@ -135,7 +135,7 @@ def extend(
     has_fresh: bool = False,
     has_prefixed: bool = True,
     num_parts: int = 1,
-    tile: Tile | None = None,
+    tile: ExtendTile | None = None,
 ) -> None:
     """Attends for the tokens of some rows, and writes nothing of others. Waits for nothing.
 
@@ -204,7 +204,7 @@ def _join_all(parts: _Results, results: _Results, qo_indptr: Tensor, *, num_rows
     _join[(triton.cdiv(num_cells, _JOINED),)](parts, results, qo_indptr, num_rows, num_parts, num_cells, _JOINED, shape)
 
 
-def _shape(q: Tensor, k: Tensor, page_size: int, hides_first: bool, is_part: bool, cut: Tile) -> _Shape:
+def _shape(q: Tensor, k: Tensor, page_size: int, hides_first: bool, is_part: bool, cut: ExtendTile) -> _Shape:
     num_kv_heads, head_dim = k.shape[1:]
     return _Shape(
         num_kv_heads=num_kv_heads,

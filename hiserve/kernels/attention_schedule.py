@@ -26,7 +26,7 @@ FIELDS = tl.constexpr(8)
 """Numbers that describe a part."""
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """How the keys of a row are taken.
 
     Attributes:
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Rows(NamedTuple):
+class ScheduledRows(NamedTuple):
     """Adjacent rows of a step.
 
     Attributes:
@@ -79,16 +79,16 @@ class Schedule(NamedTuple):
     num_extra: int
     window: int | None
     hides_first: bool
-    tile: Tile
+    tile: KeyTile
 
 
-def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:
+def tile_for(head_dim: int, dtype: torch.dtype) -> KeyTile:
     """Returns the tile that was fastest, or nearly so, in every batch tried on an H200."""
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
-    return Tile(num_keys=64 if row_bytes <= 256 else 32, num_warps=4, num_stages=3)
+    return KeyTile(num_keys=64 if row_bytes <= 256 else 32, num_warps=4, num_stages=3)
 
 
-def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
+def choose_num_extra(rows: ScheduledRows, heads: tuple[int, int], num_sms: int, num_keys: int) -> int:
     """Returns how many parts to allow beyond one for each row.
 
     Two programs on a multiprocessor take all of its share of the bandwidth, three fit. A batch of fewer rows than would
@@ -113,17 +113,17 @@ def choose_num_extra(rows: Rows, heads: tuple[int, int], num_sms: int, num_keys:
     return max(1, min(num_extra, num_more_blocks))
 
 
-def count_programs(rows: Rows, heads: tuple[int, int]) -> int:
+def count_programs(rows: ScheduledRows, heads: tuple[int, int]) -> int:
     """Returns how many programs attend over each part: for each KV head, one for each block of queries."""
     num_heads, num_kv_heads = heads
     return num_kv_heads * -(-rows.max_q_len * (num_heads // num_kv_heads) // MAX_QUERIES)
 
 
 def schedule(
-    rows: Rows,
+    rows: ScheduledRows,
     heads: tuple[int, int],
     num_extra: int,
-    tile: Tile,
+    tile: KeyTile,
     *,
     window: int | None = None,
     hides_first: bool = False,

@@ -9,9 +9,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
-_MODULES = {"cpu": "hiserve.kernels.draft_reference", "cuda": "hiserve.kernels.draft"}
+_MODULES = {"cpu": "hiserve.kernels.draft_reference", "cuda": "hiserve.kernels.draft_triton"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,13 +34,13 @@ class DraftMetadata:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepFeatures:
+class StepHiddenStates:
     """What a step of B rows and T tokens showed, where features are kept, and the draft tokens that take them.
 
     Attributes:
         hidden_states: ``[T, F]``, of the step's tokens in row order; elements adjacent, as in the next two.
         last: ``[R, F]``, by row number.
-        boundary_pages: ``[num_pages, F]``.
+        page_hidden: ``[num_pages, F]``.
         rows: int64 ``[B]``. Row numbers.
         first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
         token_rows: int64 ``[T + B]``. Which of the B rows a draft token belongs to.
@@ -53,7 +53,7 @@ class StepFeatures:
 
     hidden_states: Tensor
     last: Tensor
-    boundary_pages: Tensor
+    page_hidden: Tensor
     rows: Tensor
     first: Tensor
     token_rows: Tensor
@@ -99,7 +99,7 @@ class DraftOps(Protocol):
         legal: Tensor,
         token_rows: Tensor,
         offsets: Tensor,
-        state: RowState,
+        state: RowTensors,
         *,
         page_size: int,
         width: int,
@@ -128,7 +128,7 @@ class DraftOps(Protocol):
             ``kv_lens`` are ``first + num``, at most ``W * page_size``.
         """
 
-    def draft_features(self, step: StepFeatures) -> Tensor:
+    def draft_hidden_states(self, step: StepHiddenStates) -> Tensor:
         """Gathers for each draft token of a step the features of the token before it.
 
         Those of tokens that the step computed are its own. Before a row's first one there is nothing at place 0, the
@@ -141,17 +141,17 @@ class DraftOps(Protocol):
             ``[T + B, F]``.
         """
 
-    def keep_features(self, step: StepFeatures, state: RowState) -> None:
+    def keep_hidden_states(self, step: StepHiddenStates, state: RowTensors) -> None:
         """Keeps what later steps take of a step's features: of the last token that counts as computed, and of pages' ends.
 
-        Row 0 and the sink keep nothing of use. After ``draft_features``, if both stand in a step.
+        Row 0 and the sink keep nothing of use. After ``draft_hidden_states``, if both stand in a step.
 
         Args:
             step: What is kept in it is changed, but for rows that failed the check.
             state: The rows after the step: drafts that were refused do not count as computed.
         """
 
-    def note_drafted(self, step: StepFeatures, state: RowState, progress: DraftProgress) -> None:
+    def note_drafted(self, step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
         """Notes that a head takes part in a step: which pages are drafted then, and where rows' drafts attend from.
 
         A step that begins where a page does goes on behind the row's last page that is not drafted. One that begins
@@ -191,7 +191,7 @@ class DraftOps(Protocol):
         """
 
     def draft_ngrams(
-        self, rows: Tensor, state: RowState, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+        self, rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
     ) -> None:
         """Writes behind each row what followed the last tokens that it knows where they stood before.
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
 from hiserve.kernels.reference import SINK_PAGE
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
 
 def draft_inputs(
@@ -19,7 +19,7 @@ def draft_inputs(
     legal: Tensor,
     token_rows: Tensor,
     offsets: Tensor,
-    state: RowState,
+    state: RowTensors,
     *,
     page_size: int,
     width: int,
@@ -47,7 +47,7 @@ def draft_inputs(
     return made if out is None else _put(made, out)
 
 
-def _own_pages(rows: Tensor, legal: Tensor, state: RowState, width: int) -> Tensor:
+def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Tensor:
     """Each row's pages, int32 ``[B, width]``; the sink instead of those that are not, or no longer, its own."""
     table = state.page_table.index_select(0, rows).narrow(1, 0, width)
     owners = state.entry_owner.index_select(0, rows).narrow(1, 0, width)
@@ -66,18 +66,18 @@ def _put(made: DraftMetadata, out: DraftMetadata) -> DraftMetadata:
     return out
 
 
-def draft_features(step: StepFeatures) -> Tensor:
+def draft_hidden_states(step: StepHiddenStates) -> Tensor:
     """Gathers for each draft token of a step the features of the token before it."""
     rows, first = step.rows, step.first * step.legal
     pages = _pages_of(first - 1, torch.arange(rows.shape[0], device=rows.device), step)
-    at_boundary, kept = step.boundary_pages.index_select(0, pages), step.last.index_select(0, rows)
+    at_boundary, kept = step.page_hidden.index_select(0, pages), step.last.index_select(0, rows)
     before = torch.where((first % step.page_size == 0)[:, None], at_boundary, kept)
     before.masked_fill_((first == 0)[:, None], 0)
     computed = step.hidden_states.index_select(0, _step_tokens(step).clamp_(min=0))
     return torch.where((step.offsets == 0)[:, None], before.index_select(0, step.token_rows), computed)
 
 
-def keep_features(step: StepFeatures, state: RowState) -> None:
+def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
     """Keeps what later steps take of a step's features; row 0 and the sink take zeros for the rest."""
     hidden_states, token_rows, legal = step.hidden_states, step.token_rows, step.legal
     first, computed_len = step.first * legal, state.computed_len.index_select(0, step.rows) * legal
@@ -87,10 +87,10 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
     is_end = (ends % step.page_size == 0) & (step.offsets > 0) & (ends <= computed_len.index_select(0, token_rows))
     pages = _pages_of(ends - 1, token_rows, step)
     index = _step_tokens(step).clamp_(min=0)
-    _write(step.boundary_pages, pages, hidden_states.index_select(0, index), is_end & (pages != SINK_PAGE))
+    _write(step.page_hidden, pages, hidden_states.index_select(0, index), is_end & (pages != SINK_PAGE))
 
 
-def note_drafted(step: StepFeatures, state: RowState, progress: DraftProgress) -> None:
+def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
     """Notes that a head takes part in a step."""
     rows, legal, page_size = step.rows, step.legal, step.page_size
     first, table = step.first * legal, step.page_table
@@ -126,12 +126,12 @@ def draft_window(
     return replace(made, kv_lens=made.kv_lens - skipped * page_size, page_table=made.page_table.gather(1, entries))
 
 
-def _step_tokens(step: StepFeatures) -> Tensor:
+def _step_tokens(step: StepHiddenStates) -> Tensor:
     """The step's token before each draft token, int64 ``[T + B]``; that of an earlier row, or -1, before a row's first."""
     return step.qo_indptr.index_select(0, step.token_rows) + step.offsets - 1
 
 
-def _pages_of(places: Tensor, table_rows: Tensor, step: StepFeatures) -> Tensor:
+def _pages_of(places: Tensor, table_rows: Tensor, step: StepHiddenStates) -> Tensor:
     """The pages that places stand on, int64 ``[n]``; for a place outside the table one of its first or last."""
     return step.page_table[table_rows, (places // step.page_size).clamp_(0, step.page_table.shape[1] - 1)].long()
 
@@ -142,7 +142,7 @@ def _write(kept: Tensor, index: Tensor, values: Tensor, is_kept: Tensor) -> None
 
 
 def draft_ngrams(
-    rows: Tensor, state: RowState, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+    rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
 ) -> None:
     """Writes behind each row what followed the last tokens that it knows where they stood before."""
     row_len = state.tokens.shape[1]

@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.reference import SINK_PAGE
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
 _TABLE_BLOCK = 1024
 
 
-def note_drafted(step: StepFeatures, state: RowState, progress: DraftProgress) -> None:
+def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgress) -> None:
     """Notes that a head takes part in a step, in one launch."""
     _note_drafted[(step.rows.shape[0],)](
         step.rows,

@@ -13,7 +13,7 @@ from torch import Tensor
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.experts import mix_experts, route
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.linear import linear
+from hiserve.kernels.skinny_linear import linear
 
 __all__ = ["add_rms_norm", "linear", "mix_experts", "rms_norm", "rotate_and_store", "rotations", "route", "silu_mul"]
 

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-_MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.step"}
+_MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.step_triton"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class StepColumns:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowState:
+class RowTensors:
     """What R permanent rows of L tokens and P pages hold; fields as in ``DeviceRows``.
 
     Attributes:
@@ -83,7 +83,7 @@ class StepOps(Protocol):
     """Work of fixed shape that waits for nothing, and so can be recorded in a graph."""
 
     def step_inputs(
-        self, columns: StepColumns, state: RowState, *, page_size: int, width: int, out: StepMetadata | None = None
+        self, columns: StepColumns, state: RowTensors, *, page_size: int, width: int, out: StepMetadata | None = None
     ) -> StepMetadata:
         """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
 
@@ -100,7 +100,7 @@ class StepOps(Protocol):
                 keep what they hold; in a new one they are the sink.
         """
 
-    def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowState) -> Tensor:
+    def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
         """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, up to the first that does not, and 1.
 
         Args:
@@ -122,7 +122,7 @@ class StepOps(Protocol):
         sampling: Tensor,
         drawn: Tensor,
         counts: Tensor,
-        state: RowState,
+        state: RowTensors,
     ) -> Tensor:
         """Records in the rows what a step computed and emitted, and packs the outcome for the host.
 

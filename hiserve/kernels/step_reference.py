@@ -7,13 +7,13 @@ from torch import Tensor
 
 from hiserve.kernels.reference import SINK_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax
-from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
+from hiserve.kernels.step_ops import RowTensors, StepColumns, StepMetadata
 
 SAMPLE_STREAM = 0
 
 
 def step_inputs(
-    columns: StepColumns, state: RowState, *, page_size: int, width: int, out: StepMetadata | None = None
+    columns: StepColumns, state: RowTensors, *, page_size: int, width: int, out: StepMetadata | None = None
 ) -> StepMetadata:
     """Checks the rows, and gathers the step's tokens, positions, slots and page tables."""
     if out is not None:
@@ -39,7 +39,7 @@ def step_inputs(
     return made if out is None else _put(made, out)
 
 
-def _check(columns: StepColumns, state: RowState, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
+def _check(columns: StepColumns, state: RowTensors, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
     """Whether each row may run: bool ``[B]``. Its slots are its own, and the plan fits its lengths."""
     end = computed_len + columns.num_new
     known_len = state.known_len.index_select(0, columns.rows)
@@ -70,7 +70,7 @@ def _put(made: StepMetadata, out: StepMetadata) -> StepMetadata:
     return out
 
 
-def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowState) -> Tensor:
+def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
     """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, and 1."""
     index = torch.arange(drawn.shape[1], device=drawn.device)
     places = state.known_len.index_select(0, sampling_rows)[:, None] + index
@@ -88,7 +88,7 @@ def advance(
     sampling: Tensor,
     drawn: Tensor,
     counts: Tensor,
-    state: RowState,
+    state: RowTensors,
 ) -> Tensor:
     """Records in the rows what a step computed and emitted, and packs the outcome for the host."""
     counts = counts * legal.index_select(0, sampling)
@@ -101,7 +101,7 @@ def advance(
     return torch.cat((legal.to(torch.int32), counts.to(torch.int32), drawn.view(-1).to(torch.int32)))
 
 
-def _write_tokens(rows: Tensor, drawn: Tensor, counts: Tensor, state: RowState) -> None:
+def _write_tokens(rows: Tensor, drawn: Tensor, counts: Tensor, state: RowTensors) -> None:
     """Writes the first ``counts`` tokens of each row behind what it knows; the padding row's first takes the rest as 0."""
     index = torch.arange(drawn.shape[1], device=drawn.device)
     is_emitted = index < counts[:, None]

@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from hiserve.kernels.cpu import can_pack, pack, packed_linear
 from hiserve.kernels.ops import ops_for
+from hiserve.kernels.packed_linear import can_pack, pack, packed_linear
 
 
 class Linear:

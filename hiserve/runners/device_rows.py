@@ -11,7 +11,7 @@ from torch import Tensor
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, TableWrites
 from hiserve.core.upload import upload
 from hiserve.kernels.reference import NO_OWNER, SINK_PAGE
-from hiserve.kernels.step_ops import RowState, step_ops_for
+from hiserve.kernels.step_ops import RowTensors, step_ops_for
 from hiserve.sampling.params import SamplingRows
 
 
@@ -70,7 +70,7 @@ class DeviceRows:
         self.page_table = torch.full((num_rows, max_pages), SINK_PAGE, dtype=torch.int32, device=self.device)
         self.entry_owner = torch.full((num_rows, max_pages), NO_OWNER, dtype=torch.int32, device=self.device)
         self.page_owner = torch.full((num_pages,), NO_OWNER, dtype=torch.int32, device=self.device)
-        self.state = RowState(
+        self.state = RowTensors(
             tokens=self.tokens,
             computed_len=self.computed_len,
             known_len=self.known_len,

@@ -14,9 +14,9 @@ from hiserve.core.step_memory import DRAWN_SLICE
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
 from hiserve.runners.inputs import StepInputs
-from hiserve.sampling.logprobs import pack_scores
 from hiserve.sampling.params import Drawing
 from hiserve.sampling.sampler import sample
+from hiserve.sampling.score_packing import pack_scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)

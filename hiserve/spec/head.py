@@ -22,11 +22,11 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.drafts import DraftStep, DraftWork
 from hiserve.core.forward import ForwardInputs, LayerKV
-from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, DraftProgress, StepFeatures
-from hiserve.kernels.step_ops import RowState, StepOps
+from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, DraftProgress, StepHiddenStates
+from hiserve.kernels.step_ops import RowTensors, StepOps
 from hiserve.models.draft import DraftHead
 from hiserve.sampling.params import SamplingRows
-from hiserve.spec.layout import Layout, even_layout, layout_of
+from hiserve.spec.draft_layout import DraftLayout, draft_layout_of, even_draft_layout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,14 +35,14 @@ class DraftPool:
 
     Attributes:
         layers: Keys and values of its layers, in the pages of the tokens that they embed.
-        boundary: ``[num_pages, F]``. What the model showed of the last token of each page.
+        page_hidden: ``[num_pages, F]``. What the model showed of the last token of each page.
         is_drafted: ``[num_pages]`` and
         taken_len: int64 ``[R]``, as ``DraftProgress`` has them.
         page_size: Tokens per page.
     """
 
     layers: Sequence[LayerKV]
-    boundary: Tensor
+    page_hidden: Tensor
     is_drafted: Tensor
     taken_len: Tensor
     page_size: int
@@ -66,7 +66,7 @@ class Chain:
     places: Tensor
     logits: Tensor
     carried: Tensor
-    layout: Layout
+    layout: DraftLayout
 
 
 class HeadProposer:
@@ -90,7 +90,7 @@ class HeadProposer:
         head: DraftHead,
         pool: DraftPool,
         attention: Attention,
-        state: RowState,
+        state: RowTensors,
         sampling: SamplingRows,
         step_ops: StepOps,
         draft_ops: DraftOps,
@@ -106,7 +106,7 @@ class HeadProposer:
         self._max_kv_len = state.page_table.shape[1] * pool.page_size  # drafts past a row's end see its last pages
         # Of the last computed token of each row, what the model showed.
         num_rows = state.tokens.shape[0]
-        self._last = pool.boundary.new_zeros((num_rows, head.feature_size))
+        self._last = pool.page_hidden.new_zeros((num_rows, head.feature_size))
         self._progress = DraftProgress(
             is_drafted=pool.is_drafted,
             start_page=torch.zeros(num_rows, dtype=torch.int64, device=state.tokens.device),
@@ -115,11 +115,11 @@ class HeadProposer:
 
     def propose(self, step: DraftStep) -> None:
         """Writes ``num_draft`` tokens behind what each sampling row knows, and what the head needs of the step's tokens."""
-        layout = layout_of(step, self._max_kv_len)
+        layout = draft_layout_of(step, self._max_kv_len)
         if not step.num_draft:
-            self.keep(step, layout, self._attention)
+            self.update_only(step, layout, self._attention)
             return
-        chain = self.follow(step, layout, self._attention)
+        chain = self.prepare(step, layout, self._attention)
         if not chain.rows.shape[0]:
             return
         for index in range(step.num_draft):
@@ -133,10 +133,10 @@ class HeadProposer:
         return (
             None
             if further is None
-            else HeadPieces(self, num_rows, self._attention, further, self._state.tokens.shape[1])
+            else HeadDraftWork(self, num_rows, self._attention, further, self._state.tokens.shape[1])
         )
 
-    def follow(self, step: DraftStep, layout: Layout, attention: Attention) -> Chain:
+    def prepare(self, step: DraftStep, layout: DraftLayout, attention: Attention) -> Chain:
         """Computes the draft slots of a step's tokens, and of the ones behind them.
 
         Args:
@@ -159,11 +159,11 @@ class HeadProposer:
             places=state.known_len.index_select(0, sampling),
             logits=logits,
             carried=carried,
-            layout=even_layout(sampling.shape[0], 1, layout.max_kv_len, rows.device),
+            layout=even_draft_layout(sampling.shape[0], 1, layout.max_kv_len, rows.device),
         )
 
-    def keep(self, step: DraftStep, layout: Layout, attention: Attention) -> None:
-        """As ``follow``, where no draft is wanted: most of the head has nothing to do."""
+    def update_only(self, step: DraftStep, layout: DraftLayout, attention: Attention) -> None:
+        """As ``prepare``, where no draft is wanted: most of the head has nothing to do."""
         made, hidden_states = self._take_in(step, layout)
         self._run(made, layout, hidden_states, step.sampling[:0], attention)
 
@@ -200,17 +200,17 @@ class HeadProposer:
         chain.logits.copy_(logits)
         chain.carried.copy_(carried)
 
-    def _take_in(self, step: DraftStep, layout: Layout) -> tuple[DraftMetadata, Tensor]:
+    def _take_in(self, step: DraftStep, layout: DraftLayout) -> tuple[DraftMetadata, Tensor]:
         """Returns what a forward over a step takes, with what the model showed of the token before each."""
         made = self._inputs(step.rows, step.first, step.legal, layout)
         assert step.hidden_states is not None or not self.aux_layers, (
             f"the model showed nothing of layers {self.aux_layers}"
         )
         nothing = self._last.new_empty((layout.token_rows.shape[0], 0))
-        shown = StepFeatures(
+        shown = StepHiddenStates(
             hidden_states=nothing if step.hidden_states is None else self._head.fuse(step.hidden_states),
             last=self._last,
-            boundary_pages=self._pool.boundary,
+            page_hidden=self._pool.page_hidden,
             rows=step.rows,
             first=step.first,
             token_rows=layout.token_rows,
@@ -222,15 +222,15 @@ class HeadProposer:
         )
         hidden_states = nothing
         if self._head.feature_size:
-            hidden_states = self._ops.draft_features(shown)
-            self._ops.keep_features(shown, self._state)
+            hidden_states = self._ops.draft_hidden_states(shown)
+            self._ops.keep_hidden_states(shown, self._state)
         self._ops.note_drafted(shown, self._state, self._progress)
         return self._window(step.rows, step.first, step.legal, made), hidden_states
 
     def _window(self, rows: Tensor, first: Tensor, legal: Tensor, made: DraftMetadata) -> DraftMetadata:
         return self._ops.draft_window(rows, first, legal, made, self._progress, page_size=self._pool.page_size)
 
-    def _inputs(self, rows: Tensor, first: Tensor, legal: Tensor, layout: Layout) -> DraftMetadata:
+    def _inputs(self, rows: Tensor, first: Tensor, legal: Tensor, layout: DraftLayout) -> DraftMetadata:
         page_size, state = self._pool.page_size, self._state
         width = min(-(-layout.max_kv_len // page_size), state.page_table.shape[1])
         return self._ops.draft_inputs(
@@ -246,7 +246,7 @@ class HeadProposer:
         )
 
     def _run(
-        self, made: DraftMetadata, layout: Layout, hidden_states: Tensor, logits_rows: Tensor, attention: Attention
+        self, made: DraftMetadata, layout: DraftLayout, hidden_states: Tensor, logits_rows: Tensor, attention: Attention
     ) -> tuple[Tensor, Tensor]:
         inputs = ForwardInputs(
             input_ids=made.input_ids,
@@ -266,7 +266,7 @@ class HeadProposer:
         return self._head.forward(inputs, hidden_states, self._pool.layers, attention)
 
 
-class HeadPieces:
+class HeadDraftWork:
     """As ``DraftWork``, of a head.
 
     Args:
@@ -299,11 +299,13 @@ class HeadPieces:
         attention = self._attention.captured(self._num_rows, width)
         if attention is None:
             return None
-        layout = even_layout(self._num_rows, width, self._max_kv_len, step.rows.device)
-        self._proposer.keep(step, layout, attention)
-        made = self._proposer.follow(step, layout, attention)
+        layout = even_draft_layout(self._num_rows, width, self._max_kv_len, step.rows.device)
+        self._proposer.update_only(step, layout, attention)
+        made = self._proposer.prepare(step, layout, attention)
         self._chain = self._chain or made
-        return partial(self._follow, step, layout, attention), partial(self._proposer.keep, step, layout, attention)
+        return partial(self._prepare, step, layout, attention), partial(
+            self._proposer.update_only, step, layout, attention
+        )
 
     def draw(self, *, is_greedy: bool) -> None:
         """As the protocol."""
@@ -313,8 +315,8 @@ class HeadPieces:
         """As the protocol."""
         self._proposer.extend(self._taken(), self._further)
 
-    def _follow(self, step: DraftStep, layout: Layout, attention: Attention) -> None:
-        made, chain = self._proposer.follow(step, layout, attention), self._taken()
+    def _prepare(self, step: DraftStep, layout: DraftLayout, attention: Attention) -> None:
+        made, chain = self._proposer.prepare(step, layout, attention), self._taken()
         for ours, theirs in (
             (chain.rows, made.rows),
             (chain.legal, made.legal),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hiserve.core.drafts import DraftStep
 from hiserve.kernels.draft_ops import DraftOps
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
 _MIN_NGRAM, _MAX_NGRAM = 1, 3
 
@@ -25,7 +25,7 @@ class NgramProposer:
     aux_layers: tuple[int, ...] = ()
 
     def __init__(
-        self, state: RowState, ops: DraftOps, min_ngram: int = _MIN_NGRAM, max_ngram: int = _MAX_NGRAM
+        self, state: RowTensors, ops: DraftOps, min_ngram: int = _MIN_NGRAM, max_ngram: int = _MAX_NGRAM
     ) -> None:
         assert 1 <= min_ngram <= max_ngram, f"from {min_ngram} to {max_ngram} tokens"
         self._state = state

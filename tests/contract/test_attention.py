@@ -18,7 +18,7 @@ import torch
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.paired import PairedAttention
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.reference import merge
 from tests.helpers.attention import NO_PAGE, RAGGED, Case

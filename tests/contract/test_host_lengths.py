@@ -15,7 +15,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.paired import PairedAttention
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.engine import runner_factory
 from hiserve.models.config import NANO
 from tests.helpers.cache_paths import SETTINGS, pool

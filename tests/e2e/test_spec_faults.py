@@ -48,7 +48,7 @@ def planes_of(llm: LLM) -> list[Tensor]:
     layers, boundary = list(runners._eager._layers), []
     if isinstance(runners._proposer, HeadProposer):
         layers += runners._proposer._pool.layers
-        boundary.append(runners._proposer._pool.boundary)
+        boundary.append(runners._proposer._pool.page_hidden)
     return [plane.view(-1, PAGE, plane[0].numel()) for layer in layers for plane in (layer.k, layer.v)] + boundary
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.attention_decode import decode
-from hiserve.kernels.attention_schedule import Rows, schedule, tile_for
+from hiserve.kernels.attention_schedule import ScheduledRows, schedule, tile_for
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ def test_layers_and_replays_give_the_same_bits_beside_other_traffic() -> None:
     table = torch.randperm(len(LENGTHS) * pages, device=device, dtype=torch.int32).view(len(LENGTHS), pages)
     kv = LayerKV(*torch.randn(2, table.numel() * 16, num_kv_heads, head_dim, device=device).bfloat16())
     indptr = torch.arange(len(LENGTHS) + 1, dtype=torch.int32, device=device)
-    rows = Rows(indptr, torch.tensor(LENGTHS, device=device), table, 1, max(LENGTHS))
+    rows = ScheduledRows(indptr, torch.tensor(LENGTHS, device=device), table, 1, max(LENGTHS))
     q = torch.randn(num_layers, len(LENGTHS), num_heads, head_dim, device=device).bfloat16()
     q[1::2] = q[1]
     outs = torch.empty_like(q)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hiserve import LLM, SamplingParams
-from hiserve.kernels import draft, draft_reference
+from hiserve.kernels import draft_reference, draft_triton
 from hiserve.models.config import NANO
 from hiserve.runners.draft_graphs import DraftGraphs
 from tests.helpers.cache_paths import SETTINGS, check, pool
@@ -57,14 +57,14 @@ def results(ops: Any, case: DraftCase) -> list[Tensor]:
     made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
     tensors = [getattr(made, each.name) for each in fields(made)]
     arguments = case.step_features(made.page_table)
-    tensors.append(ops.draft_features(arguments))
-    ops.keep_features(arguments, case.state)
+    tensors.append(ops.draft_hidden_states(arguments))
+    ops.keep_hidden_states(arguments, case.state)
     progress = case.old_progress()
     ops.note_drafted(arguments, case.state, progress)
     left = ops.draft_window(case.rows, case.first, case.legal, made, progress, page_size=case.page_size)
     is_used = torch.arange(case.width, device=left.kv_lens.device) * case.page_size < left.kv_lens[:, None]
     tensors += [getattr(progress, each.name) for each in fields(progress)]
-    tensors += [left.kv_lens, left.page_table * is_used, arguments.last, arguments.boundary_pages]
+    tensors += [left.kv_lens, left.page_table * is_used, arguments.last, arguments.page_hidden]
     return [each.cpu() for each in tensors]
 
 
@@ -73,7 +73,7 @@ def test_the_draft_kernels_give_what_their_twins_give() -> None:
     generator = torch.Generator().manual_seed(SEED)
     for number in range(40):
         case = draft_case(generator)
-        ours, theirs = results(draft, on_device(case)), results(draft_reference, case)
+        ours, theirs = results(draft_triton, on_device(case)), results(draft_reference, case)
         assert all(torch.equal(our, their) for our, their in zip(ours, theirs, strict=True)), f"case {number}"
 
 

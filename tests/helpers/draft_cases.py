@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels import step_reference
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepFeatures
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
+from hiserve.kernels.step_ops import RowTensors
 from tests.helpers.step_cases import STALE, random_case
 
 NUM_FEATURES = 3
@@ -28,9 +28,9 @@ class DraftCase:
     qo_indptr: Tensor
     features: Tensor
     last: Tensor
-    boundary_pages: Tensor
+    page_hidden: Tensor
     progress: DraftProgress
-    state: RowState
+    state: RowTensors
     page_size: int
     width: int
 
@@ -50,12 +50,12 @@ class DraftCase:
             slots=torch.full((num_tokens,), STALE),
         )
 
-    def step_features(self, page_table: Tensor) -> StepFeatures:
-        """What ``draft_features`` and ``keep_features`` take; what they keep is copied."""
-        return StepFeatures(
+    def step_features(self, page_table: Tensor) -> StepHiddenStates:
+        """What ``draft_hidden_states`` and ``keep_hidden_states`` take; what they keep is copied."""
+        return StepHiddenStates(
             self.features,
             self.last.clone(),
-            self.boundary_pages.clone(),
+            self.page_hidden.clone(),
             self.rows,
             self.first,
             self.token_rows,
@@ -84,7 +84,7 @@ class DraftCase:
             qo_indptr=torch.arange(len(each_row) + 1, dtype=torch.int32),
             features=self.features,
             last=self.last,
-            boundary_pages=self.boundary_pages,
+            page_hidden=self.page_hidden,
             progress=self.progress,
             state=self.state,
             page_size=self.page_size,
@@ -127,7 +127,7 @@ def draft_case(generator: torch.Generator) -> DraftCase:
         qo_indptr=torch.cat((torch.zeros(1), columns.num_new.cumsum(0))).to(torch.int32),
         features=torch.randn(num_tokens, 2 * NUM_FEATURES, generator=generator)[:, :NUM_FEATURES],
         last=kept[: len(state.tokens)],
-        boundary_pages=kept[len(state.tokens) :],
+        page_hidden=kept[len(state.tokens) :],
         progress=progress,
         state=state,
         page_size=step.page_size,
@@ -135,7 +135,7 @@ def draft_case(generator: torch.Generator) -> DraftCase:
     )
 
 
-def _spoil(generator: torch.Generator, state: RowState) -> None:
+def _spoil(generator: torch.Generator, state: RowTensors) -> None:
     """Lets a few pages belong to others, and now and then an entry be none."""
     num_pages = len(state.page_owner)
     pages = torch.randint(1, num_pages, (2,), generator=generator)
@@ -156,7 +156,7 @@ def own_pages(case: DraftCase, number: int) -> list[int]:
     return pages
 
 
-def repeating_state(generator: torch.Generator, row_len: int, known_lens: list[int], num_ids: int) -> RowState:
+def repeating_state(generator: torch.Generator, row_len: int, known_lens: list[int], num_ids: int) -> RowTensors:
     """Rows of few different tokens, row 0 first; behind what they know stands something else, at each place another."""
     num_rows = len(known_lens)
     tokens = torch.randint(1, num_ids + 1, (num_rows, row_len), generator=generator, dtype=torch.int32)
@@ -165,7 +165,7 @@ def repeating_state(generator: torch.Generator, row_len: int, known_lens: list[i
     tokens = torch.where(places < known_len[:, None], tokens, STALE - places)
     tokens[0] = 0
     table = torch.zeros((num_rows, 1), dtype=torch.int32)
-    return RowState(tokens, torch.zeros(num_rows, dtype=torch.int64), known_len, table, table, table[0])
+    return RowTensors(tokens, torch.zeros(num_rows, dtype=torch.int64), known_len, table, table, table[0])
 
 
 def looked_up(known: list[int], num_draft: int, min_ngram: int, max_ngram: int) -> list[int]:

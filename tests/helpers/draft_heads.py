@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiserve.attention.base import AttentionShape
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.kv_groups import CacheGroupSpec

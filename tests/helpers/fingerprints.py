@@ -24,7 +24,7 @@ def draft_pages(llm: LLM) -> Pages:
     """Returns what the head keeps: its keys and values, and what the model showed of each page's last token."""
     pool = _runners(llm)._proposer._pool
     planes = [plane for layer in pool.layers for plane in _planes(layer, llm)]
-    return _pages(llm, [*planes, pool.boundary.numpy()])
+    return _pages(llm, [*planes, pool.page_hidden.numpy()])
 
 
 def _runners(llm: LLM) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.kernels import step_reference
 from hiserve.kernels.reference import gumbel
 from tests.helpers.models import Engine

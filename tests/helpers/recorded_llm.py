@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.config import Config
 from hiserve.core import resolve
 from hiserve.engine import build, drafting, runner_factory

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
+from hiserve.kernels.step_ops import RowTensors, StepColumns, StepMetadata
 
 NUM_ROWS, STALE = 7, -7
 
@@ -17,7 +17,7 @@ class StepCase:
     """A step: the plan, the rows before it, and what a model would draw."""
 
     columns: StepColumns
-    state: RowState
+    state: RowTensors
     sampling: Tensor
     drawn: Tensor
     page_size: int
@@ -44,7 +44,7 @@ class StepCase:
         )
 
 
-def copied(state: RowState) -> RowState:
+def copied(state: RowTensors) -> RowTensors:
     return replace(state, **{each.name: getattr(state, each.name).clone() for each in fields(state)})
 
 
@@ -90,7 +90,7 @@ def random_case(generator: torch.Generator) -> StepCase:
     return _case(generator, state, columns, page_size)
 
 
-def _spoil(state: RowState, row: int, entry: int, computed: int, page_size: int, fault: int) -> None:
+def _spoil(state: RowTensors, row: int, entry: int, computed: int, page_size: int, fault: int) -> None:
     if fault == 0:
         state.page_owner[state.page_table[row, entry]] += 1
     elif fault == 1:
@@ -102,7 +102,7 @@ def _spoil(state: RowState, row: int, entry: int, computed: int, page_size: int,
         state.computed_len[row] = -1 - computed
 
 
-def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -> RowState:
+def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -> RowTensors:
     num_pages = NUM_ROWS * num_entries + 1
     pages = torch.randperm(num_pages - 1, generator=generator).add(1)[: NUM_ROWS * num_entries]
     page_table = pages.view(NUM_ROWS, num_entries).to(torch.int32)
@@ -110,7 +110,7 @@ def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -
     page_owner = torch.randint(1, 9, (num_pages,), generator=generator, dtype=torch.int32)
     entry_owner = page_owner[page_table.long()]
     entry_owner[0] = -1
-    state = RowState(
+    state = RowTensors(
         tokens=torch.randint(0, 2, (NUM_ROWS, capacity), generator=generator, dtype=torch.int32),
         computed_len=torch.zeros(NUM_ROWS, dtype=torch.int64),
         known_len=torch.zeros(NUM_ROWS, dtype=torch.int64),
@@ -123,7 +123,7 @@ def _random_state(generator: torch.Generator, capacity: int, num_entries: int) -
 
 
 def _case(
-    generator: torch.Generator, state: RowState, columns: list[tuple[int, int, int, bool, int]], page_size: int
+    generator: torch.Generator, state: RowTensors, columns: list[tuple[int, int, int, bool, int]], page_size: int
 ) -> StepCase:
     rows, num_new, num_draft, samples, max_len = zip(*columns, strict=True)
     token_rows = torch.arange(len(rows)).repeat_interleave(torch.tensor(num_new))

@@ -1,10 +1,10 @@
 """Attention: what a token sees, and which lengths a backend plans with."""
 
-from hiserve.attention import reference
+from hiserve.attention import reference_attention
 from hiserve.engine import build
 from tests.contract import test_attention, test_host_lengths
 
-with reference.ReferenceAttention.plan, test_attention.test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan:
+with reference_attention.ReferenceAttention.plan, test_attention.test_nobody_sees_a_hidden_first_slot_even_if_it_holds_nan:
     "INV 36: attention reads the first slot although it was never written"
     self._hidden |= self._keys == 0
     pass

@@ -1,17 +1,17 @@
 """Triton kernels and their torch twins."""
 
-from hiserve.kernels import attention_blocks, attention_decode, draft_reference, draw, fused, reference, step, step_reference
+from hiserve.kernels import attention_blocks, attention_decode, draft_reference, draw, fused, reference, step_reference, step_triton
 from tests.unit.kernels import (
     test_attention_decode,
     test_attention_extend,
-    test_draft,
+    test_draft_triton,
     test_draft_window,
     test_draw,
     test_large_pools,
     test_launch,
     test_random,
     test_reference,
-    test_step,
+    test_step_triton,
 )
 
 with attention_decode._attend_part, test_attention_decode.test_equals_the_oracle_and_reads_nothing_that_a_row_does_not_own["edges"]:
@@ -30,11 +30,11 @@ with reference.is_last_loc_legal, test_reference.test_legal_last_locs_are_none_o
     "INV 9: last_loc may disagree with the length of its row"
     in_range & agrees
     in_range
-with step._check_rows, test_step.test_triton_does_what_the_twins_do:
+with step_triton._check_rows, test_step_triton.test_triton_does_what_the_twins_do:
     "INV 9: kernel: a stale page is no fault"
     num_stale == 0
     num_stale >= 0
-with step_reference.accept, test_step.test_a_row_emits_its_drafts_up_to_the_first_that_was_not_drawn:
+with step_reference.accept, test_step_triton.test_a_row_emits_its_drafts_up_to_the_first_that_was_not_drawn:
     "INV 38: a draft after a rejected one is accepted"
     agrees.to(torch.int64).cumprod(1)
     agrees.to(torch.int64)
@@ -46,7 +46,7 @@ with draw._better, test_draw.test_triton_chooses_the_tokens_that_the_twins_choos
     "INV 37: the draw kernel breaks ties arbitrarily"
     x > best
     x >= best
-with draft_reference._own_pages, test_draft.test_draft_tokens_stand_in_the_pages_of_their_rows_and_else_in_the_sink:
+with draft_reference._own_pages, test_draft_triton.test_draft_tokens_stand_in_the_pages_of_their_rows_and_else_in_the_sink:
     "INV 43: a draft reads a page that changed owners"
     is_own &= state.page_owner[table.clamp(0, num_pages - 1).long()] == owners
     pass

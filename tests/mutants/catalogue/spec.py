@@ -11,7 +11,7 @@ from tests.unit.engine import test_draft_counts
 from tests.unit.runners import test_draft_graphs
 from tests.unit.spec import test_adaptive, test_cold
 
-with draft_reference.draft_features, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
+with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_part_right_behind_a_page_keep_their_acceptance:
     "INV 45: a prompt continues after a page with the hidden states of another row"
     torch.where((first % step.page_size == 0)[:, None], at_boundary, kept)
     kept.clone()

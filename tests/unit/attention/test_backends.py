@@ -14,7 +14,7 @@ from hiserve.attention.backends import _BACKENDS, fitting_backends, open_attenti
 from hiserve.attention.base import AttentionShape
 from hiserve.attention.cpu import CpuAttention
 from hiserve.attention.paired import PairedAttention
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.errors import ConfigError
 
 SHAPE = AttentionShape(num_layers=2, num_heads=8, num_kv_heads=2, head_dim=128, page_size=16, dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hiserve.attention.paired import PairedAttention
-from hiserve.attention.reference import ReferenceAttention
+from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import Int32Array
 from tests.helpers.attention import Case

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hiserve.kernels import draft_reference as twins
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
 from hiserve.kernels.reference import SINK_PAGE
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
 NUM_PAGES = 24
 LAST = 40  # a row's page in place i is page LAST - i: in no order
@@ -30,7 +30,7 @@ class Row:
         table[1] = LAST - torch.arange(NUM_PAGES)
         lengths = torch.zeros(2, dtype=torch.int64)
         tokens = torch.zeros((2, NUM_PAGES * self.page_size), dtype=torch.int32)
-        self.state = RowState(tokens, lengths, lengths, table, table, torch.arange(LAST + 1, dtype=torch.int32))
+        self.state = RowTensors(tokens, lengths, lengths, table, table, torch.arange(LAST + 1, dtype=torch.int32))
         self.progress = DraftProgress(torch.zeros(LAST + 1), lengths.clone(), lengths.clone())
 
     def hit(self, are_drafted: list[bool]) -> None:
@@ -53,7 +53,7 @@ class Row:
             rows, firsts, num, legal, 0 * offsets, offsets, self.state, page_size=self.page_size, width=NUM_PAGES
         )
         indptr, nothing = torch.tensor([0, num_new], dtype=torch.int32), torch.zeros((num_new, 0))
-        shown = StepFeatures(
+        shown = StepHiddenStates(
             nothing,
             nothing,
             nothing,
@@ -163,7 +163,7 @@ def test_rows_that_failed_the_check_change_nothing() -> None:
         torch.zeros(6, dtype=torch.int64),
     )
     nothing = torch.zeros((5, 0))
-    shown = StepFeatures(nothing, nothing, nothing, rows, torch.tensor([99]), each, each, illegal, indptr, table, 4)
+    shown = StepHiddenStates(nothing, nothing, nothing, rows, torch.tensor([99]), each, each, illegal, indptr, table, 4)
     twins.note_drafted(shown, row.state, row.progress)
     after = (row.progress.is_drafted, row.progress.start_page, row.progress.taken_len)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hiserve.core.forward import LayerKV
-from hiserve.kernels.cpu import can_pack, pack, packed_linear
+from hiserve.kernels.packed_linear import can_pack, pack, packed_linear
 from hiserve.kernels.reference import (
     add_rms_norm,
     is_last_loc_legal,

@@ -107,7 +107,7 @@ def test_steps_behind_which_nothing_is_drafted_leave_what_later_drafts_need(
 
     with_pieces, eager = run(has_graphs=True), run(has_graphs=False)
     with monkeypatch.context() as patch:
-        patch.setattr(HeadProposer, "keep", HeadProposer.follow)
+        patch.setattr(HeadProposer, "update_only", HeadProposer.prepare)
         ready = run(has_graphs=False)
     assert with_pieces == eager == ready
     assert len({token for step in eager for draft in step.values() for token in draft.tokens}) >= 10

@@ -8,7 +8,7 @@ import torch
 
 from hiserve.core.drafts import DraftStep
 from hiserve.kernels import draft_reference
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 from hiserve.spec.ngram import NgramProposer
 from tests.helpers.draft_cases import looked_up, repeating_state
 
@@ -31,7 +31,7 @@ def step(num_draft: int, sampling: list[int]) -> DraftStep:
     )
 
 
-def repeating() -> RowState:
+def repeating() -> RowTensors:
     return repeating_state(torch.Generator().manual_seed(41), 16, KNOWN_LENS, 2)
 
 

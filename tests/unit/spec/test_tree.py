@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import step_reference
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 from hiserve.spec.tree import (
     MAX_NODES,
     DraftTree,
@@ -298,7 +298,7 @@ def test_a_walk_along_a_chain_counts_as_the_acceptance_of_drafts_does() -> None:
     tokens[:, 3:7] = drafts
     nothing = torch.zeros((50, 1), dtype=torch.int32)
     lengths = torch.full((50,), 3)
-    state = RowState(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0])
+    state = RowTensors(tokens, lengths - 1, lengths, nothing, nothing, nothing[:, 0])
     counts = step_reference.accept(drawn, torch.arange(50), torch.full((50,), 4), state)
     walked = walk(chain(tokens[:, 2].long(), drafts), drawn)
     assert torch.equal(walked.counts, counts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hiserve.kernels.draw import draw_free, greedy
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.reference import SINK_PAGE
-from hiserve.kernels.step_ops import RowState, StepColumns, StepMetadata
+from hiserve.kernels.step_ops import RowTensors, StepColumns, StepMetadata
 
 __all__ = ["accept", "advance", "draw_free", "greedy", "step_inputs"]
 
@@ -21,7 +21,7 @@ _SAMPLING_BLOCK = 256
 
 
 def step_inputs(
-    columns: StepColumns, state: RowState, *, page_size: int, width: int, out: StepMetadata | None = None
+    columns: StepColumns, state: RowTensors, *, page_size: int, width: int, out: StepMetadata | None = None
 ) -> StepMetadata:
     """Checks the rows, and gathers the step's tokens, positions, slots and page tables, in two launches."""
     num_rows, num_tokens = columns.rows.shape[0], columns.token_rows.shape[0]
@@ -88,7 +88,7 @@ def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.devi
     )
 
 
-def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowState) -> Tensor:
+def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
     """Counts the tokens each sampling row emits: the drafts that agree with what was drawn, and 1."""
     assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"
     num_sampling, width = drawn.shape
@@ -117,7 +117,7 @@ def advance(
     sampling: Tensor,
     drawn: Tensor,
     counts: Tensor,
-    state: RowState,
+    state: RowTensors,
 ) -> Tensor:
     """Records in the rows what a step computed and emitted, and packs the outcome for the host, in one launch."""
     assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-import hiserve.sampling.logprobs
+import hiserve.sampling.score_packing
 from hiserve.core.plan import Scores
-from hiserve.sampling.logprobs import MAX_SLICE, pack_scores
+from hiserve.sampling.score_packing import MAX_SLICE, pack_scores
 
 VOCAB = 333
 
@@ -73,9 +73,11 @@ def test_no_tokens_have_no_scores() -> None:
 
 def test_wide_copies_hold_one_slice_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    pack = hiserve.sampling.logprobs._pack
+    pack = hiserve.sampling.score_packing._pack
     monkeypatch.setattr(
-        hiserve.sampling.logprobs, "_pack", lambda logits, *rest: (seen.append(len(logits)), pack(logits, *rest))[1]
+        hiserve.sampling.score_packing,
+        "_pack",
+        lambda logits, *rest: (seen.append(len(logits)), pack(logits, *rest))[1],
     )
     pack_scores(*made(300), 1)
     assert seen == [128, 128, 44]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hiserve.kernels import draft_reference as twins
-from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures, draft_ops_for
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.draft_ops import DraftMetadata, StepHiddenStates, draft_ops_for
+from hiserve.kernels.step_ops import RowTensors
 from tests.helpers.draft_cases import DraftCase, draft_case, own_pages
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.step_cases import STALE, copied
@@ -110,13 +110,13 @@ def test_a_draft_token_takes_what_the_model_showed_of_the_token_before_it() -> N
     seen: Counter[str] = Counter()
     for case in cases():
         table, token = inputs(case).page_table, 0
-        taken = twins.draft_features(case.step_features(table))
+        taken = twins.draft_hidden_states(case.step_features(table))
         for number, row in enumerate(case.rows.tolist()):
             first = int(case.first[number]) if case.legal[number] else 0
             if not first:
                 source, expected = "nothing", torch.zeros(case.features.shape[1])
             elif first % case.page_size == 0:
-                source, expected = "boundary", case.boundary_pages[table[number, first // case.page_size - 1].long()]
+                source, expected = "boundary", case.page_hidden[table[number, first // case.page_size - 1].long()]
             else:
                 source, expected = "row", case.last[row]
             seen[source] += 1
@@ -136,8 +136,8 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
         table = inputs(case).page_table
         arguments = case.step_features(table)
         before = copied(case.state)
-        twins.keep_features(arguments, case.state)
-        last, boundary_pages = case.last.clone(), case.boundary_pages.clone()
+        twins.keep_hidden_states(arguments, case.state)
+        last, boundary_pages = case.last.clone(), case.page_hidden.clone()
         for number, row in enumerate(case.rows.tolist()):
             first, computed = int(case.first[number]), int(case.state.computed_len[row])
             if not case.legal[number]:
@@ -151,7 +151,7 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
                     boundary_pages[page] = features[place - first]
                     seen["page"] += 1
         assert torch.equal(arguments.last, last)
-        assert torch.equal(arguments.boundary_pages, boundary_pages)
+        assert torch.equal(arguments.page_hidden, boundary_pages)
         assert all(torch.equal(getattr(case.state, each.name), getattr(before, each.name)) for each in fields(before))
     print(seen)
     assert min(seen["refused"], seen["page"]) > 20
@@ -162,7 +162,7 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
     """One row in chunks and with drafts refused: each of its tokens takes the features of the one before it."""
     generator = torch.Generator().manual_seed(23)
     shown = torch.randn(40, 2, generator=generator)
-    state = RowState(
+    state = RowTensors(
         tokens=torch.zeros((2, 64), dtype=torch.int32),
         computed_len=torch.zeros(2, dtype=torch.int64),
         known_len=torch.zeros(2, dtype=torch.int64),
@@ -177,7 +177,7 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
         right = num_new - num_refused
         features = torch.cat((shown[first : first + right], torch.full((num_refused, 2), torch.nan)))
         state.computed_len[1] += right
-        arguments = StepFeatures(
+        arguments = StepHiddenStates(
             features,
             last,
             boundary_pages,
@@ -190,8 +190,8 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
             state.page_table[1:],
             page_size,
         )
-        taken = twins.draft_features(arguments)
-        twins.keep_features(arguments, state)
+        taken = twins.draft_hidden_states(arguments)
+        twins.keep_hidden_states(arguments, state)
         before = shown[first - 1] if first else torch.zeros(2)
         assert torch.equal(taken[: right + 1], torch.cat((before[None], shown[first : first + right])))
 

@@ -14,7 +14,7 @@ from hiserve.core.upload import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class DraftLayout:
     """B rows and T tokens in row order.
 
     Attributes:
@@ -39,12 +39,12 @@ class Layout:
     max_kv_len: int
     num_decode: int
 
-    def within(self, max_kv_len: int) -> Layout:
+    def within(self, max_kv_len: int) -> DraftLayout:
         """The same, where no row attends over more than so many tokens."""
         return replace(self, kv_bounds=np.full_like(self.kv_bounds, max_kv_len), max_kv_len=max_kv_len)
 
 
-def layout_of(step: DraftStep, max_kv_len: int) -> Layout:
+def draft_layout_of(step: DraftStep, max_kv_len: int) -> DraftLayout:
     """Returns the tokens of a step and the one behind them, of each row; carried to the device in one copy.
 
     Args:
@@ -61,7 +61,7 @@ def layout_of(step: DraftStep, max_kv_len: int) -> Layout:
     columns = upload((num_tokens, rows, offsets, indptr.astype(np.int32), own), step.rows.device)
     counts, token_rows, token_offsets, qo_indptr, step_indptr = columns
     bounds = np.minimum(step.kv_bounds + np.int32(1), np.int32(max_kv_len))
-    return Layout(
+    return DraftLayout(
         num_tokens=counts,
         token_rows=token_rows,
         offsets=token_offsets,
@@ -74,12 +74,12 @@ def layout_of(step: DraftStep, max_kv_len: int) -> Layout:
     )
 
 
-def even_layout(num_rows: int, width: int, max_kv_len: int, device: torch.device) -> Layout:
+def even_draft_layout(num_rows: int, width: int, max_kv_len: int, device: torch.device) -> DraftLayout:
     """Returns ``width`` tokens of each row, made on the device."""
     each_row, each_token = torch.arange(num_rows, device=device), torch.arange(num_rows * width, device=device)
     indptr = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     lens = np.full(num_rows, width, dtype=np.int32)
-    return Layout(
+    return DraftLayout(
         num_tokens=torch.full_like(each_row, width),
         token_rows=each_token // width,
         offsets=each_token % width,

@@ -7,14 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
 _BLOCK = 4096
 _NUM_WARPS = 8
 
 
 def draft_ngrams(
-    rows: Tensor, state: RowState, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
+    rows: Tensor, state: RowTensors, *, num_draft: int, min_ngram: int, max_ngram: int, max_known: int
 ) -> None:
     """Writes behind each row what followed the last tokens that it knows where they stood before; see ``DraftOps``."""
     row_len = state.tokens.shape[1]

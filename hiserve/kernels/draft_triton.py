@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, StepFeatures
+from hiserve.kernels.draft_ops import DraftMetadata, StepHiddenStates
 from hiserve.kernels.draft_window import draft_window, note_drafted
 from hiserve.kernels.launch import await_previous, early_launch, start_next
-from hiserve.kernels.ngram import draft_ngrams
+from hiserve.kernels.ngram_search import draft_ngrams
 from hiserve.kernels.reference import SINK_PAGE
-from hiserve.kernels.step_ops import RowState
+from hiserve.kernels.step_ops import RowTensors
 
-__all__ = ["draft_features", "draft_inputs", "draft_ngrams", "draft_window", "keep_features", "note_drafted"]
+__all__ = ["draft_hidden_states", "draft_inputs", "draft_ngrams", "draft_window", "keep_hidden_states", "note_drafted"]
 
 _TABLE_BLOCK = 4096
 _TOKEN_BLOCK = 256
@@ -29,7 +29,7 @@ def draft_inputs(
     legal: Tensor,
     token_rows: Tensor,
     offsets: Tensor,
-    state: RowState,
+    state: RowTensors,
     *,
     page_size: int,
     width: int,
@@ -82,7 +82,7 @@ def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.devi
     )
 
 
-def draft_features(step: StepFeatures) -> Tensor:
+def draft_hidden_states(step: StepHiddenStates) -> Tensor:
     """Gathers for each draft token of a step the features of the token before it."""
     hidden_states = _check_features(step)
     num_tokens, size = step.token_rows.shape[0], hidden_states.shape[1]
@@ -91,7 +91,7 @@ def draft_features(step: StepFeatures) -> Tensor:
     _draft_features[(num_tokens, triton.cdiv(size, block))](
         hidden_states,
         step.last,
-        step.boundary_pages,
+        step.page_hidden,
         step.rows,
         step.first,
         step.token_rows,
@@ -102,7 +102,7 @@ def draft_features(step: StepFeatures) -> Tensor:
         out,
         hidden_states.stride(0),
         step.last.stride(0),
-        step.boundary_pages.stride(0),
+        step.page_hidden.stride(0),
         step.page_table.stride(0),
         size,
         PAGE_SIZE=step.page_size,
@@ -112,7 +112,7 @@ def draft_features(step: StepFeatures) -> Tensor:
     return out
 
 
-def keep_features(step: StepFeatures, state: RowState) -> None:
+def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
     """Keeps what later steps take of a step's features."""
     hidden_states = _check_features(step)
     size = hidden_states.shape[1]
@@ -120,7 +120,7 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
     _keep_features[(step.token_rows.shape[0], triton.cdiv(size, block))](
         hidden_states,
         step.last,
-        step.boundary_pages,
+        step.page_hidden,
         step.rows,
         step.first,
         step.token_rows,
@@ -131,7 +131,7 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
         state.computed_len,
         hidden_states.stride(0),
         step.last.stride(0),
-        step.boundary_pages.stride(0),
+        step.page_hidden.stride(0),
         step.page_table.stride(0),
         size,
         SINK=SINK_PAGE,
@@ -141,9 +141,9 @@ def keep_features(step: StepFeatures, state: RowState) -> None:
     )
 
 
-def _check_features(step: StepFeatures) -> Tensor:
+def _check_features(step: StepHiddenStates) -> Tensor:
     hidden_states = step.hidden_states
-    for kept in (step.last, step.boundary_pages):
+    for kept in (step.last, step.page_hidden):
         assert kept.dtype == hidden_states.dtype, f"features of {hidden_states.dtype} are kept as {kept.dtype}"
         assert kept.shape[1] == hidden_states.shape[1], f"of {hidden_states.shape[1]} features {kept.shape[1]} are kept"
         assert kept.stride(1) == hidden_states.stride(1) == 1, (
