@@ -32,7 +32,7 @@ from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Conversations
 from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
 from benchmarks.record import about
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.drive import Drive, Seen
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 
 SEED = 20261121
 

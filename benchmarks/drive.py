@@ -20,7 +20,7 @@ from hiserve.core.resolve import resolve
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.build import build_engine
 from hiserve.ipc.messages import Admit
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.speculation import model_facts
 
 READY_TIMEOUT_S = 120.0

@@ -25,7 +25,7 @@ from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
 from benchmarks.record import about
 from hiserve.cache.storage.prefault import Prefault
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 
 SEED = 20261122
 VOCAB_SIZE = 4096  # ids of prompts are below it

@@ -21,7 +21,7 @@ import transformers
 from benchmarks.measured import ENGINE
 from benchmarks.record import ROOT, about
 from hiserve import LLM, SamplingParams
-from hiserve.models.config import find_model
+from hiserve.models.model_config import find_model
 
 ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 256, 128
 ROUNDS = 7

@@ -30,7 +30,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.bench.options import Sweep
 from hiserve.bench.spec.prompts import read_prompts
 from hiserve.core.draft_use import DraftUse
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tools.nano.head_files import export_head, load_target
 from tools.nano.heads import HEADS
 

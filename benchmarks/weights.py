@@ -27,9 +27,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from benchmarks.record import about
-from hiserve.models.config import ModelConfig
+from hiserve.models.builtin_shapes import shape_config
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import parameter_table
-from hiserve.models.shapes import shape_config
 from hiserve.models.weights import load_parameters
 
 SEED = 20261122

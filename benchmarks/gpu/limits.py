@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hiserve.config import DTYPE_BYTES
-from hiserve.models.config import ModelConfig
+from hiserve.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

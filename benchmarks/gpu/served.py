@@ -23,7 +23,7 @@ from benchmarks.gpu.driving import Batch, Bench, Part, run
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.sizes import BARS, HttpCase
 from hiserve.config import flag_of
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 
 HISERVE = (sys.executable, "-m", "hiserve.cli")
 

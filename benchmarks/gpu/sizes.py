@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.cache_sizes import Conversations
-from hiserve.models.config import NANO
-from hiserve.models.shapes import SHAPES
+from hiserve.models.builtin_shapes import SHAPES
+from hiserve.models.model_config import NANO
 
 SEED = 20261121
 LARGE, SMALL = "llama-8b", "qwen3-0.6b"

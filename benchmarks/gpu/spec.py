@@ -28,8 +28,8 @@ from hiserve.bench.spec.prompts import read_prompts
 from hiserve.bench.spec.run import sampling
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
-from hiserve.models.config import NANO, find_model, read_model_config
 from hiserve.models.draft_config import find_draft
+from hiserve.models.model_config import NANO, find_model, read_model_config
 
 AUTO = "auto"
 Replies = list[Tokens]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.limits import Limits
 from hiserve.config import DTYPE_BYTES
-from hiserve.models.config import ModelConfig
 from hiserve.models.draft_config import DraftConfig
+from hiserve.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hiserve.config import Config, make_config
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 

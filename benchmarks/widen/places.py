@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hiserve.models.config import ModelConfig
+from hiserve.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

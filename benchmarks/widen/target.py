@@ -15,10 +15,10 @@ from torch import Tensor
 
 from benchmarks.widen.places import Places
 from benchmarks.widen.tensors import Filler
-from hiserve.models.config import ModelConfig, parse_config, read_model_config
-from hiserve.models.generation import read_generation
+from hiserve.models.generation_config import read_generation
 from hiserve.models.hub import INDEX, SINGLE
-from hiserve.models.names import Piece, parameter_table
+from hiserve.models.model_config import ModelConfig, parse_config, read_model_config
+from hiserve.models.names import TensorSource, parameter_table
 
 # What a wide model takes from its shape; the rest is the narrow model's.
 SIZES = (
@@ -113,7 +113,7 @@ def write(widened: Widened, dtype: torch.dtype, device: torch.device, out: Path)
     write_shards(tensors(), out)
 
 
-def pieces_of(config: ModelConfig) -> Iterator[Piece]:
+def pieces_of(config: ModelConfig) -> Iterator[TensorSource]:
     """Yields the tensors of a checkpoint."""
     return (piece for pieces in parameter_table(config).values() for piece in pieces)
 

@@ -15,7 +15,7 @@ from hiserve.bench.request import Sample
 from hiserve.bench.scrape import page_size_of, scrape
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
-from hiserve.models.config import NANO, find_model, read_model_config
+from hiserve.models.model_config import NANO, find_model, read_model_config
 from hiserve.text.tokenizer import Tokenizer
 
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")

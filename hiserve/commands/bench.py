@@ -54,7 +54,7 @@ from hiserve.bench.spec.report import show_spec
 from hiserve.bench.spec.run import sweep_engines
 from hiserve.commands.progress import progress
 from hiserve.config import Config, flat, known, without_secrets
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 
 _T = TypeVar("_T")
 INTERRUPTED = 130  # as a shell tells of a command that Ctrl-C ended

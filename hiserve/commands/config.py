@@ -11,7 +11,7 @@ from hiserve.config import Config, Setting, flag_of, settings
 from hiserve.core.devices import least_memory
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.speculation import model_facts
 
 

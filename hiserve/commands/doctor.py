@@ -26,7 +26,7 @@ from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
 from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, HiserveError
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.speculation import model_facts
 
 LEAST_PYTHON = (3, 11)

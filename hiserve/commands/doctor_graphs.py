@@ -25,7 +25,7 @@ from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
 from hiserve.ipc.graph_report import GraphReport
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.speculation import model_facts
 
 TIMEOUT_S = 1800.0  # weights are read and kernels compiled

@@ -40,7 +40,7 @@ ALLOWED = (
     Allowed("layers/moe.py", "SparseExperts.__call__", ".tolist()", _ON_CPU),
     Allowed("layers/moe.py", "SparseExperts.__call__", "bincount", _ON_CPU),
     Allowed("models/decoder.py", "_moe", "iteration", _MADE),
-    Allowed("models/draft.py", "Eagle3Head.__init__", "torch.equal", _LOADING),
+    Allowed("models/draft_heads.py", "Eagle3Head.__init__", "torch.equal", _LOADING),
     Allowed("models/draft_weights.py", "*", "*", _LOADING),
     Allowed("models/frequencies.py", "rotary_frequencies", "tensor of values", "when the model is built"),
     Allowed("models/reading.py", "*", "*", "while weights are read, before the first step"),

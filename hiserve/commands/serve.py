@@ -30,9 +30,9 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ResourceError
-from hiserve.models.config import ModelConfig
-from hiserve.models.fields import read_json
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
+from hiserve.models.config_fields import read_json
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app

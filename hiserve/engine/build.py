@@ -44,12 +44,12 @@ from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.engine.transfer_factory import make_registrar, make_transfers
 from hiserve.engine.warmup import compile_steps, warm_up_steps
 from hiserve.errors import ResourceError
-from hiserve.models.attention import attention_shape
-from hiserve.models.config import ModelConfig
+from hiserve.models.attention_shapes import attention_shape
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.decoder import Decoder, load_decoder
-from hiserve.models.draft import DraftHead, load_draft
 from hiserve.models.draft_config import DraftConfig
-from hiserve.models.shapes import read_model
+from hiserve.models.draft_heads import DraftHead, load_draft
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.canary import Canary
 from hiserve.runners.device_rows import DeviceRows

@@ -30,12 +30,12 @@ from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners
 from hiserve.ipc.graph_report import GraphReport, StepCheck
 from hiserve.ipc.messages import GateCounts
-from hiserve.models.attention import attention_shape
-from hiserve.models.config import ModelConfig
+from hiserve.models.attention_shapes import attention_shape
+from hiserve.models.builtin_shapes import read_model
 from hiserve.models.decoder import Decoder, load_decoder
-from hiserve.models.draft import DraftHead, load_draft
 from hiserve.models.draft_config import DraftConfig
-from hiserve.models.shapes import read_model
+from hiserve.models.draft_heads import DraftHead, load_draft
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.device_rows import DeviceRows
 

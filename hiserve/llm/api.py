@@ -27,8 +27,8 @@ from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.llm.backends import Backend, InProcess, Job, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.llm.prompts import Prompt, as_batch, check_tokens
-from hiserve.models.config import ModelConfig
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
 from hiserve.spec.adaptive import StepCosts
 from hiserve.text.chat import ChatRequest, check_text, parse_chat

@@ -19,8 +19,8 @@ from hiserve.layers.mlp import GatedMLP
 from hiserve.layers.moe import Experts, MoE, SparseExperts, StackedExperts
 from hiserve.layers.norm import RMSNorm
 from hiserve.layers.rotary import Rotary
-from hiserve.models.config import ExpertsConfig, ModelConfig
 from hiserve.models.frequencies import rotary_frequencies
+from hiserve.models.model_config import ExpertsConfig, ModelConfig
 from hiserve.models.weights import load_parameters
 
 

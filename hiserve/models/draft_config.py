@@ -11,11 +11,11 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.step_memory import DraftShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import tensor_names
-from hiserve.models.config import ModelConfig, find_model, parse_config, read_model_config
+from hiserve.models.config_fields import Count, Size, convert, read_json
 from hiserve.models.draft_formats import EAGLE3_FORMATS, MTP_SUFFIX, DraftFormat, Head, HeadKind, mtp_format
 from hiserve.models.family import FAMILIES
-from hiserve.models.fields import Count, Size, convert, read_json
-from hiserve.models.generation import Generation
+from hiserve.models.generation_config import GenerationConfig
+from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
 
 DraftKind = Literal["eagle3", "mtp", "draft_model"]
 
@@ -165,7 +165,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
     layer = raw.get(form.nested, {}) if form.nested else raw
     if not isinstance(layer, dict) or layer.get("model_type") not in (None, "llama"):
         raise _unsupported(form, path.parent, f"{form.nested} of another kind than llama")
-    model = parse_config(layer | {"architectures": ["LlamaForCausalLM"]}, path, Generation())
+    model = parse_config(layer | {"architectures": ["LlamaForCausalLM"]}, path, GenerationConfig())
     eagle = fields.eagle_config or _EagleFields()
     refused = {
         f"{model.num_layers} layers": model.num_layers != 1,
@@ -205,7 +205,7 @@ def _aux_layers(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, tar
 
 def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -> DraftConfig:
     form = mtp_format(base)
-    model = parse_config(raw | {"architectures": [base]}, path, Generation())
+    model = parse_config(raw | {"architectures": [base]}, path, GenerationConfig())
     refused = {
         f"{model.num_mtp_layers} heads, one for each draft": model.num_mtp_layers != 1,
         "experts": model.experts is not None and model.experts.is_in(model.num_layers),

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from hiserve.models.config import ModelConfig
-from hiserve.models.names import Piece, layer_table, stack
+from hiserve.models.model_config import ModelConfig
+from hiserve.models.names import TensorSource, layer_table, stack
 
 HeadKind = Literal["eagle3", "mtp"]
 
@@ -155,7 +155,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
         """Tensors of the checkpoint that are not read."""
         return frozenset(map(self.named, self.format.ignored))
 
-    def table(self, model: ModelConfig) -> dict[str, tuple[Piece, ...]]:
+    def table(self, model: ModelConfig) -> dict[str, tuple[TensorSource, ...]]:
         """Returns every parameter and the checkpoint tensors stacked in it.
 
         Args:

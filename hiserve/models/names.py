@@ -7,12 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from hiserve.models.config import ExpertsConfig, ModelConfig
+from hiserve.models.model_config import ExpertsConfig, ModelConfig
 
 Part = tuple[str, tuple[int, ...]]
 
 
-class Spelling(Enum):
+class ExpertNaming(Enum):
     """How a checkpoint names its experts: tensors of each one, Mixtral's own names, or all in one tensor."""
 
     EACH = "mlp.experts.0.gate_proj"
@@ -20,7 +20,7 @@ class Spelling(Enum):
     FUSED = "mlp.experts.gate_up_proj"
 
     @classmethod
-    def of(cls, sources: Collection[str]) -> Spelling:
+    def of(cls, sources: Collection[str]) -> ExpertNaming:
         """Returns the spelling of a checkpoint with these tensors."""
         if any(".block_sparse_moe." in source for source in sources):
             return cls.MIXTRAL
@@ -28,7 +28,7 @@ class Spelling(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSource:
     """One checkpoint tensor and its place in a parameter.
 
     Attributes:
@@ -47,7 +47,9 @@ class Piece:
         return self.shape[0] if len(self.shape) == 1 else math.prod(self.shape[:-1])
 
 
-def parameter_table(config: ModelConfig, spelling: Spelling = Spelling.EACH) -> dict[str, tuple[Piece, ...]]:
+def parameter_table(
+    config: ModelConfig, naming: ExpertNaming = ExpertNaming.EACH
+) -> dict[str, tuple[TensorSource, ...]]:
     """Returns every parameter of the decoder and the checkpoint tensors stacked in it."""
     hidden = config.hidden_size
     table = {
@@ -57,7 +59,7 @@ def parameter_table(config: ModelConfig, spelling: Spelling = Spelling.EACH) -> 
     if not config.tie_embeddings:
         table["head"] = stack(("lm_head.weight", (config.vocab_size, hidden)))
     for layer in range(config.num_layers):
-        table |= layer_table(config, layer, f"model.layers.{layer}.", spelling=spelling)
+        table |= layer_table(config, layer, f"model.layers.{layer}.", naming=naming)
     return table
 
 
@@ -68,8 +70,8 @@ def bundled_prefixes(config: ModelConfig) -> tuple[str, ...]:
 
 
 def layer_table(
-    config: ModelConfig, layer: int, theirs: str, *, width: int | None = None, spelling: Spelling = Spelling.EACH
-) -> dict[str, tuple[Piece, ...]]:
+    config: ModelConfig, layer: int, theirs: str, *, width: int | None = None, naming: ExpertNaming = ExpertNaming.EACH
+) -> dict[str, tuple[TensorSource, ...]]:
     """Returns the parameters of one layer.
 
     Args:
@@ -77,18 +79,18 @@ def layer_table(
         layer: Its index.
         theirs: What its names in the checkpoint begin with.
         width: Of what attention reads; None is ``hidden_size``.
-        spelling: Of its experts.
+        naming: Of its experts.
     """
     hidden, ours = config.hidden_size, f"layers.{layer}."
     table = {ours + "input_norm": stack((theirs + "input_layernorm.weight", (hidden,)))}
     table |= _attention(config, ours, theirs + "self_attn.", width or hidden)
     table[ours + "mlp_norm"] = stack((theirs + "post_attention_layernorm.weight", (hidden,)))
     if config.experts is not None and config.experts.is_in(layer):
-        return table | _experts(config.experts, hidden, ours, theirs, spelling)
+        return table | _experts(config.experts, hidden, ours, theirs, naming)
     return table | _mlp(config, ours, theirs + "mlp.")
 
 
-def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[str, tuple[Piece, ...]]:
+def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[str, tuple[TensorSource, ...]]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     table = _projection(
         ours + "qkv", theirs, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, width, config.has_qkv_bias
@@ -100,7 +102,7 @@ def _attention(config: ModelConfig, ours: str, theirs: str, width: int) -> dict[
     return table
 
 
-def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[Piece, ...]]:
+def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[TensorSource, ...]]:
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up = {"gate_proj": inner, "up_proj": inner}
     return _projection(ours + "gate_up", theirs, gate_up, hidden, config.has_mlp_bias) | _projection(
@@ -110,7 +112,7 @@ def _mlp(config: ModelConfig, ours: str, theirs: str) -> dict[str, tuple[Piece, 
 
 def _projection(
     ours: str, theirs: str, rows: dict[str, int], width: int, has_bias: bool
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, tuple[TensorSource, ...]]:
     """A stack of projections of one input, by name and rows, and their biases."""
     table = {ours: stack(*((f"{theirs}{name}.weight", (count, width)) for name, count in rows.items()))}
     if has_bias:
@@ -119,19 +121,19 @@ def _projection(
 
 
 def _experts(
-    experts: ExpertsConfig, hidden: int, ours: str, theirs: str, spelling: Spelling
-) -> dict[str, tuple[Piece, ...]]:
+    experts: ExpertsConfig, hidden: int, ours: str, theirs: str, naming: ExpertNaming
+) -> dict[str, tuple[TensorSource, ...]]:
     """Gate rows, then up rows, expert after expert; and their down rows."""
     inner, count = experts.intermediate_size, experts.num_experts
-    theirs += "block_sparse_moe." if spelling is Spelling.MIXTRAL else "mlp."
-    gate, up, down = ("w1", "w3", "w2") if spelling is Spelling.MIXTRAL else ("gate_proj", "up_proj", "down_proj")
+    theirs += "block_sparse_moe." if naming is ExpertNaming.MIXTRAL else "mlp."
+    gate, up, down = ("w1", "w3", "w2") if naming is ExpertNaming.MIXTRAL else ("gate_proj", "up_proj", "down_proj")
     gate_up_parts: list[Part] = []
     down_parts: list[Part] = []
     for expert in range(count):
         one = f"{theirs}experts.{expert}."
         gate_up_parts += [(f"{one}{name}.weight", (inner, hidden)) for name in (gate, up)]
         down_parts.append((f"{one}{down}.weight", (hidden, inner)))
-    if spelling is Spelling.FUSED:
+    if naming is ExpertNaming.FUSED:
         gate_up_parts = [(theirs + "experts.gate_up_proj", (count, 2 * inner, hidden))]
         down_parts = [(theirs + "experts.down_proj", (count, hidden, inner))]
     return {
@@ -141,11 +143,11 @@ def _experts(
     }
 
 
-def stack(*parts: Part) -> tuple[Piece, ...]:
+def stack(*parts: Part) -> tuple[TensorSource, ...]:
     """Returns the pieces of a parameter, one tensor below the other."""
-    pieces: list[Piece] = []
+    pieces: list[TensorSource] = []
     start = 0
     for name, shape in parts:
-        pieces.append(Piece(name, shape, start))
+        pieces.append(TensorSource(name, shape, start))
         start += pieces[-1].num_rows
     return tuple(pieces)

@@ -33,7 +33,7 @@ _LOG_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSpan:
     """Whole elements of one tensor within a piece.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Piece:
+class FileChunk:
     """Bytes of one file that are read at once.
 
     Attributes:
@@ -71,7 +71,7 @@ class Piece:
     path: Path
     begin: int
     num_bytes: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TensorSpan] = field(default_factory=list)
 
     def takes(self, path: Path, begin: int, num_bytes: int, stored: torch.dtype, limit: int) -> bool:
         """Whether these bytes follow the piece, fit into it, and lie in it as their type asks for."""
@@ -79,14 +79,14 @@ class Piece:
         return follows and self.num_bytes + num_bytes <= limit and self.num_bytes % stored.itemsize == 0
 
 
-def plan_pieces(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int = PIECE_BYTES) -> list[Piece]:
+def plan_chunks(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int = PIECE_BYTES) -> list[FileChunk]:
     """Returns what to read, in the order of the files and of the bytes within each.
 
     Args:
         wanted: Each tensor with its target: contiguous, with as many elements.
         piece_bytes: Most bytes of a piece; a multiple of 8.
     """
-    pieces: list[Piece] = []
+    pieces: list[FileChunk] = []
     for tensor, target in sorted(wanted, key=lambda each: (each[0].path, each[0].begin)):
         stored, flat = TORCH_DTYPES[tensor.dtype], target.view(-1)
         most = piece_bytes // stored.itemsize
@@ -94,8 +94,8 @@ def plan_pieces(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int 
             part_of = flat[first : first + most]
             begin, num_bytes = tensor.begin + first * stored.itemsize, part_of.numel() * stored.itemsize
             if not pieces or not pieces[-1].takes(tensor.path, begin, num_bytes, stored, piece_bytes):
-                pieces.append(Piece(tensor.path, begin))
-            pieces[-1].parts.append(Part(pieces[-1].num_bytes, stored, part_of))
+                pieces.append(FileChunk(tensor.path, begin))
+            pieces[-1].parts.append(TensorSpan(pieces[-1].num_bytes, stored, part_of))
             pieces[-1].num_bytes += num_bytes
     return pieces
 
@@ -104,38 +104,38 @@ def plan_pieces(wanted: Sequence[tuple[StoredTensor, Tensor]], piece_bytes: int 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def read_pieces(pieces: Sequence[Piece], device: torch.device) -> None:
+def read_chunks(pieces: Sequence[FileChunk], device: torch.device) -> None:
     """Reads every piece to its targets. When it returns all bytes are there, also on a CUDA device.
 
     Threads read ahead. Bytes that need no conversion are read straight into targets on the CPU; others go through buffers,
     pinned for a CUDA device, and are converted and copied on this thread's current stream.
 
     Args:
-        pieces: As ``plan_pieces`` returns them.
+        pieces: As ``plan_chunks`` returns them.
         device: Of all targets.
 
     Raises:
         OSError: A file cannot be read; ``EOFError``: it is shorter than it was.
     """
-    waiting: deque[tuple[Piece, _Buffer, Future[None]]] = deque()
+    waiting: deque[tuple[FileChunk, _Buffer, Future[None]]] = deque()
     with ExitStack() as stack:
-        buffers = _Buffers(min(NUM_BUFFERS, len(pieces)), max((piece.num_bytes for piece in pieces), default=0), device)
+        buffers = _Buffers(min(NUM_BUFFERS, len(pieces)), max((chunk.num_bytes for chunk in pieces), default=0), device)
         stack.callback(buffers.close)
         pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-weights")
         stack.callback(pool.shutdown, cancel_futures=True)
-        advance = stack.enter_context(_progress(sum(piece.num_bytes for piece in pieces)))
+        advance = stack.enter_context(_progress(sum(chunk.num_bytes for chunk in pieces)))
 
         def finish() -> None:
-            piece, buffer, reading = waiting.popleft()
+            chunk, buffer, reading = waiting.popleft()
             reading.result()
-            buffer.unload(piece)
-            advance(piece.num_bytes)
+            buffer.unload(chunk)
+            advance(chunk.num_bytes)
 
-        for number, piece in enumerate(pieces):
+        for number, chunk in enumerate(pieces):
             if len(waiting) == max(1, len(buffers) - NUM_COPIED):
                 finish()
             buffer = buffers[number % len(buffers)]
-            waiting.append((piece, buffer, pool.submit(buffer.load, piece)))
+            waiting.append((chunk, buffer, pool.submit(buffer.load, chunk)))
         while waiting:
             finish()
         buffers.wait()
@@ -188,23 +188,23 @@ class _Buffer:
         self._device = device
         self._copied = None if device is None else torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
-    def load(self, piece: Piece) -> None:
+    def load(self, chunk: FileChunk) -> None:
         """Reads a piece, after what the buffer held has been copied; straight into the targets where that is possible."""
         self.wait()
         # Of its own: what the kernel reads ahead it decides by what one open file reads, which must be one piece.
-        with piece.path.open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), piece.begin, piece.num_bytes, os.POSIX_FADV_SEQUENTIAL)
-            if all(part.is_direct for part in piece.parts):
-                for part in piece.parts:
-                    _read(file.fileno(), part.target.view(torch.uint8), piece.begin + part.begin, piece.path)
+        with chunk.path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), chunk.begin, chunk.num_bytes, os.POSIX_FADV_SEQUENTIAL)
+            if all(part.is_direct for part in chunk.parts):
+                for part in chunk.parts:
+                    _read(file.fileno(), part.target.view(torch.uint8), chunk.begin + part.begin, chunk.path)
             else:
-                _read(file.fileno(), self._memory[: piece.num_bytes], piece.begin, piece.path)
+                _read(file.fileno(), self._memory[: chunk.num_bytes], chunk.begin, chunk.path)
 
-    def unload(self, piece: Piece) -> None:
+    def unload(self, chunk: FileChunk) -> None:
         """Copies a piece that was read to its targets; on a CUDA device this is asynchronous."""
-        if all(part.is_direct for part in piece.parts):
+        if all(part.is_direct for part in chunk.parts):
             return
-        for part in piece.parts:
+        for part in chunk.parts:
             held = self._memory[part.begin : part.begin + part.num_bytes].view(part.stored)
             if self._device is not None and part.stored != part.target.dtype:
                 held = held.to(

@@ -8,7 +8,7 @@ import msgspec
 
 from hiserve.config import MAX_INT32
 from hiserve.errors import ModelError
-from hiserve.models.fields import ConfigFields, RopeFields
+from hiserve.models.config_fields import ConfigFields, RopeFields
 
 # Kinds of scaling, and the fields each must have.
 _NEEDS: dict[str, tuple[str, ...]] = {

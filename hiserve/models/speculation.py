@@ -10,8 +10,8 @@ from hiserve.config import Config
 from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group
 from hiserve.core.resolve import DraftFacts, ModelFacts
 from hiserve.errors import ConfigError
-from hiserve.models.config import ModelConfig
 from hiserve.models.draft_config import DraftConfig, DraftKind, find_draft
+from hiserve.models.model_config import ModelConfig
 
 _KINDS: dict[str, DraftKind] = {"eagle3": "eagle3", "mtp": "mtp", "draft": "draft_model"}
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import StoredTensor, stored_tensors, weight_files
-from hiserve.models.config import ModelConfig
-from hiserve.models.names import Piece, Spelling, bundled_prefixes, parameter_table
-from hiserve.models.reading import TORCH_DTYPES, plan_pieces, read_pieces
+from hiserve.models.model_config import ModelConfig
+from hiserve.models.names import ExpertNaming, TensorSource, bundled_prefixes, parameter_table
+from hiserve.models.reading import TORCH_DTYPES, plan_chunks, read_chunks
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
@@ -41,7 +41,7 @@ def load_parameters(
         return draw_parameters(parameter_table(config), dtype, device)
     held = held_tensors(folder, param="model")
     sources = set(held)
-    table = parameter_table(config, Spelling.of(sources))
+    table = parameter_table(config, ExpertNaming.of(sources))
     ignored = {source for source in sources if _is_ignored(source, config)}
     what = f"{config.architecture} as described by config.json"
     compare(
@@ -50,7 +50,9 @@ def load_parameters(
     return read_parameters(held, table, dtype, device, param="model")
 
 
-def draw_parameters(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def draw_parameters(
+    table: dict[str, tuple[TensorSource, ...]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """Draws every parameter of a table from a fixed seed; norms are 1."""
     parameters = _allocate(table, dtype, device)
     _draw(parameters, device)
@@ -59,7 +61,7 @@ def draw_parameters(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, dev
 
 def read_parameters(
     held: dict[str, StoredTensor],
-    table: dict[str, tuple[Piece, ...]],
+    table: dict[str, tuple[TensorSource, ...]],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -87,7 +89,7 @@ def read_parameters(
         for piece in pieces
     ]
     try:
-        read_pieces(plan_pieces(wanted), device)
+        read_chunks(plan_chunks(wanted), device)
     except (OSError, EOFError) as error:
         raise ModelError(
             f"the weights cannot be read: {error}. Fetch them again, and do not change them while they are read.",
@@ -120,7 +122,9 @@ def held_tensors(folder: Path, *, param: str) -> dict[str, StoredTensor]:
     return held
 
 
-def _allocate(table: dict[str, tuple[Piece, ...]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _allocate(
+    table: dict[str, tuple[TensorSource, ...]], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
     """Returns an empty vector or matrix for every parameter."""
     parameters = {}
     for name, pieces in table.items():
@@ -168,7 +172,7 @@ def _is_ignored(source: str, config: ModelConfig) -> bool:
     return is_copy or source.startswith(bundled_prefixes(config))
 
 
-def _check(tensor: StoredTensor, piece: Piece, param: str) -> None:
+def _check(tensor: StoredTensor, piece: TensorSource, param: str) -> None:
     folder = tensor.path.parent
     if tensor.shape != piece.shape:
         raise ModelError(

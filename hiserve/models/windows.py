@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hiserve.errors import ModelError
-from hiserve.models.fields import ConfigFields
+from hiserve.models.config_fields import ConfigFields
 
 _SLIDING = "sliding_attention"
 _LAYER_TYPES = {"full_attention", "attention", _SLIDING}

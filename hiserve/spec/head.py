@@ -24,7 +24,7 @@ from hiserve.core.drafts import DraftStep, DraftWork
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.kernels.draft_ops import DraftMetadata, DraftOps, DraftProgress, StepHiddenStates
 from hiserve.kernels.step_ops import RowTensors, StepOps
-from hiserve.models.draft import DraftHead
+from hiserve.models.draft_heads import DraftHead
 from hiserve.sampling.params import SamplingRows
 from hiserve.spec.draft_layout import DraftLayout, draft_layout_of, even_draft_layout
 

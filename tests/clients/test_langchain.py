@@ -10,7 +10,7 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.e2e.live import Live
 
 QUESTION = "Can you book a table for two tonight?"

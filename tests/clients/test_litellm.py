@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.e2e.live import Live
 
 pytestmark = pytest.mark.clients

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 from tests.e2e.live import Live
 

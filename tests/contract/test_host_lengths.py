@@ -17,7 +17,7 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.paired import PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.engine import runner_factory
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.recorded import HostLengthAttention, RecordableAttention
 from tests.helpers.recorded_llm import allow_recording

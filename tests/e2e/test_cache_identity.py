@@ -16,7 +16,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.errors import ConfigError
-from hiserve.models.config import find_model
+from hiserve.models.model_config import find_model
 from tests.helpers.tiered import engine_of
 
 SETTINGS: dict[str, Any] = {

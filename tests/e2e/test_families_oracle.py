@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hiserve.layers.moe import MoE
-from hiserve.models.config import read_model_config
+from hiserve.models.model_config import read_model_config
 from tests.helpers.models import FAMILIES, Engine, load_transformers, save_family, spell_as_before
 from tests.helpers.oracle import NUM_NEW, Subject, continuation, engine_of, generate, prompts_of
 from tests.helpers.plans import HandPlanner

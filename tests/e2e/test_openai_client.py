@@ -19,7 +19,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 from tests.e2e.live import COMMAND, Live, serve, wait_gone
 

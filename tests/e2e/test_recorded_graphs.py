@@ -17,7 +17,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.transfers import CopyKind, PageCopy
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import HOST, SETTINGS, Case, Work, answer, ask, host_hits, pairwise, pool, store_hits
 from tests.helpers.cramped_paths import chunks, preemption, storm
 from tests.helpers.recorded_llm import allow_recording

@@ -10,7 +10,7 @@ import torch
 
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.ipc.messages import Admit
-from hiserve.models.config import NANO, find_model, read_model_config
+from hiserve.models.model_config import NANO, find_model, read_model_config
 from tests.helpers.models import load_transformers
 from tests.helpers.oracle import Subject, continuation, engine_of, generate, make_subject
 

@@ -10,7 +10,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.draft_use import DraftUse
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.held_out import held_out_prompts
 from tests.helpers.tiered import leave_device

@@ -11,7 +11,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.draft_use import DraftUse
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from hiserve.spec.adaptive import DraftController, StepCosts
 from tests.helpers.cache_paths import HOST, SETTINGS, answer, check, pool
 from tests.helpers.cold_heads import Scripted, counted, forwards_in_the_cold, proposer_of, script, shown_to

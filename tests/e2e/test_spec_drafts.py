@@ -12,7 +12,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.llm.outputs import RequestOutput
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tools.nano.head_files import export_head, load_target
 from tools.nano.heads import HEADS

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import HOST, PAGE, SETTINGS, answer, check, pool
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.tiered import check_whole, counts_of, leave_device, rest

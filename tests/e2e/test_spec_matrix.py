@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hiserve import SamplingParams
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import Case, Work, answer, device_hits, host_hits, pairwise, store_hits
 from tests.helpers.cramped_paths import chunks, preemption, storm
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hiserve import LLM, SamplingParams
 from hiserve.errors import ConfigError, HiserveError, ModelError
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.drafted import save_heads
 

@@ -17,7 +17,7 @@ from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from hiserve.config import make_config
 from hiserve.engine import build, store_prefetch
 from hiserve.ipc.messages import Admit, WorkerStats
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from tests.helpers.tiered import cache_of, check_whole, engine_of, rest
 
 PAGE = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cuda import graph_engine
 from tests.helpers.models import Engine
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hiserve.core.request import SamplingParams
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers import oracle
 from tests.helpers.cuda import no_sync, run_all
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced

@@ -13,7 +13,7 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.core.transfers import CopyKind, PageCopy
-from hiserve.models.config import NANO, find_model, read_model_config
+from hiserve.models.model_config import NANO, find_model, read_model_config
 from tests.helpers import cuda
 from tests.helpers.gated import hold_loads, run_until, send
 from tests.helpers.tiered import engine_of, transfers_of

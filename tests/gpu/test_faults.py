@@ -15,7 +15,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.engine.fatal import EXIT_DEVICE
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.e2e import live as lives
 from tests.faults.harness import read
 from tests.helpers import cuda

@@ -10,7 +10,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.forward import ForwardInputs
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.helpers.cache_paths import SETTINGS, pool
 from tests.helpers.drafted import save_heads
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced

@@ -15,7 +15,7 @@ import torch
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.transfers import CopyKind, PageCopy
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from tests.helpers.cuda import NUM_PAGES, PAGE, graph_engine, prompts_of
 from tests.helpers.gated import spoil_device
 from tests.helpers.models import Engine

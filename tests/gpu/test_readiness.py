@@ -11,8 +11,8 @@ from hiserve.config import make_config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
 from hiserve.engine.graph_check import GRAPHS, check_graphs
-from hiserve.models.config import NANO
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
+from hiserve.models.model_config import NANO
 from hiserve.models.speculation import model_facts
 from tests.helpers.drafted import save_heads
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hiserve import LLM, SamplingParams
 from hiserve.kernels import draft_reference, draft_triton
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from hiserve.runners.draft_graphs import DraftGraphs
 from tests.helpers.cache_paths import SETTINGS, check, pool
 from tests.helpers.cold_heads import Scripted, counted, script

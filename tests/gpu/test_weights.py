@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hiserve.models import weights
-from hiserve.models.config import NANO, find_model, read_model_config
-from hiserve.models.reading import plan_pieces
+from hiserve.models.model_config import NANO, find_model, read_model_config
+from hiserve.models.reading import plan_chunks
 from hiserve.models.weights import load_parameters
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def test_parameters_on_the_device_are_those_on_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, piece_bytes: int
 ) -> None:
     """Pieces of 4 KiB use each buffer hundreds of times: one that is read into before it was copied shows."""
-    monkeypatch.setattr(weights, "plan_pieces", lambda wanted: plan_pieces(wanted, piece_bytes))
+    monkeypatch.setattr(weights, "plan_chunks", lambda wanted: plan_chunks(wanted, piece_bytes))
     folder = Path(shutil.copytree(find_model(NANO), tmp_path / "model"))
     config = read_model_config(folder)
     wanted = load_parameters(folder, config, dtype, torch.device("cpu"), "auto")

@@ -9,7 +9,7 @@ import torch
 
 from hiserve import LLM
 from hiserve.core.plan import BatchPlan, Int32Array
-from hiserve.models.draft import DraftHead
+from hiserve.models.draft_heads import DraftHead
 from hiserve.spec.head import HeadProposer
 from tests.helpers.tiered import engine_of
 

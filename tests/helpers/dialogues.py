@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from hiserve import LLM
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 
 OPENINGS = (
     ("Hi, I'd like a large cappuccino with oat milk.", "Sure, please confirm that your order looks correct."),

@@ -18,11 +18,11 @@ from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.cache.storage.device import DevicePool
 from hiserve.core.forward import ForwardInputs
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.models.attention import attention_shape, draft_attention_shape
-from hiserve.models.config import read_model_config
+from hiserve.models.attention_shapes import attention_shape, draft_attention_shape
 from hiserve.models.decoder import load_decoder
-from hiserve.models.draft import load_draft
 from hiserve.models.draft_config import DraftKind, find_draft
+from hiserve.models.draft_heads import load_draft
+from hiserve.models.model_config import read_model_config
 from tools.nano.export import hf_config, hf_tensors
 from tools.nano.head_files import head_config, published
 from tools.nano.heads import Eagle3Head, Head, MTPHead

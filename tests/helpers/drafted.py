@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hiserve import LLM
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.tiered import engine_of
 from tools.nano.head_files import export_head, load_target

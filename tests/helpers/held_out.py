@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from hiserve.text.tokenizer import Tokenizer
 
 FILE = Path(__file__).parents[1] / "data/held_out_prompts.jsonl"

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hiserve.cache.storage.cache_identity import identify
 from hiserve.cache.storage.segment import SHARED_MEMORY
 from hiserve.config import Config
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 
 
 def identified(config: Config, directory: Path = SHARED_MEMORY) -> Config:

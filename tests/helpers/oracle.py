@@ -17,7 +17,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
 from tests.helpers.identity import identified

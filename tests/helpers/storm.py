@@ -12,7 +12,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.ipc.messages import WorkerStats
 from hiserve.kernels.reference import gumbel
 from hiserve.kernels.step_reference import SAMPLE_STREAM
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers import cuda
 from tests.helpers.margin import MAX_SHARE, as_tensor, margin, shape_difference, teacher_forced
 from tests.helpers.models import Engine

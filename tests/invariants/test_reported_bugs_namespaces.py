@@ -35,7 +35,7 @@ from hiserve.core.resolve import ModelFacts, resolve
 from hiserve.core.step_memory import StepShape
 from hiserve.core.transfers import PageRun
 from hiserve.errors import ConfigError, ResourceError
-from hiserve.models.identity import cache_namespace, stamps, weight_digests
+from hiserve.models.cache_digests import cache_namespace, stamps, weight_digests
 from tests.helpers.host import PAGE_BYTES, make_layout, store
 
 PAGE_SIZE = 4

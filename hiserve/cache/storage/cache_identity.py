@@ -14,9 +14,9 @@ from hiserve.config import Config, known
 from hiserve.config.identity import CacheIdentity, FileStamp
 from hiserve.core.kv_groups import debug_groups
 from hiserve.errors import ConfigError
-from hiserve.models.config import ModelConfig
+from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
 from hiserve.models.draft_config import DraftConfig
-from hiserve.models.identity import cache_namespace, shape_digest, stamps, weight_digests
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import page_groups, read_draft
 
 

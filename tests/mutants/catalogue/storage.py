@@ -3,11 +3,11 @@
 from hiserve.cache.storage import file_store, host, prefault, records, segment, store_transfers, transfer
 from hiserve.core import machine
 from hiserve.engine import build
-from hiserve.models import identity
+from hiserve.models import cache_digests
 from tests.e2e import test_cache_identity, test_canary, test_equality_matrix
 from tests.invariants import test_reported_bugs_namespaces
 from tests.unit.engine import test_build_host
-from tests.unit.models import test_identity
+from tests.unit.models import test_cache_digests
 from tests.unit.storage import test_file_store_damage, test_host_pool, test_prefault, test_records, test_store_factory, test_store_transfers
 
 with build._copier, test_build_host.test_a_start_that_fails_leaves_no_thread_and_no_lock:
@@ -49,15 +49,15 @@ with machine._available_memory, test_reported_bugs_namespaces.test_tc_64_the_hos
     "TC-64: the memory limit of the control group is ignored"
     int(text)
     int(text) * 99
-with identity._digest, test_identity.test_a_small_file_is_read_whole:
+with cache_digests._digest, test_cache_digests.test_a_small_file_is_read_whole:
     "TC-71: small weight files are told apart by size and header alone"
     hasher.update(os.pread(file.fileno(), BLOCK_BYTES, start))
     pass
-with identity.cache_namespace, test_reported_bugs_namespaces.test_tc_72_another_dtype_layout_or_shard_shares_nothing_of_one_store:
+with cache_digests.cache_namespace, test_reported_bugs_namespaces.test_tc_72_another_dtype_layout_or_shard_shares_nothing_of_one_store:
     "TC-72: element types share a cache namespace"
     namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
     namespace_digest(secret, shape, str(len(weights)), *weights, layout, str(page_size), shard)
-with identity.cache_namespace, test_cache_identity.test_a_store_gives_an_edited_model_nothing:
+with cache_digests.cache_namespace, test_cache_identity.test_a_store_gives_an_edited_model_nothing:
     "an edited config.json keeps the cache namespace"
     namespace_digest(secret, shape, str(len(weights)), *weights, dtype, layout, str(page_size), shard)
     namespace_digest(secret, str(len(weights)), *weights, dtype, layout, str(page_size), shard)

@@ -14,7 +14,7 @@ from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
 from hiserve.bench.target import Target, flush, look_at, make_counter
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.helpers.fake_server import CARD, Asked, FakeServer, Handler, Out, finish_event, scripted, usage_event
 
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.profiling import NUM_STEPS, on_device
 from benchmarks.gpu.served import write_tokenizer
 from benchmarks.gpu.sizes import FULL, PEER_CEILINGS, TINY
 from hiserve.ipc.messages import GateCounts
-from hiserve.models.shapes import shape_config
+from hiserve.models.builtin_shapes import shape_config
 from hiserve.text.tokenizer import Tokenizer
 
 

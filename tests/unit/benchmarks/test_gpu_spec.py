@@ -11,9 +11,9 @@ from benchmarks.gpu.spec import Held, adaptive, same_tokens
 from benchmarks.gpu.spec_limits import CycleLimits
 from benchmarks.widen.heads import bundled_heads
 from hiserve.bench.spec.equality import Equality
-from hiserve.models.config import NANO, find_model, read_model_config
+from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.draft_config import DraftKind, find_draft
-from hiserve.models.shapes import shape_config
+from hiserve.models.model_config import NANO, find_model, read_model_config
 
 H200 = {"copy_bytes_per_s": 4.3e12, "matmul_flop_per_s": 790e12}
 HIDDEN, DRAFT_VOCAB = 4096, 32_000

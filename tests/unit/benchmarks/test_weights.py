@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks import weights
-from hiserve.models.config import ModelConfig
-from hiserve.models.shapes import SHAPES
+from hiserve.models.builtin_shapes import SHAPES
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.weights import load_parameters
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

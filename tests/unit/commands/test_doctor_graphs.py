@@ -17,7 +17,7 @@ from hiserve.config import make_config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
 from hiserve.ipc.graph_report import GraphReport, StepCheck
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 
 ON_CUDA, ON_CPU = make_config(device="cuda"), make_config(device="cpu")
 CLEAN = Scan([], [Finding("runners/x.py", 3, "f", ".cpu()", "x.cpu()")], [])

@@ -35,7 +35,7 @@ from hiserve.engine.build import build_engine
 from hiserve.engine.host_recovery import recover_host_pages
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.errors import ConfigError
-from hiserve.models.config import find_model
+from hiserve.models.model_config import find_model
 from tests.helpers.host import NAMESPACE, PAGE_SIZE, fill, make_layout, make_run, told
 from tests.helpers.identity import identified
 from tests.helpers.transfers import GROUPS, PAGE_BYTES

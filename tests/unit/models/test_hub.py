@@ -15,8 +15,8 @@ import pytest
 from huggingface_hub import errors
 
 from hiserve.errors import ModelError
-from hiserve.models.config import NANO, find_model
 from hiserve.models.hub import PATTERNS, is_hub_name
+from hiserve.models.model_config import NANO, find_model
 
 NAME = "owner/some-model_1.5"
 WHOLE = ("config.json", "model.safetensors")
@@ -225,7 +225,7 @@ def test_what_is_fetched_of_a_model(file: str, is_fetched: bool) -> None:
 
 def test_the_library_is_loaded_only_when_the_hub_is_asked() -> None:
     script = (
-        "import sys; from hiserve.models.config import find_model, read_model_config;"
+        "import sys; from hiserve.models.model_config import find_model, read_model_config;"
         "read_model_config(find_model('hiserve-nano')); print('huggingface_hub' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hiserve.models import reading
 from hiserve.models.checkpoint import StoredTensor, stored_tensors
-from hiserve.models.reading import ProgressLog, plan_pieces, read_pieces
+from hiserve.models.reading import ProgressLog, plan_chunks, read_chunks
 
 CPU = torch.device("cpu")
 SEED = 17
@@ -42,14 +42,14 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def read(files: list[Path], dtype: torch.dtype | None) -> tuple[list[reading.Piece], dict[str, Tensor]]:
+def read(files: list[Path], dtype: torch.dtype | None) -> tuple[list[reading.FileChunk], dict[str, Tensor]]:
     stored = {name: tensor for path in reversed(files) for name, tensor in stored_tensors(path).items()}
     targets = {
         name: torch.full(tensor.shape, torch.nan, dtype=dtype or reading.TORCH_DTYPES[tensor.dtype])
         for name, tensor in stored.items()
     }
-    pieces = plan_pieces([(stored[name], targets[name]) for name in stored], PIECE)
-    read_pieces(pieces, CPU)
+    pieces = plan_chunks([(stored[name], targets[name]) for name in stored], PIECE)
+    read_chunks(pieces, CPU)
     return pieces, targets
 
 
@@ -75,18 +75,18 @@ def test_a_file_that_goes_on_where_another_ends_is_another_piece() -> None:
         return StoredTensor(path=Path(path), dtype="F32", shape=(4,), begin=begin)
 
     wanted = [(stored("a", 64), torch.empty(4)), (stored("b", 80), torch.empty(4)), (stored("b", 96), torch.empty(4))]
-    pieces = plan_pieces(wanted, PIECE)
-    assert [(piece.path.name, piece.begin, piece.num_bytes) for piece in pieces] == [("a", 64, 16), ("b", 80, 32)]
+    pieces = plan_chunks(wanted, PIECE)
+    assert [(chunk.path.name, chunk.begin, chunk.num_bytes) for chunk in pieces] == [("a", 64, 16), ("b", 80, 32)]
 
 
 def test_pieces_are_in_the_order_of_the_files_and_no_byte_is_read_twice(files: list[Path]) -> None:
     pieces, _ = read(files, torch.float32)
-    places = [(piece.path, piece.begin) for piece in pieces]
+    places = [(chunk.path, chunk.begin) for chunk in pieces]
     assert places == sorted(places)
-    assert max(piece.num_bytes for piece in pieces) <= PIECE
+    assert max(chunk.num_bytes for chunk in pieces) <= PIECE
     for path in files:
-        own = [piece for piece in pieces if piece.path == path]
-        assert [piece.begin + piece.num_bytes for piece in own[:-1]] == [piece.begin for piece in own[1:]]
+        own = [chunk for chunk in pieces if chunk.path == path]
+        assert [chunk.begin + chunk.num_bytes for chunk in own[:-1]] == [chunk.begin for chunk in own[1:]]
         assert own[-1].begin + own[-1].num_bytes == path.stat().st_size
         assert len(own) < 2 + path.stat().st_size / PIECE * 1.2, "small tensors are read together"
 
@@ -120,10 +120,10 @@ def test_what_needs_no_conversion_is_read_straight_to_its_place(
 def test_a_file_that_shrinks_while_it_is_read_is_named(files: list[Path]) -> None:
     stored = stored_tensors(files[0])
     target = torch.empty(stored["large.0"].shape, dtype=torch.bfloat16)
-    pieces = plan_pieces([(stored["large.0"], target)], PIECE)
+    pieces = plan_chunks([(stored["large.0"], target)], PIECE)
     os.truncate(files[0], stored["large.0"].begin + 5000)
     with pytest.raises(EOFError, match=r"a\.safetensors ends after"):
-        read_pieces(pieces, CPU)
+        read_chunks(pieces, CPU)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-weights")]
 
 

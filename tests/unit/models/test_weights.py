@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hiserve.errors import ModelError
-from hiserve.models.config import read_model_config
+from hiserve.models.model_config import read_model_config
 from hiserve.models.names import parameter_table
 from hiserve.models.weights import load_parameters
 from tests.helpers.models import FAMILIES, save_family, save_llama, save_qwen3

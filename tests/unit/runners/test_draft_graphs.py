@@ -10,7 +10,7 @@ import torch
 
 from hiserve import SamplingParams
 from hiserve.core.forward import ForwardInputs
-from hiserve.models.config import NANO
+from hiserve.models.model_config import NANO
 from hiserve.runners.draft_graphs import DraftCapture
 from hiserve.runners.graph import GraphRunner
 from hiserve.spec.head import HeadProposer

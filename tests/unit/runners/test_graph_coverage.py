@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hiserve.attention.base import Attention
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import Action, PendingLoads, Reason, admit

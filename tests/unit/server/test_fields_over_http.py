@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
-from hiserve.models.generation import SamplingDefaults
+from hiserve.models.generation_config import SamplingDefaults
 from hiserve.server import known_fields
 from hiserve.server.fields import Fields
 from hiserve.server.sampling_fields import parse_sampling

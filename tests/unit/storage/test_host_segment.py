@@ -16,7 +16,7 @@ from hiserve.cache.storage.segment import SHARED_MEMORY, Segment
 from hiserve.config import Config, make_config
 from hiserve.core.resolve import GIB, Machine
 from hiserve.errors import ConfigError, ResourceError
-from hiserve.models.shapes import read_model
+from hiserve.models.builtin_shapes import read_model
 from tests.helpers.identity import identified, namespace_of
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
 
 from hiserve.errors import ContextLengthError
-from hiserve.models.config import find_model
+from hiserve.models.model_config import find_model
 from hiserve.text import cuts, steps
 from hiserve.text.cuts import Cuts
 from hiserve.text.steps import Encode, Wanted, run_steps, text_steps

@@ -15,7 +15,7 @@ from hiserve.bench.spec.run import Found, conditions, sweep_engines
 from hiserve.config import make_config
 from hiserve.core.draft_use import DraftUse
 from hiserve.errors import ConfigError, EngineError
-from hiserve.models.config import NANO, find_model
+from hiserve.models.model_config import NANO, find_model
 from tests.unit.bench.spec.fakes import FakeEngine, Opener, costs, counting
 
 SMALL: dict[str, Any] = {"batches": (1, 2), "sources": ("cold", "device"), "output_length": 9, "repeats": 2}

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hiserve.models.config import read_model_config
 from hiserve.models.draft_config import DraftKind, find_draft
+from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import (
     SHAPE,
     Drafter,

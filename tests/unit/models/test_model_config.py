@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from hiserve.errors import ModelError
-from hiserve.models.config import NANO, find_model, read_model_config
 from hiserve.models.family import FAMILIES
+from hiserve.models.model_config import NANO, find_model, read_model_config
 from tests.helpers.models import FAMILIES as SAVED
 from tests.helpers.models import load_transformers, save_family
 

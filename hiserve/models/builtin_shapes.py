@@ -9,8 +9,8 @@ import msgspec
 
 from hiserve.config import Model
 from hiserve.errors import ConfigError, ModelError
-from hiserve.models.config import ModelConfig, find_model, parse_config, read_model_config
-from hiserve.models.generation import Generation
+from hiserve.models.generation_config import GenerationConfig
+from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config
 
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def shape_config(name: str) -> ModelConfig:
     """Returns a built-in shape; it has no end tokens, for it has no tokenizer."""
-    return parse_config(SHAPES[name], Path(name) / "config.json", Generation())
+    return parse_config(SHAPES[name], Path(name) / "config.json", GenerationConfig())
 
 
 def read_model(settings: Model) -> tuple[Path, ModelConfig]:

@@ -14,9 +14,9 @@ from hiserve.config.identity import FileStamp
 from hiserve.core.digest import namespace_digest
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import read_header, weight_files
-from hiserve.models.config import ModelConfig
 from hiserve.models.draft_config import DraftConfig
-from hiserve.models.generation import SamplingDefaults
+from hiserve.models.generation_config import SamplingDefaults
+from hiserve.models.model_config import ModelConfig
 
 # Of a page's bytes and of how they are computed: it grows with every change after which old pages are wrong.
 LAYOUT_VERSION = "2"

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from hiserve.config import MAX_INT32
 from hiserve.core.request import SamplingParams
-from hiserve.models.fields import TokenId, convert, read_json
+from hiserve.models.config_fields import TokenId, convert, read_json
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class _Fields(msgspec.Struct):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``generation_config.json``.
 
     Attributes:
@@ -60,7 +60,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
-def read_generation(folder: Path) -> Generation:
+def read_generation(folder: Path) -> GenerationConfig:
     """Reads ``generation_config.json``; a folder without one says nothing.
 
     ``do_sample: false`` means a temperature of 0 when the file names none of temperature, top_p,
@@ -72,10 +72,10 @@ def read_generation(folder: Path) -> Generation:
     """
     path = folder / "generation_config.json"
     if not path.is_file():
-        return Generation()
+        return GenerationConfig()
     fields = convert(read_json(path), _Fields, path)
     is_greedy = fields.do_sample is False and {fields.temperature, fields.top_p, fields.top_k, fields.min_p} == {None}
-    return Generation(
+    return GenerationConfig(
         eos_token_ids=as_ids(fields.eos_token_id),
         sampling_defaults=SamplingDefaults(
             temperature=0.0 if is_greedy else fields.temperature,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from hiserve.attention.base import AttentionShape
-from hiserve.models.config import ModelConfig
 from hiserve.models.draft_config import DraftConfig
+from hiserve.models.model_config import ModelConfig
 
 
 def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:

@@ -12,9 +12,9 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.resolve import ModelFacts
 from hiserve.core.step_memory import StepShape
 from hiserve.errors import ModelError
+from hiserve.models.config_fields import ConfigFields, convert, read_json, refuse_oversize, respell
 from hiserve.models.family import FAMILIES
-from hiserve.models.fields import ConfigFields, convert, read_json, refuse_oversize, respell
-from hiserve.models.generation import Generation, SamplingDefaults, as_ids, read_generation
+from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
 from hiserve.models.hub import Download, fetch, is_hub_name
 from hiserve.models.rope import RopeConfig, read_rope, stretched_context
 from hiserve.models.windows import read_windows
@@ -202,7 +202,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     return parse_config(read_json(path), path, read_generation(folder))
 
 
-def parse_config(raw: dict[str, Any], path: Path, generation: Generation) -> ModelConfig:
+def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) -> ModelConfig:
     """Returns what the fields of ``config.json`` say.
 
     Args:
