@@ -40,9 +40,9 @@ from hiserve.server.connection import Connection
 from hiserve.server.gate import Gate
 from hiserve.server.metrics import Metrics
 from hiserve.server.shapes import ServedModel
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.prompts import Prompts
-from hiserve.text.replies import Replies
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.prompt_encoder import PromptEncoder
+from hiserve.text.reply_tokens import ReplyTokenCache
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
@@ -158,16 +158,16 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
     template = ChatTemplate.load(folder, None if override is None else Path(override))
     if template is None:
         logger.warning("the model has no chat template: /v1/chat/completions is off, /v1/completions works")
-    spelling = Spelling(tokenizer)
-    prompts = Prompts(tokenizer, template, Replies())
-    prompts.prepare()
+    token_bytes = TokenBytes(tokenizer)
+    encoder = PromptEncoder(tokenizer, template, ReplyTokenCache())
+    encoder.prepare()
     uses_openais = config.model.sampling_defaults == "openai"
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     digest = namespace_digest(__version__, name, config.model.dtype, config.model.load_format)
     return create_app(
         gate=gate,
-        prompts=prompts,
-        spelling=spelling,
+        encoder=encoder,
+        token_bytes=token_bytes,
         metrics=Metrics(name, page_size=config.cache.page_size, compat=config.server.metrics_compat),
         model=ServedModel(
             name=name,

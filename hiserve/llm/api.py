@@ -31,11 +31,11 @@ from hiserve.models.builtin_shapes import read_model
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
 from hiserve.spec.adaptive import StepCosts
-from hiserve.text.chat import ChatRequest, check_text, parse_chat
-from hiserve.text.conversations import Conversations
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.output import Output
-from hiserve.text.replies import Replies
+from hiserve.text.chat_request import ChatRequest, check_text, parse_chat
+from hiserve.text.conversation_encoder import ConversationEncoder
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.output import TextOutput
+from hiserve.text.reply_tokens import ReplyTokenCache
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
@@ -100,10 +100,10 @@ class LLM:
             logger.warning(remark)
         self.config = identify(resolved.config, folder, model_config)
         self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
-        self._spelling = Spelling(self.tokenizer)
+        self._token_bytes = TokenBytes(self.tokenizer)
         override = self.config.model.chat_template
         template = ChatTemplate.load(folder, None if override is None else Path(override))
-        self._chats = None if template is None else Conversations(self.tokenizer, template, Replies())
+        self._chats = None if template is None else ConversationEncoder(self.tokenizer, template, ReplyTokenCache())
         self.default_sampling = _defaults(self.config, model_config)
         self._vocab_size = model_config.vocab_size
         self._is_closed = False
@@ -237,7 +237,7 @@ class LLM:
         for choice in range(sampling.n):
             # Of the choices of one prompt, the first scores it.
             own = sampling if choice == 0 else msgspec.structs.replace(sampling, prompt_logprobs=None)
-            builder = ChoiceBuilder(request.output, choice, own, Output(self._spelling, own))
+            builder = ChoiceBuilder(request.output, choice, own, TextOutput(self._token_bytes, own))
             yield Job(request, request.output.tokens, own, choice, builder.take, request.fail)
 
     def _finished(self, request: _Request) -> RequestOutput:

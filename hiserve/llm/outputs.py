@@ -11,7 +11,7 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array, Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError
-from hiserve.text.output import Output
+from hiserve.text.output import TextOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class ChoiceBuilder:
         shown: Makes its text.
     """
 
-    def __init__(self, request: RequestOutput, index: int, sampling: SamplingParams, shown: Output) -> None:
+    def __init__(self, request: RequestOutput, index: int, sampling: SamplingParams, shown: TextOutput) -> None:
         self._request = request
         self._choice = CompletionOutput(index)
         self._sampling = sampling

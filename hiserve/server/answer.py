@@ -16,7 +16,7 @@ from hiserve.server.generation import Generation, Piece, Terms
 from hiserve.server.options import Options
 from hiserve.server.shapes import Shape, json_response, usage
 from hiserve.server.sse import DONE, EventHead, EventStream, unless_gone
-from hiserve.text.turns import Threads
+from hiserve.text.fair_threads import FairThreads
 
 Word = Callable[[Callable[[], dict[str, Any] | None]], Awaitable[dict[str, Any] | None]]
 
@@ -28,7 +28,7 @@ async def answer(
     shape: Shape,
     options: Options,
     terms: Terms,
-    words: Threads,
+    words: FairThreads,
 ) -> Response:
     """Returns the response: whole when all choices have ended, or a stream that is about to begin.
 

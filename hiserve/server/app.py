@@ -32,10 +32,10 @@ from hiserve.server.pages import PageRoutes
 from hiserve.server.schema import Document
 from hiserve.server.shapes import ServedModel
 from hiserve.server.tokens import TokenRoutes
-from hiserve.text.bodies import Sizes
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.prompts import Prompts
-from hiserve.text.turns import Threads
+from hiserve.text.body_parser import Sizes
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.fair_threads import FairThreads
+from hiserve.text.prompt_encoder import PromptEncoder
 
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 CLIENT_CLOSED_REQUEST = 499
@@ -45,8 +45,8 @@ NO_ROUTE = "none"
 def create_app(
     *,
     gate: Gate,
-    prompts: Prompts,
-    spelling: Spelling,
+    encoder: PromptEncoder,
+    token_bytes: TokenBytes,
     metrics: Metrics,
     model: ServedModel,
     resolved: Resolved,
@@ -60,8 +60,8 @@ def create_app(
 
     Args:
         gate: Starts and stops the engine.
-        prompts: Encodes prompts; closed at the end.
-        spelling: Makes detokenizers.
+        encoder: Encodes prompts; closed at the end.
+        token_bytes: Makes detokenizers.
         metrics: Counts requests.
         model: The served model.
         resolved: The configuration in force, for ``/server_info``.
@@ -69,11 +69,11 @@ def create_app(
         startup_s: Seconds per start-up phase of this process, for ``/server_info``.
     """
     auth = Auth(resolved.config.server)
-    words = Threads(1, "hiserve-word")
+    words = FairThreads(1, "hiserve-word")
     app = FastAPI(
         title="hiserve",
         version=__version__,
-        lifespan=_lifespan(gate, prompts, words),
+        lifespan=_lifespan(gate, encoder, words),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -83,13 +83,13 @@ def create_app(
     server = resolved.config.server
     is_strict = server.strict_fields
     max_model_len = known(resolved.config.model.max_model_len)
-    bodies = Bodies(prompts.aside, Sizes(model.vocab_size, max_model_len))
+    bodies = Bodies(encoder.helpers, Sizes(model.vocab_size, max_model_len))
     tokens = TokenRoutes(
-        bodies, prompts, words, spelling, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
+        bodies, encoder, words, token_bytes, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
     )
     routers = [
-        OpenAIRoutes(gate, bodies, prompts, words, spelling, metrics, model, is_strict=is_strict).router(),
-        NativeRoutes(gate, bodies, prompts, words, spelling, metrics, model, is_strict=is_strict).router(),
+        OpenAIRoutes(gate, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
+        NativeRoutes(gate, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
         tokens.router(),
         HealthRoutes(gate, auth, metrics).router(),
         AdminRoutes(gate, bodies, auth, model, resolved, startup_s).router(),
@@ -113,7 +113,9 @@ def create_app(
     return app
 
 
-def _lifespan(gate: Gate, prompts: Prompts, words: Threads) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(
+    gate: Gate, encoder: PromptEncoder, words: FairThreads
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         gate.open()
@@ -121,7 +123,7 @@ def _lifespan(gate: Gate, prompts: Prompts, words: Threads) -> Callable[[FastAPI
             yield
         finally:
             await gate.close()
-            await prompts.close()
+            await encoder.close()
             words.close()
 
     return lifespan

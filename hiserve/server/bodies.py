@@ -8,20 +8,20 @@ from fastapi import Request
 
 from hiserve.server.auth import caller_of
 from hiserve.server.sse import unless_gone
-from hiserve.text.aside import Aside
-from hiserve.text.bodies import Sizes, is_quick, parse_body
+from hiserve.text.body_parser import Sizes, is_quick, parse_body
+from hiserve.text.helper_pool import HelperPool
 
 
 class Bodies:
     """What bodies say.
 
     Args:
-        aside: Reads large ones.
+        helpers: Reads large ones.
         sizes: What token ids and prompts may be.
     """
 
-    def __init__(self, aside: Aside, sizes: Sizes) -> None:
-        self._aside = aside
+    def __init__(self, helpers: HelperPool, sizes: Sizes) -> None:
+        self._helpers = helpers
         self._sizes = sizes
 
     async def read(self, request: Request) -> dict[str, Any]:
@@ -34,4 +34,4 @@ class Bodies:
         raw = await request.body()
         if is_quick(raw):
             return parse_body(raw)
-        return await unless_gone(request.receive, self._aside.slim(raw, self._sizes, caller_of(request).number))
+        return await unless_gone(request.receive, self._helpers.slim(raw, self._sizes, caller_of(request).number))

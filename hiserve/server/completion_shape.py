@@ -10,7 +10,7 @@ from hiserve.server.generation import Generation, Piece
 from hiserve.server.logprobs import TextLogprobs, prompt_logprobs
 from hiserve.server.options import Options
 from hiserve.server.shapes import usage
-from hiserve.text.detokenizer import Spelling
+from hiserve.text.detokenizer import TokenBytes
 
 
 class CompletionShape:
@@ -19,7 +19,7 @@ class CompletionShape:
     Args:
         head: As ``shapes.head_of`` makes it.
         options: What the reply shows.
-        spelling: Of the model's tokens.
+        token_bytes: Of the model's tokens.
         prompts: Text of each prompt, for the echo; None for a prompt that was given as token ids.
 
     Attributes:
@@ -27,12 +27,12 @@ class CompletionShape:
     """
 
     def __init__(
-        self, head: dict[str, Any], options: Options, spelling: Spelling, prompts: Sequence[str | None]
+        self, head: dict[str, Any], options: Options, token_bytes: TokenBytes, prompts: Sequence[str | None]
     ) -> None:
         self.chunk_head = {**head, "object": "text_completion"}
         self._options = options
         self._num_top = options.sampling.logprobs
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self._prompts = prompts
         self._has_opening = options.has_echo or options.has_token_ids or options.num_prompt_top is not None
         self._logprobs: dict[int, TextLogprobs] = {}
@@ -77,10 +77,10 @@ class CompletionShape:
 
     def _open(self, generation: Generation) -> dict[str, Any]:
         """Returns what is shown of a choice's prompt, and gets ready to word its reply."""
-        options, spell = self._options, self._spelling.piece
+        options, spell = self._options, self._token_bytes.bytes_of
         text, logprobs = self._echo(generation) if options.has_echo else ("", None)
         if self._num_top is not None:
-            detokenizer = self._spelling.detokenizer(skip_special=options.sampling.skip_special_tokens)
+            detokenizer = self._token_bytes.detokenizer(skip_special=options.sampling.skip_special_tokens)
             self._logprobs[generation.choice] = TextLogprobs(self._num_top, spell, detokenizer, len(text))
         opening: dict[str, Any] = {
             "index": generation.choice,
@@ -96,7 +96,7 @@ class CompletionShape:
 
     def _echo(self, generation: Generation) -> tuple[str, dict[str, list[Any]] | None]:
         """Returns the prompt's text and, if asked for, what is known of its tokens."""
-        decoder, counter = (self._spelling.detokenizer(skip_special=False) for _ in range(2))
+        decoder, counter = (self._token_bytes.detokenizer(skip_special=False) for _ in range(2))
         decoded = decoder.push(generation.prompt.tolist()) + decoder.flush()
         given = self._prompts[generation.choice // self._options.sampling.n]
         text = decoded if given is None else given
@@ -104,4 +104,4 @@ class CompletionShape:
             return text, None
         # What the tokenizer put in front of a text is among the tokens, but not in the text.
         offset = len(text) - len(decoded)
-        return text, TextLogprobs(self._num_top, self._spelling.piece, counter, offset).of_prompt(generation)
+        return text, TextLogprobs(self._num_top, self._token_bytes.bytes_of, counter, offset).of_prompt(generation)

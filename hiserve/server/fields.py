@@ -7,7 +7,7 @@ from typing import Any
 
 from hiserve.config import MAX_INT32
 from hiserve.errors import NotFoundError, RequestError
-from hiserve.text.chat import check_text
+from hiserve.text.chat_request import check_text
 
 MAX_NAME_CHARS = 1024
 _MAX_INT64 = 2**63 - 1

@@ -15,7 +15,7 @@ from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.server.gate import Delta, Engine
 from hiserve.server.metrics import Meter
-from hiserve.text.output import Output
+from hiserve.text.output import TextOutput
 
 # Wording the scores of so many bytes, four to eight of each token, takes a few milliseconds.
 QUICK_SCORE_BYTES = 2**14
@@ -98,7 +98,7 @@ class Generation:
         prompt: Int32Array,
         sampling: SamplingParams,
         *,
-        output: Output,
+        output: TextOutput,
         meter: Meter,
         choice: int = 0,
         seat: int = 0,

@@ -10,7 +10,7 @@ from hiserve.errors import RequestError
 from hiserve.server.generation import Generation, Piece
 from hiserve.text.detokenizer import Detokenizer
 
-# The bytes of one token as it is spelled, special ones included (``text.detokenizer.Spelling.piece``).
+# The bytes of one token as it is spelled, special ones included (``text.detokenizer.TokenBytes.bytes_of``).
 Spell = Callable[[int], bytes]
 # Stands for minus infinity, which JSON does not have.
 LEAST_LOGPROB = -9999.0

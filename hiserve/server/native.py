@@ -24,10 +24,10 @@ from hiserve.server.native_fields import NativeRequest, fitted, num_prompt_score
 from hiserve.server.native_shape import NativeShape
 from hiserve.server.shapes import ServedModel, json_response
 from hiserve.server.sse import DONE, EventStream, event, unless_gone
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.output import Output
-from hiserve.text.prompts import Prompts
-from hiserve.text.turns import Threads
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.fair_threads import FairThreads
+from hiserve.text.output import TextOutput
+from hiserve.text.prompt_encoder import PromptEncoder
 
 Word = Callable[[Callable[[], dict[str, Any]]], Awaitable[dict[str, Any]]]
 
@@ -38,9 +38,9 @@ class NativeRoutes:
     Args:
         gate: Where the engine is.
         bodies: Reads what requests say.
-        prompts: Encodes texts.
+        encoder: Encodes texts.
         words: Where large replies are worded.
-        spelling: Of the model's tokens.
+        token_bytes: Of the model's tokens.
         metrics: Where requests are counted.
         model: The served model.
         is_strict: Refuse fields that are not known.
@@ -50,9 +50,9 @@ class NativeRoutes:
         self,
         gate: Gate,
         bodies: Bodies,
-        prompts: Prompts,
-        words: Threads,
-        spelling: Spelling,
+        encoder: PromptEncoder,
+        words: FairThreads,
+        token_bytes: TokenBytes,
         metrics: Metrics,
         model: ServedModel,
         *,
@@ -60,9 +60,9 @@ class NativeRoutes:
     ) -> None:
         self._gate = gate
         self._bodies = bodies
-        self._prompts = prompts
+        self._encoder = encoder
         self._words = words
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self._metrics = metrics
         self._model = model
         self._is_strict = is_strict
@@ -129,7 +129,7 @@ class NativeRoutes:
                     name,
                     prompt,
                     of_choice,
-                    output=Output(self._spelling, of_choice),
+                    output=TextOutput(self._token_bytes, of_choice),
                     meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
                     choice=len(shapes),
                     seat=seat,
@@ -141,7 +141,7 @@ class NativeRoutes:
                 shape = NativeShape(
                     generation,
                     first_scored=one.first_scored,
-                    spell=self._spelling.piece if asked.has_texts else None,
+                    spell=self._token_bytes.bytes_of if asked.has_texts else None,
                     name=name,
                     version=self._model.fingerprint,
                     arrived=arrived,
@@ -154,7 +154,7 @@ class NativeRoutes:
         for one in asked.prompts:
             prompt = one.prompt
             if isinstance(prompt, str):
-                prompt = await self._prompts.encode_text(prompt, max_tokens=max_model_len, param="text", caller=caller)
+                prompt = await self._encoder.encode_text(prompt, max_tokens=max_model_len, param="text", caller=caller)
                 await asyncio.sleep(0)  # other requests come in between
             prompts.append(prompt)
         return prompts

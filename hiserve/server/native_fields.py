@@ -15,7 +15,7 @@ from hiserve.server.fields import MAX_NAME_CHARS, Fields
 from hiserve.server.known_fields import SAMPLING, check_fields
 from hiserve.server.prompt_fields import MAX_CHOICES
 from hiserve.server.sampling_fields import parse_sampling
-from hiserve.text.bodies import MAX_PROMPTS, parse_prompt
+from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 
 DEFAULT_NEW_TOKENS = 128
 # Fields that may be lists with an entry for each prompt.

@@ -27,11 +27,11 @@ from hiserve.server.options import Options, fit_context, parse_options
 from hiserve.server.prompt_fields import parse_prompts
 from hiserve.server.shapes import ServedModel, head_of, json_response
 from hiserve.server.sse import unless_gone
-from hiserve.text.chat import parse_chat
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.output import Output
-from hiserve.text.prompts import Prompts, truncated
-from hiserve.text.turns import Threads
+from hiserve.text.chat_request import parse_chat
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.fair_threads import FairThreads
+from hiserve.text.output import TextOutput
+from hiserve.text.prompt_encoder import PromptEncoder, truncated
 
 WARNING_HEADER = "x-hiserve-warning"
 HIDDEN_TOOLS = "the chat template of this model does not show tools: the model cannot see the tools of this request"
@@ -43,9 +43,9 @@ class OpenAIRoutes:
     Args:
         gate: Where the engine is.
         bodies: Reads what requests say.
-        prompts: Encodes prompts and remembers replies.
+        encoder: Encodes prompts and remembers replies.
         words: Where large replies are worded.
-        spelling: Of the model's tokens.
+        token_bytes: Of the model's tokens.
         metrics: Where requests are counted.
         model: The served model.
         is_strict: Refuse fields that are not known.
@@ -55,9 +55,9 @@ class OpenAIRoutes:
         self,
         gate: Gate,
         bodies: Bodies,
-        prompts: Prompts,
-        words: Threads,
-        spelling: Spelling,
+        encoder: PromptEncoder,
+        words: FairThreads,
+        token_bytes: TokenBytes,
         metrics: Metrics,
         model: ServedModel,
         *,
@@ -65,9 +65,9 @@ class OpenAIRoutes:
     ) -> None:
         self._gate = gate
         self._bodies = bodies
-        self._prompts = prompts
+        self._encoder = encoder
         self._words = words
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self._metrics = metrics
         self._model = model
         self._is_strict = is_strict
@@ -88,7 +88,7 @@ class OpenAIRoutes:
         chat = parse_chat(body)
         engine = self._gate.require()
         terms = _terms(request, options)
-        encoding = self._prompts.encode_chat(
+        encoding = self._encoder.encode_chat(
             chat,
             namespace=terms.namespace,
             max_tokens=engine.max_model_len,
@@ -103,11 +103,11 @@ class OpenAIRoutes:
             options,
             max_model_len=engine.max_model_len,
             arrived=arrived,
-            remember=partial(self._prompts.remember, terms.namespace, chat),
+            remember=partial(self._encoder.remember, terms.namespace, chat),
         )
-        shape = ChatShape(head, options, self._spelling.piece)
+        shape = ChatShape(head, options, self._token_bytes.bytes_of)
         response = await answer(request, engine, choices, shape, options, terms, self._words)
-        if self._prompts.hides_tools(chat):
+        if self._encoder.hides_tools(chat):
             self._metrics.hidden_tools.inc()
             response.headers[WARNING_HEADER] = HIDDEN_TOOLS
         return response
@@ -127,7 +127,7 @@ class OpenAIRoutes:
         )
         is_whole = options.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
-        shape = CompletionShape(head, options, self._spelling, texts)
+        shape = CompletionShape(head, options, self._token_bytes, texts)
         return await answer(request, engine, choices, shape, options, _terms(request, options), self._words)
 
     async def models(self) -> Response:
@@ -175,7 +175,7 @@ class OpenAIRoutes:
         prompts = []
         for prompt in given:
             if isinstance(prompt, str):
-                encoding = self._prompts.encode_text(
+                encoding = self._encoder.encode_text(
                     prompt,
                     max_tokens=max_model_len,
                     add_special_tokens=options.add_special_tokens,
@@ -213,7 +213,7 @@ class OpenAIRoutes:
                     name,
                     prompt,
                     of_choice,
-                    output=Output(self._spelling, of_choice),
+                    output=TextOutput(self._token_bytes, of_choice),
                     meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
                     choice=len(generations),
                     seat=seat,

@@ -8,7 +8,7 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import RequestError
-from hiserve.text.bodies import MAX_PROMPTS, parse_prompt
+from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
 
 MAX_CHOICES = 4096
 

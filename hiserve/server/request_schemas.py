@@ -11,8 +11,8 @@ from hiserve.server import known_fields
 from hiserve.server.fields import MAX_NAME_CHARS
 from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING, PER_PROMPT
 from hiserve.server.tokens import DETOKENIZE, TOKENIZE
-from hiserve.text.bodies import MAX_PROMPTS
-from hiserve.text.chat import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ROLES
+from hiserve.text.body_parser import MAX_PROMPTS
+from hiserve.text.chat_request import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, ROLES
 
 Schema = dict[str, Any]
 

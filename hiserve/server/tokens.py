@@ -16,11 +16,11 @@ from hiserve.server.known_fields import CONVERSATION, check_fields
 from hiserve.server.logprobs import token_text
 from hiserve.server.shapes import ServedModel, json_response
 from hiserve.server.sse import unless_gone
-from hiserve.text.bodies import parse_prompt
-from hiserve.text.chat import parse_chat
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.prompts import Prompts
-from hiserve.text.turns import Threads
+from hiserve.text.body_parser import parse_prompt
+from hiserve.text.chat_request import parse_chat
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.fair_threads import FairThreads
+from hiserve.text.prompt_encoder import PromptEncoder
 
 # What is worked on at once: others wait meanwhile. Encoding so much takes a second or two of a thread, decoding 0.05 s.
 MAX_CHARS = 4 * 2**20
@@ -35,9 +35,9 @@ class TokenRoutes:
 
     Args:
         bodies: Reads what requests say.
-        prompts: Encodes and decodes.
+        encoder: Encodes and decodes.
         words: Where large replies are worded.
-        spelling: Of the model's tokens.
+        token_bytes: Of the model's tokens.
         model: The served model.
         tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
         max_model_len: Longest prompt plus output, in tokens.
@@ -47,9 +47,9 @@ class TokenRoutes:
     def __init__(
         self,
         bodies: Bodies,
-        prompts: Prompts,
-        words: Threads,
-        spelling: Spelling,
+        encoder: PromptEncoder,
+        words: FairThreads,
+        token_bytes: TokenBytes,
         model: ServedModel,
         tokenizer_info: bytes,
         *,
@@ -57,9 +57,9 @@ class TokenRoutes:
         is_strict: bool,
     ) -> None:
         self._bodies = bodies
-        self._prompts = prompts
+        self._encoder = encoder
         self._words = words
-        self._spelling = spelling
+        self._token_bytes = token_bytes
         self._model = model
         self._tokenizer_info = tokenizer_info
         self._max_model_len = max_model_len
@@ -90,16 +90,16 @@ class TokenRoutes:
             chat = parse_chat(body)
             if chat.num_chars > MAX_CHARS:
                 raise fields.wrong("messages", f"at most {MAX_CHARS} characters long")
-            encoding = self._prompts.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32, caller=caller)
+            encoding = self._encoder.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32, caller=caller)
         else:
-            encoding = self._prompts.encode_text(
+            encoding = self._encoder.encode_text(
                 text, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
             )
         ids = await unless_gone(request.receive, encoding)
 
         def worded() -> Response:
             tokens = ids.tolist()
-            strings = [token_text(self._spelling.piece(token)) for token in tokens] if has_strings else None
+            strings = [token_text(self._token_bytes.bytes_of(token)) for token in tokens] if has_strings else None
             reply = {
                 "count": len(tokens),
                 "max_model_len": self._max_model_len,
@@ -123,7 +123,7 @@ class TokenRoutes:
             raise RequestError("tokens must be a list of token ids.", param="tokens")
 
         def worded() -> Response:
-            return json_response({"prompt": self._prompts.detokenize(ids.tolist())})
+            return json_response({"prompt": self._encoder.detokenize(ids.tolist())})
 
         return worded() if len(ids) <= QUICK_TOKENS else await self._words.do(worded, caller_of(request).number)
 

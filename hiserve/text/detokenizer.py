@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
         """Returns what is left at the end; the stream takes no more tokens."""
 
 
-class Spelling:
+class TokenBytes:
     """What each token id adds to a text, and the rule that joins the pieces.
 
     Two rules cover most models. *Byte level* (GPT-2, Llama 3, Qwen): each character of a token
@@ -70,7 +70,7 @@ class Spelling:
         hidden = self._tokenizer.hidden_ids if skip_special else frozenset[int]()
         return WindowDetokenizer(self._tokenizer, hidden, self._byte_ids)
 
-    def piece(self, index: int) -> bytes:
+    def bytes_of(self, index: int) -> bytes:
         """Returns the bytes that a token adds inside a text; special tokens as they are spelled.
 
         Args:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.text.detokenizer import Spelling
+from hiserve.text.detokenizer import TokenBytes
 
 
-class Shown(NamedTuple):
+class TextDelta(NamedTuple):
     """What some tokens add.
 
     Attributes:
@@ -26,7 +26,7 @@ class Shown(NamedTuple):
     matched_stop: str | int | None
 
 
-class Output:
+class TextOutput:
     """Turns the tokens of one choice into text, whatever the chunks they come in.
 
     The text ends at the first place where a stop text is complete. If several are complete there, the
@@ -35,21 +35,21 @@ class Output:
     The token that ends a choice counts as a token but is not in the text, unless the stop is to be included.
 
     Args:
-        spelling: Of the model's tokens.
+        token_bytes: Of the model's tokens.
         sampling: Its stops, and what of them and of special tokens is shown.
     """
 
     __slots__ = ("_detokenizer", "_ended", "_held", "_num_tokens", "_sampling", "_stops")
 
-    def __init__(self, spelling: Spelling, sampling: SamplingParams) -> None:
+    def __init__(self, token_bytes: TokenBytes, sampling: SamplingParams) -> None:
         self._sampling = sampling
-        self._detokenizer = spelling.detokenizer(skip_special=sampling.skip_special_tokens)
+        self._detokenizer = token_bytes.detokenizer(skip_special=sampling.skip_special_tokens)
         self._stops = [_StopText(text) for text in sampling.stop]
         self._held = ""  # may become a stop text
         self._num_tokens = 0
-        self._ended: Shown | None = None
+        self._ended: TextDelta | None = None
 
-    def push(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+    def push(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
         """Takes the next tokens.
 
         Args:
@@ -66,13 +66,13 @@ class Output:
             self._ended = shown._replace(text="", num_tokens=0)
         return shown
 
-    def _plain(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+    def _plain(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
         if not finish:
-            return Shown(self._detokenizer.push(tokens), len(tokens), finish, None)
+            return TextDelta(self._detokenizer.push(tokens), len(tokens), finish, None)
         text = self._detokenizer.push(self._visible(tokens, finish)) + self._detokenizer.flush()
-        return Shown(text, len(tokens), finish, self._end_token(tokens, finish))
+        return TextDelta(text, len(tokens), finish, self._end_token(tokens, finish))
 
-    def _scan(self, tokens: Sequence[int], finish: FinishReason) -> Shown:
+    def _scan(self, tokens: Sequence[int], finish: FinishReason) -> TextDelta:
         """Looks for stop texts token by token, so that it is known which one completed a match."""
         texts = []
         visible = self._visible(tokens, finish)
@@ -81,15 +81,15 @@ class Output:
             text, stop = self._release(self._detokenizer.push((token,)))
             texts.append(text)
             if stop is not None:
-                return Shown("".join(texts), i + 1, FinishReason.STOP, stop)
+                return TextDelta("".join(texts), i + 1, FinishReason.STOP, stop)
         if not finish:
-            return Shown("".join(texts), len(tokens), finish, None)
+            return TextDelta("".join(texts), len(tokens), finish, None)
         self._num_tokens += len(tokens) - len(visible)
         text, stop = self._release(self._detokenizer.flush())
         texts.append(text)
         if stop is not None:
-            return Shown("".join(texts), len(tokens), FinishReason.STOP, stop)
-        return Shown("".join(texts) + self._held, len(tokens), finish, self._end_token(tokens, finish))
+            return TextDelta("".join(texts), len(tokens), FinishReason.STOP, stop)
+        return TextDelta("".join(texts) + self._held, len(tokens), finish, self._end_token(tokens, finish))
 
     def _release(self, new: str) -> tuple[str, str | None]:
         """Adds text; returns what of it and of the held text may be shown, and the stop text that it ends at."""

@@ -13,9 +13,9 @@ import jinja2
 import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
-from hiserve.text.budget import MAX_WORK_CHARS, Budget, BudgetError
-from hiserve.text.chat import ChatRequest, check_text
-from hiserve.text.sandbox import BoundedEnvironment
+from hiserve.text.chat_request import ChatRequest, check_text
+from hiserve.text.render_budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
+from hiserve.text.template_sandbox import BoundedEnvironment
 
 RENDER_S = 5.0
 # What a template may raise over messages it was not written for.
@@ -150,7 +150,7 @@ class ChatTemplate:
             "add_generation_prompt": chat.add_generation_prompt,
         }
         template = self._tool_template if chat.tools else self._template
-        text = self._run(template, variables, max_chars, Budget(max_s, max_work))
+        text = self._run(template, variables, max_chars, RenderBudget(max_s, max_work))
         if chat.continue_final_message:
             text, end, _ = text.rpartition(_END)
             if not end:
@@ -179,7 +179,9 @@ class ChatTemplate:
         except (SyntaxError, RecursionError, MemoryError) as error:  # Python's, over the code that Jinja makes of it
             raise ModelError(f"the chat template is nested too deeply: {type(error).__name__}.") from None
 
-    def _run(self, template: jinja2.Template, variables: dict[str, Any], max_chars: int | None, budget: Budget) -> str:
+    def _run(
+        self, template: jinja2.Template, variables: dict[str, Any], max_chars: int | None, budget: RenderBudget
+    ) -> str:
         parts, num_chars = [], 0
         try:
             for part in self._environment.stream(template, variables, budget):
@@ -194,7 +196,7 @@ class ChatTemplate:
         except TEMPLATE_FAILURES as error:
             raise RequestError(
                 f"the chat template refuses these messages: {str(error)[:200]}",
-                code=TOO_SLOW if isinstance(error, BudgetError) else None,
+                code=TOO_SLOW if isinstance(error, RenderBudgetError) else None,
                 param="messages",
             ) from None
         return "".join(parts)

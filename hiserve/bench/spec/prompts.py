@@ -14,7 +14,7 @@ from hiserve.bench.spec.engine import Tokens
 from hiserve.config import Config
 from hiserve.errors import ConfigError
 from hiserve.models.builtin_shapes import read_model
-from hiserve.text.chat import parse_chat
+from hiserve.text.chat_request import parse_chat
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 

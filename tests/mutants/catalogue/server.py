@@ -4,8 +4,8 @@ from hiserve.commands import serve
 from hiserve.core import request
 from hiserve.server import admin, answer, auth, choices, connection, gate, known_fields, limits, prompt_fields, request_schemas, sse
 from hiserve.server import bodies as server_bodies
-from hiserve.text import bodies as text_bodies
-from hiserve.text import chat
+from hiserve.text import body_parser as text_bodies
+from hiserve.text import chat_request
 from tests.unit.commands import test_serve
 from tests.unit.server import (
     test_auth,
@@ -23,7 +23,7 @@ from tests.unit.server import (
     test_metrics,
     test_schema,
 )
-from tests.unit.text import test_chat
+from tests.unit.text import test_chat_request
 
 with known_fields.check_fields, test_errors.test_what_is_not_built_is_never_silently_ignored:
     "INV 16: an unsupported field is ignored"
@@ -41,11 +41,11 @@ with request.SamplingParams.__post_init__, test_input_limits.test_too_much_is_re
     "INV 63: a stop text has no limit"
     (number := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS
     False
-with chat.parse_messages, test_chat.test_arguments_of_all_calls_together_have_a_bounded_number_of_values:
+with chat_request.parse_messages, test_chat_request.test_arguments_of_all_calls_together_have_a_bounded_number_of_values:
     "INV 63: arguments of tool calls have no limit"
     num_values > MAX_VALUES
     False
-with chat.check_json, test_chat.test_malformed_fields_are_refused_with_their_place:
+with chat_request.check_json, test_chat_request.test_malformed_fields_are_refused_with_their_place:
     "INV 23: nested JSON has no limit"
     range(MAX_DEPTH)
     iter(int, 1)

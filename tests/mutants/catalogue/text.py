@@ -1,33 +1,33 @@
 """Text: detokenizer, stop texts, templates, remembered replies."""
 
-from hiserve.text import budget, comparisons, convert, cuts, detokenizer, output, replies
-from tests.unit.text import test_cuts, test_detokenizer, test_output, test_replies, test_sandbox, test_tokenizer
+from hiserve.text import convert, detokenizer, output, render_budget, reply_tokens, split_points, template_comparisons
+from tests.unit.text import test_detokenizer, test_output, test_reply_tokens, test_split_points, test_template_sandbox, test_tokenizer
 
 with detokenizer.ByteLevelDetokenizer.push, test_detokenizer.test_a_split_character_is_held_back_until_it_is_complete:
     "INV 15: half a character is sent"
     self._decoder.decode(b"".join([pieces[i] for i in ids if i < len(pieces)]))
     b"".join([pieces[i] for i in ids if i < len(pieces)]).decode(errors="replace")
-with output.Output._release, test_output.test_no_part_of_a_stop_leaks_and_nothing_is_held_needlessly:
+with output.TextOutput._release, test_output.test_no_part_of_a_stop_leaks_and_nothing_is_held_needlessly:
     "INV 21: the start of a stop text is sent"
     max(stop.num_matched for stop in self._stops)
     0
-with output.Output._scan, test_output.test_a_stop_that_spans_tokens_cuts_what_follows_from_text_and_count:
+with output.TextOutput._scan, test_output.test_a_stop_that_spans_tokens_cuts_what_follows_from_text_and_count:
     "INV 21: tokens after a stop text are counted"
     i + 1
     len(tokens)
-with replies._is_usable, test_replies.test_ids_that_decode_to_another_text_are_not_used:
+with reply_tokens._is_usable, test_reply_tokens.test_ids_that_decode_to_another_text_are_not_used:
     "INV 13: remembered ids are spliced whatever they decode to"
     tokenizer.decode(ids, skip_hidden=False) == content
     True
-with budget.Budget.pay, test_sandbox.test_time_that_is_over_has_a_code_of_its_own:
+with render_budget.RenderBudget.pay, test_template_sandbox.test_time_that_is_over_has_a_code_of_its_own:
     "INV 22: a template renders without a time limit"
     time.monotonic() > self._deadline
     False
-with comparisons.pay_visits, test_sandbox.test_a_template_that_would_not_end_is_stopped:
+with template_comparisons.pay_visits, test_template_sandbox.test_a_template_that_would_not_end_is_stopped:
     "INV 22: comparing nested lists in a template is free"
     waiting.append(iter(inner))
     pass
-with cuts.Cuts._are_tokens_cut, test_cuts.test_a_part_of_a_prompt_has_the_tokens_of_the_whole:
+with split_points.SplitPoints._are_tokens_cut, test_split_points.test_a_part_of_a_prompt_has_the_tokens_of_the_whole:
     "INV 63: a text is cut anywhere"
     [*before.tolist(), *after[self.num_anchor :].tolist()] == whole.tolist()
     True

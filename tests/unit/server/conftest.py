@@ -16,9 +16,9 @@ from hiserve.server.app import create_app
 from hiserve.server.gate import Gate
 from hiserve.server.metrics import Metrics
 from hiserve.server.shapes import ServedModel
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.prompts import Prompts
-from hiserve.text.replies import Replies
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.prompt_encoder import PromptEncoder
+from hiserve.text.reply_tokens import ReplyTokenCache
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
@@ -59,7 +59,7 @@ class Server:
     app: Any
     engine: FakeEngineClient
     gate: Gate
-    replies: Replies
+    reply_cache: ReplyTokenCache
 
     def call(self, method: str, path: str, body: bytes | dict[str, Any] = b"", **headers: str) -> Call:
         return Call(self.app, method, path, body, **headers)
@@ -104,11 +104,11 @@ def make_server(
         return engine
 
     gate = Gate(start or started)
-    replies = Replies()
+    reply_cache = ReplyTokenCache()
     app = create_app(
         gate=gate,
-        prompts=Prompts(tokenizer, ChatTemplate(template, {"bos_token": "<|bos|>"}), replies),
-        spelling=Spelling(tokenizer),
+        encoder=PromptEncoder(tokenizer, ChatTemplate(template, {"bos_token": "<|bos|>"}), reply_cache),
+        token_bytes=TokenBytes(tokenizer),
         metrics=Metrics("tiny", page_size=16, compat=compat),
         model=ServedModel(
             name="tiny",
@@ -123,7 +123,7 @@ def make_server(
         tokenizer_info=b'{"tokenizer_class": "Tiny"}',
         startup_s={"tokenizer": 0.1},
     )
-    return Server(app, engine, gate, replies)
+    return Server(app, engine, gate, reply_cache)
 
 
 @pytest_asyncio.fixture

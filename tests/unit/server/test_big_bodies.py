@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 
 from hiserve.errors import RequestError
-from hiserve.text import aside, aside_process
-from hiserve.text.aside import Aside
-from hiserve.text.bodies import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
-from hiserve.text.chat import MAX_PARTS, ChatRequest
+from hiserve.text import helper_pool, helper_process
+from hiserve.text.body_parser import MAX_BODY_VALUES, QUICK_STRINGS, QUICK_VALUES, Sizes, is_quick, parse_body
+from hiserve.text.chat_request import MAX_PARTS, ChatRequest
+from hiserve.text.helper_pool import HelperPool
 from hiserve.text.template import ChatTemplate
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.processes import children
@@ -187,8 +187,8 @@ SIZES = Sizes(vocab_size=100, max_model_len=1000)
 
 
 @pytest_asyncio.fixture
-async def helpers() -> AsyncIterator[Aside]:
-    made = Aside(None)
+async def helpers() -> AsyncIterator[HelperPool]:
+    made = HelperPool(None)
     yield made
     await made.close()
 
@@ -198,9 +198,9 @@ def resident_bytes(pid: int) -> int:
 
 
 async def test_a_process_that_has_grown_ends_and_the_next_body_has_another(
-    helpers: Aside, monkeypatch: pytest.MonkeyPatch
+    helpers: HelperPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aside, "IDLE_S", 1e6)
+    monkeypatch.setattr(helper_pool, "IDLE_S", 1e6)
     before = set(children(os.getpid()))
     await helpers.slim(b'{"prompt": "Hi"}', SIZES, 0)
     (first,) = set(children(os.getpid())) - before
@@ -211,19 +211,19 @@ async def test_a_process_that_has_grown_ends_and_the_next_body_has_another(
     assert await helpers.slim(b'{"prompt": "Hi"}', SIZES, 0) == {"prompt": "Hi"}
     (second,) = set(children(os.getpid())) - before
     assert second != first
-    assert resident_bytes(second) < aside_process.KEPT_MEMORY_BYTES
+    assert resident_bytes(second) < helper_process.KEPT_MEMORY_BYTES
 
 
-async def test_a_process_gives_way_to_the_event_loop_and_may_not_take_all_memory(helpers: Aside) -> None:
+async def test_a_process_gives_way_to_the_event_loop_and_may_not_take_all_memory(helpers: HelperPool) -> None:
     before = set(children(os.getpid()))
     await helpers.slim(b"{}", SIZES, 0)
     (pid,) = set(children(os.getpid())) - before
     least = 19  # no process is nicer
-    assert os.getpriority(os.PRIO_PROCESS, pid) == min(least, os.nice(0) + aside_process.NICENESS)
-    assert resource.prlimit(pid, resource.RLIMIT_DATA) == (aside_process.MAX_MEMORY_BYTES,) * 2
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(least, os.nice(0) + helper_process.NICENESS)
+    assert resource.prlimit(pid, resource.RLIMIT_DATA) == (helper_process.MAX_MEMORY_BYTES,) * 2
 
 
-async def test_a_process_that_dies_refuses_its_body_alone(helpers: Aside) -> None:
+async def test_a_process_that_dies_refuses_its_body_alone(helpers: HelperPool) -> None:
     before = set(children(os.getpid()))
     await helpers.slim(b"{}", SIZES, 0)
     (pid,) = set(children(os.getpid())) - before
@@ -238,8 +238,8 @@ async def test_a_process_that_dies_refuses_its_body_alone(helpers: Aside) -> Non
 
 
 async def test_work_that_cannot_be_sent_takes_no_place() -> None:
-    made = Aside(ChatTemplate("{{ messages[0].content }}"))
-    for _ in range(2 * aside.NUM_PROCESSES):
+    made = HelperPool(ChatTemplate("{{ messages[0].content }}"))
+    for _ in range(2 * helper_pool.NUM_PROCESSES):
         with pytest.raises(OverflowError):
             await made.render(ChatRequest(messages=[HI], template_kwargs={"number": 2**70}), None, 0)
     async with asyncio.timeout(60):
@@ -247,8 +247,8 @@ async def test_work_that_cannot_be_sent_takes_no_place() -> None:
     await made.close()
 
 
-async def test_an_idle_process_ends(helpers: Aside, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "IDLE_S", 0.0)
+async def test_an_idle_process_ends(helpers: HelperPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper_pool, "IDLE_S", 0.0)
     before = set(children(os.getpid()))
     await helpers.slim(b"{}", SIZES, 0)
     while set(children(os.getpid())) - before:
@@ -257,7 +257,7 @@ async def test_an_idle_process_ends(helpers: Aside, monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_caller_that_goes_keeps_its_place_until_the_work_is_over() -> None:
-    made = Aside(ChatTemplate("{{ messages[0].content }}"))
+    made = HelperPool(ChatTemplate("{{ messages[0].content }}"))
     readings = [asyncio.create_task(made.slim(b'{"a": [1]}', SIZES, 0)) for _ in range(6)]
     await asyncio.sleep(0)
     for reading in readings[:4]:

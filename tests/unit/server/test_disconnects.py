@@ -38,7 +38,7 @@ async def test_a_closed_socket_aborts_the_request(server: Server, at: int, is_st
     call.disconnect()
     await call.end()
     assert [seen.aborted for seen in server.engine.seen] == [True]
-    assert server.replies.num_entries == 0
+    assert server.reply_cache.num_entries == 0
     server.engine.step = None
     assert await server.metric("hiserve:request_success_total", finished_reason="abort") == 1
     assert await server.metric("hiserve:generation_tokens_total") == at

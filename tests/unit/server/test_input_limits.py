@@ -11,7 +11,7 @@ from hiserve.server.fields import MAX_NAME_CHARS
 from hiserve.server.known_fields import CHAT, COMPLETIONS
 from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING
 from hiserve.server.tokens import DETOKENIZE, MAX_CHARS, MAX_TOKENS, TOKENIZE
-from hiserve.text.chat import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
+from hiserve.text.chat_request import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
 from tests.unit.server.conftest import Server
 
 LONG = "x" * 200_000

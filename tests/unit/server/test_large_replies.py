@@ -14,8 +14,8 @@ from hiserve.core.plan import Scores
 from hiserve.server.generation import QUICK_SCORE_BYTES
 from hiserve.server.logprobs import MAX_PROMPT_SCORES
 from hiserve.server.tokens import QUICK_TOKENS
-from hiserve.text.detokenizer import Spelling
-from hiserve.text.prompts import Prompts
+from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.prompt_encoder import PromptEncoder
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import Server, make_server
 
@@ -47,18 +47,18 @@ async def scoring() -> AsyncIterator[Server]:
 def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the threads in which tokens were spelled."""
     found: set[str] = set()
-    piece, detokenize = Spelling.piece, Prompts.detokenize
+    piece, detokenize = TokenBytes.bytes_of, PromptEncoder.detokenize
 
-    def seen_piece(self: Spelling, index: int) -> bytes:
+    def seen_piece(self: TokenBytes, index: int) -> bytes:
         found.add(threading.current_thread().name.partition("_")[0])
         return piece(self, index)
 
-    def seen_detokenize(self: Prompts, ids: Any) -> str:
+    def seen_detokenize(self: PromptEncoder, ids: Any) -> str:
         found.add(threading.current_thread().name.partition("_")[0])
         return detokenize(self, ids)
 
-    monkeypatch.setattr(Spelling, "piece", seen_piece)
-    monkeypatch.setattr(Prompts, "detokenize", seen_detokenize)
+    monkeypatch.setattr(TokenBytes, "bytes_of", seen_piece)
+    monkeypatch.setattr(PromptEncoder, "detokenize", seen_detokenize)
     return found
 
 

@@ -201,12 +201,12 @@ async def test_a_reply_keeps_its_tokens_in_the_next_turn(server: Server) -> None
 async def test_an_aborted_reply_is_not_remembered(server: Server) -> None:
     server.engine.finish = FinishReason.ABORT
     assert (await server.chat("Hi")).json["choices"][0]["finish_reason"] == "abort"
-    assert server.replies.num_entries == 0
+    assert server.reply_cache.num_entries == 0
 
 
 async def test_text_completions_are_not_remembered(server: Server) -> None:
     await server.complete("Hi")
-    assert server.replies.num_entries == 0
+    assert server.reply_cache.num_entries == 0
 
 
 async def test_models_are_listed_and_found_by_name(server: Server) -> None:

@@ -9,13 +9,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders
 
-from hiserve.text.detokenizer import REPLACEMENT, Spelling
+from hiserve.text.detokenizer import REPLACEMENT, TokenBytes
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
 BYTE_LEVEL = tiny_text.byte_level()
 BYTE_FALLBACK = tiny_text.byte_fallback()
-SPELLINGS = {id(tokenizer): Spelling(tokenizer) for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK)}
+SPELLINGS = {id(tokenizer): TokenBytes(tokenizer) for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK)}
 
 
 def chunked(ids: list[int], cuts: list[int]) -> list[list[int]]:
@@ -87,7 +87,7 @@ def test_an_end_token_that_is_not_marked_special_is_not_shown() -> None:
     end = backend.token_to_id("the")
     assert end is not None
     tokenizer = Tokenizer(backend, eos_token_ids=[end])
-    detokenizer = Spelling(tokenizer).detokenizer()
+    detokenizer = TokenBytes(tokenizer).detokenizer()
     assert detokenizer.push([end]) + detokenizer.flush() == ""
 
 
@@ -118,14 +118,14 @@ OTHERS = {
 @example(ids=[15, 16, 12], cuts=[2], skips=False)  # an unknown id inside a run of bytes
 def test_any_other_decoder_is_streamed_too(name: str, ids: list[int], cuts: list[int], skips: bool) -> None:
     tokenizer = tiny_text.with_decoder(OTHERS[name])
-    detokenizer = Spelling(tokenizer).detokenizer(skip_special=skips)
+    detokenizer = TokenBytes(tokenizer).detokenizer(skip_special=skips)
     pieces = [detokenizer.push(chunk) for chunk in chunked(ids, cuts)]
     assert "".join([*pieces, detokenizer.flush()]) == tokenizer.decode(ids, skip_hidden=skips)
 
 
 @pytest.mark.parametrize(("name", "ids"), [("WordPiece", [2, 3, 2]), ("Metaspace", [4, 5, 4]), ("BPEDecoder", [7, 7])])
 def test_another_decoder_shows_each_token_at_once(name: str, ids: list[int]) -> None:
-    detokenizer = Spelling(tiny_text.with_decoder(OTHERS[name])).detokenizer()
+    detokenizer = TokenBytes(tiny_text.with_decoder(OTHERS[name])).detokenizer()
     assert all(detokenizer.push([index]) for index in ids)
 
 
@@ -141,11 +141,11 @@ def test_special_tokens_are_shown_when_asked_for(tokenizer: Tokenizer, ids: list
 def test_a_piece_is_what_a_token_adds_inside_a_text() -> None:
     euro = BYTE_LEVEL.encode("€", add_special_tokens=False).tolist()
     level, fallback = (SPELLINGS[id(tokenizer)] for tokenizer in (BYTE_LEVEL, BYTE_FALLBACK))
-    assert b"".join(map(level.piece, euro)) == "€".encode()
-    assert level.piece(tiny_text.USER) == b"<|user|>"
-    assert level.piece(10**6) == b""
-    assert fallback.piece(3 + 0xE2) == b"\xe2"
-    assert fallback.piece(285) == b" "
-    others = {name: Spelling(tiny_text.with_decoder(OTHERS[name])) for name in ("WordPiece", "bytes, then Metaspace")}
-    assert [others["WordPiece"].piece(index) for index in (2, 3, 1)] == [b" up", b"on", b" [CLS]"]
-    assert [others["bytes, then Metaspace"].piece(index) for index in (4, 13, 99)] == [b" hi", b"\x82", b""]
+    assert b"".join(map(level.bytes_of, euro)) == "€".encode()
+    assert level.bytes_of(tiny_text.USER) == b"<|user|>"
+    assert level.bytes_of(10**6) == b""
+    assert fallback.bytes_of(3 + 0xE2) == b"\xe2"
+    assert fallback.bytes_of(285) == b" "
+    others = {name: TokenBytes(tiny_text.with_decoder(OTHERS[name])) for name in ("WordPiece", "bytes, then Metaspace")}
+    assert [others["WordPiece"].bytes_of(index) for index in (2, 3, 1)] == [b" up", b"on", b" [CLS]"]
+    assert [others["bytes, then Metaspace"].bytes_of(index) for index in (4, 13, 99)] == [b" hi", b"\x82", b""]

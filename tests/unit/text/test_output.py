@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.text.detokenizer import REPLACEMENT, Spelling
-from hiserve.text.output import Output, Shown
+from hiserve.text.detokenizer import REPLACEMENT, TokenBytes
+from hiserve.text.output import TextDelta, TextOutput
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
@@ -23,11 +23,11 @@ TOKENIZERS = {
     "window": tiny_text.with_decoder(None),
 }
 LEVEL = TOKENIZERS["byte level"]
-SPELLINGS = {name: Spelling(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+SPELLINGS = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 RUNNING, STOP, LENGTH = FinishReason.RUNNING, FinishReason.STOP, FinishReason.LENGTH
 
 
-def push_all(output: Output, chunks: list[list[int]], finish: FinishReason = LENGTH) -> list[Shown]:
+def push_all(output: TextOutput, chunks: list[list[int]], finish: FinishReason = LENGTH) -> list[TextDelta]:
     """Pushes chunks, the last one with the finish reason, until the choice has ended."""
     shown = []
     for i, chunk in enumerate(chunks):
@@ -41,10 +41,14 @@ def spelt(text: str) -> list[int]:
     return tiny_text.spell_in_bytes(LEVEL, text)
 
 
-def show(text: str, *stops: str, **params: Any) -> Shown:
+def show(text: str, *stops: str, **params: Any) -> TextDelta:
     """Pushes a text one character a token; returns all that was shown, as one."""
-    pieces = push_all(Output(SPELLINGS["byte level"], SamplingParams(stop=stops, **params)), [[i] for i in spelt(text)])
-    return Shown("".join(piece.text for piece in pieces), sum(piece.num_tokens for piece in pieces), *pieces[-1][2:])
+    pieces = push_all(
+        TextOutput(SPELLINGS["byte level"], SamplingParams(stop=stops, **params)), [[i] for i in spelt(text)]
+    )
+    return TextDelta(
+        "".join(piece.text for piece in pieces), sum(piece.num_tokens for piece in pieces), *pieces[-1][2:]
+    )
 
 
 def reference(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> tuple[str, int, str | None]:
@@ -54,7 +58,7 @@ def reference(tokenizer: Tokenizer, ids: list[int], params: SamplingParams) -> t
     """
     whole = tokenizer.decode(ids, skip_hidden=params.skip_special_tokens)
     certain = []  # characters certain after each token
-    detokenizer = Spelling(tokenizer).detokenizer(skip_special=params.skip_special_tokens)
+    detokenizer = TokenBytes(tokenizer).detokenizer(skip_special=params.skip_special_tokens)
     num_chars = 0
     for index in ids:
         num_chars += len(detokenizer.push([index]))
@@ -100,7 +104,7 @@ def test_the_text_is_the_whole_decoding_up_to_the_first_stop(
     places = sorted({0, len(ids), *cuts})
     chunks = [ids[a:b] for a, b in pairwise(places)]
 
-    shown = push_all(Output(SPELLINGS[name], params), chunks)
+    shown = push_all(TextOutput(SPELLINGS[name], params), chunks)
 
     text, num_counted, stop = reference(tokenizer, ids, params)
     assert "".join(piece.text for piece in shown) == text
@@ -112,7 +116,7 @@ def test_the_text_is_the_whole_decoding_up_to_the_first_stop(
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3))
 @example("aabaabaaa", ["aabaaa"])
 def test_no_part_of_a_stop_leaks_and_nothing_is_held_needlessly(text: str, stops: list[str]) -> None:
-    output = Output(SPELLINGS["byte level"], SamplingParams(stop=tuple(stops)))
+    output = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=tuple(stops)))
     shown = ""
     for at, index in enumerate(spelt(text)):
         piece = output.push([index], RUNNING)
@@ -126,61 +130,63 @@ def test_no_part_of_a_stop_leaks_and_nothing_is_held_needlessly(text: str, stops
 
 
 def test_what_was_held_is_shown_at_the_end() -> None:
-    assert show("hello wor", "world") == Shown("hello wor", 9, LENGTH, None)
+    assert show("hello wor", "world") == TextDelta("hello wor", 9, LENGTH, None)
 
 
 def test_a_stop_that_spans_tokens_cuts_what_follows_from_text_and_count() -> None:
-    output = Output(SPELLINGS["byte level"], SamplingParams(stop=("bcd",)))
-    assert output.push(spelt("ab"), RUNNING) == Shown("a", 2, RUNNING, None)
-    assert output.push(spelt("cdef"), RUNNING) == Shown("", 2, STOP, "bcd")
-    assert output.push(spelt("gh"), LENGTH) == Shown("", 0, STOP, "bcd"), "nothing comes after the end"
+    output = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=("bcd",)))
+    assert output.push(spelt("ab"), RUNNING) == TextDelta("a", 2, RUNNING, None)
+    assert output.push(spelt("cdef"), RUNNING) == TextDelta("", 2, STOP, "bcd")
+    assert output.push(spelt("gh"), LENGTH) == TextDelta("", 0, STOP, "bcd"), "nothing comes after the end"
 
 
 def test_a_stop_that_starts_inside_a_token_cuts_it() -> None:
     the = LEVEL.encode("the", add_special_tokens=False).tolist()
     assert len(the) == 1
-    shown = Output(SPELLINGS["byte level"], SamplingParams(stop=("he",))).push(the, RUNNING)
-    assert shown == Shown("t", 1, STOP, "he")
+    shown = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=("he",))).push(the, RUNNING)
+    assert shown == TextDelta("t", 1, STOP, "he")
 
 
 def test_a_stop_after_half_a_character_waits_for_the_character() -> None:
     by_token = {token: index for index, token in LEVEL.vocab.items()}
-    output = Output(SPELLINGS["byte level"], SamplingParams(stop=("🙂!",)))
+    output = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=("🙂!",)))
     shown = push_all(output, [[by_token[char]] for char in "aðŁĻĤ!b"])
     assert [piece.text for piece in shown] == ["a", "", "", "", "", ""]
-    assert shown[-1] == Shown("", 1, STOP, "🙂!")
+    assert shown[-1] == TextDelta("", 1, STOP, "🙂!")
 
 
 def test_the_stop_that_is_complete_first_counts_and_of_several_the_longest() -> None:
-    assert show("xabcd", "abcd", "bc") == Shown("xa", 4, STOP, "bc")
-    assert show("xabcd", "c", "abc", "bc") == Shown("x", 4, STOP, "abc")
-    assert show("xabcd", "abc", "ab") == Shown("x", 3, STOP, "ab")
+    assert show("xabcd", "abcd", "bc") == TextDelta("xa", 4, STOP, "bc")
+    assert show("xabcd", "c", "abc", "bc") == TextDelta("x", 4, STOP, "abc")
+    assert show("xabcd", "abc", "ab") == TextDelta("x", 3, STOP, "ab")
 
 
 def test_the_stop_itself_is_shown_when_asked_for_and_nothing_is_held() -> None:
-    output = Output(SPELLINGS["byte level"], SamplingParams(stop=("bc",), include_stop_str_in_output=True))
+    output = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=("bc",), include_stop_str_in_output=True))
     assert [piece.text for piece in push_all(output, [[i] for i in spelt("abcd")])] == ["a", "b", "c"]
 
 
 def test_a_stop_does_not_count_before_the_least_number_of_tokens() -> None:
-    assert show("abxabx", "ab", min_tokens=3) == Shown("abx", 5, STOP, "ab")
-    assert show("abc", "ab", "abc", min_tokens=3) == Shown("", 3, STOP, "abc")
-    assert show("abab", "ab", min_tokens=2) == Shown("", 2, STOP, "ab")
+    assert show("abxabx", "ab", min_tokens=3) == TextDelta("abx", 5, STOP, "ab")
+    assert show("abc", "ab", "abc", min_tokens=3) == TextDelta("", 3, STOP, "abc")
+    assert show("abab", "ab", min_tokens=2) == TextDelta("", 2, STOP, "ab")
 
 
 def test_a_stop_inside_a_run_of_bytes_counts_at_the_end() -> None:
     ids = [3 + ord("a"), 3 + ord("b")]  # byte tokens: no text is certain before the run ends
-    output = Output(SPELLINGS["byte fallback"], SamplingParams(stop=("b",)))
-    assert push_all(output, [[ids[0]], [ids[1]]]) == [Shown("", 1, RUNNING, None), Shown("a", 1, STOP, "b")]
+    output = TextOutput(SPELLINGS["byte fallback"], SamplingParams(stop=("b",)))
+    assert push_all(output, [[ids[0]], [ids[1]]]) == [TextDelta("", 1, RUNNING, None), TextDelta("a", 1, STOP, "b")]
 
 
 @pytest.mark.parametrize("stops", [(), ("zzz",)], ids=["no stops", "stops"])
 def test_the_token_that_ends_a_choice_counts_but_is_not_shown(stops: tuple[str, ...]) -> None:
     end = LEVEL.encode("the", add_special_tokens=False).tolist()[0]
     params = SamplingParams(stop_token_ids=(end,), stop=stops)
-    assert Output(SPELLINGS["byte level"], params).push([*spelt("hi"), end], STOP) == Shown("hi", 3, STOP, end)
+    assert TextOutput(SPELLINGS["byte level"], params).push([*spelt("hi"), end], STOP) == TextDelta("hi", 3, STOP, end)
     shown = SamplingParams(stop_token_ids=(end,), stop=stops, include_stop_str_in_output=True)
-    assert Output(SPELLINGS["byte level"], shown).push([*spelt("hi"), end], STOP) == Shown("hithe", 3, STOP, end)
+    assert TextOutput(SPELLINGS["byte level"], shown).push([*spelt("hi"), end], STOP) == TextDelta(
+        "hithe", 3, STOP, end
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,34 +194,34 @@ def test_the_token_that_ends_a_choice_counts_but_is_not_shown(stops: tuple[str, 
 )
 def test_an_end_token_is_not_named_and_shown_only_if_special_tokens_are(skips: bool, includes: bool, text: str) -> None:
     params = SamplingParams(skip_special_tokens=skips, include_stop_str_in_output=includes)
-    shown = Output(SPELLINGS["byte level"], params).push([*spelt("hi"), tiny_text.END], STOP)
-    assert shown == Shown(text, 3, STOP, None)
+    shown = TextOutput(SPELLINGS["byte level"], params).push([*spelt("hi"), tiny_text.END], STOP)
+    assert shown == TextDelta(text, 3, STOP, None)
 
 
 def test_special_tokens_are_shown_and_match_stops_when_they_are_not_skipped() -> None:
     ids = [*spelt("hi"), tiny_text.USER, *spelt("x")]
-    for skips, expected in ((True, Shown("hix", 4, LENGTH, None)), (False, Shown("hi", 3, STOP, "<|user|>"))):
+    for skips, expected in ((True, TextDelta("hix", 4, LENGTH, None)), (False, TextDelta("hi", 3, STOP, "<|user|>"))):
         params = SamplingParams(skip_special_tokens=skips, stop=("<|user|>",))
-        assert Output(SPELLINGS["byte level"], params).push(ids, LENGTH) == expected
+        assert TextOutput(SPELLINGS["byte level"], params).push(ids, LENGTH) == expected
 
 
 def test_an_aborted_choice_shows_what_was_held() -> None:
-    output = Output(SPELLINGS["byte level"], SamplingParams(stop=("ab",)))
+    output = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=("ab",)))
     assert output.push(spelt("xa"), RUNNING).text == "x"
-    assert output.push([], FinishReason.ABORT) == Shown("a", 0, FinishReason.ABORT, None)
+    assert output.push([], FinishReason.ABORT) == TextDelta("a", 0, FinishReason.ABORT, None)
 
 
 def test_an_unfinished_character_is_a_replacement_at_the_end_and_may_be_a_stop() -> None:
     by_token = {token: index for index, token in LEVEL.vocab.items()}
     ids = [*spelt("a"), by_token["ð"]]
-    assert Output(SPELLINGS["byte level"], SamplingParams()).push(ids, LENGTH).text == "a" + REPLACEMENT
-    shown = Output(SPELLINGS["byte level"], SamplingParams(stop=(REPLACEMENT,))).push(ids, LENGTH)
-    assert shown == Shown("a", 2, STOP, REPLACEMENT)
+    assert TextOutput(SPELLINGS["byte level"], SamplingParams()).push(ids, LENGTH).text == "a" + REPLACEMENT
+    shown = TextOutput(SPELLINGS["byte level"], SamplingParams(stop=(REPLACEMENT,))).push(ids, LENGTH)
+    assert shown == TextDelta("a", 2, STOP, REPLACEMENT)
 
 
 def test_a_long_stop_that_never_comes_costs_nothing() -> None:
     params = SamplingParams()
     msgspec.structs.force_setattr(params, "stop", ("ab" * 10_000_000,))  # far more than a request may have
     begin = time.thread_time()
-    assert Output(SPELLINGS["byte level"], params).push(spelt("ab" * 20 + "c"), LENGTH).text == "ab" * 20 + "c"
+    assert TextOutput(SPELLINGS["byte level"], params).push(spelt("ab" * 20 + "c"), LENGTH).text == "ab" * 20 + "c"
     assert time.thread_time() - begin < 1.0, "preparing the whole text takes many seconds"

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
 from hiserve.models.model_config import find_model
-from hiserve.text.chat import ChatRequest, parse_messages
+from hiserve.text.chat_request import ChatRequest, parse_messages
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 

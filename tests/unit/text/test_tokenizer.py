@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 
 from hiserve.errors import ModelError
-from hiserve.text.detokenizer import Spelling
+from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
@@ -43,7 +43,7 @@ def test_a_sentencepiece_model_is_converted(tmp_path: Path) -> None:
     for text in ["I would like a coffee", "größer 🙂 zzz 日本", "two  spaces ", "a\nb"]:
         ids = tokenizer.encode(text, add_special_tokens=False).tolist()
         assert ids == oracle.encode(text)
-        detokenizer = Spelling(tokenizer).detokenizer()
+        detokenizer = TokenBytes(tokenizer).detokenizer()
         assert (
             "".join([detokenizer.push([index]) for index in ids]) + detokenizer.flush() == text == tokenizer.decode(ids)
         )

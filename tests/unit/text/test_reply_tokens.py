@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.text.chat import ChatRequest, Message
-from hiserve.text.replies import Replies, encode_chat
+from hiserve.text.chat_request import ChatRequest, Message
+from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from tests.helpers import tiny_text
 
@@ -31,22 +31,22 @@ def plain(chat: ChatRequest, template: ChatTemplate = TEMPLATE) -> list[int]:
     return TOKENIZER.encode(template.render(chat), add_special_tokens=False).tolist()
 
 
-def encode(chat: ChatRequest, replies: Replies, template: ChatTemplate = TEMPLATE) -> list[int]:
-    return encode_chat(chat, replies.recall(b"", chat), template, TOKENIZER).tolist()
+def encode(chat: ChatRequest, reply_cache: ReplyTokenCache, template: ChatTemplate = TEMPLATE) -> list[int]:
+    return encode_chat(chat, reply_cache.recall(b"", chat), template, TOKENIZER).tolist()
 
 
-def remember(replies: Replies, ids: list[int], *texts: str, namespace: bytes = b"") -> None:
+def remember(reply_cache: ReplyTokenCache, ids: list[int], *texts: str, namespace: bytes = b"") -> None:
     """Remembers the last of the replies of a conversation."""
     *before, last = texts
-    replies.remember(namespace, conversation(*before), last, ids)
+    reply_cache.remember(namespace, conversation(*before), last, ids)
 
 
-def remembering(*texts: str) -> Replies:
+def remembering(*texts: str) -> ReplyTokenCache:
     """Remembers each of the replies of a conversation, spelled in bytes."""
-    replies = Replies()
+    reply_cache = ReplyTokenCache()
     for i, text in enumerate(texts):
-        remember(replies, tiny_text.spell_in_bytes(TOKENIZER, text), *texts[: i + 1])
-    return replies
+        remember(reply_cache, tiny_text.spell_in_bytes(TOKENIZER, text), *texts[: i + 1])
+    return reply_cache
 
 
 def test_ids_that_are_not_the_canonical_tokenization_survive() -> None:
@@ -80,17 +80,17 @@ def test_only_messages_of_the_assistant_are_spliced() -> None:
 
 
 def test_ids_that_decode_to_another_text_are_not_used() -> None:
-    replies = Replies()
-    remember(replies, TOKENIZER.encode("something else", add_special_tokens=False).tolist(), REPLY)
-    assert encode(conversation(REPLY), replies) == plain(conversation(REPLY))
+    reply_cache = ReplyTokenCache()
+    remember(reply_cache, TOKENIZER.encode("something else", add_special_tokens=False).tolist(), REPLY)
+    assert encode(conversation(REPLY), reply_cache) == plain(conversation(REPLY))
 
 
 def test_ids_with_a_special_token_inside_are_not_used() -> None:
     ids = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
-    replies = Replies()
-    remember(replies, [*ids[:3], tiny_text.USER, *ids[3:]], REPLY)
+    reply_cache = ReplyTokenCache()
+    remember(reply_cache, [*ids[:3], tiny_text.USER, *ids[3:]], REPLY)
     assert TOKENIZER.decode([*ids[:3], tiny_text.USER, *ids[3:]]) == REPLY, "only when special tokens are skipped"
-    assert encode(conversation(REPLY), replies) == plain(conversation(REPLY))
+    assert encode(conversation(REPLY), reply_cache) == plain(conversation(REPLY))
 
 
 def test_a_template_that_trims_keeps_the_replies_it_leaves_alone() -> None:
@@ -133,11 +133,11 @@ def test_a_template_that_looks_into_the_content_is_obeyed(change: str) -> None:
 def test_a_message_that_forges_a_stand_in_is_plain_text(forged: str) -> None:
     chat = conversation(REPLY)
     chat.messages[0] = {"role": "user", "content": forged}
-    replies = Replies()
+    reply_cache = ReplyTokenCache()
     first = ChatRequest(messages=chat.messages[:1])
-    replies.remember(b"", first, REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
-    assert list(replies.recall(b"", chat)) == [1]
-    ids = encode(chat, replies)
+    reply_cache.remember(b"", first, REPLY, tiny_text.spell_in_bytes(TOKENIZER, REPLY))
+    assert list(reply_cache.recall(b"", chat)) == [1]
+    ids = encode(chat, reply_cache)
     assert TOKENIZER.decode(ids, skip_hidden=False) == TEMPLATE.render(chat)
 
 
@@ -153,10 +153,10 @@ def test_a_tokenizer_that_pads_every_text_is_never_spliced() -> None:
 def test_the_same_words_keep_the_ids_of_their_own_turn() -> None:
     canonical = TOKENIZER.encode(REPLY, add_special_tokens=False).tolist()
     spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
-    replies = Replies()
-    remember(replies, spelt, REPLY)
-    remember(replies, canonical, REPLY, REPLY)
-    recalled = replies.recall(b"", conversation(REPLY, REPLY))
+    reply_cache = ReplyTokenCache()
+    remember(reply_cache, spelt, REPLY)
+    remember(reply_cache, canonical, REPLY, REPLY)
+    recalled = reply_cache.recall(b"", conversation(REPLY, REPLY))
     assert {i: ids.tolist() for i, ids in recalled.items()} == {1: spelt, 3: canonical}
 
 
@@ -165,38 +165,38 @@ def test_another_conversation_does_not_see_the_reply() -> None:
 
 
 def test_namespaces_do_not_see_each_other() -> None:
-    replies = Replies()
-    remember(replies, tiny_text.spell_in_bytes(TOKENIZER, REPLY), REPLY, namespace=b"ann")
-    assert list(replies.recall(b"ann", conversation(REPLY))) == [1]
-    assert replies.recall(b"bob", conversation(REPLY)) == {}
+    reply_cache = ReplyTokenCache()
+    remember(reply_cache, tiny_text.spell_in_bytes(TOKENIZER, REPLY), REPLY, namespace=b"ann")
+    assert list(reply_cache.recall(b"ann", conversation(REPLY))) == [1]
+    assert reply_cache.recall(b"bob", conversation(REPLY)) == {}
 
 
 def test_the_memory_is_bounded_by_entries_and_drops_the_least_recently_used() -> None:
-    replies = Replies(max_entries=2)
-    remember(replies, [10], "a")
-    remember(replies, [11], "b")
-    assert list(replies.recall(b"", conversation("a"))) == [1]
-    remember(replies, [12], "c")
-    assert replies.num_entries == 2
-    assert [bool(replies.recall(b"", conversation(text))) for text in "abc"] == [True, False, True]
+    reply_cache = ReplyTokenCache(max_entries=2)
+    remember(reply_cache, [10], "a")
+    remember(reply_cache, [11], "b")
+    assert list(reply_cache.recall(b"", conversation("a"))) == [1]
+    remember(reply_cache, [12], "c")
+    assert reply_cache.num_entries == 2
+    assert [bool(reply_cache.recall(b"", conversation(text))) for text in "abc"] == [True, False, True]
 
 
 def test_the_memory_is_bounded_by_tokens() -> None:
-    replies = Replies(max_tokens=10)
+    reply_cache = ReplyTokenCache(max_tokens=10)
     for i in range(50):
-        remember(replies, [1] * (1 + i % 5), f"reply {i % 7}")
-        kept = [replies.recall(b"", conversation(f"reply {j}")) for j in range(7)]
-        assert replies.num_tokens == sum(len(found[1]) for found in kept if found) <= 10
-    remember(replies, [1] * 11, "too long")
-    assert replies.recall(b"", conversation("too long")) == {}
+        remember(reply_cache, [1] * (1 + i % 5), f"reply {i % 7}")
+        kept = [reply_cache.recall(b"", conversation(f"reply {j}")) for j in range(7)]
+        assert reply_cache.num_tokens == sum(len(found[1]) for found in kept if found) <= 10
+    remember(reply_cache, [1] * 11, "too long")
+    assert reply_cache.recall(b"", conversation("too long")) == {}
 
 
 def test_the_latest_ids_of_a_turn_count() -> None:
-    replies = Replies()
-    remember(replies, [1, 2, 3], REPLY)
-    remember(replies, [4, 5], REPLY)
-    assert replies.recall(b"", conversation(REPLY))[1].tolist() == [4, 5]
-    assert replies.num_tokens == 2
+    reply_cache = ReplyTokenCache()
+    remember(reply_cache, [1, 2, 3], REPLY)
+    remember(reply_cache, [4, 5], REPLY)
+    assert reply_cache.recall(b"", conversation(REPLY))[1].tolist() == [4, 5]
+    assert reply_cache.num_tokens == 2
 
 
 TOOL = {"type": "function", "function": {"name": "find"}}
@@ -208,11 +208,11 @@ TOOL = {"type": "function", "function": {"name": "find"}}
 def test_what_a_template_may_show_belongs_to_the_conversation(setting: dict[str, Any]) -> None:
     spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
     first, second = (msgspec.structs.replace(chat, **setting) for chat in (conversation(), conversation(REPLY)))
-    replies = Replies()
-    replies.remember(b"", first, REPLY, spelt)
-    assert replies.recall(b"", second)[1].tolist() == spelt
-    assert replies.recall(b"", conversation(REPLY)) == {}
-    assert encode_chat(second, replies.recall(b"", second), TEMPLATE, TOKENIZER).tolist() != plain(second)
+    reply_cache = ReplyTokenCache()
+    reply_cache.remember(b"", first, REPLY, spelt)
+    assert reply_cache.recall(b"", second)[1].tolist() == spelt
+    assert reply_cache.recall(b"", conversation(REPLY)) == {}
+    assert encode_chat(second, reply_cache.recall(b"", second), TEMPLATE, TOKENIZER).tolist() != plain(second)
 
 
 @pytest.mark.parametrize("more", [{"name": "ann"}, {"tool_calls": [TOOL]}, {"reasoning_content": "hm"}])
@@ -220,10 +220,10 @@ def test_every_field_of_an_earlier_message_belongs_to_the_conversation(more: dic
     spelt = tiny_text.spell_in_bytes(TOKENIZER, REPLY)
     plain_chat, other = conversation("one", REPLY), conversation("one", REPLY)
     other.messages[1].update(more)
-    replies = Replies()
-    replies.remember(b"", ChatRequest(messages=other.messages[:3]), REPLY, spelt)
-    assert list(replies.recall(b"", other)) == [3]
-    assert replies.recall(b"", plain_chat) == {}
+    reply_cache = ReplyTokenCache()
+    reply_cache.remember(b"", ChatRequest(messages=other.messages[:3]), REPLY, spelt)
+    assert list(reply_cache.recall(b"", other)) == [3]
+    assert reply_cache.recall(b"", plain_chat) == {}
 
 
 def test_a_reply_is_found_by_its_words_whatever_the_client_adds_to_it() -> None:
@@ -234,21 +234,21 @@ def test_a_reply_is_found_by_its_words_whatever_the_client_adds_to_it() -> None:
 
 def test_a_continued_message_keeps_its_ids_and_is_remembered_whole() -> None:
     begun, rest = "the token", "ized"
-    replies = Replies()
-    remember(replies, tiny_text.spell_in_bytes(TOKENIZER, begun), begun)
+    reply_cache = ReplyTokenCache()
+    remember(reply_cache, tiny_text.spell_in_bytes(TOKENIZER, begun), begun)
     messages = conversation(begun).messages[:-1]
     open_chat = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
-    ids = encode(open_chat, replies)
+    ids = encode(open_chat, reply_cache)
     assert ids == [*plain(conversation()), *tiny_text.spell_in_bytes(TOKENIZER, begun)]
     added = tiny_text.spell_in_bytes(TOKENIZER, rest)
-    replies.remember(b"", open_chat, rest, added)
-    whole = encode(conversation(begun + rest), replies)
+    reply_cache.remember(b"", open_chat, rest, added)
+    whole = encode(conversation(begun + rest), reply_cache)
     assert whole[: len(ids) + len(added)] == [*ids, *added]
 
 
 def test_a_continued_message_that_is_not_known_is_not_remembered() -> None:
-    replies = Replies()
+    reply_cache = ReplyTokenCache()
     messages = conversation("the").messages[:-1]
     open_chat = ChatRequest(messages=messages, add_generation_prompt=False, continue_final_message=True)
-    replies.remember(b"", open_chat, "text", tiny_text.spell_in_bytes(TOKENIZER, "text"))
-    assert replies.num_entries == 0
+    reply_cache.remember(b"", open_chat, "text", tiny_text.spell_in_bytes(TOKENIZER, "text"))
+    assert reply_cache.num_entries == 0

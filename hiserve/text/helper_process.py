@@ -1,6 +1,6 @@
-"""Reads large requests and renders long conversations: ``python -m hiserve.text.aside_process ENDPOINT``.
+"""Reads large requests and renders long conversations: ``python -m hiserve.text.helper_process ENDPOINT``.
 
-Started by ``text.aside``, which gives it one piece of work at a time. Each has a limit of CPU time, at which the kernel ends
+Started by ``text.helper_pool``, which gives it one piece of work at a time. Each has a limit of CPU time, at which the kernel ends
 the process, and of memory. A process that holds much memory says so with its answer and is ended, so that it returns.
 """
 
@@ -18,8 +18,8 @@ from hiserve.errors import ContextLengthError, RequestError
 from hiserve.ipc.channel import PeerGoneError, PollingChannel
 from hiserve.ipc.child import meet_parent
 from hiserve.ipc.codec import Frames
-from hiserve.text.aside import Done, Job, Refused, Rendering, Setup, Slim
-from hiserve.text.bodies import slim
+from hiserve.text.body_parser import slim
+from hiserve.text.helper_pool import Done, Job, Refused, Rendering, Setup, Slim
 from hiserve.text.template import ChatTemplate
 
 JOB_CPU_S = 10.0

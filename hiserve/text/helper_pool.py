@@ -12,12 +12,12 @@ import msgspec
 from hiserve.errors import ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.ipc.codec import Frames
 from hiserve.ipc.parent import ChildProcess
-from hiserve.text.bodies import Sizes, unpack_slim
-from hiserve.text.chat import ChatRequest
+from hiserve.text.body_parser import Sizes, unpack_slim
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.fair_threads import FairSemaphore
 from hiserve.text.template import TOO_SLOW, ChatTemplate, Sources
-from hiserve.text.turns import Turns
 
-COMMAND = (sys.executable, "-m", "hiserve.text.aside_process")
+COMMAND = (sys.executable, "-m", "hiserve.text.helper_process")
 NUM_PROCESSES = 2
 # A process without work for so long is ended, and with it goes its memory.
 IDLE_S = 8.0
@@ -30,7 +30,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Slim(msgspec.Struct, frozen=True, tag=True):
-    """Do ``bodies.slim`` for the second frame."""
+    """Do ``body_parser.slim`` for the second frame."""
 
     sizes: Sizes
 
@@ -63,7 +63,7 @@ Answer = tuple[Done | Refused, bytes]
 _ANSWER = msgspec.msgpack.Decoder(Done | Refused)
 
 
-class Aside:
+class HelperPool:
     """A few processes, each started when it is needed and ended when it is not. Lives in one event loop.
 
     Args:
@@ -74,10 +74,10 @@ class Aside:
         setup = Setup(None if template is None else template.sources)
         self._free = [_Process(msgspec.msgpack.encode(setup)) for _ in range(NUM_PROCESSES)]
         self._all = tuple(self._free)
-        self._turns = Turns(NUM_PROCESSES)
+        self._turns = FairSemaphore(NUM_PROCESSES)
 
     async def slim(self, raw: bytes, sizes: Sizes, caller: int) -> dict[str, Any]:
-        """Parses the large body of a request, checks it and makes it small; as for ``bodies.slim``.
+        """Parses the large body of a request, checks it and makes it small; as for ``body_parser.slim``.
 
         Args:
             raw: JSON.

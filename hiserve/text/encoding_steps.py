@@ -13,8 +13,8 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError
-from hiserve.text.chat import ChatRequest
-from hiserve.text.cuts import ANCHOR, Cuts, ranges
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.split_points import ANCHOR, SplitPoints, ranges
 from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
@@ -55,29 +55,29 @@ class Wanted(NamedTuple):
 Steps = Generator[Encode | Render, Any, Int32Array]
 
 
-def text_steps(text: str, cuts: Cuts, wanted: Wanted, *, add_special_tokens: bool) -> Steps:
+def text_steps(text: str, split_points: SplitPoints, wanted: Wanted, *, add_special_tokens: bool) -> Steps:
     """Encodes a plain text, as far as it counts; returns its ids, int32 ``[n]``.
 
     Raises:
         ContextLengthError: It is too long.
     """
-    is_long = len(text) > PIECE_CHARS and cuts.exist
-    around = None if not is_long else cuts.tokenizer.around if add_special_tokens else ([], [])
+    is_long = len(text) > PIECE_CHARS and split_points.exist
+    around = None if not is_long else split_points.tokenizer.around if add_special_tokens else ([], [])
     if around is None:
         ids: Int32Array = yield Encode(text, add_special_tokens)
         return ids[-wanted.most :] if wanted.from_end else ids
     before, after = (np.array(ids, dtype=np.int32) for ids in around)
-    return (yield from join_steps([before, text, after], cuts, wanted))
+    return (yield from join_steps([before, text, after], split_points, wanted))
 
 
-def join_steps(parts: Sequence[str | Int32Array], cuts: Cuts, wanted: Wanted) -> Steps:
+def join_steps(parts: Sequence[str | Int32Array], split_points: SplitPoints, wanted: Wanted) -> Steps:
     """Encodes the texts among the parts of a prompt, as far as they count; returns all ids, int32 ``[n]``.
 
     A long text is encoded piece by piece: no more of it than can count, and never so much that it takes long.
 
     Args:
         parts: Texts, and ids int32 ``[n]`` that are known.
-        cuts: Where texts may be cut.
+        split_points: Where texts may be cut.
         wanted: How much counts.
 
     Raises:
@@ -93,14 +93,14 @@ def join_steps(parts: Sequence[str | Int32Array], cuts: Cuts, wanted: Wanted) ->
 
     for part in reversed(parts) if wanted.from_end else parts:
         spans = (
-            ranges(part, cuts, size, from_end=wanted.from_end, param=wanted.param)
+            ranges(part, split_points, size, from_end=wanted.from_end, param=wanted.param)
             if isinstance(part, str)
             else [(0, 0)]
         )
         for start, end in spans:
             if isinstance(part, str):
                 ids = yield Encode(part[start:end] if start == 0 else ANCHOR + part[start:end], False)
-                ids = ids if start == 0 else ids[cuts.num_anchor :]
+                ids = ids if start == 0 else ids[split_points.num_anchor :]
             else:
                 ids = part
             found.append(ids)

@@ -10,7 +10,7 @@ each rendering has a *budget* and pays from it
 
 What can make much out of little (``*``, ``**``, ``replace``, ``join``, padding ...) pays before it begins, and
 filters that cannot be made to are left out. Each payment also looks at the clock. Between two payments there is
-only work in proportion to what was paid for. What compares, sorts or looks up lists is in ``text.comparisons``.
+only work in proportion to what was paid for. What compares, sorts or looks up lists is in ``text.template_comparisons``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from hiserve.text.budget import BUDGET, ENTRY_CHARS, Budget, budget_of, check_bits, check_width, text_of
-from hiserve.text.comparisons import TESTS, check_key, compared, pay_call
-from hiserve.text.filters import FILTERS
+from hiserve.text.render_budget import BUDGET, ENTRY_CHARS, RenderBudget, budget_of, check_bits, check_width, text_of
+from hiserve.text.template_comparisons import TESTS, check_key, compared, pay_call
+from hiserve.text.template_filters import FILTERS
 
 BLOCK_CHARS = 8  # what a block costs beside its text
 _PADDING = {"center", "ljust", "rjust", "zfill"}
@@ -157,7 +157,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.tests = dict(TESTS)
         del self.globals["lipsum"]
 
-    def stream(self, template: jinja2.Template, variables: Mapping[str, Any], budget: Budget) -> Iterator[str]:
+    def stream(self, template: jinja2.Template, variables: Mapping[str, Any], budget: RenderBudget) -> Iterator[str]:
         """Yields the parts of a rendering.
 
         Raises:

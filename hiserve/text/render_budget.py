@@ -20,11 +20,11 @@ MAX_INT_BITS = 4096
 BUDGET = " budget"
 
 
-class BudgetError(jinja2.TemplateRuntimeError):
+class RenderBudgetError(jinja2.TemplateRuntimeError):
     """A rendering has used up its budget."""
 
 
-class Budget:
+class RenderBudget:
     """What is left of it.
 
     Args:
@@ -47,9 +47,9 @@ class Budget:
         """
         self._left -= chars
         if self._left < 0:
-            raise BudgetError("it makes too much text on the way")
+            raise RenderBudgetError("it makes too much text on the way")
         if time.monotonic() > self._deadline:
-            raise BudgetError(f"it takes longer than {self._seconds:g} s")
+            raise RenderBudgetError(f"it takes longer than {self._seconds:g} s")
 
     def pay_text(self, value: Any) -> None:
         """Pays for the text of a value before that is made; what stands in it several times counts as often.
@@ -76,9 +76,9 @@ class Budget:
                 raise TypeError("a namespace has no text")
 
 
-def budget_of(context: Context) -> Budget:
+def budget_of(context: Context) -> RenderBudget:
     """Returns the budget of a rendering."""
-    budget: Budget = context.parent[BUDGET]
+    budget: RenderBudget = context.parent[BUDGET]
     return budget
 
 

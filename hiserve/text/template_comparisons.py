@@ -15,7 +15,7 @@ from jinja2.filters import FILTERS as FILTERS_OF_JINJA
 from jinja2.runtime import Context, LoopContext
 from jinja2.tests import TESTS as _TESTS
 
-from hiserve.text.budget import ENTRY_CHARS, Budget, budget_of, text_of
+from hiserve.text.render_budget import ENTRY_CHARS, RenderBudget, budget_of, text_of
 
 TESTS_OF_JINJA: Mapping[str, Any] = _TESTS
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -34,7 +34,7 @@ _COMPARING_FILTERS = "dictsort groupby max min sort unique"
 _Containers = (list, tuple, dict)
 
 
-def pay_visits(budget: Budget, value: Any) -> None:
+def pay_visits(budget: RenderBudget, value: Any) -> None:
     """Pays for visiting all that stands in a value.
 
     Raises:
@@ -56,7 +56,7 @@ def pay_visits(budget: Budget, value: Any) -> None:
 _END = object()
 
 
-def pay_comparison(budget: Budget, left: Any, right: Any) -> None:
+def pay_comparison(budget: RenderBudget, left: Any, right: Any) -> None:
     """Pays for comparing two values, or for looking for the first in the second.
 
     Raises:
@@ -91,7 +91,7 @@ def compared(context: Context, left: Any, *further: Any) -> Any:
     return result
 
 
-def pay_call(budget: Budget, function: Any, arguments: Collection[Any]) -> None:
+def pay_call(budget: RenderBudget, function: Any, arguments: Collection[Any]) -> None:
     """Pays for what a method of a list or of a dict does with its arguments: it compares them, or looks them up."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, (*_Containers, LoopContext, type)) or function is dict:

@@ -10,8 +10,8 @@ import jinja2
 from jinja2.filters import FILTERS as JINJA
 from jinja2.runtime import Context
 
-from hiserve.text.budget import ENTRY_CHARS, budget_of, check_width, text_of
-from hiserve.text.comparisons import FILTERS as COMPARING
+from hiserve.text.render_budget import ENTRY_CHARS, budget_of, check_width, text_of
+from hiserve.text.template_comparisons import FILTERS as COMPARING
 
 # What they return is no larger than what they get.
 _BOUNDED = (

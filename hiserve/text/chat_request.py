@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hiserve.errors import RequestError
-from hiserve.text.marks import num_marks
+from hiserve.text.json_size import num_marks
 
 Message = dict[str, Any]
 

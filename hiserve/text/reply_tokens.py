@@ -18,9 +18,9 @@ import numpy as np
 from hiserve.config import MAX_INT32
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
-from hiserve.text.chat import ChatRequest
-from hiserve.text.cuts import Cuts
-from hiserve.text.steps import Render, Steps, Wanted, join_steps, run_steps
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.encoding_steps import Render, Steps, Wanted, join_steps, run_steps
+from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import RENDER_S, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ _STAND_IN = "\ue000{}\ue001"
 _STAND_IN_PATTERN = re.compile("\ue000([0-9]{1,6})\ue001")
 
 
-class Replies:
+class ReplyTokenCache:
     """Generated token ids by conversation, the reply included; least recently used first out.
 
     The text alone would not do as a key: the same words may have been sampled as different ids in
@@ -85,7 +85,7 @@ class Replies:
             self._num_tokens -= len(self._ids.popitem(last=False)[1])
 
     def recall(self, namespace: bytes, chat: ChatRequest) -> dict[int, Int32Array]:
-        """Returns the remembered ids of the assistant's messages, by index in ``chat.messages``."""
+        """Returns the remembered ids of the assistant's messages, by index in ``chat_request.messages``."""
         found = {}
         for i, key in enumerate(_reply_keys(namespace, chat)):
             if chat.messages[i]["role"] == "assistant" and key in self._ids:
@@ -128,14 +128,14 @@ def encode_chat(
     Raises:
         RequestError: The template refuses the messages.
     """
-    steps = chat_steps(chat, known, Cuts(tokenizer), Wanted(MAX_INT32), max_chars=max_chars)
+    steps = chat_steps(chat, known, SplitPoints(tokenizer), Wanted(MAX_INT32), max_chars=max_chars)
     return run_steps(steps, tokenizer, template, max_s)
 
 
 def chat_steps(
     chat: ChatRequest,
     known: Mapping[int, Int32Array],
-    cuts: Cuts,
+    split_points: SplitPoints,
     wanted: Wanted,
     *,
     max_chars: int | None = None,
@@ -154,7 +154,7 @@ def chat_steps(
     Args:
         chat: The conversation.
         known: Ids of some assistant messages, by index. Those that do not decode to the text are not used.
-        cuts: Where texts may be cut, for the model's tokenizer.
+        split_points: Where texts may be cut, for the model's tokenizer.
         wanted: How much of the prompt counts.
         max_chars: As for ``ChatTemplate.render``.
 
@@ -166,13 +166,15 @@ def chat_steps(
         RequestError: The template refuses the messages.
     """
     text: str = yield Render(chat, max_chars)
-    usable = {i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, cuts.tokenizer)}
+    usable = {
+        i: ids for i, ids in known.items() if _is_usable(ids, chat.messages[i]["content"], text, split_points.tokenizer)
+    }
     pieces = [text]
     if usable:
         marked: str = yield Render(_marked(chat, usable), None)
         pieces = _split(text, marked, chat, usable)
     parts = [usable[int(piece)] if at % 2 else piece for at, piece in enumerate(pieces)]
-    return (yield from join_steps(parts, cuts, wanted))
+    return (yield from join_steps(parts, split_points, wanted))
 
 
 def _is_usable(ids: Int32Array, content: str, text: str, tokenizer: Tokenizer) -> bool:

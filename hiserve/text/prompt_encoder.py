@@ -9,14 +9,14 @@ from typing import Any
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.aside import Aside
-from hiserve.text.chat import ChatRequest
-from hiserve.text.cuts import Cuts
-from hiserve.text.replies import Replies, chat_steps
-from hiserve.text.steps import Render, Steps, Wanted, text_steps
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.encoding_steps import Render, Steps, Wanted, text_steps
+from hiserve.text.fair_threads import FairThreads
+from hiserve.text.helper_pool import HelperPool
+from hiserve.text.reply_tokens import ReplyTokenCache, chat_steps
+from hiserve.text.split_points import SplitPoints
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
-from hiserve.text.turns import Threads
 
 # Encoding this many characters takes about 5 ms; longer texts go to a thread.
 INLINE_CHARS = 20_000
@@ -28,28 +28,28 @@ INLINE_MESSAGES = 512
 STEP_CHARS = 200  # what the encoding of an empty text costs
 
 
-class Prompts:
+class PromptEncoder:
     """Encodes what clients send. Everything but ``close`` is called from one event loop.
 
     Args:
         tokenizer: The model's tokenizer.
         template: The model's chat template, or None.
-        replies: Where generated replies keep their ids.
+        reply_cache: Where generated replies keep their ids.
         num_threads: Threads that encode long prompts.
 
     Attributes:
-        aside: Processes that render long conversations, and read large bodies.
+        helpers: Processes that render long conversations, and read large bodies.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, replies: Replies, *, num_threads: int = 2
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, reply_cache: ReplyTokenCache, *, num_threads: int = 2
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._replies = replies
-        self._cuts = Cuts(tokenizer)
-        self._threads = Threads(num_threads, "hiserve-encode")
-        self.aside = Aside(template)
+        self._reply_cache = reply_cache
+        self._split_points = SplitPoints(tokenizer)
+        self._threads = FairThreads(num_threads, "hiserve-encode")
+        self.helpers = HelperPool(template)
 
     def hides_tools(self, chat: ChatRequest) -> bool:
         """Whether a conversation has tools that the chat template does not show to the model."""
@@ -57,12 +57,12 @@ class Prompts:
 
     def prepare(self) -> None:
         """Finds out where long texts may be cut, before the first one comes: 0.1 s."""
-        self._cuts.find()
+        self._split_points.find()
 
     async def close(self) -> None:
         """Ends threads and processes; encodings that have not begun are cancelled."""
         self._threads.close()
-        await self.aside.close()
+        await self.helpers.close()
 
     async def encode_text(
         self,
@@ -90,7 +90,7 @@ class Prompts:
         """
         self._check_length(len(text), max_tokens, truncate, param=param)
         wanted = _wanted(max_tokens, truncate, param)
-        steps = text_steps(text, self._cuts, wanted, add_special_tokens=add_special_tokens)
+        steps = text_steps(text, self._split_points, wanted, add_special_tokens=add_special_tokens)
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def encode_chat(
@@ -113,12 +113,12 @@ class Prompts:
             raise RequestError("this model has no chat template; use /v1/completions.", param="messages")
         shown = sum(len(message["content"]) for message in chat.messages)
         self._check_length(shown, max_tokens, truncate, param="messages")
-        known = self._replies.recall(namespace, chat)
+        known = self._reply_cache.recall(namespace, chat)
         max_chars = max_tokens * self._tokenizer.max_token_chars
         if truncate is not None:
             max_chars = max(max_chars, 4 * chat.num_chars)
         wanted = _wanted(max_tokens, truncate, "messages")
-        steps = chat_steps(chat, known, self._cuts, wanted, max_chars=max_chars)
+        steps = chat_steps(chat, known, self._split_points, wanted, max_chars=max_chars)
         return truncated(await self._run(steps, caller), truncate, max_tokens)
 
     async def _run(self, steps: Steps, caller: int) -> Int32Array:
@@ -154,7 +154,7 @@ class Prompts:
             except RequestError as error:
                 if error.code != TOO_SLOW:
                     raise
-        return await self.aside.render(step.chat, step.max_chars, caller)
+        return await self.helpers.render(step.chat, step.max_chars, caller)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
@@ -168,7 +168,7 @@ class Prompts:
         end = len(ids)
         while end and ids[end - 1] in self._tokenizer.hidden_ids:
             end -= 1
-        self._replies.remember(namespace, chat, text, ids[:end])
+        self._reply_cache.remember(namespace, chat, text, ids[:end])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens as they are spelled."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-class Turns:
+class FairSemaphore:
     """A number of places; whoever waits gets one when his caller is next. Lives in one event loop.
 
     A caller that asks for much waits behind each other caller once, whatever stands in its own line.
@@ -55,7 +55,7 @@ class Turns:
         self._num_free += 1
 
 
-class Threads:
+class FairThreads:
     """Threads for work that would hold the event loop up; callers take turns at them. Lives in one event loop.
 
     Args:
@@ -64,7 +64,7 @@ class Threads:
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._turns = Turns(num_threads)
+        self._turns = FairSemaphore(num_threads)
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def do(self, work: Callable[[], _T], caller: int) -> _T:

@@ -11,7 +11,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hiserve.errors import ModelError, RequestError
-from hiserve.text.chat import ChatRequest
+from hiserve.text.chat_request import ChatRequest
 from hiserve.text.template import TOO_SLOW, ChatTemplate
 
 pytestmark = pytest.mark.alone

@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 
 from hiserve.errors import ContextLengthError
 from hiserve.models.model_config import find_model
-from hiserve.text import cuts, steps
-from hiserve.text.cuts import Cuts
-from hiserve.text.steps import Encode, Wanted, run_steps, text_steps
+from hiserve.text import encoding_steps, split_points
+from hiserve.text.encoding_steps import Encode, Wanted, run_steps, text_steps
+from hiserve.text.split_points import SplitPoints
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
 
@@ -114,8 +114,8 @@ WITHOUT = {
 
 
 @cache
-def made(name: str) -> Cuts:
-    return Cuts((MADE | WITHOUT)[name]())
+def made(name: str) -> SplitPoints:
+    return SplitPoints((MADE | WITHOUT)[name]())
 
 
 FRAGMENTS = st.one_of(
@@ -132,8 +132,8 @@ TEXTS = st.lists(FRAGMENTS, min_size=1, max_size=60).map("".join)
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of a few characters, so that a text has many cuts."""
-    monkeypatch.setattr(steps, "PIECE_CHARS", 24)
-    monkeypatch.setattr(steps, "TOKEN_CHARS", 1)
+    monkeypatch.setattr(encoding_steps, "PIECE_CHARS", 24)
+    monkeypatch.setattr(encoding_steps, "TOKEN_CHARS", 1)
 
 
 def encoded(name: str, text: str, wanted: Wanted, *, adds: bool = True) -> list[int]:
@@ -195,8 +195,8 @@ def test_of_a_long_text_the_end_that_counts_is_encoded(most: int) -> None:
         done = tokenizer.encode(step.text, add_special_tokens=step.add_special_tokens)
     tail = WORDS[-20 * most - 2000 :]
     assert ids.tolist() == tokenizer.encode(tail, add_special_tokens=True).tolist()[-most:]
-    assert sum(given_chars) <= 12 * most + 2 * steps.PIECE_CHARS // 64
-    assert max(given_chars, default=0) <= 2 * steps.PIECE_CHARS
+    assert sum(given_chars) <= 12 * most + 2 * encoding_steps.PIECE_CHARS // 64
+    assert max(given_chars, default=0) <= 2 * encoding_steps.PIECE_CHARS
 
 
 def test_a_text_that_does_not_fit_is_encoded_until_that_is_known() -> None:
@@ -213,14 +213,16 @@ def test_a_text_that_does_not_fit_is_encoded_until_that_is_known() -> None:
             refused = error
     assert "this model's maximum context length is 1000 tokens" in str(refused)
     assert refused.param == "text"
-    assert num_chars <= 2 * steps.PIECE_CHARS < len(WORDS) / 5
+    assert num_chars <= 2 * encoding_steps.PIECE_CHARS < len(WORDS) / 5
 
 
 @pytest.mark.parametrize("from_end", [False, True])
 def test_a_text_without_a_place_to_cut_is_refused_where_it_is_too_long(from_end: bool) -> None:
-    text = "1234567890" * (cuts.MAX_WHOLE_CHARS // 10 + 10)
+    text = "1234567890" * (split_points.MAX_WHOLE_CHARS // 10 + 10)
     with pytest.raises(ContextLengthError, match="without a place where it could be divided") as refused:
         encoded("byte level", text, Wanted(10**9, from_end=from_end))
     assert refused.value.param == "prompt"
-    whole = made("byte level").tokenizer.encode(text[: steps.PIECE_CHARS + 1000], add_special_tokens=True).tolist()
-    assert encoded("byte level", text[: steps.PIECE_CHARS + 1000], Wanted(10**9)) == whole
+    whole = (
+        made("byte level").tokenizer.encode(text[: encoding_steps.PIECE_CHARS + 1000], add_special_tokens=True).tolist()
+    )
+    assert encoded("byte level", text[: encoding_steps.PIECE_CHARS + 1000], Wanted(10**9)) == whole

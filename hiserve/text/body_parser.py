@@ -11,8 +11,8 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat import MAX_MESSAGES, check_text, join_parts
-from hiserve.text.marks import bare
+from hiserve.text.chat_request import MAX_MESSAGES, check_text, join_parts
+from hiserve.text.json_size import bare
 
 MAX_PROMPTS = 1024
 # Values in a body, without the ids of prompts and with the parts of a content as one.

@@ -13,9 +13,16 @@ from tokenizers import processors
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat import ChatRequest, Message
-from hiserve.text.prompts import INLINE_CHARS, INLINE_MESSAGES, INLINE_RENDER_CHARS, INLINE_S, Prompts, truncated
-from hiserve.text.replies import Replies
+from hiserve.text.chat_request import ChatRequest, Message
+from hiserve.text.prompt_encoder import (
+    INLINE_CHARS,
+    INLINE_MESSAGES,
+    INLINE_RENDER_CHARS,
+    INLINE_S,
+    PromptEncoder,
+    truncated,
+)
+from hiserve.text.reply_tokens import ReplyTokenCache
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 from tests.helpers import tiny_text
@@ -41,12 +48,12 @@ class WatchedTokenizer(Tokenizer):
 
 
 @pytest_asyncio.fixture
-async def prompts() -> AsyncIterator[tuple[Prompts, WatchedTokenizer, Replies]]:
+async def prompts() -> AsyncIterator[tuple[PromptEncoder, WatchedTokenizer, ReplyTokenCache]]:
     tokenizer = WatchedTokenizer(tiny_text.byte_level_backend(), eos_token_ids=[tiny_text.END])
     tokenizer.threads.clear()
-    replies = Replies()
-    made = Prompts(tokenizer, ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"}), replies)
-    yield made, tokenizer, replies
+    reply_cache = ReplyTokenCache()
+    made = PromptEncoder(tokenizer, ChatTemplate(tiny_text.TEMPLATE, {"bos_token": "<|bos|>"}), reply_cache)
+    yield made, tokenizer, reply_cache
     await made.close()
 
 
@@ -82,7 +89,7 @@ async def test_a_remembered_reply_loses_its_end_token(prompts: Any) -> None:
 
 
 async def test_a_model_without_a_template_has_no_chat() -> None:
-    made = Prompts(tiny_text.byte_level(), None, Replies())
+    made = PromptEncoder(tiny_text.byte_level(), None, ReplyTokenCache())
     with pytest.raises(RequestError, match="no chat template; use /v1/completions"):
         await made.encode_chat(CHAT, namespace=b"", max_tokens=100)
     await made.close()
@@ -103,7 +110,7 @@ async def test_a_slow_template_does_not_hold_up_the_loop(
     """It is told by the CPU time that this process spends on it: a process of its own renders."""
     spent_s: list[float] = []
     template = ChatTemplate(source)
-    made = Prompts(tiny_text.byte_level(), template, Replies())
+    made = PromptEncoder(tiny_text.byte_level(), template, ReplyTokenCache())
     render = template.render
 
     def timed(*args: Any, **limits: Any) -> str:
@@ -134,14 +141,14 @@ async def test_a_large_conversation_is_not_begun_in_the_loop(
     num_messages: int, num_chars: int, is_in_loop: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template, places = ChatTemplate("{{ messages[0].content }}"), list[str]()
-    made = Prompts(tiny_text.byte_level(), template, Replies())
+    made = PromptEncoder(tiny_text.byte_level(), template, ReplyTokenCache())
 
     async def aside(*args: Any) -> str:
         places.append("aside")
         return "a"
 
     monkeypatch.setattr(template, "render", lambda *args, **limits: places.append("loop") or "a")
-    monkeypatch.setattr(made.aside, "render", aside)
+    monkeypatch.setattr(made.helpers, "render", aside)
     chat = ChatRequest(messages=[{"role": "user", "content": "a" * num_chars}] * num_messages)
     await made.encode_chat(chat, namespace=b"", max_tokens=10**7)
     assert places == ["loop" if is_in_loop else "aside"]
@@ -153,7 +160,7 @@ async def test_a_template_that_refuses_is_not_asked_again() -> None:
     template = ChatTemplate("{{ raise_exception('no') }}")
     render = template.render
     template.render = lambda *args, **kwargs: calls.append(1) or render(*args, **kwargs)  # type: ignore[method-assign]
-    made = Prompts(tiny_text.byte_level(), template, Replies())
+    made = PromptEncoder(tiny_text.byte_level(), template, ReplyTokenCache())
     with pytest.raises(RequestError, match="refuses"):
         await made.encode_chat(CHAT, namespace=b"", max_tokens=1000)
     assert len(calls) == 1
@@ -161,7 +168,7 @@ async def test_a_template_that_refuses_is_not_asked_again() -> None:
 
 
 async def test_what_the_template_adds_counts_for_the_length_too() -> None:
-    made = Prompts(tiny_text.byte_level(), ChatTemplate("{{ messages[0].content * 1000 }}"), Replies())
+    made = PromptEncoder(tiny_text.byte_level(), ChatTemplate("{{ messages[0].content * 1000 }}"), ReplyTokenCache())
     with pytest.raises(ContextLengthError):
         await made.encode_chat(CHAT, namespace=b"", max_tokens=100)
     await made.close()
@@ -172,7 +179,7 @@ async def test_special_tokens_of_the_tokenizer_are_added_unless_not_wanted() -> 
     backend.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", tiny_text.BOS)]
     )
-    made = Prompts(Tokenizer(backend), None, Replies())
+    made = PromptEncoder(Tokenizer(backend), None, ReplyTokenCache())
     bare = (await made.encode_text("the", max_tokens=100, add_special_tokens=False)).tolist()
     assert (await made.encode_text("the", max_tokens=100)).tolist() == [tiny_text.BOS, *bare]
     await made.close()

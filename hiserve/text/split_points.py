@@ -37,7 +37,7 @@ _LEFT = ("", "the 12", "I'", "\n…", "naïve")
 _RIGHT = ("", "the", " \n", "'s 12? 日")
 
 
-class Cuts:
+class SplitPoints:
     """The places where texts may be cut, for one tokenizer.
 
     A tokenizer splits a text into words by a pattern, and words into tokens. A cut is right where a word ends whatever
@@ -129,12 +129,14 @@ class Cuts:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def ranges(text: str, cuts: Cuts, size: Callable[[], int], *, from_end: bool, param: str) -> Iterator[tuple[int, int]]:
+def ranges(
+    text: str, split_points: SplitPoints, size: Callable[[], int], *, from_end: bool, param: str
+) -> Iterator[tuple[int, int]]:
     """Yields where the parts of a text are, ``[start, end)``, one behind the other or from the end backwards.
 
     Args:
         text: Any text.
-        cuts: Where it may be cut.
+        split_points: Where it may be cut.
         size: Returns about how many characters the next part shall have; it has more where there is no cut.
         from_end: Begin with the last part.
         param: The request field that the text came from.
@@ -148,10 +150,12 @@ def ranges(text: str, cuts: Cuts, size: Callable[[], int], *, from_end: bool, pa
         cut = None
         if wanted < length:
             cut = (
-                cuts.last(text, max(1, length - most), length - wanted) if from_end else cuts.first(text, wanted, most)
+                split_points.last(text, max(1, length - most), length - wanted)
+                if from_end
+                else split_points.first(text, wanted, most)
             )
         taken = length if cut is None else length - cut if from_end else cut
-        if taken - done > MAX_WHOLE_CHARS and cuts.exist:
+        if taken - done > MAX_WHOLE_CHARS and split_points.exist:
             raise ContextLengthError(
                 f"the prompt has {MAX_WHOLE_CHARS} characters without a place where it could be divided, such as a space "
                 "behind a letter. Divide or shorten it.",

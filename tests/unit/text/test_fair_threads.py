@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
-from hiserve.text.turns import Turns
+from hiserve.text.fair_threads import FairSemaphore
 
 
 async def test_who_asks_for_much_waits_behind_each_other_caller_once() -> None:
-    turns, order = Turns(1), list[int]()
+    turns, order = FairSemaphore(1), list[int]()
 
     async def work(caller: int) -> None:
         await turns.enter(caller)
@@ -24,7 +24,7 @@ async def test_who_asks_for_much_waits_behind_each_other_caller_once() -> None:
 async def test_places_are_kept_whoever_leaves() -> None:
     print("seed 5")
     dice = random.Random(5)
-    turns, num_inside, most_inside = Turns(3), 0, 0
+    turns, num_inside, most_inside = FairSemaphore(3), 0, 0
 
     async def work(caller: int) -> None:
         nonlocal num_inside, most_inside
@@ -50,7 +50,7 @@ async def test_places_are_kept_whoever_leaves() -> None:
 
 
 async def test_who_goes_as_soon_as_it_is_his_turn_passes_it_on() -> None:
-    turns = Turns(1)
+    turns = FairSemaphore(1)
     await turns.enter(1)
     goes, stays = (asyncio.create_task(turns.enter(caller)) for caller in (2, 3))
     await asyncio.sleep(0)

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hiserve.core.plan import Int32Array
-from hiserve.text.chat import ChatRequest
-from hiserve.text.replies import Replies, encode_chat
+from hiserve.text.chat_request import ChatRequest
+from hiserve.text.reply_tokens import ReplyTokenCache, encode_chat
 from hiserve.text.template import ChatTemplate
 from hiserve.text.tokenizer import Tokenizer
 
 
-class Conversations:
+class ConversationEncoder:
     """Encodes conversations and remembers what they were answered with.
 
     Args:
         tokenizer: The model's tokenizer.
         template: The model's chat template.
-        replies: Where generated replies keep their ids.
+        reply_cache: Where generated replies keep their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, replies: Replies) -> None:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, reply_cache: ReplyTokenCache) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self._replies = replies
+        self._reply_cache = reply_cache
 
     def encode(self, namespace: bytes, chat: ChatRequest) -> Int32Array:
         """Returns the ids of a conversation, remembered replies with the ids they had, int32 ``[n]``.
@@ -35,7 +35,7 @@ class Conversations:
         Raises:
             RequestError: The template refuses the messages.
         """
-        return encode_chat(chat, self._replies.recall(namespace, chat), self._template, self._tokenizer)
+        return encode_chat(chat, self._reply_cache.recall(namespace, chat), self._template, self._tokenizer)
 
     def remember(self, namespace: bytes, chat: ChatRequest, text: str, ids: Sequence[int]) -> None:
         """Keeps the ids of a finished reply for the prompts that will contain it.
@@ -49,4 +49,4 @@ class Conversations:
         end = len(ids)
         while end and ids[end - 1] in self._tokenizer.hidden_ids:
             end -= 1
-        self._replies.remember(namespace, chat, text, ids[:end])
+        self._reply_cache.remember(namespace, chat, text, ids[:end])
