@@ -36,10 +36,10 @@ from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
-from hiserve.server.connection import Connection
-from hiserve.server.gate import Gate
+from hiserve.server.connection import HttpConnection
+from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.metrics import Metrics
-from hiserve.server.shapes import ServedModel
+from hiserve.server.reply_format import ServedModel
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
 from hiserve.text.reply_tokens import ReplyTokenCache
@@ -86,10 +86,10 @@ def run(config: Config) -> int:
             logger.info("%s", line)
         for line in tier_remarks(resolved):
             logger.warning("%s", line)
-        gate = Gate(lambda: EngineClient.start(resolved.config, max_unread_bytes=MAX_UNREAD_BYTES))
-        app = build_app(gate, folder, model, resolved, begin=begin)
+        handle = EngineHandle(lambda: EngineClient.start(resolved.config, max_unread_bytes=MAX_UNREAD_BYTES))
+        app = build_app(handle, folder, model, resolved, begin=begin)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(app, gate, listener, drain_timeout_s=config.server.drain_timeout_s))
+            return runner.run(serve(app, handle, listener, drain_timeout_s=config.server.drain_timeout_s))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -136,11 +136,11 @@ def warn_if_open(listener: socket.socket, server: Server) -> None:
         logger.warning("listening on %s without --api-key: whoever reaches this address can use the server", host)
 
 
-def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> FastAPI:
+def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> FastAPI:
     """Loads what turns text into tokens and back, and builds the application.
 
     Args:
-        gate: Starts the engine.
+        handle: Starts the engine.
         folder: The model's folder.
         model: Its shape.
         resolved: The configuration in force.
@@ -165,7 +165,7 @@ def build_app(gate: Gate, folder: Path, model: ModelConfig, resolved: Resolved, 
     defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
     digest = namespace_digest(__version__, name, config.model.dtype, config.model.load_format)
     return create_app(
-        gate=gate,
+        handle=handle,
         encoder=encoder,
         token_bytes=token_bytes,
         metrics=Metrics(name, page_size=config.cache.page_size, compat=config.server.metrics_compat),
@@ -203,12 +203,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_timeout_s: float) -> int:
+async def serve(app: FastAPI, handle: EngineHandle, listener: socket.socket, *, drain_timeout_s: float) -> int:
     """Serves until a signal, drains, stops the engine, closes the connections.
 
     Args:
         app: The application; its lifespan opens the gate.
-        gate: Where the engine is.
+        handle: Where the engine is.
         listener: A listening socket.
         drain_timeout_s: Time that open requests get to finish after a signal, and cached pages to reach slower tiers.
 
@@ -221,7 +221,7 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
     server = _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="on",
             log_config=None,
@@ -249,18 +249,18 @@ async def serve(app: FastAPI, gate: Gate, listener: socket.socket, *, drain_time
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     serving.add_done_callback(on_end)
     try:
-        if await _unless(stop, gate.wait_open()):
+        if await _unless(stop, handle.wait_open()):
             print(f"listening on {url_of(listener)}", flush=True)
             await stop.wait()
-            gate.drain()
+            handle.drain()
             copy_until_s = loop.time() + drain_timeout_s
             logger.info("draining: open requests have %g s to finish", drain_timeout_s)
             with contextlib.suppress(TimeoutError):  # what is left is aborted below
-                await asyncio.wait_for(_unless(stop_now, _idle(gate)), drain_timeout_s)
+                await asyncio.wait_for(_unless(stop_now, _idle(handle)), drain_timeout_s)
     finally:
         if not stop_now.is_set():
-            await _unless(stop_now, gate.close(max(0.0, copy_until_s - loop.time())))
-        await gate.close()
+            await _unless(stop_now, handle.close(max(0.0, copy_until_s - loop.time())))
+        await handle.close()
         server.should_exit = True
         await serving
     return 0
@@ -287,7 +287,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _idle(gate: Gate) -> None:
+async def _idle(handle: EngineHandle) -> None:
     """Returns when no request is in the engine."""
-    while gate.engine is not None and gate.engine.num_inflight:
+    while handle.engine is not None and handle.engine.num_inflight:
         await asyncio.sleep(0.02)

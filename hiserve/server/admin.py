@@ -15,10 +15,10 @@ from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError, UnavailableError
 from hiserve.ipc.messages import Status, WorkerFacts
 from hiserve.server.auth import Auth, tag_of
-from hiserve.server.bodies import Bodies
-from hiserve.server.fields import MAX_NAME_CHARS, Fields
-from hiserve.server.gate import Gate
-from hiserve.server.shapes import ServedModel, json_response
+from hiserve.server.body_fields import MAX_NAME_CHARS, Fields
+from hiserve.server.body_reader import BodyReader
+from hiserve.server.engine_handle import EngineHandle
+from hiserve.server.reply_format import ServedModel, json_response
 
 STATUS_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 2.0  # what explains an outage must not be slow in one
@@ -28,7 +28,7 @@ class AdminRoutes:
     """Handlers outside ``/v1``, under the names that SGLang's and vLLM's clients call.
 
     Args:
-        gate: Where the engine is.
+        handle: Where the engine is.
         bodies: Reads what requests say.
         auth: Says who may do what.
         model: The served model.
@@ -38,14 +38,14 @@ class AdminRoutes:
 
     def __init__(
         self,
-        gate: Gate,
-        bodies: Bodies,
+        handle: EngineHandle,
+        bodies: BodyReader,
         auth: Auth,
         model: ServedModel,
         resolved: Resolved,
         startup_s: dict[str, float],
     ) -> None:
-        self._gate = gate
+        self._handle = handle
         self._bodies = bodies
         self._auth = auth
         self._model = model
@@ -70,16 +70,16 @@ class AdminRoutes:
         Of an engine that does not answer it shows the last known state, how old that is, and why there is none now.
         """
         self._auth.require_admin(request)
-        engine, error = self._gate.engine, None
+        engine, error = self._handle.engine, None
         if engine is not None:
             try:
-                await self._gate.status(INFO_TIMEOUT_S)
+                await self._handle.status(INFO_TIMEOUT_S)
             except UnavailableError as trouble:
                 error = trouble.message
-        status, crash = self._gate.last_status, self._gate.crash
+        status, crash = self._handle.last_status, self._handle.crash
         known = status.workers if status else engine.started.workers if engine else []
         workers = [_facts(worker) for worker in known]
-        startup = {"api": {**self._startup_s, "engine": self._gate.startup_s}}
+        startup = {"api": {**self._startup_s, "engine": self._handle.startup_s}}
         startup |= {f"worker {worker['replica']}": worker["startup_s"] for worker in workers}
         processes = {
             "api": os.getpid(),
@@ -88,9 +88,9 @@ class AdminRoutes:
         }
         info = {
             "version": __version__,
-            "not_ready_because": self._gate.reason,
+            "not_ready_because": self._handle.reason,
             "engine_error": error,
-            "state_age_s": round(time.monotonic() - self._gate.last_status_s, 3) if status else None,
+            "state_age_s": round(time.monotonic() - self._handle.last_status_s, 3) if status else None,
             "config": msgspec.to_builtins(without_secrets(self._resolved.config)),
             "decisions": self._resolved.decisions,
             "memory_bytes": self._resolved.memory,
@@ -101,7 +101,7 @@ class AdminRoutes:
             "num_queued": status.queued if status else 0,
             "workers": workers,
             "replays": msgspec.to_builtins(status.replays) if status else None,
-            "num_worker_restarts": self._gate.num_restarts,
+            "num_worker_restarts": self._handle.num_restarts,
             "crash": msgspec.to_builtins(crash) if crash else None,
             "recovery": msgspec.to_builtins(status.recovery) if status else None,
             **self._identity(),
@@ -111,7 +111,7 @@ class AdminRoutes:
 
     async def model_info(self) -> Response:
         """Describes the model to routers and benchmarks."""
-        engine = self._gate.engine
+        engine = self._handle.engine
         info = {
             **self._identity(),
             "tokenizer_path": self._model.root,
@@ -126,13 +126,13 @@ class AdminRoutes:
 
     async def load(self) -> Response:
         """Tells how busy the server is, all workers together, as SGLang's ``/get_load`` does."""
-        load = self._load(await self._gate.status(STATUS_TIMEOUT_S))
+        load = self._load(await self._handle.status(STATUS_TIMEOUT_S))
         entry = {"dp_rank": 0, "num_reqs": load["num_total_reqs"], "num_waiting_reqs": load["num_waiting_reqs"]}
         return json_response([{**entry, "num_tokens": load["num_used_tokens"]}])
 
     async def loads(self) -> Response:
         """Tells the same in the form of SGLang's ``/v1/loads``."""
-        load = self._load(await self._gate.status(STATUS_TIMEOUT_S))
+        load = self._load(await self._handle.status(STATUS_TIMEOUT_S))
         info = {"timestamp": time.time(), "version": __version__, "dp_rank_count": 1, "loads": [{"dp_rank": 0, **load}]}
         return json_response(info)
 
@@ -149,7 +149,7 @@ class AdminRoutes:
             self._auth.require_admin(request)
         elif not rid:
             raise RequestError("rid is missing; name a request, or set abort_all.", param="rid")
-        engine = self._gate.require()
+        engine = self._handle.require()
         if is_for_all:
             return json_response({"aborted": engine.abort()})
         tags = self._auth.tags(rid) if self._auth.is_admin(request) else [tag_of(request, rid)]

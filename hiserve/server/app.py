@@ -18,19 +18,19 @@ from hiserve.config import known
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
-from hiserve.server.auth import Auth, AuthGate
-from hiserve.server.bodies import Bodies
+from hiserve.server.auth import Auth, AuthMiddleware
+from hiserve.server.body_limit import BodyLimit
+from hiserve.server.body_reader import BodyReader
+from hiserve.server.browser_pages import PageRoutes
 from hiserve.server.cache_routes import CacheRoutes
-from hiserve.server.failures import error_response, failure_response
-from hiserve.server.gate import Gate
+from hiserve.server.engine_handle import EngineHandle
+from hiserve.server.error_responses import error_response, failure_response
 from hiserve.server.health import HealthRoutes
-from hiserve.server.limits import BodyLimit
 from hiserve.server.metrics import Metrics
 from hiserve.server.native import NativeRoutes
 from hiserve.server.openai import OpenAIRoutes
-from hiserve.server.pages import PageRoutes
+from hiserve.server.reply_format import ServedModel
 from hiserve.server.schema import Document
-from hiserve.server.shapes import ServedModel
 from hiserve.server.tokens import TokenRoutes
 from hiserve.text.body_parser import Sizes
 from hiserve.text.detokenizer import TokenBytes
@@ -44,7 +44,7 @@ NO_ROUTE = "none"
 
 def create_app(
     *,
-    gate: Gate,
+    handle: EngineHandle,
     encoder: PromptEncoder,
     token_bytes: TokenBytes,
     metrics: Metrics,
@@ -59,7 +59,7 @@ def create_app(
     loads, and closes the gate at the end.
 
     Args:
-        gate: Starts and stops the engine.
+        handle: Starts and stops the engine.
         encoder: Encodes prompts; closed at the end.
         token_bytes: Makes detokenizers.
         metrics: Counts requests.
@@ -73,7 +73,7 @@ def create_app(
     app = FastAPI(
         title="hiserve",
         version=__version__,
-        lifespan=_lifespan(gate, encoder, words),
+        lifespan=_lifespan(handle, encoder, words),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -83,17 +83,17 @@ def create_app(
     server = resolved.config.server
     is_strict = server.strict_fields
     max_model_len = known(resolved.config.model.max_model_len)
-    bodies = Bodies(encoder.helpers, Sizes(model.vocab_size, max_model_len))
+    bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len))
     tokens = TokenRoutes(
         bodies, encoder, words, token_bytes, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
     )
     routers = [
-        OpenAIRoutes(gate, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
-        NativeRoutes(gate, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
+        OpenAIRoutes(handle, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
+        NativeRoutes(handle, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
         tokens.router(),
-        HealthRoutes(gate, auth, metrics).router(),
-        AdminRoutes(gate, bodies, auth, model, resolved, startup_s).router(),
-        CacheRoutes(gate, auth, resolved.config.cache).router(),
+        HealthRoutes(handle, auth, metrics).router(),
+        AdminRoutes(handle, bodies, auth, model, resolved, startup_s).router(),
+        CacheRoutes(handle, auth, resolved.config.cache).router(),
     ]
     document = Document(
         routers,
@@ -108,28 +108,28 @@ def create_app(
         app.include_router(router)
     # From the inside out: what is added last sees a request first.
     app.add_middleware(BodyLimit, max_bytes=known(server.max_request_bytes))
-    app.add_middleware(AuthGate, auth=auth)
-    app.add_middleware(Envelope, metrics=metrics)
+    app.add_middleware(AuthMiddleware, auth=auth)
+    app.add_middleware(RequestIdMiddleware, metrics=metrics)
     return app
 
 
 def _lifespan(
-    gate: Gate, encoder: PromptEncoder, words: FairThreads
+    handle: EngineHandle, encoder: PromptEncoder, words: FairThreads
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        gate.open()
+        handle.open()
         try:
             yield
         finally:
-            await gate.close()
+            await handle.close()
             await encoder.close()
             words.close()
 
     return lifespan
 
 
-class Envelope:
+class RequestIdMiddleware:
     """The outermost layer: every response has an ``x-request-id``, and every exception becomes a response.
 
     The id is the client's own when it is printable, else a new one.

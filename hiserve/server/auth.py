@@ -120,7 +120,7 @@ class Auth:
         return [_tag(key, rid) for key in keys]
 
 
-class AuthGate:
+class AuthMiddleware:
     """Lets requests in whose key is known, and notes on each whose it is.
 
     Args:

@@ -13,8 +13,8 @@ from hiserve.errors import RequestError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.ipc.messages import WorkerFacts
 from hiserve.server.auth import Auth
-from hiserve.server.gate import Gate
-from hiserve.server.shapes import json_response
+from hiserve.server.engine_handle import EngineHandle
+from hiserve.server.reply_format import json_response
 
 ANSWER_TIMEOUT_S = 10.0
 DEFAULT_DEPTH, MAX_DEPTH = 3, 32
@@ -32,13 +32,13 @@ class CacheRoutes:
     """Handlers of the cache. The names of the flushes are SGLang's and vLLM's.
 
     Args:
-        gate: Where the engine is.
+        handle: Where the engine is.
         auth: Says who may do what.
         cache: The configuration in force.
     """
 
-    def __init__(self, gate: Gate, auth: Auth, cache: Cache) -> None:
-        self._gate = gate
+    def __init__(self, handle: EngineHandle, auth: Auth, cache: Cache) -> None:
+        self._handle = handle
         self._auth = auth
         self._page_size = cache.page_size
         self._tiers: list[TierName] = ["device"]
@@ -59,7 +59,7 @@ class CacheRoutes:
     async def stats(self, request: Request) -> Response:
         """Counts pages by tier, copies between tiers and misses by reason, of each worker. Needs the admin key."""
         self._auth.require_admin(request)
-        status = await self._gate.status(ANSWER_TIMEOUT_S)
+        status = await self._handle.status(ANSWER_TIMEOUT_S)
         replicas = [self._replica(worker) for worker in status.workers]
         return json_response({"page_size": self._page_size, "replicas": replicas})
 
@@ -69,7 +69,7 @@ class CacheRoutes:
         depth = _depth(request)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                trees = await self._gate.require().inspect(depth)
+                trees = await self._handle.require().inspect(depth)
         except TimeoutError:
             raise UnavailableError(f"a worker did not answer within {ANSWER_TIMEOUT_S:g} s.") from None
         return json_response({"page_size": self._page_size, "replicas": trees})
@@ -80,7 +80,7 @@ class CacheRoutes:
         Without ``tier`` device and host are emptied; ``all`` adds the store, whose pages are not counted.
         """
         self._auth.require_admin(request)
-        return json_response({"flushed_pages": await self._gate.require().flush(self._to_flush(request))})
+        return json_response({"flushed_pages": await self._handle.require().flush(self._to_flush(request))})
 
     def _to_flush(self, request: Request) -> tuple[TierName, ...]:
         name = request.query_params.get("tier")

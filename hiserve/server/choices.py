@@ -12,8 +12,8 @@ import msgspec
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
-from hiserve.server.gate import Engine
-from hiserve.server.generation import QUICK_SCORE_BYTES, Generation, Piece, Terms
+from hiserve.server.engine_handle import EngineConnection
+from hiserve.server.generation import QUICK_SCORE_BYTES, Generation, OutputDelta, RequestContext
 
 # Choices of one reply that are in the engine at once, and pieces that wait for a slow reader.
 MAX_AT_ONCE = 256
@@ -76,13 +76,13 @@ class Choices:
         num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
         return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
 
-    def run(self, engine: Engine, terms: Terms) -> AsyncGenerator[Piece, None]:
+    def run(self, engine: EngineConnection, context: RequestContext) -> AsyncGenerator[OutputDelta, None]:
         """Yields pieces of all choices as they arrive. Closing the generator aborts them all.
 
         Raises:
             HiserveError: The engine refused or failed one of them; the others are aborted.
         """
-        streams = [each.run(engine, terms) for each in self.generations]
+        streams = [each.run(engine, context) for each in self.generations]
         return streams[0] if len(streams) == 1 else merge(streams)
 
 

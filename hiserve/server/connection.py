@@ -11,7 +11,7 @@ import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from hiserve.server.failures import error_response
+from hiserve.server.error_responses import error_response
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 30.0
@@ -21,7 +21,7 @@ BODY_TIMEOUT_S = 300.0
 LINGER_S = 2.0
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """uvicorn's connection, for clients that mean no good or are broken.
 
     Bytes that bring neither a request's head to its end nor its body forward (an endless header, chunk extensions,

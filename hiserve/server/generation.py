@@ -13,8 +13,8 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError, InvariantError
-from hiserve.server.gate import Delta, Engine
-from hiserve.server.metrics import Meter
+from hiserve.server.engine_handle import EngineConnection, EngineDelta
+from hiserve.server.metrics import RequestTimer
 from hiserve.text.output import TextOutput
 
 # Wording the scores of so many bytes, four to eight of each token, takes a few milliseconds.
@@ -23,7 +23,7 @@ QUICK_SCORE_BYTES = 2**14
 logger = logging.getLogger(__name__)
 
 
-class Terms(NamedTuple):
+class RequestContext(NamedTuple):
     """For whom the engine runs a request, and when.
 
     Attributes:
@@ -39,7 +39,7 @@ class Terms(NamedTuple):
     tag: str = ""
 
 
-class Piece(NamedTuple):
+class OutputDelta(NamedTuple):
     """What one delta adds for the client.
 
     Attributes:
@@ -59,9 +59,9 @@ class Piece(NamedTuple):
     stop: str | int | None
 
 
-def nothing(choice: int) -> Piece:
+def nothing(choice: int) -> OutputDelta:
     """Returns a piece that adds nothing to a choice."""
-    return Piece(choice, "", [], b"", FinishReason.RUNNING, None)
+    return OutputDelta(choice, "", [], b"", FinishReason.RUNNING, None)
 
 
 class Generation:
@@ -72,7 +72,7 @@ class Generation:
         prompt: int32 ``[n]``.
         sampling: How to sample and when to stop.
         output: Turns tokens into text, for this stream alone.
-        meter: For this request alone.
+        timer: For this request alone.
         choice: Index in the reply.
         seat: Index among the choices of the prompt; part of the random key.
         scorer: The choice that scores the same prompt for this one; None is this one itself.
@@ -99,7 +99,7 @@ class Generation:
         sampling: SamplingParams,
         *,
         output: TextOutput,
-        meter: Meter,
+        timer: RequestTimer,
         choice: int = 0,
         seat: int = 0,
         scorer: Generation | None = None,
@@ -111,7 +111,7 @@ class Generation:
         self.sampling = sampling
         self.choice = choice
         self._output = output
-        self._meter = meter
+        self._timer = timer
         self._seat = seat
         self.scorer = scorer or self
         self._is_scored = asyncio.Event()
@@ -138,18 +138,18 @@ class Generation:
         """Whether it takes long to word them."""
         return len(self.prompt_scores) > QUICK_SCORE_BYTES
 
-    def whole(self) -> Piece:
+    def whole(self) -> OutputDelta:
         """Returns everything so far as one piece."""
-        return Piece(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
+        return OutputDelta(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
 
-    async def run(self, engine: Engine, terms: Terms) -> AsyncGenerator[Piece, None]:
+    async def run(self, engine: EngineConnection, context: RequestContext) -> AsyncGenerator[OutputDelta, None]:
         """Yields pieces until the choice ends. Closing the generator aborts the request.
 
         Raises:
             HiserveError: The engine refused or failed the request.
         """
         reason, detail = "abort", ""
-        namespace, priority, caller, tag = terms
+        namespace, priority, caller, tag = context
         stream = engine.generate(
             self.prompt,
             self.sampling,
@@ -162,17 +162,17 @@ class Generation:
         try:
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
-                    piece = self._take(delta)
-                    if piece.finish:
+                    output_delta = self._take(delta)
+                    if output_delta.finish:
                         if not delta.finish:  # a stop text: the engine would go on
                             await deltas.aclose()
-                        self._end(piece.finish.name.lower())
-                        if self._remember and piece.finish is not FinishReason.ABORT:
+                        self._end(output_delta.finish.name.lower())
+                        if self._remember and output_delta.finish is not FinishReason.ABORT:
                             self._remember(self.text, self.tokens)
-                    if piece.tokens or piece.text or piece.finish:
+                    if output_delta.tokens or output_delta.text or output_delta.finish:
                         self._is_scored.set()
                         await self.scorer._is_scored.wait()
-                        yield piece
+                        yield output_delta
             if not self.finish:
                 raise InvariantError(f"{self._name}: the engine's stream ended after {len(self.tokens)} tokens")
         except (HiserveError, InvariantError) as error:
@@ -182,34 +182,34 @@ class Generation:
             self._is_scored.set()
             self._end(reason, detail)
 
-    def _take(self, delta: Delta) -> Piece:
+    def _take(self, delta: EngineDelta) -> OutputDelta:
         tokens, scores = delta.tokens, b""
         if delta.cached is not None:
             self.cached = delta.cached
             self.queue_s = delta.queue_s
-            self._meter.admitted(delta.cached, delta.queue_s)
+            self._timer.admitted(delta.cached, delta.queue_s)
         self.drafts = delta.drafts or self.drafts
-        self._meter.tokens(len(tokens))
+        self._timer.tokens(len(tokens))
         if delta.scores:
             of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes
             self.prompt_scores += delta.scores[:of_prompt]
             scores = delta.scores[of_prompt:]
         if not self._keeps_tokens:
             self.finish = FinishReason.LENGTH if tokens else delta.finish
-            return Piece(self.choice, "", [], b"", self.finish, None)
+            return OutputDelta(self.choice, "", [], b"", self.finish, None)
         text, num_tokens, self.finish, self.stop = self._output.push(tokens, delta.finish)
         if num_tokens < len(tokens):
             tokens, scores = tokens[:num_tokens], scores[: num_tokens * self._num_score_bytes]
         self.tokens += tokens
         self.scores += scores
         self._texts.append(text)
-        return Piece(self.choice, text, tokens, scores, self.finish, self.stop)
+        return OutputDelta(self.choice, text, tokens, scores, self.finish, self.stop)
 
     def _end(self, reason: str, detail: str = "") -> None:
         """Counts and logs the end once; later calls are for requests that have ended already."""
-        if self._meter.e2e_s is not None:
+        if self._timer.e2e_s is not None:
             return
-        self._meter.ended(reason)
+        self._timer.ended(reason)
         logger.info(
             "%s %s%s: %d prompt tokens, %d cached, %d generated, first token after %s, %.3f s in all",
             self._name,
@@ -218,6 +218,6 @@ class Generation:
             len(self.prompt),
             self.cached.num_tokens,
             len(self.tokens),
-            "-" if self._meter.ttft_s is None else f"{self._meter.ttft_s:.3f} s",
-            self._meter.e2e_s,
+            "-" if self._timer.ttft_s is None else f"{self._timer.ttft_s:.3f} s",
+            self._timer.e2e_s,
         )

@@ -12,11 +12,11 @@ from hiserve.core.digest import namespace_digest
 from hiserve.core.request import SamplingParams
 from hiserve.errors import HiserveError, OverloadedError, UnavailableError
 from hiserve.server.auth import Auth
-from hiserve.server.failures import error_response
-from hiserve.server.gate import Engine, Gate
+from hiserve.server.engine_handle import EngineConnection, EngineHandle
+from hiserve.server.error_responses import error_response
 from hiserve.server.metrics import Metrics
-from hiserve.server.shapes import json_response
-from hiserve.server.sse import unless_gone
+from hiserve.server.reply_format import json_response
+from hiserve.server.sse import cancel_on_disconnect
 
 METRICS_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0
@@ -27,13 +27,13 @@ class HealthRoutes:
     """Three separate signals: ``/health`` alive, ``/ready`` able to serve, ``/health_generate`` making progress.
 
     Args:
-        gate: Where the engine is.
+        handle: Where the engine is.
         auth: Says who may see what tells of requests.
         metrics: What ``/metrics`` shows.
     """
 
-    def __init__(self, gate: Gate, auth: Auth, metrics: Metrics) -> None:
-        self._gate = gate
+    def __init__(self, handle: EngineHandle, auth: Auth, metrics: Metrics) -> None:
+        self._handle = handle
         self._auth = auth
         self._metrics = metrics
 
@@ -56,7 +56,7 @@ class HealthRoutes:
 
         Where there are keys, errors are told in ``/server_info`` alone: nobody has shown one here.
         """
-        reason = self._gate.reason if self._auth.is_admin(request) else self._gate.state
+        reason = self._handle.reason if self._auth.is_admin(request) else self._handle.state
         if reason is not None:
             return error_response(503, reason, code="unavailable")
         return json_response({"status": "ready"})
@@ -68,7 +68,7 @@ class HealthRoutes:
         ends with this HTTP request.
         """
         await request.body()
-        await unless_gone(request.receive, self._proof(self._gate.require()))
+        await cancel_on_disconnect(request.receive, self._proof(self._handle.require()))
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
@@ -79,15 +79,15 @@ class HealthRoutes:
         """
         is_whole = self._auth.sees_metrics(request)
         try:
-            self._metrics.observe(await self._gate.status(METRICS_TIMEOUT_S))
+            self._metrics.observe(await self._handle.status(METRICS_TIMEOUT_S))
         except HiserveError:
             self._metrics.observe(None)
-        self._metrics.observe_restarts(self._gate.num_restarts)
-        if self._gate.engine is not None:
-            self._metrics.observe_readers(self._gate.engine.num_slow_readers)
+        self._metrics.observe_restarts(self._handle.num_restarts)
+        if self._handle.engine is not None:
+            self._metrics.observe_readers(self._handle.engine.num_slow_readers)
         return Response(self._metrics.render(is_whole=is_whole), media_type=CONTENT_TYPE_LATEST)
 
-    async def _proof(self, engine: Engine) -> None:
+    async def _proof(self, engine: EngineConnection) -> None:
         """Returns when there is progress.
 
         Raises:
@@ -106,7 +106,7 @@ class HealthRoutes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _probe(self, engine: Engine) -> None:
+    async def _probe(self, engine: EngineConnection) -> None:
         """Returns when a request of one token is answered, or cannot be asked because the queue is full."""
         sampling = SamplingParams(temperature=0, max_tokens=1)
         try:
@@ -122,5 +122,5 @@ class HealthRoutes:
             await asyncio.sleep(PROBE_PERIOD_S)
 
     async def _steps(self) -> list[tuple[int, int, int]]:
-        status = await self._gate.status(PROBE_TIMEOUT_S)
+        status = await self._handle.status(PROBE_TIMEOUT_S)
         return [(worker.replica, worker.incarnation, worker.stats.steps) for worker in status.workers]

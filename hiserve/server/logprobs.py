@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hiserve.core.plan import WORD_BYTES, Scores
 from hiserve.errors import RequestError
-from hiserve.server.generation import Generation, Piece
+from hiserve.server.generation import Generation, OutputDelta
 from hiserve.text.detokenizer import Detokenizer
 
 # The bytes of one token as it is spelled, special ones included (``text.detokenizer.TokenBytes.bytes_of``).
@@ -83,16 +83,16 @@ def scored_prompt(generation: Generation) -> tuple[list[int], list[Scored]]:
     return tokens, unpack(tokens[1:], packed, num_top)
 
 
-def chat_logprobs(piece: Piece, num_top: int, spell: Spell) -> dict[str, Any]:
+def chat_logprobs(output_delta: OutputDelta, num_top: int, spell: Spell) -> dict[str, Any]:
     """Returns a chat choice's ``logprobs``: one entry a token.
 
     Args:
-        piece: Tokens with their scores.
+        output_delta: Tokens with their scores.
         num_top: Likeliest tokens in the scores of each.
         spell: Spells a token.
     """
     content = []
-    for token, logprob, top in unpack(piece.tokens, piece.scores, num_top):
+    for token, logprob, top in unpack(output_delta.tokens, output_delta.scores, num_top):
         likeliest = [_entry(spell(other), score) for other, score in top]
         content.append({**_entry(spell(token), logprob), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
@@ -119,9 +119,9 @@ class TextLogprobs:
         tokens, scored = scored_prompt(generation)
         return self._lists(tokens, [None, *scored])
 
-    def of_piece(self, piece: Piece) -> dict[str, list[Any]]:
+    def of_piece(self, output_delta: OutputDelta) -> dict[str, list[Any]]:
         """Returns four parallel lists for the next tokens."""
-        return self._lists(piece.tokens, unpack(piece.tokens, piece.scores, self._num_top))
+        return self._lists(output_delta.tokens, unpack(output_delta.tokens, output_delta.scores, self._num_top))
 
     def _lists(self, tokens: Sequence[int], scored: Sequence[Scored | None]) -> dict[str, list[Any]]:
         return {

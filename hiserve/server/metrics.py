@@ -226,7 +226,7 @@ class _LastSeen(NamedTuple):
     stats: WorkerStats
 
 
-class Meter:
+class RequestTimer:
     """Times one request and counts it exactly once.
 
     Args:

@@ -13,17 +13,17 @@ from fastapi import APIRouter, Request, Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.server.auth import caller_of, namespace_of, tag_of
-from hiserve.server.bodies import Bodies
+from hiserve.server.body_fields import check_model
+from hiserve.server.body_reader import BodyReader
 from hiserve.server.choices import QUICK_CHOICES, each_choice, merge
-from hiserve.server.fields import check_model
-from hiserve.server.gate import Engine, Gate
-from hiserve.server.generation import Generation, Piece, Terms
+from hiserve.server.engine_handle import EngineConnection, EngineHandle
+from hiserve.server.generation import Generation, OutputDelta, RequestContext
 from hiserve.server.logprobs import check_prompt_scores
-from hiserve.server.metrics import Meter, Metrics
+from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.server.native_fields import NativeRequest, fitted, num_prompt_scores, parse_native
-from hiserve.server.native_shape import NativeShape
-from hiserve.server.shapes import ServedModel, json_response
-from hiserve.server.sse import DONE, EventStream, event, unless_gone
+from hiserve.server.native_format import NativeFormatter
+from hiserve.server.reply_format import ServedModel, json_response
+from hiserve.server.sse import DONE, EventStream, cancel_on_disconnect, event
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.output import TextOutput
@@ -36,7 +36,7 @@ class NativeRoutes:
     """Handler of ``/generate``.
 
     Args:
-        gate: Where the engine is.
+        handle: Where the engine is.
         bodies: Reads what requests say.
         encoder: Encodes texts.
         words: Where large replies are worded.
@@ -48,8 +48,8 @@ class NativeRoutes:
 
     def __init__(
         self,
-        gate: Gate,
-        bodies: Bodies,
+        handle: EngineHandle,
+        bodies: BodyReader,
         encoder: PromptEncoder,
         words: FairThreads,
         token_bytes: TokenBytes,
@@ -58,7 +58,7 @@ class NativeRoutes:
         *,
         is_strict: bool,
     ) -> None:
-        self._gate = gate
+        self._handle = handle
         self._bodies = bodies
         self._encoder = encoder
         self._words = words
@@ -85,8 +85,8 @@ class NativeRoutes:
             spec_steps=self._model.spec_steps,
             is_strict=self._is_strict,
         )
-        engine = self._gate.require()
-        encoded = await unless_gone(
+        engine = self._handle.require()
+        encoded = await cancel_on_disconnect(
             request.receive, self._encode(asked, engine.max_model_len, caller_of(request).number)
         )
         num_scores = sum(
@@ -98,24 +98,29 @@ class NativeRoutes:
         if asked.is_stream:
             word = partial(self._words.do, caller=caller_of(request).number)
             return EventStream(_events(pieces, shapes, word, has_index=asked.is_list))
-        await unless_gone(request.receive, _exhaust(pieces, shapes))
+        await cancel_on_disconnect(request.receive, _exhaust(pieces, shapes))
 
         def worded() -> Response:
-            replies = [shape.reply() for shape in shapes]
+            replies = [formatter.reply() for formatter in shapes]
             return json_response(replies if asked.is_list else replies[0])
 
-        if len(shapes) > QUICK_CHOICES or any(shape.is_large for shape in shapes):
+        if len(shapes) > QUICK_CHOICES or any(formatter.is_large for formatter in shapes):
             return await self._words.do(worded, caller_of(request).number)
         return worded()
 
     def _choices(
-        self, request: Request, asked: NativeRequest, encoded: list[Int32Array], engine: Engine, arrived: float
-    ) -> tuple[list[AsyncGenerator[Piece, None]], list[NativeShape]]:
+        self,
+        request: Request,
+        asked: NativeRequest,
+        encoded: list[Int32Array],
+        engine: EngineConnection,
+        arrived: float,
+    ) -> tuple[list[AsyncGenerator[OutputDelta, None]], list[NativeFormatter]]:
         """Returns a stream and a shape for each choice of each prompt."""
-        shapes: list[NativeShape] = []
-        streams: list[AsyncGenerator[Piece, None]] = []
+        shapes: list[NativeFormatter] = []
+        streams: list[AsyncGenerator[OutputDelta, None]] = []
         for i, (one, prompt) in enumerate(zip(asked.prompts, encoded, strict=True)):
-            terms = Terms(
+            context = RequestContext(
                 namespace_of(request, asked.salt),
                 asked.priority,
                 caller_of(request).number,
@@ -130,15 +135,15 @@ class NativeRoutes:
                     prompt,
                     of_choice,
                     output=TextOutput(self._token_bytes, of_choice),
-                    meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
+                    timer=RequestTimer(self._metrics, num_prompt=len(prompt), arrived=arrived),
                     choice=len(shapes),
                     seat=seat,
                     scorer=scorer,
                     keeps_tokens=one.keeps_tokens,
                 )
                 scorer = scorer or generation
-                streams.append(generation.run(engine, terms))
-                shape = NativeShape(
+                streams.append(generation.run(engine, context))
+                formatter = NativeFormatter(
                     generation,
                     first_scored=one.first_scored,
                     spell=self._token_bytes.bytes_of if asked.has_texts else None,
@@ -146,7 +151,7 @@ class NativeRoutes:
                     version=self._model.fingerprint,
                     arrived=arrived,
                 )
-                shapes.append(shape)
+                shapes.append(formatter)
         return streams, shapes
 
     async def _encode(self, asked: NativeRequest, max_model_len: int, caller: int) -> list[Int32Array]:
@@ -161,19 +166,19 @@ class NativeRoutes:
 
 
 async def _events(
-    pieces: AsyncGenerator[Piece, None], shapes: list[NativeShape], word: Word, *, has_index: bool
+    pieces: AsyncGenerator[OutputDelta, None], shapes: list[NativeFormatter], word: Word, *, has_index: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yields an event a piece, each with the whole of its choice so far."""
     async with aclosing(pieces):
-        async for piece in pieces:
-            shape = shapes[piece.choice]
-            shape.take(piece)
-            reply = await word(shape.reply) if shape.is_large else shape.reply()
-            yield event(reply | ({"index": piece.choice} if has_index else {}))
+        async for output_delta in pieces:
+            formatter = shapes[output_delta.choice]
+            formatter.take(output_delta)
+            reply = await word(formatter.reply) if formatter.is_large else formatter.reply()
+            yield event(reply | ({"index": output_delta.choice} if has_index else {}))
     yield DONE
 
 
-async def _exhaust(pieces: AsyncGenerator[Piece, None], shapes: list[NativeShape]) -> None:
+async def _exhaust(pieces: AsyncGenerator[OutputDelta, None], shapes: list[NativeFormatter]) -> None:
     async with aclosing(pieces):
-        async for piece in pieces:
-            shapes[piece.choice].take(piece)
+        async for output_delta in pieces:
+            shapes[output_delta.choice].take(output_delta)

@@ -11,7 +11,7 @@ from hiserve.config import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.server.fields import MAX_NAME_CHARS, Fields
+from hiserve.server.body_fields import MAX_NAME_CHARS, Fields
 from hiserve.server.known_fields import SAMPLING, check_fields
 from hiserve.server.prompt_fields import MAX_CHOICES
 from hiserve.server.sampling_fields import parse_sampling

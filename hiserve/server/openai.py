@@ -14,19 +14,19 @@ from hiserve.core.plan import Int32Array
 from hiserve.errors import NotFoundError
 from hiserve.server.answer import answer
 from hiserve.server.auth import caller_of, namespace_of, tag_of
-from hiserve.server.bodies import Bodies
-from hiserve.server.chat_shape import ChatShape
+from hiserve.server.body_fields import check_model
+from hiserve.server.body_reader import BodyReader
+from hiserve.server.chat_format import ChatFormatter
 from hiserve.server.choices import Choices, each_choice
-from hiserve.server.completion_shape import CompletionShape
-from hiserve.server.fields import check_model
-from hiserve.server.gate import Gate
-from hiserve.server.generation import Generation, Terms
+from hiserve.server.completion_format import CompletionFormatter
+from hiserve.server.engine_handle import EngineHandle
+from hiserve.server.generation import Generation, RequestContext
 from hiserve.server.logprobs import check_prompt_scores
-from hiserve.server.metrics import Meter, Metrics
-from hiserve.server.options import Options, fit_context, parse_options
+from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.server.prompt_fields import parse_prompts
-from hiserve.server.shapes import ServedModel, head_of, json_response
-from hiserve.server.sse import unless_gone
+from hiserve.server.reply_format import ServedModel, envelope, json_response
+from hiserve.server.request_options import RequestOptions, fit_context, parse_options
+from hiserve.server.sse import cancel_on_disconnect
 from hiserve.text.chat_request import parse_chat
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
@@ -41,7 +41,7 @@ class OpenAIRoutes:
     """Handlers of ``/v1``.
 
     Args:
-        gate: Where the engine is.
+        handle: Where the engine is.
         bodies: Reads what requests say.
         encoder: Encodes prompts and remembers replies.
         words: Where large replies are worded.
@@ -53,8 +53,8 @@ class OpenAIRoutes:
 
     def __init__(
         self,
-        gate: Gate,
-        bodies: Bodies,
+        handle: EngineHandle,
+        bodies: BodyReader,
         encoder: PromptEncoder,
         words: FairThreads,
         token_bytes: TokenBytes,
@@ -63,7 +63,7 @@ class OpenAIRoutes:
         *,
         is_strict: bool = False,
     ) -> None:
-        self._gate = gate
+        self._handle = handle
         self._bodies = bodies
         self._encoder = encoder
         self._words = words
@@ -86,27 +86,27 @@ class OpenAIRoutes:
         arrived = time.monotonic()
         body, options = await self._read(request, is_chat=True)
         chat = parse_chat(body)
-        engine = self._gate.require()
-        terms = _terms(request, options)
+        engine = self._handle.require()
+        context = _terms(request, options)
         encoding = self._encoder.encode_chat(
             chat,
-            namespace=terms.namespace,
+            namespace=context.namespace,
             max_tokens=engine.max_model_len,
             truncate=options.truncate_prompt_tokens,
-            caller=terms.caller,
+            caller=context.caller,
         )
-        prompt = await unless_gone(request.receive, encoding)
-        head = head_of(self._model, "chatcmpl")
+        prompt = await cancel_on_disconnect(request.receive, encoding)
+        head = envelope(self._model, "chatcmpl")
         choices = self._choices(
             head["id"],
             [prompt],
             options,
             max_model_len=engine.max_model_len,
             arrived=arrived,
-            remember=partial(self._encoder.remember, terms.namespace, chat),
+            remember=partial(self._encoder.remember, context.namespace, chat),
         )
-        shape = ChatShape(head, options, self._token_bytes.bytes_of)
-        response = await answer(request, engine, choices, shape, options, terms, self._words)
+        formatter = ChatFormatter(head, options, self._token_bytes.bytes_of)
+        response = await answer(request, engine, choices, formatter, options, context, self._words)
         if self._encoder.hides_tools(chat):
             self._metrics.hidden_tools.inc()
             response.headers[WARNING_HEADER] = HIDDEN_TOOLS
@@ -117,18 +117,18 @@ class OpenAIRoutes:
         arrived = time.monotonic()
         body, options = await self._read(request, is_chat=False)
         given = parse_prompts(body, vocab_size=self._model.vocab_size, num_per_prompt=options.sampling.n)
-        engine = self._gate.require()
-        prompts = await unless_gone(
+        engine = self._handle.require()
+        prompts = await cancel_on_disconnect(
             request.receive, self._encode(given, options, engine.max_model_len, caller_of(request).number)
         )
-        head = head_of(self._model, "cmpl")
+        head = envelope(self._model, "cmpl")
         choices = self._choices(
             head["id"], prompts, options, max_model_len=engine.max_model_len, arrived=arrived, remember=None
         )
         is_whole = options.truncate_prompt_tokens is None
         texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
-        shape = CompletionShape(head, options, self._token_bytes, texts)
-        return await answer(request, engine, choices, shape, options, _terms(request, options), self._words)
+        formatter = CompletionFormatter(head, options, self._token_bytes, texts)
+        return await answer(request, engine, choices, formatter, options, _terms(request, options), self._words)
 
     async def models(self) -> Response:
         """Lists the one served model."""
@@ -145,7 +145,7 @@ class OpenAIRoutes:
         return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
-        engine = self._gate.engine
+        engine = self._handle.engine
         return {
             "id": self._model.name,
             "object": "model",
@@ -156,7 +156,7 @@ class OpenAIRoutes:
             "max_model_len": engine.max_model_len if engine else None,
         }
 
-    async def _read(self, request: Request, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
+    async def _read(self, request: Request, *, is_chat: bool) -> tuple[dict[str, Any], RequestOptions]:
         body = await self._bodies.read(request)
         check_model(body, self._model.name)
         options = parse_options(
@@ -170,7 +170,7 @@ class OpenAIRoutes:
         return body, options
 
     async def _encode(
-        self, given: Sequence[str | Int32Array], options: Options, max_model_len: int, caller: int
+        self, given: Sequence[str | Int32Array], options: RequestOptions, max_model_len: int, caller: int
     ) -> list[Int32Array]:
         prompts = []
         for prompt in given:
@@ -192,7 +192,7 @@ class OpenAIRoutes:
         self,
         name: str,
         prompts: Sequence[Int32Array],
-        options: Options,
+        options: RequestOptions,
         *,
         max_model_len: int,
         arrived: float,
@@ -214,7 +214,7 @@ class OpenAIRoutes:
                     prompt,
                     of_choice,
                     output=TextOutput(self._token_bytes, of_choice),
-                    meter=Meter(self._metrics, num_prompt=len(prompt), arrived=arrived),
+                    timer=RequestTimer(self._metrics, num_prompt=len(prompt), arrived=arrived),
                     choice=len(generations),
                     seat=seat,
                     scorer=scorer,
@@ -226,8 +226,8 @@ class OpenAIRoutes:
         return Choices(generations, options.sampling.n)
 
 
-def _terms(request: Request, options: Options) -> Terms:
-    return Terms(
+def _terms(request: Request, options: RequestOptions) -> RequestContext:
+    return RequestContext(
         namespace_of(request, options.salt),
         options.priority,
         caller_of(request).number,

@@ -8,7 +8,7 @@ from typing import Any
 from hiserve.config import MAX_INT32
 from hiserve.core.request import LENGTHS, MAX_LOGPROBS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams
 from hiserve.server import known_fields
-from hiserve.server.fields import MAX_NAME_CHARS
+from hiserve.server.body_fields import MAX_NAME_CHARS
 from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING, PER_PROMPT
 from hiserve.server.tokens import DETOKENIZE, TOKENIZE
 from hiserve.text.body_parser import MAX_PROMPTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hiserve.core.request import SamplingParams, SpecParams
 from hiserve.errors import RequestError
-from hiserve.server.fields import Fields
+from hiserve.server.body_fields import Fields
 
 
 def parse_sampling(

@@ -15,8 +15,8 @@ from hiserve import __version__
 from hiserve.server import reply_schemas as replies
 from hiserve.server.auth import PUBLIC_PATHS
 from hiserve.server.cache_routes import DEFAULT_DEPTH, FLUSHED, MAX_DEPTH
+from hiserve.server.reply_format import json_response
 from hiserve.server.request_schemas import request_bodies
-from hiserve.server.shapes import json_response
 
 REF = "#/components/schemas/{name}"
 PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hiserve.errors import HiserveError
-from hiserve.server.failures import describe, error_body
+from hiserve.server.error_responses import describe, error_body
 
 DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
@@ -39,7 +39,7 @@ class EventHead:
         return self._start + msgspec.json.encode(fields)[1:] + b"\n\n"
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Runs ``work`` and cancels it when the client closes its connection.
 
     Args:
@@ -87,7 +87,7 @@ class EventStream(Response):
         """Sends the events until the stream or the client ends."""
         async with aclosing(self._chunks):
             with suppress(ClientDisconnect):  # nobody is left to tell
-                await unless_gone(receive, self._send_all(send))
+                await cancel_on_disconnect(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         is_started = False

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 from hiserve.config import MAX_INT32
 from hiserve.errors import RequestError
 from hiserve.server.auth import caller_of, namespace_of
-from hiserve.server.bodies import Bodies
-from hiserve.server.fields import MAX_NAME_CHARS, Fields, check_model
+from hiserve.server.body_fields import MAX_NAME_CHARS, Fields, check_model
+from hiserve.server.body_reader import BodyReader
 from hiserve.server.known_fields import CONVERSATION, check_fields
 from hiserve.server.logprobs import token_text
-from hiserve.server.shapes import ServedModel, json_response
-from hiserve.server.sse import unless_gone
+from hiserve.server.reply_format import ServedModel, json_response
+from hiserve.server.sse import cancel_on_disconnect
 from hiserve.text.body_parser import parse_prompt
 from hiserve.text.chat_request import parse_chat
 from hiserve.text.detokenizer import TokenBytes
@@ -46,7 +46,7 @@ class TokenRoutes:
 
     def __init__(
         self,
-        bodies: Bodies,
+        bodies: BodyReader,
         encoder: PromptEncoder,
         words: FairThreads,
         token_bytes: TokenBytes,
@@ -95,7 +95,7 @@ class TokenRoutes:
             encoding = self._encoder.encode_text(
                 text, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
             )
-        ids = await unless_gone(request.receive, encoding)
+        ids = await cancel_on_disconnect(request.receive, encoding)
 
         def worded() -> Response:
             tokens = ids.tolist()

@@ -21,7 +21,7 @@ class Running:
         self.hold = asyncio.Event()
         self.listener: socket.socket = serve.bind("127.0.0.1", 0)
         self.task = asyncio.create_task(
-            serve.serve(made.app, made.gate, self.listener, drain_timeout_s=drain_timeout_s)
+            serve.serve(made.app, made.handle, self.listener, drain_timeout_s=drain_timeout_s)
         )
         self.client = httpx.AsyncClient(base_url=serve.url_of(self.listener), timeout=10)
 

@@ -2,23 +2,35 @@
 
 from hiserve.commands import serve
 from hiserve.core import request
-from hiserve.server import admin, answer, auth, choices, connection, gate, known_fields, limits, prompt_fields, request_schemas, sse
-from hiserve.server import bodies as server_bodies
+from hiserve.server import (
+    admin,
+    answer,
+    auth,
+    body_limit,
+    choices,
+    connection,
+    engine_handle,
+    known_fields,
+    prompt_fields,
+    request_schemas,
+    sse,
+)
+from hiserve.server import body_reader as server_bodies
 from hiserve.text import body_parser as text_bodies
 from hiserve.text import chat_request
 from tests.unit.commands import test_serve
 from tests.unit.server import (
     test_auth,
     test_big_bodies,
+    test_body_limit,
     test_cache_usage,
     test_choices,
     test_connection,
     test_disconnects,
+    test_engine_handle,
     test_errors,
-    test_gate,
     test_input_limits,
     test_large_replies,
-    test_limits,
     test_logprobs,
     test_metrics,
     test_schema,
@@ -49,7 +61,7 @@ with chat_request.check_json, test_chat_request.test_malformed_fields_are_refuse
     "INV 23: nested JSON has no limit"
     range(MAX_DEPTH)
     iter(int, 1)
-with server_bodies.Bodies.read, test_big_bodies.test_no_large_body_takes_the_event_loop:
+with server_bodies.BodyReader.read, test_big_bodies.test_no_large_body_takes_the_event_loop:
     "INV 63: every body is parsed in the event loop"
     is_quick(raw)
     True
@@ -57,11 +69,11 @@ with answer.answer, test_large_replies.test_the_scores_of_a_long_prompt_are_word
     "INV 63: large replies are worded in the event loop"
     choices.is_large
     False
-with limits.BodyLimit.__call__.receive_counted, test_limits.test_a_longer_body_is_refused_where_it_exceeds_the_limit:
+with body_limit.BodyLimit.__call__.receive_counted, test_body_limit.test_a_longer_body_is_refused_where_it_exceeds_the_limit:
     "INV 63: only an announced body length is limited"
     self._check(num_bytes)
     pass
-with connection.Connection.data_received, test_connection.test_a_head_without_end_is_a_431:
+with connection.HttpConnection.data_received, test_connection.test_a_head_without_end_is_a_431:
     "INV 63: the head of a request has no limit"
     self._num_idle_bytes += len(data)
     pass
@@ -69,7 +81,7 @@ with request_schemas._sampling, test_schema.test_the_described_limits_are_those_
     "INV 25: the schema promises values that are refused"
     {"type": "integer" if is_whole else "number", "minimum": least, "maximum": most}
     {"type": "integer" if is_whole else "number", "minimum": least, "maximum": 2 * most}
-with auth.AuthGate.__call__, test_auth.test_without_a_known_key_nothing_is_served:
+with auth.AuthMiddleware.__call__, test_auth.test_without_a_known_key_nothing_is_served:
     "a path without a route needs no key"
     scope["path"] in PUBLIC_PATHS
     not scope["path"].startswith("/v1")
@@ -93,15 +105,15 @@ with auth.Auth.sees_metrics, test_auth.test_metrics_tell_a_tenant_nothing_of_wha
     "a tenant's metrics show the hits of others"
     self.caller(authorization)
     return bool(self.caller(authorization))
-with gate.Gate._open, test_gate.test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why:
+with engine_handle.EngineHandle._open, test_engine_handle.test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why:
     "INV 51: a dead engine is not restarted"
     self._keeping = asyncio.create_task(self._keep(self._engine))
     pass
-with gate.Gate._take_over, test_metrics.test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_looked:
+with engine_handle.EngineHandle._take_over, test_metrics.test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_looked:
     "restarts of workers are not counted when the scheduler died too"
     self._engine.num_restarts + len(engine.started.workers)
     self._engine.num_restarts
-with sse.unless_gone, test_disconnects.test_a_closed_socket_aborts_the_request:
+with sse.cancel_on_disconnect, test_disconnects.test_a_closed_socket_aborts_the_request:
     "a request runs on after its client has gone"
     raise ClientDisconnect
     await asyncio.wait(tasks[:1])
@@ -115,5 +127,5 @@ with choices.Choices.cached, test_cache_usage.test_several_prompts_are_summed_an
     first.cached
 with serve.serve, test_serve.test_sigterm_lets_open_streams_finish_and_refuses_new_ones:
     "INV 65: a draining server accepts new requests"
-    gate.drain()
+    handle.drain()
     pass

@@ -24,8 +24,8 @@ async def running() -> AsyncIterator[tuple[Server, str]]:
     made = make_server(FakeEngineClient(script=lambda prompt: reply_script()))
     with serve.bind("127.0.0.1", 0) as listener:
         url = serve.url_of(listener)
-        task = asyncio.create_task(serve.serve(made.app, made.gate, listener, drain_timeout_s=30))
-        await made.gate.wait_open()
+        task = asyncio.create_task(serve.serve(made.app, made.handle, listener, drain_timeout_s=30))
+        await made.handle.wait_open()
         yield made, url
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

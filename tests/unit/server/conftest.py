@@ -13,9 +13,9 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import Machine, ModelFacts, Resolved, resolve
 from hiserve.core.step_memory import StepShape
 from hiserve.server.app import create_app
-from hiserve.server.gate import Gate
+from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.metrics import Metrics
-from hiserve.server.shapes import ServedModel
+from hiserve.server.reply_format import ServedModel
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.prompt_encoder import PromptEncoder
 from hiserve.text.reply_tokens import ReplyTokenCache
@@ -58,7 +58,7 @@ class Server:
 
     app: Any
     engine: FakeEngineClient
-    gate: Gate
+    handle: EngineHandle
     reply_cache: ReplyTokenCache
 
     def call(self, method: str, path: str, body: bytes | dict[str, Any] = b"", **headers: str) -> Call:
@@ -103,10 +103,10 @@ def make_server(
     async def started() -> FakeEngineClient:
         return engine
 
-    gate = Gate(start or started)
+    handle = EngineHandle(start or started)
     reply_cache = ReplyTokenCache()
     app = create_app(
-        gate=gate,
+        handle=handle,
         encoder=PromptEncoder(tokenizer, ChatTemplate(template, {"bos_token": "<|bos|>"}), reply_cache),
         token_bytes=TokenBytes(tokenizer),
         metrics=Metrics("tiny", page_size=16, compat=compat),
@@ -123,13 +123,13 @@ def make_server(
         tokenizer_info=b'{"tokenizer_class": "Tiny"}',
         startup_s={"tokenizer": 0.1},
     )
-    return Server(app, engine, gate, reply_cache)
+    return Server(app, engine, handle, reply_cache)
 
 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[Server]:
     made = make_server(FakeEngineClient(script=lambda prompt: reply_script()))
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         yield made
     assert made.engine.num_inflight == 0, "a request never ended"

@@ -62,7 +62,7 @@ async def test_server_info_explains_an_outage_with_the_crash_before_it(server: S
     info = (await server.get("/server_info")).json
     assert "killed by SIGKILL" in info["not_ready_because"]
     assert (info["crash"]["end"], info["crash"]["uids"]) == ("exit code 71", [4, 5])
-    server.gate._take_over(FakeEngineClient(lambda prompt: []))
+    server.handle._take_over(FakeEngineClient(lambda prompt: []))
     assert (await server.get("/server_info")).json["crash"] == info["crash"], "the next engine knows nothing of it"
 
 

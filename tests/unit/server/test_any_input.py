@@ -98,7 +98,7 @@ def running() -> Iterator[tuple[asyncio.Runner, Server]]:
     context = made.app.router.lifespan_context(made.app)
     with asyncio.Runner() as runner:
         runner.run(context.__aenter__())
-        runner.run(made.gate.wait_open())
+        runner.run(made.handle.wait_open())
         yield runner, made
         runner.run(context.__aexit__(None, None, None))
 

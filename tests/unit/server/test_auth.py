@@ -103,7 +103,7 @@ TELLING = (
 async def test_metrics_tell_a_tenant_nothing_of_what_others_ask_and_find_cached(compat: str) -> None:
     made = guarded(**KEYS, **ADMIN, metrics_key="watch", compat=compat)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         body = {"messages": [{"role": "user", "content": "Hi"}]}
         assert (await made.post("/v1/chat/completions", body, **bearer("alpha"))).status == 200
         shown = {}
@@ -182,7 +182,7 @@ async def test_what_affects_all_tenants_needs_the_admin_key(
 ) -> None:
     made = guarded(**settings)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         call = await made.call(method, path, body, **bearer(key)).end()
         assert call.status == status, call.text
         assert bool(made.engine.flushed) == (status == 200 and ("flush" in path or "reset" in path))
@@ -246,7 +246,7 @@ async def test_the_engine_is_told_whose_a_request_is_by_a_number_alone(path: str
         (guarded(), (None, "alpha"), [0, 0]),
     ):
         async with made.app.router.lifespan_context(made.app):
-            await made.gate.wait_open()
+            await made.handle.wait_open()
             for key in given:
                 await made.call("POST", path, body, **bearer(key)).end()
         assert [seen.caller for seen in made.engine.seen] == numbers
@@ -287,7 +287,7 @@ async def test_a_caller_ends_his_own_requests_and_the_admin_anyones(
 ) -> None:
     made = guarded(**KEYS, **ADMIN)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         waiting = Waiting(made)
         for owner, rid in (("alpha", "a"), ("bêta", "a"), ("bêta", "b")):
             waiting.start(owner, rid)

@@ -71,7 +71,7 @@ ATTACKS: dict[str, tuple[str, Any, str | None]] = {
 async def big() -> AsyncIterator[Server]:
     made = make_server(FakeEngineClient(script=lambda _: reply_script()), max_request_bytes=2**25)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         yield made
 
 
@@ -133,7 +133,7 @@ BAD: list[tuple[str, Any, str | None]] = [
 
 @pytest.fixture
 def always_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiserve.server.bodies.is_quick", lambda raw: False)
+    monkeypatch.setattr("hiserve.server.body_reader.is_quick", lambda raw: False)
 
 
 @pytest.mark.usefixtures("always_aside")

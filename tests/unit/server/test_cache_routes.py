@@ -47,7 +47,7 @@ async def test_stats_show_tiers_copies_and_misses_of_each_replica(server: Server
 async def test_a_server_without_a_host_tier_shows_none() -> None:
     made = make_server(FakeEngineClient(script=lambda prompt: []), host_cache_gib=0)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         assert list((await made.get("/cache/stats")).json["replicas"][0]["tiers"]) == ["device"]
 
 
@@ -123,7 +123,7 @@ async def test_a_flush_of_what_is_not_there_is_refused(server: Server, tier: str
 async def test_a_store_is_emptied_only_by_name(tmp_path: Path, query: str, tiers: tuple[str, ...]) -> None:
     made = make_server(FakeEngineClient(script=lambda prompt: []), store=f"file:{tmp_path}")
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         assert (await made.post(f"/flush_cache{query}", b"")).status == 200
         assert made.engine.flushed == [tiers]
 
@@ -131,7 +131,7 @@ async def test_a_store_is_emptied_only_by_name(tmp_path: Path, query: str, tiers
 async def test_the_store_is_shown_with_what_went_wrong(tmp_path: Path) -> None:
     made = make_server(FakeEngineClient(script=lambda prompt: []), store=f"file:{tmp_path}")
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         store = StoreStats(num_pages=12, num_bytes=999, num_hits=5, num_errors=1, last_error="disk full")
         made.engine.stats = WorkerStats(cache=msgspec.structs.replace(CACHE, store=store))
         shown = (await made.get("/cache/stats")).json

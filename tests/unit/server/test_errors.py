@@ -212,7 +212,7 @@ async def test_strict_fields_refuses_what_no_table_knows(path: str) -> None:
     for is_strict in (False, True):
         server = make_server(FakeEngineClient(script=lambda prompt: reply_script()), strict_fields=is_strict)
         async with server.app.router.lifespan_context(server.app):
-            await server.gate.wait_open()
+            await server.handle.wait_open()
             assert (await server.post(path, {**good, "user": "ann"})).status == 200
             call = await server.post(path, {**good, **extra})
             if is_strict:
@@ -384,9 +384,9 @@ async def test_requests_are_503_while_loading_and_while_draining() -> None:
         assert "loading" in assert_error(await server.get("/ready"), 503, "unavailable", None)
         assert (await server.get("/health")).status == 200
         loaded.set()
-        await server.gate.wait_open()
+        await server.handle.wait_open()
         assert (await server.chat("Hi")).status == (await server.get("/ready")).status == 200
-        server.gate.drain()
+        server.handle.drain()
         assert "shutting down" in assert_error(await server.chat("Hi"), 503, "unavailable", None)
         assert "shutting down" in assert_error(await server.get("/ready"), 503, "unavailable", None)
     assert engine.stopped == 1
@@ -410,7 +410,7 @@ async def test_a_failed_start_is_reported_and_kept_for_the_command() -> None:
     server = make_server(FakeEngineClient(script=lambda prompt: []), start)
     async with server.app.router.lifespan_context(server.app):
         with pytest.raises(EngineError, match="no weights"):
-            await server.gate.wait_open()
+            await server.handle.wait_open()
         assert "failed to start" in assert_error(await server.get("/ready"), 503, "unavailable", None)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.models.generation_config import SamplingDefaults
 from hiserve.server import known_fields
-from hiserve.server.fields import Fields
+from hiserve.server.body_fields import Fields
 from hiserve.server.sampling_fields import parse_sampling
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -74,7 +74,7 @@ async def test_the_models_own_defaults_fill_what_a_request_leaves_out(path: str)
     good = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
     said = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
     async with server.app.router.lifespan_context(server.app):
-        await server.gate.wait_open()
+        await server.handle.wait_open()
         for fields in ({}, dict.fromkeys(said), said):
             assert (await server.post(path, {**good, **fields})).status == 200
     silent, null, told = ({name: getattr(seen.sampling, name) for name in said} for seen in server.engine.seen)
@@ -220,7 +220,7 @@ async def test_chat_fields_reach_the_template() -> None:
         ({"continue_final_message": True}, "None|None||False|Hi"),
     ]
     async with server.app.router.lifespan_context(server.app):
-        await server.gate.wait_open()
+        await server.handle.wait_open()
         for fields, wanted in cases:
             call = await server.chat("Hi", **fields)
             assert call.status == 200, call.text
@@ -233,7 +233,7 @@ async def test_what_changes_nothing_is_accepted_even_if_strict(path: str, name: 
     server = make_server(FakeEngineClient(script=lambda prompt: reply_script()), strict_fields=True)
     good: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "Hi"}
     async with server.app.router.lifespan_context(server.app):
-        await server.gate.wait_open()
+        await server.handle.wait_open()
         assert (await server.post(path, {**good, name: "anything"})).status == 200
 
 
@@ -253,7 +253,7 @@ async def test_tools_that_the_template_hides_bring_a_warning_and_are_counted(
     made = make_server(FakeEngineClient(script=lambda prompt: reply_script()), template=template)
     tool = {"type": "function", "function": {"name": "look"}}
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         call = await made.chat("Hi", tools=[tool], stream=is_stream)
         assert call.status == 200
         assert ("does not show tools" in call.headers.get("x-hiserve-warning", "")) == is_warned

@@ -25,7 +25,7 @@ async def test_health_says_ok_whatever_the_engine_does(server: Server, path: str
 async def test_ready_shows_no_words_of_an_error_where_there_are_keys(key: str | None) -> None:
     made = make_server(FakeEngineClient(script=lambda prompt: []), api_key=("alpha",), admin_api_key="root")
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         made.engine.is_ready, made.engine.trouble = False, "no worker is left: CUDA error at /home/me/secret.py"
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         call = await made.call("GET", "/ready", **headers).end()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import MAX_STOP_CHARS
-from hiserve.server.fields import MAX_NAME_CHARS
+from hiserve.server.body_fields import MAX_NAME_CHARS
 from hiserve.server.known_fields import CHAT, COMPLETIONS
 from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING
 from hiserve.server.tokens import DETOKENIZE, MAX_CHARS, MAX_TOKENS, TOKENIZE

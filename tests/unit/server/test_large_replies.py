@@ -39,7 +39,7 @@ async def scoring() -> AsyncIterator[Server]:
     engine = FakeEngineClient(script=lambda prompt: [[16]])
     made = make_server(engine)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         yield made
 
 

@@ -204,7 +204,7 @@ async def test_an_echo_of_a_text_is_that_text_to_the_letter(server: Server) -> N
 async def test_a_start_token_that_the_client_did_not_send_is_scored_but_not_shown() -> None:
     server = make_server(FakeEngineClient(script=lambda prompt: []), tokenizer=tiny_text.with_start_token())
     async with server.app.router.lifespan_context(server.app):
-        await server.gate.wait_open()
+        await server.handle.wait_open()
         script_of(server, ([THE], b"".join(OF_PROMPT) + pack((-4.0, [(THE, -0.125)]))))
         (choice,) = (await server.complete(FIRST + SECOND, echo=True, logprobs=1)).json["choices"]
         assert choice["text"] == FIRST + SECOND + FIRST

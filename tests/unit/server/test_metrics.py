@@ -13,7 +13,7 @@ from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats
 from hiserve.ipc.messages import WorkerStats
 from hiserve.server.aliases import ALIASES
-from hiserve.server.metrics import Meter, Metrics
+from hiserve.server.metrics import Metrics, RequestTimer
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
 
@@ -107,17 +107,17 @@ async def test_metrics_of_an_engine_that_does_not_answer_keep_their_values(
 
 async def test_two_servers_in_one_process_count_apart() -> None:
     first, second = (Metrics(name, page_size=16, compat="none") for name in "ab")
-    Meter(first, num_prompt=5, arrived=0.0).admitted(CacheUse())
+    RequestTimer(first, num_prompt=5, arrived=0.0).admitted(CacheUse())
     assert b'hiserve:prompt_tokens_total{model_name="a"} 5.0' in first.render()
     assert b'hiserve:prompt_tokens_total{model_name="b"} 0.0' in second.render()
 
 
 def test_tokens_that_arrive_together_share_the_time() -> None:
     metrics = Metrics("a", page_size=16, compat="none")
-    meter = Meter(metrics, num_prompt=5, arrived=0.0)
-    meter.tokens(3)
-    meter.tokens(4)
-    meter.tokens(0)
+    timer = RequestTimer(metrics, num_prompt=5, arrived=0.0)
+    timer.tokens(3)
+    timer.tokens(4)
+    timer.tokens(0)
     assert b'hiserve:inter_token_latency_seconds_count{model_name="a"} 4.0' in metrics.render()
     assert b'hiserve:generation_tokens_total{model_name="a"} 7.0' in metrics.render()
 
@@ -151,8 +151,8 @@ async def test_queue_time_and_lengths_are_measured(server: Server) -> None:
 
 def test_queue_time_of_a_request_that_no_worker_had_is_not_counted() -> None:
     metrics = Metrics("a", page_size=16, compat="none")
-    Meter(metrics, num_prompt=5, arrived=0.0).admitted(CacheUse(), -1.0)
-    Meter(metrics, num_prompt=5, arrived=0.0).admitted(CacheUse(), 0.25)
+    RequestTimer(metrics, num_prompt=5, arrived=0.0).admitted(CacheUse(), -1.0)
+    RequestTimer(metrics, num_prompt=5, arrived=0.0).admitted(CacheUse(), 0.25)
     assert b'hiserve:request_queue_time_seconds_count{model_name="a"} 1.0' in metrics.render()
     assert b'hiserve:request_queue_time_seconds_sum{model_name="a"} 0.25' in metrics.render()
 
@@ -198,7 +198,7 @@ async def test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_look
     server.engine.num_restarts = 5  # nobody looks before the scheduler dies
     first, engines = server.engine, [FakeEngineClient(lambda prompt: []), FakeEngineClient(lambda prompt: [])]
     for engine in engines:
-        server.gate._take_over(engine)
+        server.handle._take_over(engine)
         assert await server.metric("hiserve:engine_up") == 1
     assert await server.metric(restarts) == 5 + 2, "the workers of a scheduler that died have died too"
     engines[-1].num_restarts = 1
@@ -260,10 +260,10 @@ def values(metrics: Metrics) -> dict[str, float]:
 def test_other_names_show_the_same_values(compat: str) -> None:
     metrics = Metrics("a", page_size=16, compat=compat)
     for reason in ("stop", "abort", "abort"):
-        meter = Meter(metrics, num_prompt=5, arrived=0.0)
-        meter.admitted(CacheUse(device=2), 0.5)
-        meter.tokens(3)
-        meter.ended(reason)
+        timer = RequestTimer(metrics, num_prompt=5, arrived=0.0)
+        timer.admitted(CacheUse(device=2), 0.5)
+        timer.tokens(3)
+        timer.ended(reason)
     own = {series: value for series, value in values(metrics).items() if series.startswith("hiserve:")}
     others = {series: value for series, value in values(metrics).items() if ":" in series and series not in own}
     shared = ("prompt_tokens_total", "time_to_first_token_seconds_count", "e2e_request_latency_seconds_sum")
@@ -292,7 +292,7 @@ async def test_routers_find_the_gauges_they_need(compat: str, names: list[str]) 
     engine.stats = WorkerStats(running=2, free_pages=75)
     made = make_server(engine, compat=compat)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         assert [await made.metric(f"{compat}:{name}") for name in names] == [4, 2, 0.25]
         sizes: dict[str, Any] = {"block_size": "16", "num_gpu_blocks": "100"}
         if compat == "sglang":

@@ -14,7 +14,7 @@ from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError
 from hiserve.server.logprobs import Scored
-from hiserve.server.native_shape import Entry, NativeShape
+from hiserve.server.native_format import Entry, NativeFormatter
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.unit.server.conftest import NUM_STEPS, REPLY, TOKENIZER, Server, reply_script
@@ -201,13 +201,13 @@ async def test_the_logprobs_of_the_input_are_worded_once_a_choice(
     """Each event of a stream repeats them: worded each time, a long prompt would cost as much at every token."""
     num_worded = 0
 
-    def counted(self: NativeShape, scored: Scored) -> Entry:
+    def counted(self: NativeFormatter, scored: Scored) -> Entry:
         nonlocal num_worded
         num_worded += 1
         return worded(self, scored)
 
-    worded = NativeShape._entry
-    monkeypatch.setattr(NativeShape, "_entry", counted)
+    worded = NativeFormatter._entry
+    monkeypatch.setattr(NativeFormatter, "_entry", counted)
     prompt, steps = list(range(5, 45)), [[16]] * 30
     server.engine.script = lambda _: steps
     server.engine.scores = [scores_of(prompt[1:], 0) + scores_of([16], 0), *[scores_of([16], 0)] * 29]

@@ -35,7 +35,7 @@ async def speculating() -> AsyncIterator[Server]:
     engine.drafts = [FIRST, *[None] * (NUM_STEPS - 2), LAST]
     made = make_server(engine, spec_steps=3)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         yield made
 
 
@@ -179,7 +179,7 @@ async def test_other_engines_names_show_drafts(compat: str) -> None:
     engine = FakeEngineClient(script=lambda prompt: reply_script(), stats=stats(COLD, HOST, k3=9))
     made = make_server(engine, compat=compat)
     async with made.app.router.lifespan_context(made.app):
-        await made.gate.wait_open()
+        await made.handle.wait_open()
         if compat == "sglang":
             assert await made.metric("sglang:spec_accept_length") == pytest.approx(1 + 20 / 12)
             return

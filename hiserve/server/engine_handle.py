@@ -24,7 +24,7 @@ SETTLED_S = 60.0  # an engine that lived for so long does not die of how it was 
 logger = logging.getLogger(__name__)
 
 
-class Delta(Protocol):
+class EngineDelta(Protocol):
     """News of one request: tokens, and in the last delta why it ended.
 
     Attributes:
@@ -55,7 +55,7 @@ class Delta(Protocol):
     def queue_s(self) -> float: ...
 
 
-class Engine(Protocol):
+class EngineConnection(Protocol):
     """What the front end needs of the engine client.
 
     Attributes:
@@ -96,7 +96,7 @@ class Engine(Protocol):
         priority: int = 0,
         caller: int = 0,
         tag: str = "",
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[EngineDelta, None]:
         """Yields deltas until one has a finish. Closing the generator aborts the request."""
 
     def abort(self, tag: str | None = None) -> int:
@@ -118,7 +118,7 @@ class Engine(Protocol):
         """Returns when the engine's processes have ended: why."""
 
 
-class Gate:
+class EngineHandle:
     """Starts, hands out and stops the one engine, and starts it again when it dies. Lives in one event loop.
 
     Args:
@@ -130,12 +130,12 @@ class Gate:
         last_status_s: When, by ``time.monotonic``.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[Engine]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[EngineConnection]]) -> None:
         self._start = start
         self._is_begun = asyncio.Event()
-        self._opening: asyncio.Task[Engine] | None = None
-        self._engine: Engine | None = None
-        self._stopping: Engine | None = None
+        self._opening: asyncio.Task[EngineConnection] | None = None
+        self._engine: EngineConnection | None = None
+        self._stopping: EngineConnection | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
         self._loss = ""  # why the engine that served last does not
@@ -146,7 +146,7 @@ class Gate:
         self.startup_s = 0.0
 
     @property
-    def engine(self) -> Engine | None:
+    def engine(self) -> EngineConnection | None:
         """The engine, ready or not; None before it has started and after it was stopped."""
         return self._engine
 
@@ -178,7 +178,7 @@ class Gate:
         """The latest death of a worker; it is known here, whoever dies."""
         return None if self._engine is None else self._engine.crash or self._crash
 
-    def require(self) -> Engine:
+    def require(self) -> EngineConnection:
         """Returns the engine for one request.
 
         Raises:
@@ -241,16 +241,16 @@ class Gate:
             await self._stopping.stop(copy_s=copy_s)
             self._stopping = None
 
-    async def _open(self) -> Engine:
+    async def _open(self) -> EngineConnection:
         begin = time.monotonic()
         self._engine = await self._start()
         self.startup_s = time.monotonic() - begin
         self._keeping = asyncio.create_task(self._keep(self._engine))
         return self._engine
 
-    async def _keep(self, first: Engine) -> None:
+    async def _keep(self, first: EngineConnection) -> None:
         """Starts the engine again whenever it has died, but not for ever."""
-        engine: Engine | None = first
+        engine: EngineConnection | None = first
         why, num_failures = "", 0
         while True:
             if engine is not None:
@@ -272,14 +272,14 @@ class Gate:
         self._loss = f"the engine died, or did not start, {num_failures} times in a row: {why}"
         logger.error("%s", self._loss)
 
-    def _take_over(self, engine: Engine) -> None:
+    def _take_over(self, engine: EngineConnection) -> None:
         """Serves with an engine that takes the place of one that died."""
         assert self._engine is not None, "an engine follows none"
         self._num_restarts += self._engine.num_restarts + len(engine.started.workers)
         self._crash = self.crash
         self._engine, self._loss = engine, ""
 
-    async def _try_start(self) -> Engine | None:
+    async def _try_start(self) -> EngineConnection | None:
         """Starts an engine; None if that fails."""
         try:
             return await self._start()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from hiserve.errors import ResourceError, UnavailableError
-from hiserve.server import gate as gate_module
-from hiserve.server.gate import Gate
+from hiserve.server import engine_handle as gate_module
+from hiserve.server.engine_handle import EngineHandle
 from tests.helpers.fake_engine_client import FakeEngineClient
 
 
@@ -45,101 +45,101 @@ async def starter() -> Starter:
     return Starter()
 
 
-async def opened(starter: Starter) -> Gate:
-    gate = Gate(starter)
-    gate.open()
-    await gate.wait_open()
-    return gate
+async def opened(starter: Starter) -> EngineHandle:
+    handle = EngineHandle(starter)
+    handle.open()
+    await handle.wait_open()
+    return handle
 
 
-async def until_served(gate: Gate) -> None:
+async def until_served(handle: EngineHandle) -> None:
     async with asyncio.timeout(5):
-        while gate.reason is not None:
+        while handle.reason is not None:
             await asyncio.sleep(0.001)
 
 
 async def test_an_engine_that_dies_is_replaced_and_meanwhile_the_gate_says_why(starter: Starter) -> None:
-    gate = await opened(starter)
+    handle = await opened(starter)
     starter.hold.clear()
     starter.engines[0].die("the scheduler process died (killed by SIGKILL).")
     async with asyncio.timeout(5):
         while starter.num_starts < 2:
             await asyncio.sleep(0.001)
-    assert gate.reason == "the engine is started again: the scheduler process died (killed by SIGKILL)."
+    assert handle.reason == "the engine is started again: the scheduler process died (killed by SIGKILL)."
     with pytest.raises(UnavailableError, match="started again"):
-        gate.require()
+        handle.require()
     starter.hold.set()
-    await until_served(gate)
-    assert gate.require() is starter.engines[1]
-    await gate.close()
+    await until_served(handle)
+    assert handle.require() is starter.engines[1]
+    await handle.close()
     assert [engine.stopped for engine in starter.engines] == [0, 1]
 
 
 @pytest.mark.parametrize("error", [ResourceError, OSError])  # the second of a process that cannot be started
 async def test_a_start_that_fails_is_tried_again(error: type[Exception]) -> None:
     starter = Starter(lambda number: number in (2, 3), error)
-    gate = await opened(starter)
+    handle = await opened(starter)
     starter.engines[0].die("gone")
-    await until_served(gate)
+    await until_served(handle)
     assert starter.num_starts == 4
-    await gate.close()
+    await handle.close()
 
 
 async def test_an_engine_that_cannot_be_started_is_given_up_and_the_gate_says_so() -> None:
     starter = Starter(lambda number: number > 1)
-    gate = await opened(starter)
+    handle = await opened(starter)
     starter.engines[0].die("gone")
     async with asyncio.timeout(5):
-        while gate.reason is None or "in a row" not in gate.reason:
+        while handle.reason is None or "in a row" not in handle.reason:
             await asyncio.sleep(0.001)
     assert starter.num_starts == 1 + gate_module.MAX_FAILURES
-    assert gate.reason.endswith("8 times in a row: gone")
-    await gate.close()
+    assert handle.reason.endswith("8 times in a row: gone")
+    await handle.close()
 
 
 async def test_an_engine_that_dies_again_and_again_is_given_up(starter: Starter) -> None:
-    gate = await opened(starter)
+    handle = await opened(starter)
     async with asyncio.timeout(5):
-        while gate.reason is None or "in a row" not in gate.reason:
+        while handle.reason is None or "in a row" not in handle.reason:
             if not starter.engines[-1].trouble:
                 starter.engines[-1].die("gone")
             await asyncio.sleep(0.001)
     assert starter.num_starts == 1 + gate_module.MAX_FAILURES
-    await gate.close()
+    await handle.close()
 
 
 async def test_an_engine_that_lived_for_long_is_forgiven(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate_module, "SETTLED_S", 0.0)
-    gate = await opened(starter)
+    handle = await opened(starter)
     for _ in range(2 * gate_module.MAX_FAILURES):
         starter.engines[-1].die("gone")
         await asyncio.sleep(0.002)
-        await until_served(gate)
-    await gate.close()
+        await until_served(handle)
+    await handle.close()
 
 
 async def test_an_engine_that_is_stopped_is_not_started_again(starter: Starter) -> None:
-    gate = await opened(starter)
-    gate.drain()
+    handle = await opened(starter)
+    handle.drain()
     starter.engines[0].die("the engine was stopped.")
     await asyncio.sleep(0.01)
     assert starter.num_starts == 1
-    assert gate.reason == "the server is shutting down"
-    await gate.close()
+    assert handle.reason == "the server is shutting down"
+    await handle.close()
 
 
 async def test_an_engine_without_workers_says_so(starter: Starter) -> None:
-    gate = await opened(starter)
+    handle = await opened(starter)
     starter.engines[0].is_ready = False
     starter.engines[0].trouble = "no worker is left: worker 0 died (exit code 71)."
-    assert gate.reason == "no worker is left: worker 0 died (exit code 71)."
-    await gate.close()
+    assert handle.reason == "no worker is left: worker 0 died (exit code 71)."
+    await handle.close()
 
 
 async def test_who_has_no_patience_with_pages_on_their_way_closes_again(
     starter: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = await opened(starter)
+    handle = await opened(starter)
     engine, given = starter.engines[0], []
 
     async def stop(drain_s: float = 0.0, copy_s: float = 0.0) -> None:
@@ -148,11 +148,11 @@ async def test_who_has_no_patience_with_pages_on_their_way_closes_again(
             await asyncio.Event().wait()
 
     monkeypatch.setattr(engine, "stop", stop)
-    closing = asyncio.create_task(gate.close(30.0))
+    closing = asyncio.create_task(handle.close(30.0))
     while not given:
         await asyncio.sleep(0)
     closing.cancel()
     await asyncio.gather(closing, return_exceptions=True)
-    await gate.close()
-    await gate.close()
+    await handle.close()
+    await handle.close()
     assert given == [(0.0, 30.0), (0.0, 0.0)]

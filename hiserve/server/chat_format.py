@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from hiserve.server.choices import Choices
-from hiserve.server.generation import Generation, Piece, nothing
+from hiserve.server.generation import Generation, OutputDelta, nothing
 from hiserve.server.logprobs import Spell, chat_logprobs, prompt_logprobs
-from hiserve.server.options import Options
-from hiserve.server.shapes import usage
+from hiserve.server.reply_format import usage
+from hiserve.server.request_options import RequestOptions
 
 
-class ChatShape:
+class ChatFormatter:
     """Words one chat completion.
 
     Args:
-        head: As ``shapes.head_of`` makes it.
+        head: As ``reply_format.envelope`` makes it.
         options: What the reply shows.
         spell: Spells a token.
 
@@ -23,7 +23,7 @@ class ChatShape:
         chunk_head: What each chunk of a stream begins with.
     """
 
-    def __init__(self, head: dict[str, Any], options: Options, spell: Spell) -> None:
+    def __init__(self, head: dict[str, Any], options: RequestOptions, spell: Spell) -> None:
         self._whole_head = {**head, "object": "chat.completion"}
         self.chunk_head = {**head, "object": "chat.completion.chunk"}
         self._has_token_ids = options.has_token_ids
@@ -35,8 +35,10 @@ class ChatShape:
     def whole(self, choices: Choices) -> dict[str, Any]:
         """Returns the reply that is not streamed."""
         shown = []
-        for piece in map(Generation.whole, choices.generations):
-            shown.append(self._choice(piece, message={"role": "assistant", "content": piece.text, "refusal": None}))
+        for output_delta in map(Generation.whole, choices.generations):
+            shown.append(
+                self._choice(output_delta, message={"role": "assistant", "content": output_delta.text, "refusal": None})
+            )
         prompt = self._prompt(choices.generations[0])
         return {**self._whole_head, **prompt, "choices": shown, "usage": usage(choices)}
 
@@ -45,25 +47,27 @@ class ChatShape:
         choice = self._choice(nothing(generation.choice), delta={"role": "assistant", "content": ""})
         return {"choices": [choice], **self._prompt(generation)}
 
-    def piece(self, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
         """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
-        if not (piece.text or piece.finish or self._shows_tokens):
+        if not (output_delta.text or output_delta.finish or self._shows_tokens):
             return None
-        return {"choices": [self._choice(piece, delta={"content": piece.text} if piece.text else {})]}
+        return {
+            "choices": [self._choice(output_delta, delta={"content": output_delta.text} if output_delta.text else {})]
+        }
 
-    def _choice(self, piece: Piece, **content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, output_delta: OutputDelta, **content: dict[str, Any]) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": piece.choice,
+            "index": output_delta.choice,
             **content,
             "logprobs": None,
-            "finish_reason": piece.finish.text,
+            "finish_reason": output_delta.finish.text,
         }
-        if piece.finish:
-            choice["stop_reason"] = piece.stop
+        if output_delta.finish:
+            choice["stop_reason"] = output_delta.stop
         if self._has_token_ids:
-            choice["token_ids"] = piece.tokens
-        if self._num_top is not None and piece.tokens:
-            choice["logprobs"] = chat_logprobs(piece, self._num_top, self._spell)
+            choice["token_ids"] = output_delta.tokens
+        if self._num_top is not None and output_delta.tokens:
+            choice["logprobs"] = chat_logprobs(output_delta, self._num_top, self._spell)
         return choice
 
     def _prompt(self, generation: Generation) -> dict[str, Any]:

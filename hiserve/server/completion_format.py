@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from hiserve.server.choices import Choices
-from hiserve.server.generation import Generation, Piece
+from hiserve.server.generation import Generation, OutputDelta
 from hiserve.server.logprobs import TextLogprobs, prompt_logprobs
-from hiserve.server.options import Options
-from hiserve.server.shapes import usage
+from hiserve.server.reply_format import usage
+from hiserve.server.request_options import RequestOptions
 from hiserve.text.detokenizer import TokenBytes
 
 
-class CompletionShape:
+class CompletionFormatter:
     """Words one text completion.
 
     Args:
-        head: As ``shapes.head_of`` makes it.
+        head: As ``reply_format.envelope`` makes it.
         options: What the reply shows.
         token_bytes: Of the model's tokens.
         prompts: Text of each prompt, for the echo; None for a prompt that was given as token ids.
@@ -27,7 +27,7 @@ class CompletionShape:
     """
 
     def __init__(
-        self, head: dict[str, Any], options: Options, token_bytes: TokenBytes, prompts: Sequence[str | None]
+        self, head: dict[str, Any], options: RequestOptions, token_bytes: TokenBytes, prompts: Sequence[str | None]
     ) -> None:
         self.chunk_head = {**head, "object": "text_completion"}
         self._options = options
@@ -55,24 +55,24 @@ class CompletionShape:
         opening = self._open(generation)
         return {"choices": [opening]} if self._has_opening else None
 
-    def piece(self, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
         """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
-        is_shown = piece.text or piece.finish or self._options.has_token_ids or self._num_top is not None
-        return {"choices": [self._choice(piece)]} if is_shown else None
+        is_shown = output_delta.text or output_delta.finish or self._options.has_token_ids or self._num_top is not None
+        return {"choices": [self._choice(output_delta)]} if is_shown else None
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
+    def _choice(self, output_delta: OutputDelta) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": piece.choice,
-            "text": piece.text,
+            "index": output_delta.choice,
+            "text": output_delta.text,
             "logprobs": None,
-            "finish_reason": piece.finish.text,
+            "finish_reason": output_delta.finish.text,
         }
-        if piece.finish:
-            choice["stop_reason"] = piece.stop
+        if output_delta.finish:
+            choice["stop_reason"] = output_delta.stop
         if self._options.has_token_ids:
-            choice["token_ids"] = piece.tokens
+            choice["token_ids"] = output_delta.tokens
         if self._num_top is not None:
-            choice["logprobs"] = self._logprobs[piece.choice].of_piece(piece)
+            choice["logprobs"] = self._logprobs[output_delta.choice].of_piece(output_delta)
         return choice
 
     def _open(self, generation: Generation) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.server.choices import Choices
-from hiserve.server.generation import Generation, Piece
+from hiserve.server.generation import Generation, OutputDelta
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     spec_steps: int = 0
 
 
-class Shape(Protocol):
+class ReplyFormatter(Protocol):
     """Words one reply. Lives as long as the reply.
 
     Attributes:
@@ -53,11 +53,11 @@ class Shape(Protocol):
     def opening(self, generation: Generation) -> dict[str, Any] | None:
         """Returns the rest of the chunk before a choice's first piece, or None when there is none."""
 
-    def piece(self, piece: Piece) -> dict[str, Any] | None:
+    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
         """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
 
 
-def head_of(model: ServedModel, prefix: str) -> dict[str, Any]:
+def envelope(model: ServedModel, prefix: str) -> dict[str, Any]:
     """Returns what every part of a reply begins with.
 
     Args:

@@ -7,12 +7,12 @@ from typing import Any
 from fastapi import Request
 
 from hiserve.server.auth import caller_of
-from hiserve.server.sse import unless_gone
+from hiserve.server.sse import cancel_on_disconnect
 from hiserve.text.body_parser import Sizes, is_quick, parse_body
 from hiserve.text.helper_pool import HelperPool
 
 
-class Bodies:
+class BodyReader:
     """What bodies say.
 
     Args:
@@ -34,4 +34,6 @@ class Bodies:
         raw = await request.body()
         if is_quick(raw):
             return parse_body(raw)
-        return await unless_gone(request.receive, self._helpers.slim(raw, self._sizes, caller_of(request).number))
+        return await cancel_on_disconnect(
+            request.receive, self._helpers.slim(raw, self._sizes, caller_of(request).number)
+        )

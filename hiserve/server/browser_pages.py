@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from hiserve import __version__
 from hiserve.server.known_fields import IGNORED, REFUSED
-from hiserve.server.shapes import ServedModel
+from hiserve.server.reply_format import ServedModel
 
 # Pages load nothing, from nowhere: no scripts, no fonts, no pictures.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}

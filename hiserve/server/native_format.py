@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 
 from hiserve.core.request import FinishReason
-from hiserve.server.generation import Generation, Piece
+from hiserve.server.generation import Generation, OutputDelta
 from hiserve.server.logprobs import Scored, Spell, scored_prompt, token_text, unpack
-from hiserve.server.shapes import cache_miss, spec_details
+from hiserve.server.reply_format import cache_miss, spec_details
 
 # Logprob, token id, text of the token or None.
 Entry = tuple[float | None, int, str | None]
 
 
-class NativeShape:
+class NativeFormatter:
     """Words one choice as it grows.
 
     Args:
@@ -49,21 +49,21 @@ class NativeShape:
         self._entries: list[Entry] = []
         self._tops: list[list[Entry]] = []
         self._input: dict[str, msgspec.Raw] = {}
-        self._last = Piece(generation.choice, "", [], b"", FinishReason.RUNNING, None)
+        self._last = OutputDelta(generation.choice, "", [], b"", FinishReason.RUNNING, None)
 
     @property
     def is_large(self) -> bool:
         """Whether it takes long to word the next reply: the first one with the scores of a long prompt."""
         return self._first_scored is not None and not self._input and self._generation.scorer.has_many_prompt_scores
 
-    def take(self, piece: Piece) -> None:
+    def take(self, output_delta: OutputDelta) -> None:
         """Adds a piece."""
-        self._last = piece
-        self._text += piece.text
-        self._tokens += piece.tokens
+        self._last = output_delta
+        self._text += output_delta.text
+        self._tokens += output_delta.tokens
         num_top = self._generation.sampling.logprobs
         if num_top is not None:
-            scored = unpack(piece.tokens, piece.scores, num_top)
+            scored = unpack(output_delta.tokens, output_delta.scores, num_top)
             self._entries += map(self._entry, scored)
             self._tops += map(self._top, scored)
 
@@ -91,12 +91,12 @@ class NativeShape:
         return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}
 
     def _finish_reason(self) -> dict[str, Any]:
-        piece = self._last
-        if piece.finish is FinishReason.LENGTH:
+        output_delta = self._last
+        if output_delta.finish is FinishReason.LENGTH:
             return {"type": "length", "length": len(self._tokens)}
-        if piece.finish is FinishReason.ABORT:
+        if output_delta.finish is FinishReason.ABORT:
             return {"type": "abort", "message": "the request was aborted."}
-        ended_by = self._tokens[-1] if piece.stop is None and self._tokens else piece.stop
+        ended_by = self._tokens[-1] if output_delta.stop is None and self._tokens else output_delta.stop
         return {"type": "stop", "matched": ended_by}
 
     def _logprobs(self, num_top: int) -> dict[str, Any]:

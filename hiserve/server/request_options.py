@@ -10,13 +10,13 @@ from hiserve.config import MAX_INT32
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server import known_fields
-from hiserve.server.fields import MAX_NAME_CHARS, Fields
+from hiserve.server.body_fields import MAX_NAME_CHARS, Fields
 from hiserve.server.sampling_fields import parse_sampling
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a body says beside its prompt.
 
     Attributes:
@@ -60,7 +60,7 @@ def parse_options(
     spec_steps: int,
     is_chat: bool,
     is_strict: bool,
-) -> Options:
+) -> RequestOptions:
     """Reads everything but the prompt and the model.
 
     Args:
@@ -95,7 +95,7 @@ def parse_options(
     if best_of not in (None, sampling.n):
         raise RequestError(f"best_of is {best_of}; only n ({sampling.n}) is supported.", param="best_of")
     stream_options = fields.nested("stream_options")
-    return Options(
+    return RequestOptions(
         sampling=sampling,
         limit_field=limit_field,
         keeps_tokens=max_tokens != 0,
@@ -135,7 +135,7 @@ def _truncate_prompt_tokens(fields: Fields) -> int | None:
     return number
 
 
-def fit_context(num_prompt: int, options: Options, max_model_len: int, *, is_chat: bool) -> SamplingParams:
+def fit_context(num_prompt: int, options: RequestOptions, max_model_len: int, *, is_chat: bool) -> SamplingParams:
     """Checks that prompt and reply fit the context.
 
     Args:
