@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import ROOT, about
-from hiserve.llm.prompts import check_tokens
+from hiserve.llm.prompt_inputs import check_tokens
 
 NUM_PROMPTS, PROMPT_TOKENS, VOCAB_SIZE = 128, 2048, 128_256
 ROUNDS = 9

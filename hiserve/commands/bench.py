@@ -61,7 +61,7 @@ INTERRUPTED = 130  # as a shell tells of a command that Ctrl-C ended
 AddSettings = Callable[[argparse.ArgumentParser], None]
 
 
-class Kind(msgspec.Struct, frozen=True):
+class BenchKind(msgspec.Struct, frozen=True):
     """One kind of benchmark.
 
     Attributes:
@@ -237,29 +237,29 @@ def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
 
 # The one table of benchmarks.
 KINDS = {
-    "serve": Kind(
+    "serve": BenchKind(
         "Send a data set to a server.", (Connection, Data, Load, Limits, Objectives, Results, Pictures), False, _serve
     ),
-    "multiturn": Kind(
+    "multiturn": BenchKind(
         "Hold chats with a server in a closed loop.",
         (Connection, Rounds, Limits, Results, Pictures),
         False,
         _multiturn,
     ),
-    "cache": Kind(
+    "cache": BenchKind(
         "Measure a server's prefix cache, tier by tier, against a cache without end.",
         (Connection, CacheLoad, Limits, Results, Pictures),
         False,
         _cache,
     ),
-    "offline": Kind("Measure the offline API's throughput.", (Batch, Results), True, _offline),
-    "spec": Kind(
+    "offline": BenchKind("Measure the offline API's throughput.", (Batch, Results), True, _offline),
+    "spec": BenchKind(
         "Measure speculation against plain decoding: what is accepted, gained and paid, with the same tokens.",
         (Sweep, Results, Pictures),
         True,
         _spec,
     ),
-    "soak": Kind("Load a server, strike it with faults, and see what it survives.", (Soak, Results), True, _soak),
+    "soak": BenchKind("Load a server, strike it with faults, and see what it survives.", (Soak, Results), True, _soak),
 }
 
 

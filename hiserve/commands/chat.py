@@ -17,7 +17,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from hiserve.commands.chat_stats import Turn, stats_lines
+from hiserve.commands.chat_stats import ReplyStats, stats_lines
 from hiserve.config import Config, settings, without_secrets
 from hiserve.errors import HiserveError, ResourceError, UnavailableError
 
@@ -70,7 +70,7 @@ class Conversation:
         self._client = client
         self._model = self._ask("GET", "/v1/models")["data"][0]["id"]
         self._messages: list[dict[str, str]] = []
-        self._turns: list[Turn] = []
+        self._turns: list[ReplyStats] = []
 
     def talk(self) -> int:
         """Reads and answers until the end; returns the exit status."""
@@ -112,7 +112,7 @@ class Conversation:
     def _answer(self, question: str) -> None:
         """Streams one reply; a reply cut short by Ctrl-C stays in the conversation."""
         self._messages.append({"role": "user", "content": question})
-        turn = Turn()
+        turn = ReplyStats()
         try:
             self._stream(turn)
         except HiserveError:
@@ -129,7 +129,7 @@ class Conversation:
             f"{turn.finish}[/dim]"
         )
 
-    def _stream(self, turn: Turn) -> None:
+    def _stream(self, turn: ReplyStats) -> None:
         body = {
             "model": self._model,
             "messages": self._messages,
@@ -148,7 +148,7 @@ class Conversation:
         finally:
             turn.total_s = time.monotonic() - begin
 
-    def _take(self, turn: Turn, event: dict[str, Any], elapsed_s: float) -> None:
+    def _take(self, turn: ReplyStats, event: dict[str, Any], elapsed_s: float) -> None:
         if "error" in event:
             raise UnavailableError(event["error"]["message"])
         for choice in event["choices"]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 
-class Turn(msgspec.Struct, kw_only=True):
+class ReplyStats(msgspec.Struct, kw_only=True):
     """One reply, as it was measured from here.
 
     Attributes:
@@ -36,7 +36,7 @@ class Turn(msgspec.Struct, kw_only=True):
         return (self.num_generated - 1) / span if span > 0 and self.num_generated > 1 else 0.0
 
 
-def stats_lines(turns: Sequence[Turn], workers: Sequence[dict[str, Any]]) -> list[str]:
+def stats_lines(turns: Sequence[ReplyStats], workers: Sequence[dict[str, Any]]) -> list[str]:
     """Returns five lines: this conversation, then requests, cache, hits and drafts of all workers together.
 
     Args:

@@ -52,7 +52,7 @@ print(json.dumps(facts))
 """
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line.
 
     Attributes:
@@ -130,7 +130,7 @@ def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
         raise ConfigError("--json goes with --graphs: hiserve doctor --graphs --json.", param="json")
     console = Console(highlight=False, soft_wrap=True)
     machine = probe()
-    findings = [Finding("ok", "hiserve", __version__), _python(), *_packages(import_package, machine)]
+    findings = [CheckResult("ok", "hiserve", __version__), _python(), *_packages(import_package, machine)]
     findings += [
         _memory(machine),
         _shared_memory(Path("/dev/shm")),
@@ -156,86 +156,88 @@ def import_package(name: str) -> Package:
     return Package(error=last[:300], is_missing=last == f"ModuleNotFoundError: No module named {name!r}")
 
 
-def _python() -> Finding:
+def _python() -> CheckResult:
     version = platform.python_version()
     if sys.version_info < LEAST_PYTHON:
-        return Finding("fail", "python", f"{version}; hiserve needs {'.'.join(map(str, LEAST_PYTHON))} or later.")
-    return Finding("ok", "python", f"{version} ({platform.machine()}, {platform.system()} {platform.release()})")
+        return CheckResult("fail", "python", f"{version}; hiserve needs {'.'.join(map(str, LEAST_PYTHON))} or later.")
+    return CheckResult("ok", "python", f"{version} ({platform.machine()}, {platform.system()} {platform.release()})")
 
 
-def _packages(load: Callable[[str], Package], machine: Machine) -> list[Finding]:
+def _packages(load: Callable[[str], Package], machine: Machine) -> list[CheckResult]:
     """Looks at torch, CUDA through torch, and the kernel packages that only CUDA needs."""
     torch = load("torch")
     findings = [_torch(torch), _cuda(torch, machine)]
     for name in ("triton", "flashinfer"):
         package = load(name)
         if package.error is None:
-            findings.append(Finding("ok", name, f"{package.version}, imports in {package.import_s:.1f} s"))
+            findings.append(CheckResult("ok", name, f"{package.version}, imports in {package.import_s:.1f} s"))
         elif not package.is_missing:
-            findings.append(Finding("note", name, f"is installed but does not import: {package.error}"))
+            findings.append(CheckResult("note", name, f"is installed but does not import: {package.error}"))
         elif torch.devices:
-            findings.append(Finding("note", name, "is not installed. For faster kernels: pip install 'hiserve[gpu]'"))
+            findings.append(
+                CheckResult("note", name, "is not installed. For faster kernels: pip install 'hiserve[gpu]'")
+            )
         else:
-            findings.append(Finding("ok", name, "is not installed; only CUDA devices need it"))
+            findings.append(CheckResult("ok", name, "is not installed; only CUDA devices need it"))
     return findings
 
 
-def _torch(torch: Package) -> Finding:
+def _torch(torch: Package) -> CheckResult:
     least, below = (".".join(map(str, end)) for end in TORCH_RANGE)
     remedy = f"pip install 'torch>={least},<{below}'"
     if torch.error is not None:
-        return Finding("fail", "torch", f"does not import: {torch.error}. Try: {remedy}")
+        return CheckResult("fail", "torch", f"does not import: {torch.error}. Try: {remedy}")
     release = tuple(int(part) for part in torch.version.split("+")[0].split(".")[:2])
     if not TORCH_RANGE[0] <= release < TORCH_RANGE[1]:
-        return Finding("note", "torch", f"{torch.version} is not a tested version. Try: {remedy}")
-    return Finding("ok", "torch", f"{torch.version}, imports in {torch.import_s:.1f} s")
+        return CheckResult("note", "torch", f"{torch.version} is not a tested version. Try: {remedy}")
+    return CheckResult("ok", "torch", f"{torch.version}, imports in {torch.import_s:.1f} s")
 
 
-def _cuda(torch: Package, machine: Machine) -> Finding:
+def _cuda(torch: Package, machine: Machine) -> CheckResult:
     if torch.devices:
         capability = ".".join(map(str, torch.capability))
         memory = " + ".join(f"{num_bytes / GIB:.0f}" for num_bytes in machine.cuda_memory_bytes) + " GiB"
-        return Finding("ok", "cuda", f"{', '.join(torch.devices)} (compute {capability}, {memory})")
+        return CheckResult("ok", "cuda", f"{', '.join(torch.devices)} (compute {capability}, {memory})")
     if not machine.cuda_memory_bytes:
-        return Finding("ok", "cuda", "no device; models run on the CPU")
+        return CheckResult("ok", "cuda", "no device; models run on the CPU")
     if torch.error is None and torch.cuda_build is None:
-        return Finding(
+        return CheckResult(
             "note", "cuda", "the driver has a device, but torch is a CPU build. Install a CUDA build of torch."
         )
-    return Finding(
+    return CheckResult(
         "note", "cuda", "the driver has a device that torch cannot use. Check that the driver is recent enough."
     )
 
 
-def _memory(machine: Machine) -> Finding:
+def _memory(machine: Machine) -> CheckResult:
     text = f"{machine.memory_bytes / GIB:.1f} GiB available (container limits included), {machine.cores} cores"
     if machine.memory_bytes < LEAST_MEMORY_BYTES:
-        return Finding(
+        return CheckResult(
             "note", "memory", f"{text}. That is little: choose a small model or raise the container's limit."
         )
-    return Finding("ok", "memory", text)
+    return CheckResult("ok", "memory", text)
 
 
-def _shared_memory(folder: Path) -> Finding:
+def _shared_memory(folder: Path) -> CheckResult:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return Finding("note", "shared memory", f"{folder} cannot be written; the host cache will need it.")
+        return CheckResult("note", "shared memory", f"{folder} cannot be written; the host cache will need it.")
     free = shutil.disk_usage(folder).free
     text = f"{free / GIB:.1f} GiB free in {folder}"
     if free < LEAST_SHARED_BYTES:
-        return Finding("note", "shared memory", f"{text}. The host cache will need more: docker run --shm-size 8g.")
-    return Finding("ok", "shared memory", text)
+        return CheckResult("note", "shared memory", f"{text}. The host cache will need more: docker run --shm-size 8g.")
+    return CheckResult("ok", "shared memory", text)
 
 
-def _locked_memory(limit: int, *, has_cuda: bool) -> Finding:
+def _locked_memory(limit: int, *, has_cuda: bool) -> CheckResult:
     if limit == resource.RLIM_INFINITY:
-        return Finding("ok", "memlock", "unlimited")
+        return CheckResult("ok", "memlock", "unlimited")
     text = f"limited to {limit / 2**20:.0f} MiB"
     if has_cuda:
-        return Finding("note", "memlock", f"{text}. For pinned host memory: ulimit -l unlimited.")
-    return Finding("ok", "memlock", f"{text}; only CUDA devices pin memory")
+        return CheckResult("note", "memlock", f"{text}. For pinned host memory: ulimit -l unlimited.")
+    return CheckResult("ok", "memlock", f"{text}; only CUDA devices pin memory")
 
 
-def _port(host: str, port: int) -> Finding:
+def _port(host: str, port: int) -> CheckResult:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe_socket:
@@ -243,18 +245,18 @@ def _port(host: str, port: int) -> Finding:
             probe_socket.bind(address)
     except OSError as error:
         reason = error.strerror or str(error)
-        return Finding("fail", "port", f"{host}:{port} cannot be used: {reason}. Choose another with --port.")
-    return Finding("ok", "port", f"{host}:{port} is free" if port else f"{host}: a free port will be chosen")
+        return CheckResult("fail", "port", f"{host}:{port} cannot be used: {reason}. Choose another with --port.")
+    return CheckResult("ok", "port", f"{host}:{port} is free" if port else f"{host}: a free port will be chosen")
 
 
-def _model(config: Config, machine: Machine) -> list[Finding]:
+def _model(config: Config, machine: Machine) -> list[CheckResult]:
     """Looks at the model with these settings, and at tiers of its cache that cannot help."""
     name = config.model.shape or config.model.model
     try:
         resolved = resolve(config, model_facts(config, *read_model(config.model)), probe_segments(config, machine))
     except HiserveError as error:
-        return [Finding("fail", "model", error.message)]
+        return [CheckResult("fail", "model", error.message)]
     needed = (sum(resolved.memory.values()) + sum(resolved.host_memory.values())) / GIB
     where = f"{resolved.config.model.device} as {resolved.config.model.dtype}"
-    model = Finding("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")
-    return [model, *(Finding("note", "cache", remark) for remark in tier_remarks(resolved))]
+    model = CheckResult("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")
+    return [model, *(CheckResult("note", "cache", remark) for remark in tier_remarks(resolved))]

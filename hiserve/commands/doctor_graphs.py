@@ -20,7 +20,7 @@ import hiserve
 from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.commands.doctor_lines import Level, line, mark
 from hiserve.commands.graph_allowed import ALLOWED
-from hiserve.commands.graph_scan import PATTERNS, Finding, Scan, scan
+from hiserve.commands.graph_scan import PATTERNS, GraphHazard, Scan, scan
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
@@ -159,5 +159,5 @@ def _show(answer: Answer, found: Scan) -> None:
     console.print(table)
 
 
-def _describe(finding: Finding) -> str:
+def _describe(finding: GraphHazard) -> str:
     return f"{finding.function}: {finding.pattern} {PATTERNS[finding.pattern]}"

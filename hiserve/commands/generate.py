@@ -32,7 +32,7 @@ SAMPLING_FLAGS: dict[str, type] = {
 }
 
 
-class Line(NamedTuple):
+class InputLine(NamedTuple):
     """One line of input.
 
     Attributes:
@@ -77,7 +77,7 @@ def run(config: Config, input: list[str] | None, output: str | None, **sampling:
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_open_output(output))
         llm = stack.enter_context(hiserve.LLM(**flat(config)))
-        batch = Batch(llm, {name: value for name, value in sampling.items() if value is not None})
+        batch = PromptBatch(llm, {name: value for name, value in sampling.items() if value is not None})
         begin = stack.enter_context(progress("prompts"))
         advance = begin(None if has_stdin else len(lines))
         num_done, num_tokens, begin_s = 0, 0, time.perf_counter()
@@ -94,7 +94,7 @@ def run(config: Config, input: list[str] | None, output: str | None, **sampling:
     return int(batch.num_refused > 0)
 
 
-class Batch:
+class PromptBatch:
     """Turns lines into requests and outputs into results.
 
     Args:
@@ -117,7 +117,7 @@ class Batch:
         except RequestError as error:
             raise ConfigError(error.message, param=error.param) from None
 
-    def run(self, lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
+    def run(self, lines: Iterable[InputLine]) -> Iterator[dict[str, Any]]:
         """Yields one result per line, in order: choices, or the error that refused it.
 
         Times of a choice count from the moment at which its line was read.
@@ -155,7 +155,7 @@ class Batch:
             "choices": [_choice(choice, read_s) for choice in output.outputs],
         }
 
-    def _parse(self, line: Line, head: dict[str, Any]) -> tuple[list[int], SamplingParams]:
+    def _parse(self, line: InputLine, head: dict[str, Any]) -> tuple[list[int], SamplingParams]:
         """Returns the tokens and the sampling of a line; its ``id`` goes into ``head``.
 
         Raises:
@@ -207,20 +207,20 @@ def _parse_object(text: str) -> dict[str, Any]:
     return found
 
 
-def _read_file(name: str) -> list[Line]:
+def _read_file(name: str) -> list[InputLine]:
     try:
         texts = Path(name).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read --input {name}: {error}.", param="input") from None
-    return [Line(text, name.endswith(".jsonl")) for text in texts if text.strip()]
+    return [InputLine(text, name.endswith(".jsonl")) for text in texts if text.strip()]
 
 
-def _with_stdin(lines: list[Line]) -> Iterator[Line]:
+def _with_stdin(lines: list[InputLine]) -> Iterator[InputLine]:
     """Yields lines of files, then those of standard input as they come; one that opens with ``{`` is an object."""
     yield from lines
     for text in sys.stdin:
         if text.strip():
-            yield Line(text.rstrip("\r\n"), text.lstrip().startswith("{"))
+            yield InputLine(text.rstrip("\r\n"), text.lstrip().startswith("{"))
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ from hiserve.commands.graph_types import (
     TENSORS,
     Facts,
     Function,
-    Kind,
     Names,
     Scope,
     Type,
+    ValueKind,
     collect,
     own_nodes,
     root_of,
@@ -102,7 +102,7 @@ _ALLOCATIONS = {"empty", "zeros", "ones", "full", "empty_like", "zeros_like", "o
 _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "clone", "pin_memory"}
 
 
-class Finding(NamedTuple):
+class GraphHazard(NamedTuple):
     """Something that must not be there, or whose entry in the list of exceptions says why it may.
 
     Attributes:
@@ -135,7 +135,7 @@ class Allowed(NamedTuple):
     pattern: str
     reason: str
 
-    def covers(self, finding: Finding) -> bool:
+    def covers(self, finding: GraphHazard) -> bool:
         """Whether it is about this finding."""
         return (
             finding.file == self.file
@@ -153,8 +153,8 @@ class Scan(NamedTuple):
         idle: Exceptions that cover nothing any more.
     """
 
-    violations: list[Finding]
-    excused: list[Finding]
+    violations: list[GraphHazard]
+    excused: list[GraphHazard]
     idle: list[Allowed]
 
 
@@ -169,7 +169,7 @@ def scan(package: Path, allowed: Sequence[Allowed]) -> Scan:
     return Scan([finding for finding in found if finding not in excused], excused, idle)
 
 
-def scan_source(source: str, file: str, facts: Facts | None = None) -> list[Finding]:
+def scan_source(source: str, file: str, facts: Facts | None = None) -> list[GraphHazard]:
     """Returns the findings of one file, first to last.
 
     Args:
@@ -182,7 +182,7 @@ def scan_source(source: str, file: str, facts: Facts | None = None) -> list[Find
         return []
     launches = file.startswith(tuple(room + "/" for room in _LAUNCH_ROOMS))
     found = {
-        Finding(file, line, function, pattern, lines[line - 1].strip())
+        GraphHazard(file, line, function, pattern, lines[line - 1].strip())
         for function, reader in _functions(tree, "", facts or collect([tree]), {})
         for line, pattern in reader.findings()
         if launches or pattern not in ("allocation", "value into tensor")
@@ -237,7 +237,7 @@ class _Reader(Names):
                     yield node.iter.lineno, "iteration"
                 case ast.Starred(value=value) if isinstance(node.ctx, ast.Load) and self.is_tensor(value):
                     yield node.lineno, "iteration"
-                case ast.FormattedValue() if self.kind(node.value) in (*TENSORS, Kind.MANY):
+                case ast.FormattedValue() if self.kind(node.value) in (*TENSORS, ValueKind.MANY):
                     yield node.lineno, "text of tensor"
                 case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[right]) if self.is_tensor(right):
                     yield node.lineno, "if tensor"
@@ -260,7 +260,7 @@ class _Reader(Names):
             return ".numpy()" if root.startswith("n") else "int(tensor)"
         if root in ("np", "numpy", "math"):
             return None
-        if root == "torch" or self.kind(call.func.value) is not Kind.HOST:
+        if root == "torch" or self.kind(call.func.value) is not ValueKind.HOST:
             return self._method(call, name, root, self.kind(call.func.value))
         return None
 
@@ -296,20 +296,20 @@ class _Reader(Names):
     def _is_cpu(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Call):
             return any(map(self._is_cpu, node.args))
-        return self.kind(node) is Kind.CPU or (isinstance(node, ast.Constant) and node.value == "cpu")
+        return self.kind(node) is ValueKind.CPU or (isinstance(node, ast.Constant) and node.value == "cpu")
 
     def _indexed(self, node: ast.Subscript) -> Iterator[str]:
-        if self.kind(node.value) is Kind.HOST and not self._has_tensor(node.slice):
+        if self.kind(node.value) is ValueKind.HOST and not self._has_tensor(node.slice):
             return
         parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if any(self.kind(part) is Kind.MASK for part in parts):
+        if any(self.kind(part) is ValueKind.MASK for part in parts):
             yield "mask index"
         for part in parts:
             if isinstance(part, ast.Slice) and any(
                 bound is not None and self.is_tensor(bound) for bound in (part.lower, part.upper, part.step)
             ):
                 yield "slice by tensor"
-        if self.kind(node.value) is Kind.HOST or isinstance(node.value, ast.List | ast.Tuple | ast.Dict):
+        if self.kind(node.value) is ValueKind.HOST or isinstance(node.value, ast.List | ast.Tuple | ast.Dict):
             yield "int(tensor)"
 
     def _has_tensor(self, node: ast.expr) -> bool:
@@ -317,7 +317,7 @@ class _Reader(Names):
 
     def _stores_value(self, node: ast.Assign) -> bool:
         """Whether a number of the host's, none that is always the same, goes into part of a tensor."""
-        if isinstance(node.value, ast.Constant) or self.kind(node.value) is not Kind.HOST:
+        if isinstance(node.value, ast.Constant) or self.kind(node.value) is not ValueKind.HOST:
             return False
         return any(isinstance(target, ast.Subscript) and self.is_tensor(target.value) for target in node.targets)
 

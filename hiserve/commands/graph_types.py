@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Kind(Enum):
+class ValueKind(Enum):
     """What a value is; instead of one stands the name of its class, or None where nothing is known."""
 
     TENSOR = "tensor"
@@ -23,10 +23,10 @@ class Kind(Enum):
     CPU = "the device of the host"
 
 
-Type = Kind | str | None
+Type = ValueKind | str | None
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.ClassDef | ast.Module
-TENSORS = (Kind.TENSOR, Kind.MASK)
+TENSORS = (ValueKind.TENSOR, ValueKind.MASK)
 
 _HOST_TYPES = {"int", "float", "bool", "str", "bytes", "ndarray", "Path", "range"}
 _MANY_TYPES = {"tuple", "list", "set", "dict", "Sequence", "Iterable", "Iterator", "Collection", "Mapping"}
@@ -113,7 +113,7 @@ def _said_masks(node: Scope) -> set[str]:
 
 
 def _masked(name: str, kind: Type, masks: set[str]) -> Type:
-    return Kind.MASK if kind is Kind.TENSOR and (name in masks or _MASK_NAME.fullmatch(name)) else kind
+    return ValueKind.MASK if kind is ValueKind.TENSOR and (name in masks or _MASK_NAME.fullmatch(name)) else kind
 
 
 def annotated(node: ast.expr | None, facts: Facts) -> Type:
@@ -127,9 +127,9 @@ def annotated(node: ast.expr | None, facts: Facts) -> Type:
             return _of_many(node, facts)
         case ast.Name(id=name) | ast.Attribute(attr=name):
             if name in ("Tensor", "BoolTensor"):
-                return Kind.TENSOR if name == "Tensor" else Kind.MASK
+                return ValueKind.TENSOR if name == "Tensor" else ValueKind.MASK
             if name in _HOST_TYPES or name.endswith("Array"):
-                return Kind.HOST
+                return ValueKind.HOST
             return name if name in facts.classes else None
     return None
 
@@ -139,13 +139,17 @@ def _of_many(node: ast.Subscript, facts: Facts) -> Type:
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     kinds = [annotated(part, facts) for part in parts]
     if base == "NDArray":
-        return Kind.HOST
+        return ValueKind.HOST
     if base in ("Optional", "Annotated", "Final", "ClassVar"):
         return kinds[0]
     if base in _MANY_TYPES:
-        if any(kind in (*TENSORS, Kind.MANY) for kind in kinds):
-            return Kind.MANY
-        return Kind.HOST if Kind.HOST in kinds and all(kind in (Kind.HOST, None) for kind in kinds) else None
+        if any(kind in (*TENSORS, ValueKind.MANY) for kind in kinds):
+            return ValueKind.MANY
+        return (
+            ValueKind.HOST
+            if ValueKind.HOST in kinds and all(kind in (ValueKind.HOST, None) for kind in kinds)
+            else None
+        )
     return None
 
 
@@ -218,7 +222,7 @@ class Names:
         if isinstance(target, ast.Name):
             self._note(target.id, kind)
         elif isinstance(target, ast.Starred):
-            self._note_each(target.value, Kind.MANY if kind in TENSORS else kind)
+            self._note_each(target.value, ValueKind.MANY if kind in TENSORS else kind)
         elif isinstance(target, ast.Tuple | ast.List):
             for each in target.elts:
                 self._note_each(each, kind)
@@ -244,17 +248,17 @@ class Names:
                 return self._attribute(node)
             case ast.Subscript():
                 base = self.kind(node.value)
-                if base is Kind.MANY and not isinstance(node.slice, ast.Slice):
-                    return Kind.TENSOR
-                return base if isinstance(base, Kind) else None
+                if base is ValueKind.MANY and not isinstance(node.slice, ast.Slice):
+                    return ValueKind.TENSOR
+                return base if isinstance(base, ValueKind) else None
             case ast.Starred() | ast.NamedExpr():
                 return self.kind(node.value)
             case ast.UnaryOp():
-                return Kind.HOST if isinstance(node.op, ast.Not) else self.kind(node.operand)
+                return ValueKind.HOST if isinstance(node.op, ast.Not) else self.kind(node.operand)
             case ast.BinOp() | ast.BoolOp() | ast.IfExp() | ast.Compare():
                 return self._joined(node)
             case ast.Constant(value=int() | float() | str() | bytes()):
-                return Kind.HOST
+                return ValueKind.HOST
             case ast.Tuple() | ast.List() | ast.Set():
                 return self._several(node.elts)
             case ast.ListComp() | ast.GeneratorExp():
@@ -265,9 +269,9 @@ class Names:
 
     def _several(self, parts: list[ast.expr]) -> Type:
         kinds = [self.kind(part) for part in parts]
-        if any(kind in (*TENSORS, Kind.MANY) for kind in kinds):
-            return Kind.MANY
-        return Kind.HOST if kinds and all(kind is Kind.HOST for kind in kinds) else None
+        if any(kind in (*TENSORS, ValueKind.MANY) for kind in kinds):
+            return ValueKind.MANY
+        return ValueKind.HOST if kinds and all(kind is ValueKind.HOST for kind in kinds) else None
 
     def _joined(self, node: ast.BinOp | ast.BoolOp | ast.IfExp | ast.Compare) -> Type:
         match node:
@@ -279,18 +283,18 @@ class Names:
                 parts = [node.body, node.orelse]
             case ast.Compare():
                 if any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops):
-                    return Kind.HOST
-                return Kind.MASK if any(map(self.is_tensor, (node.left, *node.comparators))) else None
+                    return ValueKind.HOST
+                return ValueKind.MASK if any(map(self.is_tensor, (node.left, *node.comparators))) else None
         kinds = [self.kind(part) for part in parts]
         if any(kind in TENSORS for kind in kinds):
             is_arithmetic = isinstance(node, ast.BinOp) and not isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor)
-            return Kind.MASK if Kind.MASK in kinds and not is_arithmetic else Kind.TENSOR
+            return ValueKind.MASK if ValueKind.MASK in kinds and not is_arithmetic else ValueKind.TENSOR
         return next((kind for kind in kinds if kind is not None), None) if len(set(kinds)) == 1 else None
 
     def _attribute(self, node: ast.Attribute) -> Type:
         base = self.kind(node.value)
         if base in TENSORS:
-            return base if node.attr in _TENSOR_FIELDS else Kind.HOST
+            return base if node.attr in _TENSOR_FIELDS else ValueKind.HOST
         return self._facts.classes[base].get(node.attr) if isinstance(base, str) else None
 
     def _call(self, call: ast.Call) -> Type:
@@ -298,7 +302,7 @@ class Names:
         if isinstance(function, ast.Name):
             name = function.id
             if name in ("int", "float", "bool", "len", "range", "str"):
-                return Kind.HOST
+                return ValueKind.HOST
             if name in ("list", "tuple", "sorted", "reversed", "replace", "iter") and call.args:
                 return self.kind(call.args[0])
             return name if name in self._facts.classes else self._facts.returns.get(name)
@@ -308,43 +312,49 @@ class Names:
         if root == "torch":
             return self._torch(call, function)
         if root == "np":
-            return Kind.HOST
+            return ValueKind.HOST
         base = self.kind(function.value)
         if base in TENSORS:
-            return Kind.HOST if name in _HOST_METHODS else _made(call, name)
-        if base is Kind.MANY and name in ("values", "pop", "get"):
-            return Kind.MANY if name == "values" else Kind.TENSOR
+            return ValueKind.HOST if name in _HOST_METHODS else _made(call, name)
+        if base is ValueKind.MANY and name in ("values", "pop", "get"):
+            return ValueKind.MANY if name == "values" else ValueKind.TENSOR
         return (
             self._facts.classes[base].get(name + "()")
             if isinstance(base, str)
-            else Kind.HOST
-            if base is Kind.HOST
+            else ValueKind.HOST
+            if base is ValueKind.HOST
             else None
         )
 
     def _torch(self, call: ast.Call, function: ast.Attribute) -> Type:
         if function.attr == "device" and any(isinstance(arg, ast.Constant) and arg.value == "cpu" for arg in call.args):
-            return Kind.CPU
+            return ValueKind.CPU
         if function.attr in _HOST_CALLS or _HOST_MODULES & set(ast.unparse(function).split(".")):
             return None
         return _made(call, function.attr)
 
 
-def _made(call: ast.Call, name: str) -> Kind:
+def _made(call: ast.Call, name: str) -> ValueKind:
     """Returns what an operation of torch makes of tensors."""
     words = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     if name in _MASK_CALLS or "torch.bool" in (words.get("dtype"), *map(ast.unparse, call.args)):
-        return Kind.MASK
+        return ValueKind.MASK
     if name in _MANY_CALLS or (
         name in ("max", "min", "median", "mode", "cummax", "cummin") and ("dim" in words or call.args)
     ):
-        return Kind.MANY
-    return Kind.TENSOR
+        return ValueKind.MANY
+    return ValueKind.TENSOR
 
 
 def element(kind: Type) -> Type:
     """Returns what iterating over a value gives."""
-    return Kind.TENSOR if kind in (Kind.MANY, Kind.TENSOR) else kind if isinstance(kind, Kind) else None
+    return (
+        ValueKind.TENSOR
+        if kind in (ValueKind.MANY, ValueKind.TENSOR)
+        else kind
+        if isinstance(kind, ValueKind)
+        else None
+    )
 
 
 def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:

@@ -14,7 +14,7 @@ from rich.live import Live
 
 from hiserve.bench.online import read_key
 from hiserve.commands.top_board import draw
-from hiserve.commands.top_frames import Frame, History, Reader
+from hiserve.commands.top_frames import Frame, FrameHistory, FrameReader
 from hiserve.config import Config
 from hiserve.errors import UnavailableError
 
@@ -52,8 +52,8 @@ def run(_: Config, url: str, api_key_file: Path | None, interval_s: float, once:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     console = Console(highlight=False)
     with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
-        reader = Reader(client)
-        history = History(reader.read())
+        reader = FrameReader(client)
+        history = FrameHistory(reader.read())
         if once:
             console.print(draw(history, url, console.width))
             return 0
@@ -65,7 +65,7 @@ def run(_: Config, url: str, api_key_file: Path | None, interval_s: float, once:
     return 0
 
 
-def _next(reader: Reader) -> Frame:
+def _next(reader: FrameReader) -> Frame:
     try:
         return reader.read()
     except UnavailableError as error:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hiserve.commands.top_frames import TIERS, Frame, History, Worker, number
+from hiserve.commands.top_frames import TIERS, Frame, FrameHistory, WorkerInfo, number
 
 # Columns of a terminal that a whole board needs; on a narrower one bars are shorter and some columns go.
 FULL_WIDTH = 120
@@ -33,7 +33,7 @@ LEAST_WANTED = 100  # pages, before a tier is judged
 VERDICTS = {"replay": "replayed as graphs", "eager": "eager", "defer": "deferred"}
 
 
-def draw(history: History, url: str, width: int = FULL_WIDTH) -> RenderableType:
+def draw(history: FrameHistory, url: str, width: int = FULL_WIDTH) -> RenderableType:
     """Returns the board.
 
     Args:
@@ -62,7 +62,7 @@ def _head(frame: Frame, url: str) -> RenderableType:
     return Text.from_markup(text)
 
 
-def _requests(history: History) -> RenderableType:
+def _requests(history: FrameHistory) -> RenderableType:
     frame = history.newest
     waiting = sum(load.num_waiting_reqs for load in frame.load)
     running = sum(load.num_reqs for load in frame.load) - waiting
@@ -111,7 +111,7 @@ def _drafts(frame: Frame) -> list[Text]:
     return [Text(f"drafts: {num_accepted:,.0f} of {num_proposed:,.0f} accepted, {length:.2f} tokens a verifying step")]
 
 
-def _tiers(history: History, *, is_narrow: bool) -> RenderableType:
+def _tiers(history: FrameHistory, *, is_narrow: bool) -> RenderableType:
     """Shows every tier; a narrow board says below the table how many pages were evicted."""
     frame = history.newest
     legend = " ".join(f"[{colour}]{sign}[/{colour}] {name}" for (sign, colour), name in _PARTS)
@@ -168,7 +168,7 @@ def _idle_tiers(frame: Frame) -> list[tuple[str, str]]:
     return idle
 
 
-def _together(history: History) -> list[str]:
+def _together(history: FrameHistory) -> list[str]:
     frame = history.newest
     return [_share(_hits(history.growth, None)), _share(_hits(lambda value: value(frame), None))]
 
@@ -186,7 +186,7 @@ def _hits(measure: Callable[[Callable[[Frame], float]], float | None], tier: str
     return num_found / num_asked if num_asked and num_found is not None else None
 
 
-def _copies(history: History) -> RenderableType:
+def _copies(history: FrameHistory) -> RenderableType:
     """Shows copies by kind, and in lines of their own why some were not done."""
     frame = history.newest
     table = _table("copies", "", "MB/s", "pages/s", "pages", "on the way", "GB/s while copying")
@@ -207,7 +207,7 @@ def _copies(history: History) -> RenderableType:
     return Group(table, *map(Text, lines))
 
 
-def _workers(history: History, *, is_narrow: bool) -> RenderableType:
+def _workers(history: FrameHistory, *, is_narrow: bool) -> RenderableType:
     """Shows every worker; a narrow board leaves out its process id and what the tiers show of all workers."""
     names = ("life", "running", "waiting", "steps/s", "tokens/s", "pages free")
     table = _table("workers", "worker", *names, *([] if is_narrow else ["evictable", "process"]))
@@ -226,7 +226,7 @@ def _workers(history: History, *, is_narrow: bool) -> RenderableType:
     return table
 
 
-def _worker_rate(history: History, worker: Worker, name: str) -> float | None:
+def _worker_rate(history: FrameHistory, worker: WorkerInfo, name: str) -> float | None:
     """Returns how fast one worker's counter grows."""
 
     def value(frame: Frame) -> float:

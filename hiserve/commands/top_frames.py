@@ -23,7 +23,7 @@ WINDOW_S = 10.0
 _T = TypeVar("_T")
 
 
-class Worker(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One worker in ``/server_info``.
 
     Attributes:
@@ -41,7 +41,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     stats: dict[str, Any] = {}
 
 
-class Info(msgspec.Struct, frozen=True, kw_only=True):
+class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """As much of ``/server_info`` as is shown."""
 
     version: str = ""
@@ -51,10 +51,10 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     num_queued: int = 0
     config: dict[str, dict[str, Any] | None] = {}
     memory_bytes: dict[str, float] = {}
-    workers: list[Worker] = []
+    workers: list[WorkerInfo] = []
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of ``/get_load``."""
 
     num_reqs: int = 0
@@ -75,14 +75,14 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at_s: float
-    info: Info | None
-    load: list[Load]
+    info: ServerStatus | None
+    load: list[WorkerLoad]
     caches: list[ReplicaCache]
     counters: Series
     hidden: dict[str, int]
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[WorkerInfo]:
         """The workers, if the server shows them."""
         return self.info.workers if self.info else []
 
@@ -135,7 +135,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-class Reader:
+class FrameReader:
     """Asks a server.
 
     Args:
@@ -152,8 +152,8 @@ class Reader:
             UnavailableError: The server cannot be reached, or is none of ours.
         """
         hidden: dict[str, int] = {}
-        info = self._ask("/server_info", Info, hidden)
-        load = self._ask("/get_load", list[Load], hidden)
+        info = self._ask("/server_info", ServerStatus, hidden)
+        load = self._ask("/get_load", list[WorkerLoad], hidden)
         caches = self._ask("/cache/stats", Caches, hidden)
         metrics = self._get("/metrics")
         if info is None and load is None:
@@ -189,7 +189,7 @@ class Reader:
             raise UnavailableError(f"cannot reach the server at {self._client.base_url}: {error}.") from None
 
 
-class History:
+class FrameHistory:
     """The frames of the last seconds.
 
     Attributes:

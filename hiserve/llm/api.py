@@ -24,9 +24,9 @@ from hiserve.core.resolve import resolve
 from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
-from hiserve.llm.backends import Backend, InProcess, Job, Processes
+from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
-from hiserve.llm.prompts import Prompt, as_batch, check_tokens
+from hiserve.llm.prompt_inputs import Prompt, as_batch, check_tokens
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
@@ -107,7 +107,7 @@ class LLM:
         self.default_sampling = _defaults(self.config, model_config)
         self._vocab_size = model_config.vocab_size
         self._is_closed = False
-        self._backend: Backend = InProcess(self.config) if in_process else Processes(self.config)
+        self._backend: OfflineBackend = InProcess(self.config) if in_process else Processes(self.config)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None

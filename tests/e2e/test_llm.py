@@ -25,7 +25,7 @@ from hiserve.errors import (
     RequestError,
     UnavailableError,
 )
-from hiserve.llm.backends import InProcess
+from hiserve.llm.offline_backends import InProcess
 from hiserve.llm.outputs import ChoiceBuilder
 from tests.helpers.processes import children, wait_dead
 

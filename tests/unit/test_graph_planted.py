@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from hiserve.commands.graph_scan import Finding, scan_source
+from hiserve.commands.graph_scan import GraphHazard, scan_source
 
 NEEDED = 0.95  # of what is planted
 
@@ -224,7 +224,7 @@ def snippets(text: str) -> list[str]:
     return [line.replace("\\n", "\n") for line in text.strip().splitlines()]
 
 
-def found_in(body: str, file: str = "runners/x.py") -> list[Finding]:
+def found_in(body: str, file: str = "runners/x.py") -> list[GraphHazard]:
     source = AROUND.replace("{body}", textwrap.indent(body, 8 * " "))
     ast.parse(source)
     return [each for each in scan_source(source, file) if each.function == "Runner.step"]

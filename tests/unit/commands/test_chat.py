@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.commands import chat, serve
-from hiserve.commands.chat_stats import Turn, stats_lines
+from hiserve.commands.chat_stats import ReplyStats, stats_lines
 from hiserve.config import Config, make_config
 from hiserve.errors import EngineError, UnavailableError
 from tests.helpers.fake_engine_client import FakeEngineClient
@@ -89,7 +89,7 @@ def test_stats_are_five_short_lines_of_all_workers_together() -> None:
     }
     stats = {"running": 2, "waiting": 1, "steps": 500, "prompt_tokens": 4000, "cache": cache}
     workers = [{"stats": {**stats, "drafts": {"by_source": {"cold": use, "device": use}}}}, {"stats": stats}]
-    turn = Turn(num_prompt=100, num_cached=80, num_generated=40)
+    turn = ReplyStats(num_prompt=100, num_cached=80, num_generated=40)
     lines = stats_lines([turn, turn], workers)
     assert lines == [
         "conversation: 2 turns, 200 prompt tokens, 160 (80 %) cached, 80 generated",

@@ -12,7 +12,7 @@ from rich.text import Text
 from hiserve import cli
 from hiserve.commands import doctor_graphs
 from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
-from hiserve.commands.graph_scan import Allowed, Finding, Scan
+from hiserve.commands.graph_scan import Allowed, GraphHazard, Scan
 from hiserve.config import make_config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
@@ -20,7 +20,7 @@ from hiserve.ipc.graph_report import GraphReport, StepCheck
 from hiserve.models.builtin_shapes import read_model
 
 ON_CUDA, ON_CPU = make_config(device="cuda"), make_config(device="cpu")
-CLEAN = Scan([], [Finding("runners/x.py", 3, "f", ".cpu()", "x.cpu()")], [])
+CLEAN = Scan([], [GraphHazard("runners/x.py", 3, "f", ".cpu()", "x.cpu()")], [])
 READY = StepCheck(kind="decode", ran="replay/decode", allocations=0.0, difference=0.001, problems=[])
 LATE = msgspec.structs.replace(READY, kind="mixed", ran="eager/width", problems=["ran as eager/width"])
 

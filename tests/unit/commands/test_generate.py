@@ -17,7 +17,7 @@ import pytest
 import hiserve
 from hiserve import cli
 from hiserve.commands import generate
-from hiserve.commands.generate import Batch, Line
+from hiserve.commands.generate import InputLine, PromptBatch
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError, ContextLengthError, EngineError
@@ -79,8 +79,8 @@ def run(*argv: str) -> tuple[int, list[dict[str, Any]]]:
     return status, [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def objects(*lines: Any) -> list[Line]:
-    return [Line(line if isinstance(line, str) else json.dumps(line), is_json=True) for line in lines]
+def objects(*lines: Any) -> list[InputLine]:
+    return [InputLine(line if isinstance(line, str) else json.dumps(line), is_json=True) for line in lines]
 
 
 def test_a_text_a_line_and_objects_from_files(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_ctrl_c_says_how_many_results_were_written(
 
 
 def test_a_line_that_the_engine_fails_has_its_error_and_the_others_their_results() -> None:
-    batch = Batch(FakeLLM(), {})
+    batch = PromptBatch(FakeLLM(), {})
     results = list(batch.run(objects({"prompt": "ab"}, {"prompt": "!"}, {"prompt": "cd"})))
     assert results[1] == {"index": 1, "error": {"message": "cursed", "param": None, "code": "engine_error"}}
     assert [result["choices"][0]["token_ids"] for result in results[::2]] == [[98, 97], [100, 99]]
@@ -142,7 +142,7 @@ def test_standard_input_has_texts_and_objects(monkeypatch: pytest.MonkeyPatch, t
 def test_what_a_line_says_goes_before_flags_and_those_before_the_model() -> None:
     llm = FakeLLM()
     lines = objects({"prompt": "a", "max_tokens": 3}, {"prompt": "b", "temperature": 0, "stop": ["x"]})
-    assert len(list(Batch(llm, {"max_tokens": 9, "top_p": 0.5}).run(lines))) == 2
+    assert len(list(PromptBatch(llm, {"max_tokens": 9, "top_p": 0.5}).run(lines))) == 2
     first, second = llm.seen
     assert (first.max_tokens, first.temperature, first.top_p, first.stop) == (3, 0.6, 0.5, ())
     assert (second.max_tokens, second.temperature, second.top_p, second.stop) == (9, 0.0, 0.5, ("x",))
@@ -175,7 +175,7 @@ def test_settings_reach_the_engine_and_sampling_flags_the_requests(monkeypatch: 
     ],
 )
 def test_a_wrong_line_is_answered_in_its_place(line: Any, words: str) -> None:
-    batch = Batch(FakeLLM(), {})
+    batch = PromptBatch(FakeLLM(), {})
     good = {"prompt": "ab"}
     results = list(batch.run(objects(line, good, line, line, good, line)))
     assert [result["index"] for result in results] == list(range(6))
@@ -208,4 +208,4 @@ def test_no_torch_before_the_engine_starts() -> None:
 
 def test_wrong_sampling_flags_are_a_wrong_command_line() -> None:
     with pytest.raises(ConfigError, match="seed"):
-        generate.Batch(FakeLLM(), {"seed": -1})
+        generate.PromptBatch(FakeLLM(), {"seed": -1})

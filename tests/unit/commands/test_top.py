@@ -18,7 +18,7 @@ from hiserve import cli
 from hiserve.bench.cache.copies import ReplicaCache
 from hiserve.commands import serve
 from hiserve.commands.top_board import draw
-from hiserve.commands.top_frames import WINDOW_S, Frame, History, Info, Load
+from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, ServerStatus, WorkerLoad
 from hiserve.ipc.cache_stats import CopyStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
@@ -248,10 +248,10 @@ def frame(at: float, *, asked: float = 0.0, host: float = 0.0, loads: CopyStats 
         "hiserve:generation_tokens_total{}": host,
     }
     caches = [ReplicaCache(tiers={"host": TIER}, loads=loads or CopyStats())]
-    return Frame(at_s=at, info=None, load=[Load()], caches=caches, counters=counters, hidden={})
+    return Frame(at_s=at, info=None, load=[WorkerLoad()], caches=caches, counters=counters, hidden={})
 
 
-def shown(history: History) -> str:
+def shown(history: FrameHistory) -> str:
     console = Console(width=150, highlight=False)
     with console.capture() as capture:
         console.print(draw(history, "http://x"))
@@ -259,7 +259,9 @@ def shown(history: History) -> str:
 
 
 def test_rates_are_those_between_the_frames() -> None:
-    history = History(frame(0, asked=1000, host=0, loads=CopyStats(num_wanted=10, num_fulfilled=10, num_bytes=10**6)))
+    history = FrameHistory(
+        frame(0, asked=1000, host=0, loads=CopyStats(num_wanted=10, num_fulfilled=10, num_bytes=10**6))
+    )
     history.add(frame(2, asked=1500, host=400, loads=CopyStats(num_wanted=50, num_fulfilled=50, num_bytes=9 * 10**6)))
     out = shown(history)
     assert "– tokens" not in out and "200 tokens" in out
@@ -268,14 +270,14 @@ def test_rates_are_those_between_the_frames() -> None:
 
 
 def test_only_the_last_seconds_count_and_one_frame_before_them() -> None:
-    history = History(frame(0))
+    history = FrameHistory(frame(0))
     for second in range(1, 31):
         history.add(frame(second, host=second if second < 20 else 20 + 10 * (second - 20)))
     assert history.rate(lambda each: each.counter("cached_tokens_total")) == pytest.approx(100 / WINDOW_S)
 
 
 def test_a_counter_that_fell_did_not_grow() -> None:
-    history = History(frame(0, host=50))
+    history = FrameHistory(frame(0, host=50))
     assert history.rate(lambda each: each.counter("cached_tokens_total")) is None
     history.add(frame(1, host=3))
     assert history.growth(lambda each: each.counter("cached_tokens_total")) == 0.0
@@ -283,9 +285,9 @@ def test_a_counter_that_fell_did_not_grow() -> None:
 
 def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None:
     def board(**store: Any) -> str:
-        info = Info(config={"cache": {"store_gib": 2.5}})
+        info = ServerStatus(config={"cache": {"store_gib": 2.5}})
         caches = [ReplicaCache(tiers={"store": store})]
-        return shown(History(Frame(at_s=0, info=info, load=[], caches=caches, counters={}, hidden={})))
+        return shown(FrameHistory(Frame(at_s=0, info=info, load=[], caches=caches, counters={}, hidden={})))
 
     assert "store 0.00 of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)
     assert "none asked for or written yet" in board(num_pages=0, num_bytes=0)
@@ -296,7 +298,7 @@ def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None
 
 def test_a_bar_shows_what_is_there_however_little() -> None:
     tier = {"num_pages": 10_000, "num_free": 9_997, "num_evictable": 2}
-    history = History(
+    history = FrameHistory(
         Frame(at_s=0, info=None, load=[], caches=[ReplicaCache(tiers={"host": tier})], counters={}, hidden={})
     )
     out = shown(history)
@@ -306,7 +308,7 @@ def test_a_bar_shows_what_is_there_however_little() -> None:
 
 def test_a_tier_of_which_nothing_comes_is_named_with_the_reason() -> None:
     def board(copies: CopyStats) -> str:
-        return shown(History(frame(0, loads=copies)))
+        return shown(FrameHistory(frame(0, loads=copies)))
 
     idle = CopyStats(num_wanted=5000, num_fulfilled=10, unfulfilled={"not_worth_loading": 4900, "checksum": 90})
     assert "the host does not help: not_worth_loading for 4,900 of 5,000 pages wanted of it" in board(idle)

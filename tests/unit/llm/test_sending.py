@@ -15,7 +15,7 @@ import pytest
 from hiserve.config import Config, Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.llm.backends import Job, Processes
+from hiserve.llm.offline_backends import Job, Processes
 from hiserve.scheduler.client import EngineClient
 from hiserve.scheduler.request_stream import TokenDelta
 

@@ -54,7 +54,7 @@ class Job:
     fail: Callable[[HiserveError], None]
 
 
-class Backend(Protocol):
+class OfflineBackend(Protocol):
     """Runs jobs to their ends.
 
     Attributes:
