@@ -25,8 +25,8 @@ from benchmarks.drive import Drive, Seen
 from benchmarks.gpu.sizes import FULL, SEED, TINY, Sizes
 from benchmarks.gpu.spec import widened
 from benchmarks.record import about
-from hiserve.bench.options import Sweep
-from hiserve.bench.spec.prompts import read_prompts
+from hiserve.bench.options import SweepOptions
+from hiserve.bench.spec.spec_prompts import read_prompts
 from hiserve.core.plan import Int32Array
 
 MODES = {
@@ -87,7 +87,7 @@ def measure(sizes: Sizes, folder: str, num_requests: int) -> Iterator[tuple[str,
     full_rate = 0.0
     for mode, more in MODES.items():
         drive = Drive(**settings, **more)
-        texts = read_prompts(drive.settings, Sweep(batches=sizes.spec.batches, prompt_length=sizes.spec.prompt))
+        texts = read_prompts(drive.settings, SweepOptions(batches=sizes.spec.batches, prompt_length=sizes.spec.prompt))
         prompts = [np.array(texts[at % len(texts)], dtype=np.int32) for at in range(num_requests)]
         at_once, drafts = np.zeros(num_requests), watch_drafts(drive)
         serve(drive, prompts, sizes.spec.warm_output, at_once)

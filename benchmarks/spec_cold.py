@@ -27,8 +27,8 @@ from benchmarks.record import ROOT, about
 from benchmarks.widen.heads import widen_head, write_head
 from benchmarks.widen.target import widen, write
 from hiserve import LLM, SamplingParams
-from hiserve.bench.options import Sweep
-from hiserve.bench.spec.prompts import read_prompts
+from hiserve.bench.options import SweepOptions
+from hiserve.bench.spec.spec_prompts import read_prompts
 from hiserve.core.draft_use import DraftUse
 from hiserve.models.model_config import NANO, find_model
 from tools.nano.head_files import export_head, load_target
@@ -109,7 +109,7 @@ def prepare(name: str, kinds: list[str], folder: Path) -> tuple[str, dict[str, s
 
 def compare(scale: Scale, off: LLM, auto: LLM, batch: int, rounds: int) -> dict[str, Any]:
     """Returns the tokens per second of a batch on both engines, in turns, and what became of the drafts."""
-    prompts = read_prompts(off.config, Sweep(batches=scale.batches, prompt_length=scale.prompt))[:batch]
+    prompts = read_prompts(off.config, SweepOptions(batches=scale.batches, prompt_length=scale.prompt))[:batch]
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=scale.num_tokens, ignore_eos=True)
     rates: dict[str, list[float]] = {"off": [], "auto": []}
     use, num_equal = DraftUse(), 0

@@ -21,11 +21,11 @@ from benchmarks.gpu.spec_limits import CycleLimits
 from benchmarks.widen.heads import bundled_heads, widen_head, write_head
 from benchmarks.widen.target import widen, write
 from hiserve import LLM
-from hiserve.bench.options import Sweep
-from hiserve.bench.spec.engine import Batch, Tokens, run_batch
-from hiserve.bench.spec.equality import Equality, Judge, are_kept, over_all
-from hiserve.bench.spec.prompts import read_prompts
-from hiserve.bench.spec.run import sampling
+from hiserve.bench.options import SweepOptions
+from hiserve.bench.spec.engine import BatchResult, Tokens, run_batch
+from hiserve.bench.spec.equality import Equality, EqualityChecker, are_kept, over_all
+from hiserve.bench.spec.spec_prompts import read_prompts
+from hiserve.bench.spec.spec_run import sampling
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.models.draft_config import find_draft
@@ -65,7 +65,7 @@ def measure_spec(bench: Bench) -> Part:
         settings = bench.sizes.settings | sizes.settings | bench.overrides | {"model": folder}
         settings.pop("load_format", None)
         with opened(part, settings, "off") as plain:
-            prompts = read_prompts(plain.config, Sweep(batches=sizes.batches, prompt_length=sizes.prompt))
+            prompts = read_prompts(plain.config, SweepOptions(batches=sizes.batches, prompt_length=sizes.prompt))
             runner = Runner(plain, prompts, sizes)
             for head, batches in sizes.heads.items():
                 with opened(part, settings, head) as engine:
@@ -120,7 +120,7 @@ class Runner:
 
     def __init__(self, plain: LLM, prompts: list[Tokens], sizes: SpecSizes) -> None:
         self._plain = plain
-        self._judge = Judge(plain)
+        self._judge = EqualityChecker(plain)
         self._prompts = prompts
         self._sizes = sizes
 
@@ -134,7 +134,7 @@ class Runner:
         groups, repeats = [self._prompts[:batch]], sizes.repeats
         if batch == 1:  # what one prompt gives is of that prompt
             groups, repeats = [[prompt] for prompt in self._prompts[: sizes.singles]], sizes.repeats_of_one
-        runs: dict[str, list[Batch]] = {mode: [] for mode in modes}
+        runs: dict[str, list[BatchResult]] = {mode: [] for mode in modes}
         replies: dict[str, Replies] = {}
         for mode in modes:
             self._run(engine, mode, groups[0], sizes.output if mode == AUTO else sizes.warm_output)
@@ -158,7 +158,7 @@ class Runner:
             "prompts": len(asked),
         }
 
-    def _run(self, engine: LLM, mode: str, prompts: list[Tokens], num_new: int) -> tuple[Batch, Replies]:
+    def _run(self, engine: LLM, mode: str, prompts: list[Tokens], num_new: int) -> tuple[BatchResult, Replies]:
         params = sampling(len(prompts), 0.0, num_new)
         if mode == "off":
             return run_batch(self._plain, prompts, params)
@@ -213,12 +213,12 @@ def report(part: Part, bench: Bench, head: str, batch: int, found: dict[str, Any
     part.samples[f"{head}, batch {batch}"] = {"context": context, **told}
 
 
-def rate(runs: Sequence[Batch]) -> float:
+def rate(runs: Sequence[BatchResult]) -> float:
     """Returns the median tokens per second."""
     return statistics.median(run.tokens_per_s for run in runs)
 
 
-def speedups(runs: Sequence[Batch], off: Sequence[Batch]) -> list[float]:
+def speedups(runs: Sequence[BatchResult], off: Sequence[BatchResult]) -> list[float]:
     """Returns what each run gives, of the run of the same prompts without speculation."""
     return [run.tokens_per_s / plain.tokens_per_s for run, plain in zip(runs, off, strict=True)]
 

@@ -8,14 +8,14 @@ from typing import TypeVar
 
 import msgspec
 
-from hiserve.bench.options import FITTING, Batch, CacheLoad, Data, Rounds
+from hiserve.bench.options import FITTING, CacheLoadOptions, DataOptions, MultiturnOptions, OfflineOptions
 
-_T = TypeVar("_T", Data, Rounds, Batch, CacheLoad)
+_T = TypeVar("_T", DataOptions, MultiturnOptions, OfflineOptions, CacheLoadOptions)
 Sizes = Mapping[str, int]
 
 # By section, for accelerators and for a CPU.
 LARGE: dict[type[msgspec.Struct], Sizes] = {
-    Data: {
+    DataOptions: {
         "num_prompts": 1000,
         "input_length": 1024,
         "output_length": 1024,
@@ -24,9 +24,9 @@ LARGE: dict[type[msgspec.Struct], Sizes] = {
         "system_length": 2048,
         "question_length": 128,
     },
-    Rounds: {"num_clients": 80, "num_rounds": 10, "request_length": 2048, "output_length": 1},
-    Batch: {"num_prompts": 256, "input_length": 1024, "output_length": 128},
-    CacheLoad: {
+    MultiturnOptions: {"num_clients": 80, "num_rounds": 10, "request_length": 2048, "output_length": 1},
+    OfflineOptions: {"num_prompts": 256, "input_length": 1024, "output_length": 128},
+    CacheLoadOptions: {
         "num_conversations": 32,
         "group_size": 4,
         "num_rounds": 4,
@@ -40,7 +40,7 @@ LARGE: dict[type[msgspec.Struct], Sizes] = {
     },
 }
 SMALL: dict[type[msgspec.Struct], Sizes] = {
-    Data: {
+    DataOptions: {
         "num_prompts": 64,
         "input_length": 128,
         "output_length": 64,
@@ -49,9 +49,9 @@ SMALL: dict[type[msgspec.Struct], Sizes] = {
         "system_length": 512,
         "question_length": 32,
     },
-    Rounds: {"num_clients": 8, "num_rounds": 4, "request_length": 256, "output_length": 8},
-    Batch: {"num_prompts": 64, "input_length": 128, "output_length": 64},
-    CacheLoad: {
+    MultiturnOptions: {"num_clients": 8, "num_rounds": 4, "request_length": 256, "output_length": 8},
+    OfflineOptions: {"num_prompts": 64, "input_length": 128, "output_length": 64},
+    CacheLoadOptions: {
         "num_conversations": 16,
         "group_size": 4,
         "num_rounds": 3,
@@ -100,14 +100,14 @@ def chosen(size: int | None) -> int:
 
 def _is_recorded(options: msgspec.Struct) -> bool:
     """Whether a file says how much is sent."""
-    if isinstance(options, Data):
+    if isinstance(options, DataOptions):
         return options.dataset not in ("random", "shared-prefix")
-    return isinstance(options, CacheLoad) and options.load in ("conversation-trace", "agent-sessions")
+    return isinstance(options, CacheLoadOptions) and options.load in ("conversation-trace", "agent-sessions")
 
 
 def _sizes(options: msgspec.Struct, table: Mapping[type[msgspec.Struct], Sizes]) -> Sizes:
     sizes = dict(table[type(options)])
-    if isinstance(options, Data) and options.dataset == "shared-prefix":
+    if isinstance(options, DataOptions) and options.dataset == "shared-prefix":
         del sizes["num_prompts"]  # all there are
         sizes["output_length"] = min(SHARED_PREFIX_OUTPUT, sizes["output_length"])
     return sizes
@@ -115,16 +115,16 @@ def _sizes(options: msgspec.Struct, table: Mapping[type[msgspec.Struct], Sizes])
 
 def _weights(options: msgspec.Struct, sizes: Sizes) -> dict[str, float]:
     """Returns how often each length counts in the longest request."""
-    if isinstance(options, Rounds):
+    if isinstance(options, MultiturnOptions):
         return dict.fromkeys(("request_length", "output_length"), float(sizes["num_rounds"]))
-    if isinstance(options, CacheLoad):
+    if isinstance(options, CacheLoadOptions):
         rounds, scale = sizes["num_rounds"], options.length_scale
         if options.load == "multi-turn":
             lengths = {"conversation_length": scale, "request_length": (rounds - 1) * scale}
             return lengths | {"output_length": float(rounds)}
         return {"prefix_length": scale, "suffix_length": scale, "output_length": 1.0}
-    assert isinstance(options, Data | Batch), f"sizes of {options} have no weights"
-    if isinstance(options, Data) and options.dataset == "shared-prefix":
+    assert isinstance(options, DataOptions | OfflineOptions), f"sizes of {options} have no weights"
+    if isinstance(options, DataOptions) and options.dataset == "shared-prefix":
         return dict.fromkeys(("system_length", "question_length", "output_length"), 1.0)
     # Random lengths are rounded up at the far end of their range.
     return dict.fromkeys(("input_length", "output_length"), 1.0 + options.random_range_ratio)

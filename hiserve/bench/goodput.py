@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.bench.metrics import tpot_s, ttft_s
-from hiserve.bench.request import Run, Sample
+from hiserve.bench.summary import tpot_s, ttft_s
+from hiserve.bench.workload import Run, Sample
 from hiserve.errors import ConfigError
 
 OBJECTIVES = ("ttft", "tpot", "e2e")

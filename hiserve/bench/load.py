@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import numpy as np
 
-from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
+from hiserve.bench.workload import Prompt, Run, Sample, Turn, Workload
 from hiserve.core.plan import Int32Array
 
 Send = Callable[[Prompt, int, Sample], Awaitable[None]]

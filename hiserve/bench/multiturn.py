@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 
 from hiserve.bench.datasets.synthetic import draw_tokens
-from hiserve.bench.metrics import Spread, spread, ttft_s
-from hiserve.bench.options import Rounds
-from hiserve.bench.request import Run, Sample, Turn, Workload
+from hiserve.bench.options import MultiturnOptions
+from hiserve.bench.summary import Spread, spread, ttft_s
+from hiserve.bench.workload import Run, Sample, Turn, Workload
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_known / max(1, self.num_prompt)
 
 
-def chat_rounds(rounds: Rounds, *, vocab_size: int, seed: int) -> Workload:
+def chat_rounds(rounds: MultiturnOptions, *, vocab_size: int, seed: int) -> Workload:
     """Returns one session for each client; every prompt is the chat so far and new random tokens.
 
     Args:
@@ -65,7 +65,7 @@ def chat_rounds(rounds: Rounds, *, vocab_size: int, seed: int) -> Workload:
     return Workload(name="multiturn", sessions=sessions)
 
 
-def by_round(run: Run, rounds: Rounds, page_size: int) -> list[Round]:
+def by_round(run: Run, rounds: MultiturnOptions, page_size: int) -> list[Round]:
     """Summarises the samples of each round.
 
     Args:

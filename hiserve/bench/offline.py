@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hiserve.bench.progress import Advance
-from hiserve.bench.request import Workload
+from hiserve.bench.run_progress import Advance
+from hiserve.bench.workload import Workload
 from hiserve.core.request import SamplingParams
 
 
-class Engine(Protocol):
+class OfflineEngine(Protocol):
     """As much of the offline API as is used here."""
 
     def generate(self, prompts: Any, sampling: Any = None) -> Sequence[Any]:
@@ -53,7 +53,7 @@ class OfflineSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(
-    engine: Engine, workload: Workload, *, temperature: float, advance: Advance = lambda _: None
+    engine: OfflineEngine, workload: Workload, *, temperature: float, advance: Advance = lambda _: None
 ) -> OfflineSummary:
     """Warms up with one request of the first one's size, then gives all prompts at once and waits.
 

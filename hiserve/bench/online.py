@@ -9,8 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.bench.backends import BACKENDS, Asking
-from hiserve.bench.client import Client
 from hiserve.bench.datasets.agents import agent_sessions, read_rows
 from hiserve.bench.datasets.chats import chats, text_like_it
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts, shared_prefixes
@@ -18,11 +16,13 @@ from hiserve.bench.datasets.trace import conversation_trace
 from hiserve.bench.defaults import chosen, filled
 from hiserve.bench.http import Pool
 from hiserve.bench.load import arrivals, drive
+from hiserve.bench.load_client import Client
 from hiserve.bench.multiturn import chat_rounds
-from hiserve.bench.options import SYNTHETIC, Connection, Data, Limits, Load, Rounds
-from hiserve.bench.progress import Begin, SoFar
-from hiserve.bench.request import Run, Workload, mirrored
+from hiserve.bench.options import SYNTHETIC, ConnectionOptions, DataOptions, LimitOptions, LoadOptions, MultiturnOptions
+from hiserve.bench.run_progress import Begin, SoFar
+from hiserve.bench.server_backends import BACKENDS, RequestDefaults
 from hiserve.bench.target import Counter, Target, flush, look_at, make_counter
+from hiserve.bench.workload import Run, Workload, mirrored
 from hiserve.errors import ConfigError
 
 WARM_UP_TOKENS = 8
@@ -30,7 +30,7 @@ WARM_UP_TOKENS = 8
 TEMPLATE_TOKENS = 64
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A run and what it was a run of.
 
     Attributes:
@@ -43,14 +43,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     target: Target
-    asking: Asking
+    asking: RequestDefaults
     backend: str
     workload: Workload
     run: Run
     options: list[msgspec.Struct]
 
 
-class Server(msgspec.Struct, frozen=True, kw_only=True):
+class ServerUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     """An open connection and what is known about its other end."""
 
     pool: Pool
@@ -64,7 +64,9 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return await make_counter(self.pool, self.client, self.target, self.tokenizer, text)
 
 
-async def serve(connection: Connection, data: Data, load: Load, limits: Limits, progress: Begin) -> Outcome:
+async def serve(
+    connection: ConnectionOptions, data: DataOptions, load: LoadOptions, limits: LimitOptions, progress: Begin
+) -> RunOutcome:
     """Sends a data set.
 
     Raises:
@@ -80,7 +82,9 @@ async def serve(connection: Connection, data: Data, load: Load, limits: Limits, 
         return await _measure(server, workload, starts, [data, load, limits], limits, progress)
 
 
-async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, progress: Begin) -> Outcome:
+async def multiturn(
+    connection: ConnectionOptions, rounds: MultiturnOptions, limits: LimitOptions, progress: Begin
+) -> RunOutcome:
     """Holds chats in a closed loop.
 
     Raises:
@@ -94,7 +98,7 @@ async def multiturn(connection: Connection, rounds: Rounds, limits: Limits, prog
         return await _measure(server, workload, [0.0] * rounds.num_clients, [rounds, limits], limits, progress)
 
 
-async def build(data: Data, server: Server, seed: int) -> Workload:
+async def build(data: DataOptions, server: ServerUnderTest, seed: int) -> Workload:
     """Returns the requests of a data set, cut to the server's model; sizes have been filled in.
 
     Raises:
@@ -138,7 +142,7 @@ async def build(data: Data, server: Server, seed: int) -> Workload:
     return workload
 
 
-async def _recorded(data: Data, server: Server) -> Workload:
+async def _recorded(data: DataOptions, server: ServerUnderTest) -> Workload:
     path = _path(data)
     if data.dataset == "chats":
         counter = await server.counter(text_like_it(path))
@@ -161,8 +165,8 @@ async def _recorded(data: Data, server: Server) -> Workload:
 
 @asynccontextmanager
 async def connected(
-    connection: Connection, backend: str, *, ignore_eos: bool, has_ids: bool = False
-) -> AsyncIterator[Server]:
+    connection: ConnectionOptions, backend: str, *, ignore_eos: bool, has_ids: bool = False
+) -> AsyncIterator[ServerUnderTest]:
     """Looks at a server and closes the connections to it at the end.
 
     Args:
@@ -177,19 +181,19 @@ async def connected(
     pool = Pool(connection.url, read_key(connection.api_key_file))
     try:
         target = await look_at(pool, model=connection.model_name, vocab_size=connection.vocab_size)
-        asking = Asking(
+        asking = RequestDefaults(
             model=target.model,
             temperature=connection.temperature,
             ignore_eos=ignore_eos,
             has_token_ids=has_ids,
         )
         client = Client(pool, BACKENDS[backend](), asking, connection.timeout)
-        yield Server(pool=pool, client=client, target=target, backend=backend, tokenizer=connection.tokenizer)
+        yield ServerUnderTest(pool=pool, client=client, target=target, backend=backend, tokenizer=connection.tokenizer)
     finally:
         pool.close()
 
 
-async def warm_up(server: Server, workload: Workload, limits: Limits) -> None:
+async def warm_up(server: ServerUnderTest, workload: Workload, limits: LimitOptions) -> None:
     """Sends a request like the first one, then flushes the cache if wanted.
 
     Raises:
@@ -202,13 +206,13 @@ async def warm_up(server: Server, workload: Workload, limits: Limits) -> None:
 
 
 async def _measure(
-    server: Server,
+    server: ServerUnderTest,
     workload: Workload,
     starts: list[float],
     options: list[msgspec.Struct],
-    limits: Limits,
+    limits: LimitOptions,
     progress: Begin,
-) -> Outcome:
+) -> RunOutcome:
     """Warms up, flushes the cache if wanted, and sends everything."""
     await warm_up(server, workload, limits)
     run = await drive(
@@ -218,7 +222,7 @@ async def _measure(
         max_concurrency=limits.max_concurrency,
         on_done=SoFar(progress(workload.num_turns)).add,
     )
-    return Outcome(
+    return RunOutcome(
         target=server.target,
         asking=server.client.asking,
         backend=server.backend,
@@ -228,7 +232,7 @@ async def _measure(
     )
 
 
-def _check(data: Data, load: Load) -> None:
+def _check(data: DataOptions, load: LoadOptions) -> None:
     is_timed = data.dataset in ("conversation-trace", "agent-sessions")
     if is_timed and not math.isinf(load.request_rate):
         raise ConfigError(
@@ -237,7 +241,7 @@ def _check(data: Data, load: Load) -> None:
         )
 
 
-def _path(data: Data) -> Path:
+def _path(data: DataOptions) -> Path:
     if data.path is None:
         raise ConfigError(f"--dataset {data.dataset} reads a file; give --path.", param="path")
     return data.path

@@ -34,7 +34,7 @@ def about(
     return Meta(description=text, extra_json_schema={"unit": unit, "least": least, "most": most, "above": above})
 
 
-class Connection(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which server, and what every request says."""
 
     url: Annotated[str, about("Address of the server.")] = "http://127.0.0.1:8000"
@@ -60,7 +60,7 @@ class Connection(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, about("Longest time for one request.", unit="s", above=0)] = 3600.0
 
 
-class Data(msgspec.Struct, frozen=True, kw_only=True):
+class DataOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to send; each data set uses the fields it has a use for, and sizes that are not given fit the model and its device."""
 
     dataset: Annotated[Dataset, about("What to send.")] = "random"
@@ -102,7 +102,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     ] = 512
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to send it."""
 
     request_rate: Annotated[float, about("Requests offered; inf sends all at once.", unit="requests/s", above=0)] = (
@@ -113,7 +113,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class LimitOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What holds for every run against a server."""
 
     max_concurrency: Annotated[int | None, about("Most requests in flight.", unit="requests", least=1)] = None
@@ -127,7 +127,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
 
 
-class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+class MultiturnOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A closed loop of chats; sizes that are not given fit the model and its device."""
 
     num_clients: Annotated[int, about("Chats at once.", least=1)] = FITTING
@@ -137,7 +137,7 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     think_time: Annotated[float, about("Time between a reply and the next request.", unit="s", least=0)] = 0.0
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class OfflineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Random prompts for the offline API, all given at once; sizes that are not given fit the model and its device."""
 
     num_prompts: Annotated[int, about("Prompts.", least=1)] = FITTING
@@ -158,7 +158,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
-class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
+class CacheLoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to ask of the cache; each load uses the fields it has a use for, and sizes that are not given fit the model and its device."""
 
     load: Annotated[
@@ -225,7 +225,7 @@ class CacheLoad(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+class SweepOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What speculation is measured with; every one of a list with every one of the others."""
 
     proposers: Annotated[
@@ -256,7 +256,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 Fault = Literal["kill-worker", "hang-worker", "kill-scheduler", "flip-host", "flip-store"]
 
 
-class Soak(msgspec.Struct, frozen=True, kw_only=True):
+class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a server has to live through."""
 
     url: Annotated[
@@ -307,19 +307,19 @@ class Soak(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, about("Seed of everything that is drawn.", least=0)] = 42
 
 
-class Results(msgspec.Struct, frozen=True, kw_only=True):
+class OutputOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where results go besides the terminal."""
 
     output: Annotated[Path | None, about("Write figures and raw samples to this JSON file.")] = None
 
 
-class Pictures(msgspec.Struct, frozen=True, kw_only=True):
+class PlotOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Pictures of a run."""
 
     plot: Annotated[Path | None, about("Draw the run into this PNG, SVG or PDF file; needs hiserve[bench].")] = None
 
 
-class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+class GoodputOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is good enough."""
 
     goodput: Annotated[

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hiserve.bench.metrics import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s
 from hiserve.bench.multiturn import Round
-from hiserve.bench.request import Run
 from hiserve.bench.series import in_flight, steady_state, throughput
+from hiserve.bench.summary import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s
+from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
 
 BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9772b", "#3b8f5a", "#9aa3ad"

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from hiserve.bench.metrics import ttft_s
-from hiserve.bench.request import Run, Sample
+from hiserve.bench.summary import ttft_s
+from hiserve.bench.workload import Run, Sample
 from hiserve.errors import ConfigError
 
 PACKAGES = ("torch", "numpy", "msgspec", "httptools", "uvloop", "triton")

@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from hiserve.bench.goodput import Goodput
-from hiserve.bench.metrics import Spread, Summary
 from hiserve.bench.multiturn import Round
 from hiserve.bench.offline import OfflineSummary
-from hiserve.bench.request import Run, Workload
+from hiserve.bench.summary import Spread, Summary
+from hiserve.bench.workload import Run, Workload
 
 # Above this share of a core the load generator may be what is measured.
 BUSY_CLIENT = 0.7

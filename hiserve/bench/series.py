@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.bench.request import Run, Sample
+from hiserve.bench.workload import Run, Sample
 
 Floats = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hiserve.bench.backends import words_of
-from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
-from hiserve.bench.request import Sample
+from hiserve.bench.load_client import Client
 from hiserve.bench.scrape import page_size_of, scrape
+from hiserve.bench.server_backends import words_of
+from hiserve.bench.workload import Sample
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
 from hiserve.models.model_config import NANO, find_model, read_model_config

@@ -16,42 +16,42 @@ from rich.console import Console
 
 import hiserve
 from hiserve.bench import offline, online, report
-from hiserve.bench.cache.figures import summarize_cache
-from hiserve.bench.cache.plot import draw_cache
-from hiserve.bench.cache.report import show_cache
-from hiserve.bench.cache.run import measure
+from hiserve.bench.cache.cache_plot import draw_cache
+from hiserve.bench.cache.cache_report import show_cache
+from hiserve.bench.cache.cache_run import measure
+from hiserve.bench.cache.cache_summary import summarize_cache
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts
 from hiserve.bench.defaults import filled
 from hiserve.bench.goodput import goodput, parse_objectives
-from hiserve.bench.metrics import Summary, summarize
 from hiserve.bench.multiturn import by_round, num_without_ids
-from hiserve.bench.online import Outcome
+from hiserve.bench.online import RunOutcome
 from hiserve.bench.options import (
-    Batch,
-    CacheLoad,
-    Connection,
-    Data,
-    Limits,
-    Load,
-    Objectives,
-    Pictures,
-    Results,
-    Rounds,
-    Soak,
-    Sweep,
+    CacheLoadOptions,
+    ConnectionOptions,
+    DataOptions,
+    GoodputOptions,
+    LimitOptions,
+    LoadOptions,
+    MultiturnOptions,
+    OfflineOptions,
+    OutputOptions,
+    PlotOptions,
+    SoakOptions,
+    SweepOptions,
     add_flags,
     pick,
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, discard_empty, prepare, raw, write
-from hiserve.bench.request import Run
-from hiserve.bench.soak.report import show_soak
-from hiserve.bench.soak.run import soak
+from hiserve.bench.soak.soak_report import show_soak
+from hiserve.bench.soak.soak_run import soak
 from hiserve.bench.spec.equality import are_kept
-from hiserve.bench.spec.figures import figures_of
-from hiserve.bench.spec.plot import draw_spec
-from hiserve.bench.spec.report import show_spec
-from hiserve.bench.spec.run import sweep_engines
+from hiserve.bench.spec.spec_plot import draw_spec
+from hiserve.bench.spec.spec_report import show_spec
+from hiserve.bench.spec.spec_run import sweep_engines
+from hiserve.bench.spec.spec_summary import figures_of
+from hiserve.bench.summary import Summary, summarize
+from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
 from hiserve.config import Config, flat, known, without_secrets
 from hiserve.models.builtin_shapes import read_model
@@ -106,7 +106,7 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
     Raises:
         HiserveError: The options, the data, the server or the engine do not do.
     """
-    output = pick(Results, arguments).output
+    output = pick(OutputOptions, arguments).output
     if output is None:
         return KINDS[kind].run(config, arguments)
     prepare(output)
@@ -117,12 +117,12 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
 
 
 def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
-    data, load, limits = pick(Data, arguments), pick(Load, arguments), pick(Limits, arguments)
-    objectives_ms = parse_objectives(pick(Objectives, arguments).goodput)
+    data, load, limits = pick(DataOptions, arguments), pick(LoadOptions, arguments), pick(LimitOptions, arguments)
+    objectives_ms = parse_objectives(pick(GoodputOptions, arguments).goodput)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
     with progress("requests") as begin:
-        outcome = _wait(online.serve(pick(Connection, arguments), data, load, limits, begin))
+        outcome = _wait(online.serve(pick(ConnectionOptions, arguments), data, load, limits, begin))
     title = f"{data.dataset} on {outcome.target.model}"
     summary = _show(console, title, outcome)
     found = goodput(outcome.run, objectives_ms) if objectives_ms else None
@@ -135,11 +135,11 @@ def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
 
 
 def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
-    rounds, limits = pick(Rounds, arguments), pick(Limits, arguments)
+    rounds, limits = pick(MultiturnOptions, arguments), pick(LimitOptions, arguments)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
     with progress("requests") as begin:
-        outcome = _wait(online.multiturn(pick(Connection, arguments), rounds, limits, begin))
+        outcome = _wait(online.multiturn(pick(ConnectionOptions, arguments), rounds, limits, begin))
     page_size = outcome.target.page_size or 1
     rounds = filled(rounds, device=outcome.target.device, max_model_len=outcome.target.max_model_len)
     title = f"{rounds.num_clients} chats of {rounds.num_rounds} rounds on {outcome.target.model}"
@@ -155,11 +155,11 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
 
 
 def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
-    load, limits = pick(CacheLoad, arguments), pick(Limits, arguments)
+    load, limits = pick(CacheLoadOptions, arguments), pick(LimitOptions, arguments)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
     with progress("requests") as begin:
-        found = _wait(measure(pick(Connection, arguments), load, limits, begin))
+        found = _wait(measure(pick(ConnectionOptions, arguments), load, limits, begin))
     run = found.outcome.run
     title = f"{load.load} on {found.outcome.target.model}"
     summary = _show(console, title, found.outcome)
@@ -177,10 +177,10 @@ def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
 def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
     vocab_size = read_model(config.model)[1].vocab_size
     begin_s = time.perf_counter()
-    with hiserve.LLM(in_process=pick(Batch, arguments).in_process, **flat(config)) as llm:
+    with hiserve.LLM(in_process=pick(OfflineOptions, arguments).in_process, **flat(config)) as llm:
         start_s = time.perf_counter() - begin_s
         device, max_model_len = llm.config.model.device, known(llm.config.model.max_model_len)
-        batch = filled(pick(Batch, arguments), device=device, max_model_len=max_model_len)
+        batch = filled(pick(OfflineOptions, arguments), device=device, max_model_len=max_model_len)
         workload = random_prompts(
             num_prompts=batch.num_prompts,
             input_length=batch.input_length,
@@ -200,7 +200,7 @@ def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
 
 
 def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
-    sweep = pick(Sweep, arguments)
+    sweep = pick(SweepOptions, arguments)
     plotter = _plotter(arguments)
     console = Console(highlight=False)
     with progress("cases") as begin:
@@ -218,7 +218,7 @@ def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
 
 
 def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
-    options = pick(Soak, arguments)
+    options = pick(SoakOptions, arguments)
     console = Console(highlight=False)
     with progress("seconds") as begin:
         found = _wait(soak(config, options, begin))
@@ -238,28 +238,33 @@ def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
 # The one table of benchmarks.
 KINDS = {
     "serve": BenchKind(
-        "Send a data set to a server.", (Connection, Data, Load, Limits, Objectives, Results, Pictures), False, _serve
+        "Send a data set to a server.",
+        (ConnectionOptions, DataOptions, LoadOptions, LimitOptions, GoodputOptions, OutputOptions, PlotOptions),
+        False,
+        _serve,
     ),
     "multiturn": BenchKind(
         "Hold chats with a server in a closed loop.",
-        (Connection, Rounds, Limits, Results, Pictures),
+        (ConnectionOptions, MultiturnOptions, LimitOptions, OutputOptions, PlotOptions),
         False,
         _multiturn,
     ),
     "cache": BenchKind(
         "Measure a server's prefix cache, tier by tier, against a cache without end.",
-        (Connection, CacheLoad, Limits, Results, Pictures),
+        (ConnectionOptions, CacheLoadOptions, LimitOptions, OutputOptions, PlotOptions),
         False,
         _cache,
     ),
-    "offline": BenchKind("Measure the offline API's throughput.", (Batch, Results), True, _offline),
+    "offline": BenchKind("Measure the offline API's throughput.", (OfflineOptions, OutputOptions), True, _offline),
     "spec": BenchKind(
         "Measure speculation against plain decoding: what is accepted, gained and paid, with the same tokens.",
-        (Sweep, Results, Pictures),
+        (SweepOptions, OutputOptions, PlotOptions),
         True,
         _spec,
     ),
-    "soak": BenchKind("Load a server, strike it with faults, and see what it survives.", (Soak, Results), True, _soak),
+    "soak": BenchKind(
+        "Load a server, strike it with faults, and see what it survives.", (SoakOptions, OutputOptions), True, _soak
+    ),
 }
 
 
@@ -273,7 +278,7 @@ def _wait(work: Coroutine[Any, Any, _T]) -> _T:
         return runner.run(work)
 
 
-def _show(console: Console, title: str, outcome: Outcome) -> Summary:
+def _show(console: Console, title: str, outcome: RunOutcome) -> Summary:
     summary = summarize(outcome.run)
     report.show_notes(console, outcome.workload)
     report.show_run(console, title, summary)
@@ -285,13 +290,13 @@ def _show(console: Console, title: str, outcome: Outcome) -> Summary:
 
 
 def _plotter(arguments: Mapping[str, Any]) -> Plotter | None:
-    path = pick(Pictures, arguments).plot
+    path = pick(PlotOptions, arguments).plot
     return None if path is None else Plotter(path)
 
 
-def _write(arguments: Mapping[str, Any], outcome: Outcome | None, figures: dict[str, Any]) -> None:
+def _write(arguments: Mapping[str, Any], outcome: RunOutcome | None, figures: dict[str, Any]) -> None:
     """Writes the result file, if one is wanted."""
-    output = pick(Results, arguments).output
+    output = pick(OutputOptions, arguments).output
     if output is None:
         return
     content = about(shlex.join(["hiserve", *sys.argv[1:]]), f"hiserve {hiserve.__version__}")

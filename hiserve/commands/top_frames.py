@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from hiserve.bench.cache.copies import Caches, ReplicaCache, sum_copies
+from hiserve.bench.cache.copy_counts import CacheStatsReply, ReplicaCacheStats, sum_copies
 from hiserve.bench.scrape import Series, increases, total
 from hiserve.errors import UnavailableError
 from hiserve.ipc.cache_stats import CopyStats
@@ -77,7 +77,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     info: ServerStatus | None
     load: list[WorkerLoad]
-    caches: list[ReplicaCache]
+    caches: list[ReplicaCacheStats]
     counters: Series
     hidden: dict[str, int]
 
@@ -154,7 +154,7 @@ class FrameReader:
         hidden: dict[str, int] = {}
         info = self._ask("/server_info", ServerStatus, hidden)
         load = self._ask("/get_load", list[WorkerLoad], hidden)
-        caches = self._ask("/cache/stats", Caches, hidden)
+        caches = self._ask("/cache/stats", CacheStatsReply, hidden)
         metrics = self._get("/metrics")
         if info is None and load is None:
             raise UnavailableError(

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from hiserve.bench.soak.started import is_alive
+from hiserve.bench.soak.server_process import is_alive
 from tests.e2e import live as lives
 from tests.e2e.live import Live
 from tests.helpers.processes import children, wait_dead

@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 
-from hiserve.bench.soak.faults import strike
+from hiserve.bench.soak.faults import inject
 from hiserve.config import make_config
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
@@ -134,7 +134,7 @@ async def test_bits_that_flip_in_what_is_cached(tmp_path: Path) -> None:
             while True:
                 await asyncio.sleep(rng.exponential(0.1))
                 for fault in ("flip-host", "flip-store"):
-                    await asyncio.to_thread(strike, fault, config, roles, rng)
+                    await asyncio.to_thread(inject, fault, config, roles, rng)
 
         flipping = asyncio.create_task(flip())
         await talk(live, SEED + 6, 30)

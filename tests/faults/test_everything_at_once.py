@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hiserve.bench.options import Soak
+from hiserve.bench.options import SoakOptions
 from hiserve.bench.record import about
-from hiserve.bench.soak.judge import REFUSALS
-from hiserve.bench.soak.run import SoakOutcome, soak
+from hiserve.bench.soak.soak_run import SoakOutcome, soak
+from hiserve.bench.soak.stream_oracle import REFUSALS
 from hiserve.config import Config, make_config
 
 pytestmark = pytest.mark.alone
@@ -27,7 +27,7 @@ SEED = 90
 # A step that is a worker's last one (the first breaks while replies are recorded); a disk that fails and lies; for long also a worker that hangs, or gets no memory.
 BROKEN = "tests.faults.worker fatal=15:45,failing=0.02,lying=0.02"
 BROKEN_LATER = "tests.faults.worker fatal=1000:6000,hang=2000:8000,starved=500:3000,failing=0.02,lying=0.02"
-SHORT = Soak(
+SHORT = SoakOptions(
     duration=14,
     users=5,
     num_dialogues=3,
@@ -75,7 +75,7 @@ def config(folder: Path) -> Config:
     )
 
 
-def survive(folder: Path, options: Soak, worker: str) -> SoakOutcome:
+def survive(folder: Path, options: SoakOptions, worker: str) -> SoakOutcome:
     """Soaks a server of such workers."""
     print(f"seed {options.seed}")
     program = (sys.executable, "-m", "tests.faults.serve", worker)

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from hiserve import cli
-from hiserve.bench.options import Soak
-from hiserve.bench.progress import Advance
-from hiserve.bench.soak.judge import REFUSALS
-from hiserve.bench.soak.run import SoakOutcome, soak
+from hiserve.bench.options import SoakOptions
+from hiserve.bench.run_progress import Advance
+from hiserve.bench.soak.soak_run import SoakOutcome, soak
+from hiserve.bench.soak.stream_oracle import REFUSALS
 from hiserve.config import make_config
 from tests.e2e.live import serve
 
@@ -72,7 +72,9 @@ def test_a_soak_of_a_running_server_only_loads_it(tmp_path: Path, capsys: pytest
 
 
 def test_ctrl_c_ends_a_soak_with_what_was_seen(tmp_path: Path) -> None:
-    options = Soak(num_dialogues=2, num_agents=2, num_turns=2, prefix_length=96, output_length=8, duration=3600.0)
+    options = SoakOptions(
+        num_dialogues=2, num_agents=2, num_turns=2, prefix_length=96, output_length=8, duration=3600.0
+    )
 
     async def stopped(url: str) -> SoakOutcome:
         def begin(_: int | None) -> Advance:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hiserve.bench.request import Run, Sample
+from hiserve.bench.workload import Run, Sample
 
 
 def sample(begin: float, *chunks: float, tokens: list[int] | None = None, **more: Any) -> Sample:

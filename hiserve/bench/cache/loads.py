@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from hiserve.bench.datasets.agents import Row, read_rows, shortened
+from hiserve.bench.datasets.agents import AgentRecord, read_rows, shortened
 from hiserve.bench.datasets.synthetic import check_fits, draw_tokens, shared_prefixes
 from hiserve.bench.datasets.trace import TRACE_BLOCK_TOKENS, conversation_trace
 from hiserve.bench.defaults import chosen
-from hiserve.bench.options import CacheLoad
-from hiserve.bench.request import Turn, Workload
+from hiserve.bench.options import CacheLoadOptions
 from hiserve.bench.target import Encoder, Target
+from hiserve.bench.workload import Turn, Workload
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
 
@@ -32,7 +32,9 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     encoded: dict[str, Int32Array] = {}
 
 
-async def build(load: CacheLoad, target: Target, make_encoder: Callable[[], Awaitable[Encoder]], seed: int) -> Requests:
+async def build(
+    load: CacheLoadOptions, target: Target, make_encoder: Callable[[], Awaitable[Encoder]], seed: int
+) -> Requests:
     """Returns the requests of a load.
 
     Args:
@@ -65,7 +67,7 @@ async def build(load: CacheLoad, target: Target, make_encoder: Callable[[], Awai
     return Requests(workload=made)
 
 
-def _conversations(load: CacheLoad, vocab_size: int, seed: int) -> Workload:
+def _conversations(load: CacheLoadOptions, vocab_size: int, seed: int) -> Workload:
     """Returns one session for each conversation; its requests repeat it so far and add to it."""
     rng = np.random.default_rng(seed)
     lengths = [load.conversation_length, *[load.request_length] * (load.num_rounds - 1)]
@@ -80,7 +82,7 @@ def _conversations(load: CacheLoad, vocab_size: int, seed: int) -> Workload:
     return Workload(name="multi-turn", sessions=sessions)
 
 
-def _shared(load: CacheLoad, vocab_size: int, seed: int) -> Workload:
+def _shared(load: CacheLoadOptions, vocab_size: int, seed: int) -> Workload:
     return shared_prefixes(
         num_groups=load.num_prefixes,
         prompts_per_group=load.suffixes_per_prefix,
@@ -94,7 +96,7 @@ def _shared(load: CacheLoad, vocab_size: int, seed: int) -> Workload:
 
 
 async def _agents(
-    load: CacheLoad, rows: list[Row], num_empty: int, max_model_len: int | None, encoder: Encoder
+    load: CacheLoadOptions, rows: list[AgentRecord], num_empty: int, max_model_len: int | None, encoder: Encoder
 ) -> Requests:
     """Returns one session for each agent, its prompts as they were; it ends before the first that does not fit.
 
@@ -129,7 +131,7 @@ async def _agents(
     )
 
 
-def _with_replies(workload: Workload, load: CacheLoad) -> Workload:
+def _with_replies(workload: Workload, load: CacheLoadOptions) -> Workload:
     """Returns the workload with replies of the length asked for, if one was; never longer than they were."""
     if load.output_length is None:
         return workload
@@ -140,11 +142,11 @@ def _with_replies(workload: Workload, load: CacheLoad) -> Workload:
     return msgspec.structs.replace(workload, sessions=sessions)
 
 
-def _scaled(load: CacheLoad, length: int) -> int:
+def _scaled(load: CacheLoadOptions, length: int) -> int:
     return max(1, round(length * load.length_scale))
 
 
-def _path(load: CacheLoad) -> Path:
+def _path(load: CacheLoadOptions) -> Path:
     if load.path is None:
         raise ConfigError(f"--load {load.load} reads a file; give --path.", param="path")
     return load.path

@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 
 from hiserve.bench.datasets.files import read_lines
-from hiserve.bench.request import Turn, Workload
 from hiserve.bench.target import Counter
+from hiserve.bench.workload import Turn, Workload
 from hiserve.errors import ConfigError
 
 # The recordings join messages by blank lines and do not say which blank lines are inside of a message.
 BOUNDARY = re.compile(r"\n\n+")
 
 
-class Row(msgspec.Struct):
+class AgentRecord(msgspec.Struct):
     """One line of the recording.
 
     Attributes:
@@ -34,7 +34,7 @@ class Row(msgspec.Struct):
     output: str
 
 
-def read_rows(path: Path, num_prompts: int | None) -> tuple[list[Row], int]:
+def read_rows(path: Path, num_prompts: int | None) -> tuple[list[AgentRecord], int]:
     """Returns the rows in the order of their times, and how many were left out for having no prompt.
 
     Args:
@@ -44,7 +44,7 @@ def read_rows(path: Path, num_prompts: int | None) -> tuple[list[Row], int]:
     Raises:
         ConfigError: The file cannot be read or has no prompts.
     """
-    rows = sorted(read_lines(path, Row, "agent-sessions"), key=lambda row: row.timestamp_us)
+    rows = sorted(read_lines(path, AgentRecord, "agent-sessions"), key=lambda row: row.timestamp_us)
     found = [row for row in rows if row.input]
     if not found:
         raise ConfigError(f"--path {path} has no prompts.", param="path")
@@ -66,7 +66,7 @@ def shortened(text: str, scale: float) -> str:
 
 
 async def agent_sessions(
-    rows: list[Row],
+    rows: list[AgentRecord],
     num_empty: int,
     *,
     counter: Counter,

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from hiserve.bench.datasets.files import read_lines
-from hiserve.bench.request import Turn, Workload
 from hiserve.bench.target import Counter
+from hiserve.bench.workload import Turn, Workload
 from hiserve.errors import ConfigError
 
 SAMPLED_DIALOGUES = 20

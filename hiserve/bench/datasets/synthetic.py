@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from hiserve.bench.request import Turn, Workload
+from hiserve.bench.workload import Turn, Workload
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hiserve.bench.datasets.files import read_lines
 from hiserve.bench.datasets.synthetic import draw_tokens
-from hiserve.bench.request import Turn, Workload
+from hiserve.bench.workload import Turn, Workload
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
 
@@ -17,7 +17,7 @@ from hiserve.errors import ConfigError
 TRACE_BLOCK_TOKENS = 512
 
 
-class Row(msgspec.Struct):
+class TraceRecord(msgspec.Struct):
     """One line of the trace.
 
     Attributes:
@@ -62,7 +62,7 @@ def conversation_trace(
     scale = block_tokens / TRACE_BLOCK_TOKENS
     notes = {"prompts_cut": 0, "replies_cut": 0}
     sessions: list[list[Turn]] = []
-    for row in read_lines(path, Row, "conversation-trace"):
+    for row in read_lines(path, TraceRecord, "conversation-trace"):
         if len(sessions) == num_prompts:
             break
         for hash_id in row.hash_ids:

@@ -30,7 +30,7 @@ SIGNALS: dict[Fault, tuple[str, signal.Signals]] = {
 FAILING: tuple[Fault, ...] = ("kill-scheduler",)
 
 
-class Blow(NamedTuple):
+class InjectedFault(NamedTuple):
     """What a fault did.
 
     Attributes:
@@ -67,7 +67,7 @@ def possible(config: Config, wanted: tuple[Fault, ...], recovery_limit_s: float)
     return list(wanted) or [fault for fault in every if fault not in reasons]
 
 
-def strike(fault: Fault, config: Config, processes: dict[int, str], rng: np.random.Generator) -> Blow:
+def inject(fault: Fault, config: Config, processes: dict[int, str], rng: np.random.Generator) -> InjectedFault:
     """Does one of them.
 
     Args:
@@ -80,16 +80,16 @@ def strike(fault: Fault, config: Config, processes: dict[int, str], rng: np.rand
         role, number = SIGNALS[fault]
         victims = [pid for pid, its in processes.items() if its == role]
         if not victims:
-            return Blow("")
+            return InjectedFault("")
         victim = int(rng.choice(victims))
         with suppress(ProcessLookupError):
             os.kill(victim, number)
-            return Blow(f"{number.name} to {role} {victim}", victim)
-        return Blow("")
+            return InjectedFault(f"{number.name} to {role} {victim}", victim)
+        return InjectedFault("")
     if fault == "flip-host":
-        return Blow(_flip_host(config, processes, rng))
+        return InjectedFault(_flip_host(config, processes, rng))
     assert config.cache.store is not None
-    return Blow(_flip_store(Path(config.cache.store.removeprefix("file:")), rng))
+    return InjectedFault(_flip_store(Path(config.cache.store.removeprefix("file:")), rng))
 
 
 def _flip_host(config: Config, processes: dict[int, str], rng: np.random.Generator) -> str:

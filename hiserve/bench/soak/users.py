@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 
-from hiserve.bench.options import Soak
-from hiserve.bench.request import Sample
-from hiserve.bench.soak.asked import Asked, Questions, Way
-from hiserve.bench.soak.sending import Sender
+from hiserve.bench.options import SoakOptions
+from hiserve.bench.soak.questions import Questions, SentQuestion, Way
+from hiserve.bench.soak.sender import Sender
+from hiserve.bench.workload import Sample
 
 RETRY_S = 0.3
 
@@ -29,16 +29,16 @@ class Users:
         nonsense: Malformed requests that were answered.
     """
 
-    def __init__(self, sender: Sender, questions: Questions, soak: Soak, usual_s: float) -> None:
+    def __init__(self, sender: Sender, questions: Questions, soak: SoakOptions, usual_s: float) -> None:
         self._sender = sender
         self._questions = questions
         self._soak = soak
         self._usual_s = usual_s
         self._rng = np.random.default_rng(soak.seed)
-        self._open: dict[int, Asked] = {}
+        self._open: dict[int, SentQuestion] = {}
         self._last_token_s = 0.0
         self._is_over = asyncio.Event()
-        self.asked: list[Asked] = []
+        self.asked: list[SentQuestion] = []
         self.nonsense: list[Sample] = []
 
     async def run(self) -> None:
@@ -89,8 +89,8 @@ class Users:
             return "cancelled"
         return "slow" if drawn < self._soak.cancelled + self._soak.slow else "read"
 
-    async def _ask(self, question: int, way: Way) -> Asked:
-        asked = Asked(question=question, way=way)
+    async def _ask(self, question: int, way: Way) -> SentQuestion:
+        asked = SentQuestion(question=question, way=way)
         self._open[id(asked)] = asked
         self.asked.append(asked)
         asked.sample.begin_s = time.perf_counter()

@@ -18,7 +18,7 @@ from hiserve.spec.adaptive import StepCosts
 Tokens = list[int]
 
 
-class Engine(Protocol):
+class SpecEngine(Protocol):
     """The offline API, in process.
 
     Attributes:
@@ -40,7 +40,7 @@ class Engine(Protocol):
         """Empties tiers of the prefix cache."""
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were given at once.
 
     Attributes:
@@ -68,13 +68,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return self.seconds / self.num_steps
 
 
-def run_batch(engine: Engine, prompts: list[Tokens], params: list[SamplingParams]) -> tuple[Batch, list[Tokens]]:
+def run_batch(
+    engine: SpecEngine, prompts: list[Tokens], params: list[SamplingParams]
+) -> tuple[BatchResult, list[Tokens]]:
     """Gives requests at once and waits for all; returns what was measured, and the replies."""
     outputs = engine.generate(prompts, params)
     choices = [output.outputs[0] for output in outputs]
     uses = [choice.drafts or DraftUse() for choice in choices]
     steps = [len(choice.token_ids) - 1 - use.accepted for choice, use in zip(choices, uses, strict=True)]
-    batch = Batch(
+    batch = BatchResult(
         seconds=max(choice.end_s for choice in choices) - min(choice.first_token_s for choice in choices),
         num_decoded=sum(len(choice.token_ids) - 1 for choice in choices),
         num_steps=max(steps),
@@ -86,7 +88,7 @@ def run_batch(engine: Engine, prompts: list[Tokens], params: list[SamplingParams
     return batch, [choice.token_ids for choice in choices]
 
 
-def prepare(engine: Engine, prompts: list[Tokens], source: str) -> None:
+def prepare(engine: SpecEngine, prompts: list[Tokens], source: str) -> None:
     """Brings the prompts to where a batch is to find them: ``cold``, ``device`` or ``host``."""
     engine.flush()
     if source == COLD:
@@ -96,7 +98,7 @@ def prepare(engine: Engine, prompts: list[Tokens], source: str) -> None:
         engine.flush(("device",))
 
 
-def check_source(batches: Sequence[Batch], source: str) -> None:
+def check_source(batches: Sequence[BatchResult], source: str) -> None:
     """Refuses batches that did not find their prompts where they should have been.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from hiserve.bench.margin import EPSILON_FACTOR, Margin, join
-from hiserve.bench.spec.engine import Engine, Tokens
+from hiserve.bench.spec.engine import SpecEngine, Tokens
 from hiserve.core.request import SamplingParams
 
 Verdict = Literal["same", "within the margin", "not judged", "different"]
@@ -54,7 +54,7 @@ def are_kept(found: Sequence[Equality]) -> bool:
     return all(each.is_kept for each in found) and (margin is None or margin.is_rare)
 
 
-class Judge:
+class EqualityChecker:
     """Compares replies of speculation with those of plain decoding.
 
     float64 must give the same tokens. Where a type rounds with the shape of a batch, near ties may flip; then greedy
@@ -65,7 +65,7 @@ class Judge:
         plain: The engine without speculation.
     """
 
-    def __init__(self, plain: Engine) -> None:
+    def __init__(self, plain: SpecEngine) -> None:
         self._plain = plain
         self._difference: float | None = None
 

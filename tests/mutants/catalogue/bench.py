@@ -1,15 +1,15 @@
 """Benchmarks."""
 
-from hiserve.bench.cache import oracle
-from hiserve.bench.soak import judge
+from hiserve.bench.cache import endless_cache
+from hiserve.bench.soak import stream_oracle
 from tests.unit.bench.cache import test_oracle
 from tests.unit.bench.soak import test_judge
 
-with oracle._Pages.add, test_oracle.test_the_page_that_the_last_token_of_a_reply_fills_may_be_held_or_not:
+with endless_cache._Pages.add, test_oracle.test_the_page_that_the_last_token_of_a_reply_fills_may_be_held_or_not:
     "bench cache: the best cache surely holds the last token of a reply"
     visit.output[:-1]
     visit.output
-with judge.Judge.judge, test_judge.test_another_token_is_a_violation_however_the_stream_ended:
+with stream_oracle.StreamOracle.judge, test_judge.test_another_token_is_a_violation_however_the_stream_ended:
     "INV 60: soak compares only the lengths of replies"
     sample.output_ids == reference.ids[: len(sample.output_ids)]
     len(sample.output_ids) <= len(reference.ids)

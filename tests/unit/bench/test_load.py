@@ -10,8 +10,8 @@ import pytest
 
 from hiserve.bench import load
 from hiserve.bench.load import arrivals, drive, drive_in_groups
-from hiserve.bench.progress import SoFar
-from hiserve.bench.request import Prompt, Run, Sample, Turn, Workload
+from hiserve.bench.run_progress import SoFar
+from hiserve.bench.workload import Prompt, Run, Sample, Turn, Workload
 from tests.helpers.virtual_time import CPU_SHARE, clocks, in_virtual_time
 
 

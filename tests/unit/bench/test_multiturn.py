@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hiserve.bench.multiturn import by_round, chat_rounds, num_without_ids
-from hiserve.bench.options import Rounds
+from hiserve.bench.options import MultiturnOptions
 from tests.helpers.samples import run_of, sample
 
-ROUNDS = Rounds(num_clients=3, num_rounds=2, request_length=10, output_length=4, think_time=1.5)
+ROUNDS = MultiturnOptions(num_clients=3, num_rounds=2, request_length=10, output_length=4, think_time=1.5)
 
 
 def test_every_client_has_its_own_new_tokens_each_round() -> None:

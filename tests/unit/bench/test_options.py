@@ -12,23 +12,34 @@ import pytest
 
 from hiserve.bench.options import (
     FITTING,
-    Batch,
-    Connection,
-    Data,
-    Limits,
-    Load,
-    Objectives,
-    Pictures,
-    Results,
-    Rounds,
-    Sweep,
+    ConnectionOptions,
+    DataOptions,
+    GoodputOptions,
+    LimitOptions,
+    LoadOptions,
+    MultiturnOptions,
+    OfflineOptions,
+    OutputOptions,
+    PlotOptions,
+    SweepOptions,
     add_flags,
     pick,
 )
 from hiserve.config import flag_of, settings
 
-SECTIONS = (Connection, Data, Load, Limits, Rounds, Batch, Sweep, Objectives, Results, Pictures)
-SERVE = (Connection, Data, Load, Limits, Objectives, Results, Pictures)
+SECTIONS = (
+    ConnectionOptions,
+    DataOptions,
+    LoadOptions,
+    LimitOptions,
+    MultiturnOptions,
+    OfflineOptions,
+    SweepOptions,
+    GoodputOptions,
+    OutputOptions,
+    PlotOptions,
+)
+SERVE = (ConnectionOptions, DataOptions, LoadOptions, LimitOptions, GoodputOptions, OutputOptions, PlotOptions)
 
 
 def parse(*argv: str, sections: tuple[type[msgspec.Struct], ...] = SERVE) -> dict[str, Any]:
@@ -51,27 +62,27 @@ def test_no_option_has_the_name_of_a_setting() -> None:
 @pytest.mark.parametrize(
     ("argv", "section", "name", "value"),
     [
-        (["--url", "http://x"], Connection, "url", "http://x"),
-        (["--backend", "generate"], Connection, "backend", "generate"),
-        (["--ignore-eos"], Connection, "ignore_eos", True),
-        (["--no-ignore-eos"], Connection, "ignore_eos", False),
-        (["--tokenizer", "a/b"], Connection, "tokenizer", Path("a/b")),
-        (["--dataset", "chats"], Data, "dataset", "chats"),
-        (["--num-prompts", "7"], Data, "num_prompts", 7),
-        (["--speed", "inf"], Data, "speed", math.inf),
-        (["--random-range-ratio", "0.5"], Data, "random_range_ratio", 0.5),
-        (["--request-rate", "2.5"], Load, "request_rate", 2.5),
-        (["--flush-cache"], Limits, "flush_cache", True),
-        (["--goodput", "ttft:1", "e2e:2"], Objectives, "goodput", ("ttft:1", "e2e:2")),
-        (["--batches", "1", "8"], Sweep, "batches", (1, 8)),
-        (["--temperatures", "0.5"], Sweep, "temperatures", (0.5,)),
-        (["--sources", "host", "cold"], Sweep, "sources", ("host", "cold")),
-        (["--steps", "3", "auto"], Sweep, "steps", ("3", "auto")),
-        (["--output", "r.json"], Results, "output", Path("r.json")),
+        (["--url", "http://x"], ConnectionOptions, "url", "http://x"),
+        (["--backend", "generate"], ConnectionOptions, "backend", "generate"),
+        (["--ignore-eos"], ConnectionOptions, "ignore_eos", True),
+        (["--no-ignore-eos"], ConnectionOptions, "ignore_eos", False),
+        (["--tokenizer", "a/b"], ConnectionOptions, "tokenizer", Path("a/b")),
+        (["--dataset", "chats"], DataOptions, "dataset", "chats"),
+        (["--num-prompts", "7"], DataOptions, "num_prompts", 7),
+        (["--speed", "inf"], DataOptions, "speed", math.inf),
+        (["--random-range-ratio", "0.5"], DataOptions, "random_range_ratio", 0.5),
+        (["--request-rate", "2.5"], LoadOptions, "request_rate", 2.5),
+        (["--flush-cache"], LimitOptions, "flush_cache", True),
+        (["--goodput", "ttft:1", "e2e:2"], GoodputOptions, "goodput", ("ttft:1", "e2e:2")),
+        (["--batches", "1", "8"], SweepOptions, "batches", (1, 8)),
+        (["--temperatures", "0.5"], SweepOptions, "temperatures", (0.5,)),
+        (["--sources", "host", "cold"], SweepOptions, "sources", ("host", "cold")),
+        (["--steps", "3", "auto"], SweepOptions, "steps", ("3", "auto")),
+        (["--output", "r.json"], OutputOptions, "output", Path("r.json")),
     ],
 )
 def test_a_flag_becomes_a_value_of_its_type(argv: list[str], section: Any, name: str, value: Any) -> None:
-    sections = (Sweep,) if section is Sweep else SERVE  # both have a data set
+    sections = (SweepOptions,) if section is SweepOptions else SERVE  # both have a data set
     assert getattr(pick(section, parse(*argv, sections=sections)), name) == value
 
 

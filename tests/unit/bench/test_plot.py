@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.bench.metrics import Spread
 from hiserve.bench.multiturn import Round
 from hiserve.bench.plot import Plotter
-from hiserve.bench.request import Run
+from hiserve.bench.summary import Spread
+from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
 from tests.helpers.samples import run_of, sample
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.backends import BACKENDS, Asking
-from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
+from hiserve.bench.load_client import Client
+from hiserve.bench.server_backends import BACKENDS, RequestDefaults
 from hiserve.bench.target import Target, flush, look_at, make_counter
 from hiserve.errors import ConfigError, ModelError, NotFoundError, UnavailableError
 from hiserve.models.model_config import NANO, find_model
@@ -88,7 +88,7 @@ async def test_either_route_flushes() -> None:
 
 
 def client_of(pool: Pool) -> Client:
-    return Client(pool, BACKENDS["openai"](), Asking(model="fake"), 5.0)
+    return Client(pool, BACKENDS["openai"](), RequestDefaults(model="fake"), 5.0)
 
 
 TARGET = Target(model="fake", max_model_len=1000, vocab_size=None, version=None)

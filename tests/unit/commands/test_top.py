@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from hiserve import cli
-from hiserve.bench.cache.copies import ReplicaCache
+from hiserve.bench.cache.copy_counts import ReplicaCacheStats
 from hiserve.commands import serve
 from hiserve.commands.top_board import draw
 from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, ServerStatus, WorkerLoad
@@ -247,7 +247,7 @@ def frame(at: float, *, asked: float = 0.0, host: float = 0.0, loads: CopyStats 
         'hiserve:cached_tokens_total{cache_source="host"}': host,
         "hiserve:generation_tokens_total{}": host,
     }
-    caches = [ReplicaCache(tiers={"host": TIER}, loads=loads or CopyStats())]
+    caches = [ReplicaCacheStats(tiers={"host": TIER}, loads=loads or CopyStats())]
     return Frame(at_s=at, info=None, load=[WorkerLoad()], caches=caches, counters=counters, hidden={})
 
 
@@ -286,7 +286,7 @@ def test_a_counter_that_fell_did_not_grow() -> None:
 def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None:
     def board(**store: Any) -> str:
         info = ServerStatus(config={"cache": {"store_gib": 2.5}})
-        caches = [ReplicaCache(tiers={"store": store})]
+        caches = [ReplicaCacheStats(tiers={"store": store})]
         return shown(FrameHistory(Frame(at_s=0, info=info, load=[], caches=caches, counters={}, hidden={})))
 
     assert "store 0.00 of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)
@@ -299,7 +299,7 @@ def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None
 def test_a_bar_shows_what_is_there_however_little() -> None:
     tier = {"num_pages": 10_000, "num_free": 9_997, "num_evictable": 2}
     history = FrameHistory(
-        Frame(at_s=0, info=None, load=[], caches=[ReplicaCache(tiers={"host": tier})], counters={}, hidden={})
+        Frame(at_s=0, info=None, load=[], caches=[ReplicaCacheStats(tiers={"host": tier})], counters={}, hidden={})
     )
     out = shown(history)
     bar = next(word for word in out.split() if "·" in word and len(word) > 5)

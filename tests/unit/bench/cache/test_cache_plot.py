@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.bench.cache.oracle import Held
-from hiserve.bench.cache.plot import draw_cache
+from hiserve.bench.cache.cache_plot import draw_cache
+from hiserve.bench.cache.endless_cache import Held
 from hiserve.bench.plot import Plotter
 from tests.helpers.samples import run_of, sample
 

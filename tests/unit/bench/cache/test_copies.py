@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.cache.copies import Caches, Copied, ReplicaCache, copied, read_caches, sum_copies
+from hiserve.bench.cache.copy_counts import (
+    CacheStatsReply,
+    CopyCounts,
+    ReplicaCacheStats,
+    copied,
+    read_caches,
+    sum_copies,
+)
 from hiserve.bench.http import Pool
 from hiserve.ipc.cache_stats import CopyStats
 from tests.helpers.fake_server import Asked, FakeServer, Out
@@ -21,21 +28,21 @@ def loads(pages: int, num_bytes: int = 0, seconds: float = 0.0, **unfulfilled: i
     )
 
 
-def caches(*of_replicas: CopyStats, incarnation: int = 1) -> Caches:
+def caches(*of_replicas: CopyStats, incarnation: int = 1) -> CacheStatsReply:
     replicas = [
-        ReplicaCache(replica=index, incarnation=incarnation, loads=each) for index, each in enumerate(of_replicas)
+        ReplicaCacheStats(replica=index, incarnation=incarnation, loads=each) for index, each in enumerate(of_replicas)
     ]
-    return Caches(replicas=replicas)
+    return CacheStatsReply(replicas=replicas)
 
 
 def test_what_was_copied_is_the_difference_over_all_replicas() -> None:
     before = caches(loads(10, 1000, 1.0, broken=2), loads(5, 500, 0.5))
     after = caches(loads(30, 3000, 1.25, broken=2), loads(6, 600, 0.75, late=3))
     found = copied(before, after)
-    assert found["loads"] == Copied(
+    assert found["loads"] == CopyCounts(
         num_pages=21, num_bytes=2100, seconds=0.5, bytes_per_s=4200.0, unfulfilled={"late": 3}
     )
-    assert found["stores"] == Copied(num_pages=0, num_bytes=0, seconds=0.0, bytes_per_s=None, unfulfilled={})
+    assert found["stores"] == CopyCounts(num_pages=0, num_bytes=0, seconds=0.0, bytes_per_s=None, unfulfilled={})
 
 
 def test_a_worker_that_began_again_counts_from_there() -> None:
@@ -63,7 +70,7 @@ async def test_keys_that_are_not_there_or_not_known_do_no_harm() -> None:
     replica = {"replica": 3, "tiers": {"store": None}, "loads": {"num_fulfilled": 4}, "news": {"a": 1}}
     async with answering(200, {"page_size": 16, "replicas": [replica, {}]}) as pool:
         found = await read_caches(pool)
-    assert isinstance(found, Caches)
+    assert isinstance(found, CacheStatsReply)
     assert [each.replica for each in found.replicas] == [3, 0]
     assert sum_copies(found.replicas, "loads").num_fulfilled == 4
 

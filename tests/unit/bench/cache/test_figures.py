@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.cache.figures import kind_of, summarize_cache
-from hiserve.bench.cache.oracle import Held
-from hiserve.bench.request import Sample
+from hiserve.bench.cache.cache_summary import kind_of, summarize_cache
+from hiserve.bench.cache.endless_cache import Held
+from hiserve.bench.workload import Sample
 from tests.helpers.samples import run_of, sample
 
 

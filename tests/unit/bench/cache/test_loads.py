@@ -13,7 +13,7 @@ import pytest
 from hiserve.bench.cache.loads import Requests, build
 from hiserve.bench.datasets.agents import shortened
 from hiserve.bench.defaults import filled
-from hiserve.bench.options import CacheLoad
+from hiserve.bench.options import CacheLoadOptions
 from hiserve.bench.target import Encoder, Target
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
@@ -32,7 +32,7 @@ async def encoder() -> Encoder:
 
 async def made(max_model_len: int | None = None, seed: int = 1, **fields: Any) -> Requests:
     target = Target(model="m", max_model_len=max_model_len, vocab_size=1000, version=None)
-    load = filled(CacheLoad(**fields), device=None, max_model_len=None)
+    load = filled(CacheLoadOptions(**fields), device=None, max_model_len=None)
     return await build(load, target, encoder, seed)
 
 

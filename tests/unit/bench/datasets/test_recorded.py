@@ -14,7 +14,7 @@ import pytest
 from hiserve.bench.datasets.agents import agent_sessions, cut_front, read_rows
 from hiserve.bench.datasets.chats import chats, text_like_it
 from hiserve.bench.datasets.trace import conversation_trace
-from hiserve.bench.request import Workload
+from hiserve.bench.workload import Workload
 from hiserve.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve.bench.datasets.synthetic import check_fits, draw_lengths, random_prompts, shared_prefixes
-from hiserve.bench.request import Turn, Workload, mirrored
+from hiserve.bench.workload import Turn, Workload, mirrored
 from hiserve.errors import ConfigError
 
 RANDOM: dict[str, Any] = {

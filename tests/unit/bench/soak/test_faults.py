@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from hiserve.bench.options import Fault
-from hiserve.bench.soak.faults import MAX_FLIPPED, possible, strike
+from hiserve.bench.soak.faults import MAX_FLIPPED, inject, possible
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config import Config, make_config
@@ -55,14 +55,14 @@ def test_the_settings_say_what_can_strike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fault", "role"), [("kill-worker", "worker"), ("kill-scheduler", "scheduler")])
 def test_a_process_of_that_role_is_killed(sleeper: subprocess.Popen[bytes], fault: Fault, role: str) -> None:
-    assert strike(fault, config(), {sleeper.pid: "api"}, RNG).what == ""
-    blow = strike(fault, config(), {sleeper.pid: role, os.getpid(): "api"}, RNG)
+    assert inject(fault, config(), {sleeper.pid: "api"}, RNG).what == ""
+    blow = inject(fault, config(), {sleeper.pid: role, os.getpid(): "api"}, RNG)
     assert blow.victim == sleeper.pid
     assert sleeper.wait(10) == -signal.SIGKILL
 
 
 def test_a_hang_is_a_process_that_stands_still(sleeper: subprocess.Popen[bytes]) -> None:
-    assert strike("hang-worker", config(), {sleeper.pid: "worker"}, RNG).victim == sleeper.pid
+    assert inject("hang-worker", config(), {sleeper.pid: "worker"}, RNG).victim == sleeper.pid
     assert state_of(sleeper.pid) == "T"
 
 
@@ -82,7 +82,7 @@ def test_bits_are_flipped_in_pages_that_have_a_checksum_and_in_no_others(sleeper
         segment.records["state"][1:] = PageState.VALID
         segment.records["checksum"][sealed] = 99
         segment.records["state"][21] = PageState.WRITING  # and the checksum of what was there before
-        blow = strike("flip-host", config(), {os.getpid(): "scheduler", sleeper.pid: "worker"}, RNG)
+        blow = inject("flip-host", config(), {os.getpid(): "scheduler", sleeper.pid: "worker"}, RNG)
         assert blow == (f"a bit in each of {MAX_FLIPPED} pages", 0)
         changed = np.bitwise_count(segment.pages).sum(axis=1)
         assert np.flatnonzero(changed).tolist() == [3, 5, 8, 13]
@@ -90,7 +90,7 @@ def test_bits_are_flipped_in_pages_that_have_a_checksum_and_in_no_others(sleeper
         assert Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T", "it was left stopped"
     finally:
         segment.close()
-    assert strike("flip-host", config(), {os.getpid(): "scheduler"}, RNG).what == ""
+    assert inject("flip-host", config(), {os.getpid(): "scheduler"}, RNG).what == ""
 
 
 def test_bits_are_flipped_in_pages_of_a_store(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_bits_are_flipped_in_pages_of_a_store(tmp_path: Path) -> None:
     page, draft = tmp_path / "ab" / ("ab" * 32), tmp_path / "ab" / ("ab" * 32 + ".0123abcd-1.new")
     for path in (page, draft):
         path.write_bytes(bytes(1000))
-    blow = strike("flip-store", config(store=f"file:{tmp_path}"), {}, RNG)
+    blow = inject("flip-store", config(store=f"file:{tmp_path}"), {}, RNG)
     assert blow.what == "a bit in each of 1 files"
     assert int.from_bytes(page.read_bytes()).bit_count() == 1 and page.stat().st_size == 1000
     assert draft.read_bytes() == bytes(1000)

@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.options import Soak
-from hiserve.bench.request import Sample
-from hiserve.bench.soak.asked import Asked
-from hiserve.bench.soak.figures import Figures, figures
-from hiserve.bench.soak.judge import Judge, Reference
-from hiserve.bench.soak.memory import MIB, Life, Watch, growth
-from hiserve.bench.soak.recovery import Struck
+from hiserve.bench.options import SoakOptions
+from hiserve.bench.soak.fault_injector import FaultRecovery
+from hiserve.bench.soak.process_memory import MIB, ProcessHistory, ProcessMonitor, growth
+from hiserve.bench.soak.questions import SentQuestion
+from hiserve.bench.soak.soak_summary import SoakFigures, figures
+from hiserve.bench.soak.stream_oracle import Reference, StreamOracle
+from hiserve.bench.workload import Sample
 
 
-def answered(begin_s: float, ttft_s: float, end_s: float) -> Asked:
+def answered(begin_s: float, ttft_s: float, end_s: float) -> SentQuestion:
     sample = Sample(begin_s=begin_s, chunk_s=[begin_s + ttft_s, end_s], end_s=end_s, output_ids=[1, 2], finish="length")
     sample.num_output, sample.num_ends = 2, 1
-    return Asked(question=0, way="read", sample=sample)
+    return SentQuestion(question=0, way="read", sample=sample)
 
 
-def struck(fault: Any, struck_s: float, back_s: float | None = None, token_s: float | None = None) -> Struck:
-    return Struck(fault=fault, what="it", num_open=3, struck_s=struck_s, back_s=back_s, token_s=token_s)
+def struck(fault: Any, struck_s: float, back_s: float | None = None, token_s: float | None = None) -> FaultRecovery:
+    return FaultRecovery(fault=fault, what="it", num_open=3, struck_s=struck_s, back_s=back_s, token_s=token_s)
 
 
-def told(**given: Any) -> Figures:
+def told(**given: Any) -> SoakFigures:
     whole = {
         "asked": [answered(100, 0.5, 101)],
         "nonsense": [],
@@ -34,8 +34,8 @@ def told(**given: Any) -> Figures:
         "lives": [],
         "left": [],
         "counters": {},
-        "judge": Judge([Reference([1, 2], "length")], is_exact=True),
-        "soak": Soak(),
+        "judge": StreamOracle([Reference([1, 2], "length")], is_exact=True),
+        "soak": SoakOptions(),
         "begin_s": 100.0,
         "is_exact": True,
     }
@@ -60,8 +60,8 @@ def test_a_server_that_does_not_come_back_is_a_violation() -> None:
     assert told(struck=[struck("flip-store", 105)]).num_violations == 0
 
 
-def life(role: str, minutes: float, mib_per_min: float) -> Life:
-    made = Life(role=role, pid=5)
+def life(role: str, minutes: float, mib_per_min: float) -> ProcessHistory:
+    made = ProcessHistory(role=role, pid=5)
     for second in range(round(60 * minutes)):
         made.times_s.append(float(second))
         made.memory_bytes.append(round((100 + mib_per_min * second / 60) * MIB))
@@ -83,14 +83,14 @@ def test_what_is_left_behind_is_a_violation() -> None:
 
 
 def test_a_server_that_answers_nothing_has_not_survived() -> None:
-    refused = Asked(question=0, way="read", sample=Sample(begin_s=100, end_s=101, error="http 503"))
+    refused = SentQuestion(question=0, way="read", sample=Sample(begin_s=100, end_s=101, error="http 503"))
     found = told(asked=[refused])
     assert found.outcomes == {"refused, the engine was not ready (503)": 1}
     assert found.violations == ["no request was answered"]
 
 
 def test_a_slope_is_of_what_follows_the_warm_up() -> None:
-    grown = Life(role="api", pid=1)
+    grown = ProcessHistory(role="api", pid=1)
     for second in range(1001):
         grown.times_s.append(50.0 + second)
         mib = 10 + second if second < 300 else 310 + (second - 300) * 2 / 60
@@ -100,11 +100,11 @@ def test_a_slope_is_of_what_follows_the_warm_up() -> None:
     assert found is not None and found.is_judged
     assert found.mib_per_min == pytest.approx(2, abs=0.01)
     assert found.seconds == 700
-    assert growth(Life(role="api", pid=1, times_s=[1.0, 2.0], memory_bytes=[1, 1], num_files=[1, 1])) is None
+    assert growth(ProcessHistory(role="api", pid=1, times_s=[1.0, 2.0], memory_bytes=[1, 1], num_files=[1, 1])) is None
 
 
 def test_a_watch_sees_memory_and_open_files_of_living_processes() -> None:
-    watch = Watch(lambda: {os.getpid(): "api", 2**22 + 1: "worker"})
+    watch = ProcessMonitor(lambda: {os.getpid(): "api", 2**22 + 1: "worker"})
     before = watch.open_files()["api"]
     with open(os.devnull), open(os.devnull):
         assert watch.open_files() == {"api": before + 2}

@@ -7,22 +7,24 @@ from typing import Any
 
 import pytest
 
-from hiserve.bench.request import Sample
-from hiserve.bench.soak.asked import Asked, Way
-from hiserve.bench.soak.judge import Judge, Reference, Window, judge_bad
+from hiserve.bench.soak.questions import SentQuestion, Way
+from hiserve.bench.soak.stream_oracle import Reference, StreamOracle, Window, judge_bad
+from hiserve.bench.workload import Sample
 
 REFERENCE = Reference([1, 2, 3, 4], "length")
 STRUCK = Window(10.0, 20.0, may_fail=True)
 FELT = Window(10.0, 20.0, may_fail=False)
 
 
-def asked(way: Way = "read", *, ids: list[int], begin_s: float = 0.0, end_s: float = 5.0, **fields: Any) -> Asked:
+def asked(
+    way: Way = "read", *, ids: list[int], begin_s: float = 0.0, end_s: float = 5.0, **fields: Any
+) -> SentQuestion:
     fields = {"num_ends": int("finish" in fields)} | fields
-    return Asked(question=0, way=way, sample=Sample(output_ids=ids, begin_s=begin_s, end_s=end_s, **fields))
+    return SentQuestion(question=0, way=way, sample=Sample(output_ids=ids, begin_s=begin_s, end_s=end_s, **fields))
 
 
-def judged(one: Asked, *windows: Window, is_exact: bool = True) -> tuple[str, bool]:
-    verdict = Judge([REFERENCE], is_exact=is_exact).judge(one, windows)
+def judged(one: SentQuestion, *windows: Window, is_exact: bool = True) -> tuple[str, bool]:
+    verdict = StreamOracle([REFERENCE], is_exact=is_exact).judge(one, windows)
     return verdict.outcome, bool(verdict.violation)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hiserve.bench.spec.engine import Batch, Tokens
+from hiserve.bench.spec.engine import BatchResult, Tokens
 from hiserve.config import Config, make_config
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
@@ -19,7 +19,7 @@ Reply = Callable[[Tokens], Tokens]
 PAGE = 4
 
 
-def batch(**given: Any) -> Batch:
+def batch(**given: Any) -> BatchResult:
     usual: dict[str, Any] = {
         "seconds": 2.0,
         "num_decoded": 40,
@@ -27,7 +27,7 @@ def batch(**given: Any) -> Batch:
         "drafts": DraftUse(10, 30, (8, 6, 4)),
         "cached_tokens": {"device": 16, "host": 0, "store": 0},
     }
-    return Batch(**(usual | given))
+    return BatchResult(**(usual | given))
 
 
 class FakeEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hiserve.bench.spec.engine import Tokens
-from hiserve.bench.spec.equality import Judge, are_kept, over_all
+from hiserve.bench.spec.equality import EqualityChecker, are_kept, over_all
 from tests.unit.bench.spec.fakes import FakeEngine, counting
 
 PROMPTS = [[10], [20], [30]]
@@ -19,7 +19,7 @@ def changed(row: int, at: int, token: int) -> list[Tokens]:
     return replies
 
 
-def judge(dtype: str, near: float = 0.0) -> tuple[Judge, FakeEngine]:
+def judge(dtype: str, near: float = 0.0) -> tuple[EqualityChecker, FakeEngine]:
     """Token 7 is short of the best one by ``near``, token 8 by 1; all others are the best."""
 
     def score(before: Tokens, token: int) -> tuple[float, float]:
@@ -27,7 +27,7 @@ def judge(dtype: str, near: float = 0.0) -> tuple[Judge, FakeEngine]:
         return best - {7: near, 8: 1.0}.get(token, 0.0), best
 
     engine = FakeEngine(counting, dtype=dtype, score=score)
-    return Judge(engine), engine
+    return EqualityChecker(engine), engine
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.bench.spec.engine import Batch, check_source, prepare, run_batch
+from hiserve.bench.spec.engine import BatchResult, check_source, prepare, run_batch
 from hiserve.bench.spec.equality import Equality
-from hiserve.bench.spec.figures import Case, check_accepted, crossover, cycle_costs, figures_of
+from hiserve.bench.spec.spec_summary import Case, check_accepted, crossover, cycle_costs, figures_of
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError, EngineError
@@ -15,7 +15,7 @@ from tests.unit.bench.spec.fakes import FakeEngine, batch, costs, counting
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]]
 
 
-def case(plain: list[Batch], spec: list[Batch], steps: str = "3") -> Case:
+def case(plain: list[BatchResult], spec: list[BatchResult], steps: str = "3") -> Case:
     equality = Equality(verdict="same", num_replies=1, num_tokens=9)
     return Case(
         proposer="ngram",

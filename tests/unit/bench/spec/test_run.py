@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from hiserve.bench.options import Sweep
-from hiserve.bench.spec.prompts import read_prompts, read_texts
-from hiserve.bench.spec.run import Found, conditions, sweep_engines
+from hiserve.bench.options import SweepOptions
+from hiserve.bench.spec.spec_prompts import read_prompts, read_texts
+from hiserve.bench.spec.spec_run import Found, conditions, sweep_engines
 from hiserve.config import make_config
 from hiserve.core.draft_use import DraftUse
 from hiserve.errors import ConfigError, EngineError
@@ -28,13 +28,13 @@ def make(settings: dict[str, Any]) -> FakeEngine:
     return engine
 
 
-def run(opener: Opener, sweep: Sweep, **settings: Any) -> Found:
+def run(opener: Opener, sweep: SweepOptions, **settings: Any) -> Found:
     return sweep_engines(make_config(**settings), sweep, opener, lambda _: lambda _: None)
 
 
 def test_every_case_is_measured_with_one_plain_engine_and_one_that_speculates() -> None:
     opener = Opener(make)
-    found = run(opener, Sweep(proposers=("ngram", "mtp:x"), steps=("0", "3", "auto"), **SMALL))
+    found = run(opener, SweepOptions(proposers=("ngram", "mtp:x"), steps=("0", "3", "auto"), **SMALL))
     assert [(each["spec"], each["spec_steps"]) for each in opener.settings] == [
         ("off", "auto"),
         *((proposer, steps) for proposer in ("ngram", "mtp:x") for steps in (0, 3, "auto")),
@@ -61,14 +61,16 @@ def test_plain_and_speculative_runs_take_turns() -> None:
         engine.generate = told  # type: ignore[method-assign]
         return engine
 
-    sweep = Sweep(proposers=("ngram",), steps=("3",), batches=(2,), sources=("cold",), output_length=9, repeats=3)
+    sweep = SweepOptions(
+        proposers=("ngram",), steps=("3",), batches=(2,), sources=("cold",), output_length=9, repeats=3
+    )
     run(Opener(logged), sweep)
     assert log == ["off", "ngram"] * 4  # the first of each does not count
 
 
 def test_engines_are_as_large_as_the_sweep_needs_unless_the_user_says() -> None:
     opener = Opener(make)
-    sweep = Sweep(proposers=("ngram",), steps=("3",), **SMALL, prompt_length=100)
+    sweep = SweepOptions(proposers=("ngram",), steps=("3",), **SMALL, prompt_length=100)
     run(opener, sweep, page_size=16)
     asked = opener.settings[0]
     assert asked["max_running_requests"] == 2
@@ -88,7 +90,9 @@ def test_a_changed_token_is_found_whichever_run_it_was_in() -> None:
             engine._reply = lambda prompt: [5] * 9 if next(calls) == 2 else counting(prompt)
         return engine
 
-    sweep = Sweep(proposers=("ngram",), steps=("3",), batches=(1,), sources=("cold",), output_length=9, repeats=3)
+    sweep = SweepOptions(
+        proposers=("ngram",), steps=("3",), batches=(1,), sources=("cold",), output_length=9, repeats=3
+    )
     (case,) = run(Opener(wrong_once), sweep).cases
     assert (case.equality.verdict, case.equality.num_differing) == ("different", 1)
 
@@ -98,7 +102,7 @@ def test_a_proposer_of_which_nothing_is_accepted_ends_the_sweep() -> None:
         return FakeEngine(counting, drafts=DraftUse(8, 24, (0, 0, 0)), spec=settings["spec"])
 
     with pytest.raises(EngineError, match="ngram with 3 drafts had 96 verified, and none was accepted"):
-        run(Opener(useless), Sweep(proposers=("ngram",), steps=("3",), **(SMALL | {"batches": (1,)})))
+        run(Opener(useless), SweepOptions(proposers=("ngram",), steps=("3",), **(SMALL | {"batches": (1,)})))
 
 
 @pytest.mark.parametrize(
@@ -119,11 +123,11 @@ def test_what_cannot_be_swept_is_refused(fields: dict[str, Any], settings: dict[
         return make(given | {"spec": "off"})
 
     with pytest.raises(ConfigError, match=words):
-        run(Opener(none), Sweep(**fields), **settings)
+        run(Opener(none), SweepOptions(**fields), **settings)
 
 
 def test_prompts_that_come_along_are_distinct_conversations_which_end_with_the_user() -> None:
-    prompts = read_texts(Sweep(batches=(128,)))
+    prompts = read_texts(SweepOptions(batches=(128,)))
     assert all(isinstance(prompt, list) and prompt[-1]["role"] == "user" for prompt in prompts)
     assert len({json.dumps(prompt) for prompt in prompts}) == 128
 
@@ -132,7 +136,7 @@ def test_recorded_prompts_end_with_a_question_or_are_the_longest_of_their_sessio
     chats, sessions = tmp_path / "chats.jsonl", tmp_path / "sessions.jsonl"
     said = [{"role": role, "content": role[0] * 3} for role in ("user", "assistant", "user", "assistant")]
     chats.write_text(json.dumps({"messages": said}) + "\n")
-    (prompt,) = read_texts(Sweep(dataset="chats", path=chats, batches=(1,)))
+    (prompt,) = read_texts(SweepOptions(dataset="chats", path=chats, batches=(1,)))
     assert prompt == said[:3]
     rows = [("a", "one"), ("b", "two two"), ("a", "one and more")]
     lines = (
@@ -140,13 +144,13 @@ def test_recorded_prompts_end_with_a_question_or_are_the_longest_of_their_sessio
         for at, (session, text) in enumerate(rows)
     )
     sessions.write_text("\n".join(lines))
-    prompts = read_texts(Sweep(dataset="agent-sessions", path=sessions, batches=(2,)))
+    prompts = read_texts(SweepOptions(dataset="agent-sessions", path=sessions, batches=(2,)))
     assert sorted(map(str, prompts)) == ["one and more", "two two"]
 
 
 def test_prompts_are_rendered_and_lose_their_beginnings_where_they_are_too_long() -> None:
     config = make_config()
-    whole, cut = (read_prompts(config, Sweep(batches=(8,), prompt_length=length)) for length in (4096, 30))
+    whole, cut = (read_prompts(config, SweepOptions(batches=(8,), prompt_length=length)) for length in (4096, 30))
     assert all(prompt[-30:] == short for prompt, short in zip(whole, cut, strict=True))
     assert max(len(prompt) for prompt in cut) == 30 < max(len(prompt) for prompt in whole)
     tokenizer = Tokenizer.from_file(str(find_model(NANO) / "tokenizer.json"))
@@ -162,7 +166,7 @@ def test_ctrl_c_keeps_the_cases_that_were_measured() -> None:
         if len(told) == 3:
             raise KeyboardInterrupt
 
-    sweep = Sweep(proposers=("ngram",), steps=("0", "3"), **SMALL)
+    sweep = SweepOptions(proposers=("ngram",), steps=("0", "3"), **SMALL)
     found = sweep_engines(make_config(), sweep, Opener(make), lambda _: stop_after_three)
     assert found.is_partial and len(found.cases) == 3
     assert told[0].startswith("ngram 0: ") and told[0].endswith(" x")
@@ -179,6 +183,6 @@ def interrupting(_: dict[str, Any]) -> FakeEngine:
 
 
 def test_the_default_sweep_is_small() -> None:
-    sweep = Sweep()
+    sweep = SweepOptions()
     assert len(list(conditions(sweep))) * len(sweep.steps) <= 12, "a minute on a CPU"
     assert {"0", "auto"} < set(sweep.steps) and {"cold", "host"} == set(sweep.sources)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.bench.request import Sample
-from hiserve.bench.soak.asked import Asked
+from hiserve.bench.soak.questions import SentQuestion
+from hiserve.bench.workload import Sample
 
 # A refusal is no failure: the server says when to come again.
 REFUSALS = {
@@ -46,7 +46,7 @@ class Window(msgspec.Struct, frozen=True):
         return sample.begin_s <= self.end_s and self.begin_s <= sample.end_s
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class StreamVerdict(msgspec.Struct, frozen=True):
     """What became of a request.
 
     Attributes:
@@ -58,7 +58,7 @@ class Verdict(msgspec.Struct, frozen=True):
     violation: str = ""
 
 
-class Judge:
+class StreamOracle:
     """Judges requests that have ended.
 
     Args:
@@ -70,7 +70,7 @@ class Judge:
         self._references = references
         self._is_exact = is_exact
 
-    def judge(self, asked: Asked, windows: Sequence[Window]) -> Verdict:
+    def judge(self, asked: SentQuestion, windows: Sequence[Window]) -> StreamVerdict:
         """Returns what became of a request, and whether it may be so.
 
         Args:
@@ -80,41 +80,41 @@ class Judge:
         sample, reference = asked.sample, self._references[asked.question]
         is_same = sample.output_ids == reference.ids[: len(sample.output_ids)]
         if not is_same and self._is_exact:
-            return Verdict("other tokens", f"{sample.output_ids} where {reference.ids} was expected")
+            return StreamVerdict("other tokens", f"{sample.output_ids} where {reference.ids} was expected")
         if sample.num_ends > 1:
-            return Verdict("ended again", f"the stream ended {sample.num_ends} times")
+            return StreamVerdict("ended again", f"the stream ended {sample.num_ends} times")
         if sample.error:
             return _failed(asked, any(window.may_fail and window.overlaps(sample) for window in windows))
         if not sample.finish:
             assert asked.way == "cancelled", f"neither an end nor an error: {sample}"
-            return Verdict("left by the user")
+            return StreamVerdict("left by the user")
         if not is_same:
-            return Verdict("answered, other tokens")
+            return StreamVerdict("answered, other tokens")
         if sample.finish == "abort":
-            return Verdict("cut at the server's time limit")
+            return StreamVerdict("cut at the server's time limit")
         if self._is_exact and (len(sample.output_ids), sample.finish) != (len(reference.ids), reference.finish):
             got = f"{len(sample.output_ids)} tokens ({sample.finish})"
-            return Verdict("cut short", f"{got} where {len(reference.ids)} ({reference.finish}) were expected")
-        return Verdict("answered")
+            return StreamVerdict("cut short", f"{got} where {len(reference.ids)} ({reference.finish}) were expected")
+        return StreamVerdict("answered")
 
 
-def judge_bad(sample: Sample) -> Verdict:
+def judge_bad(sample: Sample) -> StreamVerdict:
     """Judges the answer to a malformed request."""
     if sample.error:
-        return Verdict("malformed, lost", f"{sample.error}: {sample.detail}")
+        return StreamVerdict("malformed, lost", f"{sample.error}: {sample.detail}")
     if refusal := REFUSALS.get(f"http {sample.status}"):
-        return Verdict(refusal)
+        return StreamVerdict(refusal)
     if 400 <= sample.status < 500:
-        return Verdict("malformed, told so")
-    return Verdict("malformed, mistaken", f"a malformed request was answered {sample.status}")
+        return StreamVerdict("malformed, told so")
+    return StreamVerdict("malformed, mistaken", f"a malformed request was answered {sample.status}")
 
 
-def _failed(asked: Asked, is_excused: bool) -> Verdict:
+def _failed(asked: SentQuestion, is_excused: bool) -> StreamVerdict:
     sample = asked.sample
     if sample.error in REFUSALS and not sample.output_ids:
-        return Verdict(REFUSALS[sample.error])
+        return StreamVerdict(REFUSALS[sample.error])
     if sample.error == "error event" and is_excused:
-        return Verdict("failed by a fault")
+        return StreamVerdict("failed by a fault")
     if asked.way == "slow" and sample.error in ("connection", "incomplete"):
-        return Verdict("slow reader cut off")
-    return Verdict(sample.error, f"{sample.error}: {sample.detail}")
+        return StreamVerdict("slow reader cut off")
+    return StreamVerdict(sample.error, f"{sample.error}: {sample.detail}")

@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.bench.backends import BACKENDS, FINAL_USAGE, NO_USAGE, RUNNING_USAGE, Asking, words_of
-from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
-from hiserve.bench.metrics import chunk_gaps_s, ttft_s
-from hiserve.bench.request import Prompt, Sample
+from hiserve.bench.load_client import Client
+from hiserve.bench.server_backends import BACKENDS, FINAL_USAGE, NO_USAGE, RUNNING_USAGE, RequestDefaults, words_of
+from hiserve.bench.summary import chunk_gaps_s, ttft_s
+from hiserve.bench.workload import Prompt, Sample
 from hiserve.errors import ConfigError, UnavailableError
 from tests.helpers.fake_server import (
     Asked,
@@ -42,7 +42,7 @@ async def talking(
 ) -> AsyncIterator[tuple[Client, FakeServer]]:
     async with FakeServer({path: handler}) as server:
         pool = Pool(server.url)
-        yield Client(pool, BACKENDS[backend](), Asking(model="fake", **asking), timeout_s), server
+        yield Client(pool, BACKENDS[backend](), RequestDefaults(model="fake", **asking), timeout_s), server
         pool.close()
 
 
@@ -233,7 +233,7 @@ def test_the_words_of_an_error_are_found_in_any_shape(answer: Any, words: str) -
 
 
 def body(backend: str, prompt: Prompt, **asking: Any) -> dict[str, Any]:
-    return BACKENDS[backend]().body(prompt, 4, Asking(model="m", **asking))
+    return BACKENDS[backend]().body(prompt, 4, RequestDefaults(model="m", **asking))
 
 
 def test_bodies_of_each_backend() -> None:

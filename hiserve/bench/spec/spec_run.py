@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from hiserve.bench.options import Sweep
-from hiserve.bench.progress import Begin
-from hiserve.bench.spec.engine import Batch, Engine, Tokens, check_source, prepare, run_batch
-from hiserve.bench.spec.equality import Equality, Judge
-from hiserve.bench.spec.figures import Case, CycleCost, check_accepted, cycle_costs, figures_of
-from hiserve.bench.spec.prompts import read_prompts
+from hiserve.bench.options import SweepOptions
+from hiserve.bench.run_progress import Begin
+from hiserve.bench.spec.engine import BatchResult, SpecEngine, Tokens, check_source, prepare, run_batch
+from hiserve.bench.spec.equality import Equality, EqualityChecker
+from hiserve.bench.spec.spec_prompts import read_prompts
+from hiserve.bench.spec.spec_summary import Case, CycleCost, check_accepted, cycle_costs, figures_of
 from hiserve.config import MAX_SPEC_STEPS, Config, flat
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError
@@ -40,7 +40,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     is_partial: bool = False
 
 
-def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Begin) -> Found:
+def sweep_engines(config: Config, sweep: SweepOptions, open_engine: Open, begin: Begin) -> Found:
     """Measures everything.
 
     Args:
@@ -65,7 +65,7 @@ def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Begin)
     advance = begin(len(proposers) * len(sweep.steps) * len(list(conditions(sweep))))
     is_partial = False
     with open_engine(settings | {"spec": "off"}) as plain:
-        judge = Judge(plain)
+        judge = EqualityChecker(plain)
         try:
             for proposer, steps in product(proposers, sweep.steps):
                 number = "auto" if steps == "auto" else int(steps)
@@ -85,7 +85,7 @@ def sweep_engines(config: Config, sweep: Sweep, open_engine: Open, begin: Begin)
         return Found(config=plain.config, cases=cases, costs=costs, is_partial=is_partial)
 
 
-def check_sweep(config: Config, sweep: Sweep) -> None:
+def check_sweep(config: Config, sweep: SweepOptions) -> None:
     """Refuses what cannot be swept.
 
     Raises:
@@ -102,7 +102,7 @@ def check_sweep(config: Config, sweep: Sweep) -> None:
         raise ConfigError("--sources need the prefix cache. Leave --disable-prefix-cache out.", param="sources")
 
 
-def engine_settings(config: Config, sweep: Sweep) -> dict[str, Any]:
+def engine_settings(config: Config, sweep: SweepOptions) -> dict[str, Any]:
     """Returns what all engines are made with: as large as the sweep needs, where the user did not say."""
     settings, rows = flat(config), max(sweep.batches)
     length = sweep.prompt_length + sweep.output_length + SLACK
@@ -111,12 +111,12 @@ def engine_settings(config: Config, sweep: Sweep) -> dict[str, Any]:
     return settings | {name: value for name, value in wanted.items() if settings[name] == "auto"}
 
 
-def conditions(sweep: Sweep) -> Iterator[tuple[int, float, str]]:
+def conditions(sweep: SweepOptions) -> Iterator[tuple[int, float, str]]:
     """Yields batch, temperature and source of every case of a proposer with a number of drafts."""
     return product(sweep.batches, sweep.temperatures, sweep.sources)
 
 
-def _name(engine: Engine, proposer: str) -> str:
+def _name(engine: SpecEngine, proposer: str) -> str:
     """Returns what a proposer is called: of ``auto``, whoever it is.
 
     Raises:
@@ -132,10 +132,10 @@ def _name(engine: Engine, proposer: str) -> str:
 
 
 def _measured(
-    engines: tuple[Engine, Engine],
-    judge: Judge,
+    engines: tuple[SpecEngine, SpecEngine],
+    judge: EqualityChecker,
     prompts: list[Tokens],
-    sweep: Sweep,
+    sweep: SweepOptions,
     proposer: str,
     steps: str,
 ) -> Iterator[Case]:
@@ -167,13 +167,13 @@ def sampling(batch: int, temperature: float, max_tokens: int) -> list[SamplingPa
 
 
 def interleave(
-    engines: tuple[Engine, Engine],
-    judge: Judge,
+    engines: tuple[SpecEngine, SpecEngine],
+    judge: EqualityChecker,
     prompts: list[Tokens],
     params: list[SamplingParams],
     source: str,
     repeats: int,
-) -> tuple[list[tuple[Batch, Batch]], Equality]:
+) -> tuple[list[tuple[BatchResult, BatchResult]], Equality]:
     """Runs a batch on both engines in turn; returns what was measured, and the worst verdict on the replies.
 
     Args:
@@ -187,7 +187,7 @@ def interleave(
     Raises:
         ConfigError: The prompts were not found where they should have been.
     """
-    runs: list[tuple[Batch, Batch]] = []
+    runs: list[tuple[BatchResult, BatchResult]] = []
     replies: list[tuple[list[Tokens], list[Tokens]]] = []
     for _ in range(repeats):
         (plain, expected), (spec, drafted) = (_found_at(source, engine, prompts, params) for engine in engines)
@@ -199,7 +199,7 @@ def interleave(
 
 
 def _found_at(
-    source: str, engine: Engine, prompts: list[Tokens], params: list[SamplingParams]
-) -> tuple[Batch, list[Tokens]]:
+    source: str, engine: SpecEngine, prompts: list[Tokens], params: list[SamplingParams]
+) -> tuple[BatchResult, list[Tokens]]:
     prepare(engine, prompts, source)
     return run_batch(engine, prompts, params)

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.bench.backends import BACKENDS, Asking
-from hiserve.bench.request import Sample
+from hiserve.bench.server_backends import BACKENDS, RequestDefaults
+from hiserve.bench.workload import Sample
 
 
 def read(backend: str, event: Any) -> Sample:
@@ -45,6 +45,6 @@ def test_the_native_reply_tells_the_store_as_storage() -> None:
 @pytest.mark.parametrize("backend", ["openai", "openai-chat", "generate"])
 def test_a_salt_is_sent_where_there_is_one(backend: str) -> None:
     prompt = "hi" if backend == "openai-chat" else np.array([1, 2], dtype=np.int32)
-    body = BACKENDS[backend]().body(prompt, 1, Asking(model="m", cache_salt="a"))
+    body = BACKENDS[backend]().body(prompt, 1, RequestDefaults(model="m", cache_salt="a"))
     assert body["cache_salt"] == "a"
-    assert "cache_salt" not in BACKENDS[backend]().body(prompt, 1, Asking(model="m"))
+    assert "cache_salt" not in BACKENDS[backend]().body(prompt, 1, RequestDefaults(model="m"))

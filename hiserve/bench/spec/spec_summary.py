@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.bench.spec.engine import Batch
+from hiserve.bench.spec.engine import BatchResult
 from hiserve.bench.spec.equality import Equality
 from hiserve.core.draft_use import DraftUse
 from hiserve.errors import EngineError
@@ -33,8 +33,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     temperature: float
     source: str
-    plain: list[Batch]
-    spec: list[Batch]
+    plain: list[BatchResult]
+    spec: list[BatchResult]
     equality: Equality
 
     @property
@@ -43,7 +43,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return sum((run.drafts for run in self.spec), DraftUse())
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class SpecFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Of one case; medians over its runs.
 
     Attributes:
@@ -67,11 +67,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     cycle_cost: float
 
 
-def figures_of(case: Case) -> Figures:
+def figures_of(case: Case) -> SpecFigures:
     """Returns what a case says."""
     drafts, steps = case.drafts, max(1, case.drafts.verify_steps)
     pairs = list(zip(case.spec, case.plain, strict=True))
-    return Figures(
+    return SpecFigures(
         accept_length=drafts.accept_length,
         acceptance=[accepted / steps for accepted in drafts.accepted_per_position],
         tokens_per_s=statistics.median(run.tokens_per_s for run in case.spec),

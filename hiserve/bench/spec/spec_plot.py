@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from hiserve.bench.plot import BLUE, GREEN, GREY, ORANGE, Plotter
-from hiserve.bench.spec.figures import Case, CycleCost, figures_of
-from hiserve.bench.spec.report import usual_source
-from hiserve.bench.spec.run import Found
+from hiserve.bench.spec.spec_report import usual_source
+from hiserve.bench.spec.spec_run import Found
+from hiserve.bench.spec.spec_summary import Case, CycleCost, figures_of
 from hiserve.core.draft_use import DraftUse
 
 COLOURS = (BLUE, ORANGE, GREEN, "#8a5aa8", "#b3404a", "#6b7a2c", "#2a8c8c")

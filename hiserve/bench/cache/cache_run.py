@@ -8,17 +8,17 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from hiserve.bench.cache.copies import Caches, Copied, copied, read_caches
+from hiserve.bench.cache.copy_counts import CacheStatsReply, CopyCounts, copied, read_caches
+from hiserve.bench.cache.endless_cache import Held, Visit, endless_cache
 from hiserve.bench.cache.loads import Requests, build
-from hiserve.bench.cache.oracle import Held, Visit, endless_cache
 from hiserve.bench.defaults import filled
 from hiserve.bench.load import Send, drive, drive_in_groups
-from hiserve.bench.online import Outcome, Server, connected, warm_up
-from hiserve.bench.options import CacheLoad, Connection, Limits
-from hiserve.bench.progress import Begin, SoFar
-from hiserve.bench.request import Prompt, Run, Sample
+from hiserve.bench.online import RunOutcome, ServerUnderTest, connected, warm_up
+from hiserve.bench.options import CacheLoadOptions, ConnectionOptions, LimitOptions
+from hiserve.bench.run_progress import Begin, SoFar
 from hiserve.bench.scrape import Series, increases, scrape
 from hiserve.bench.target import make_encoder
+from hiserve.bench.workload import Prompt, Run, Sample
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
 
@@ -36,16 +36,18 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
         num_differing: Prompts that are of another length to the server than to the endless cache.
     """
 
-    outcome: Outcome
+    outcome: RunOutcome
     page_size: int
     held: list[Held]
     counters: Series
-    copies: dict[str, Copied]
+    copies: dict[str, CopyCounts]
     notes: list[str]
     num_differing: int
 
 
-async def measure(connection: Connection, load: CacheLoad, limits: Limits, progress: Begin) -> CacheOutcome:
+async def measure(
+    connection: ConnectionOptions, load: CacheLoadOptions, limits: LimitOptions, progress: Begin
+) -> CacheOutcome:
     """Sends a load and replays it through an endless cache.
 
     Raises:
@@ -69,7 +71,7 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
         run = await _drive(requests, sender.send, load, limits, progress)
         after, caches_after = await scrape(server.pool), await read_caches(server.pool)
     notes = [] if after else ["/metrics gave nothing; where there are API keys, the admin key reads it"]
-    outcome = Outcome(
+    outcome = RunOutcome(
         target=server.target,
         asking=server.client.asking,
         backend=backend,
@@ -88,9 +90,9 @@ async def measure(connection: Connection, load: CacheLoad, limits: Limits, progr
     )
 
 
-def _copied(before: Caches | str, after: Caches | str, notes: list[str]) -> dict[str, Copied]:
+def _copied(before: CacheStatsReply | str, after: CacheStatsReply | str, notes: list[str]) -> dict[str, CopyCounts]:
     """Returns what was copied, or notes why that is not known."""
-    if isinstance(before, Caches) and isinstance(after, Caches):
+    if isinstance(before, CacheStatsReply) and isinstance(after, CacheStatsReply):
         return copied(before, after)
     notes.append(after if isinstance(after, str) else str(before))
     return {}
@@ -105,7 +107,7 @@ class _Sender:
         num_tenants: Sessions are dealt out to so many; one has no salt.
     """
 
-    def __init__(self, server: Server, requests: Requests, num_tenants: int) -> None:
+    def __init__(self, server: ServerUnderTest, requests: Requests, num_tenants: int) -> None:
         self._salts = [f"tenant-{index}" for index in range(num_tenants)] if num_tenants > 1 else [""]
         self._clients = [server.client.salted(salt) for salt in self._salts]
         self._encoded = requests.encoded
@@ -136,7 +138,7 @@ class _Sender:
         return sample.session % len(self._clients)
 
 
-async def _drive(requests: Requests, send: Send, load: CacheLoad, limits: Limits, progress: Begin) -> Run:
+async def _drive(requests: Requests, send: Send, load: CacheLoadOptions, limits: LimitOptions, progress: Begin) -> Run:
     workload = requests.workload
     on_done = SoFar(progress(workload.num_turns)).add
     if load.load == "multi-turn":
@@ -145,7 +147,7 @@ async def _drive(requests: Requests, send: Send, load: CacheLoad, limits: Limits
     return await drive(workload, send, starts=starts, max_concurrency=limits.max_concurrency, on_done=on_done)
 
 
-def _check(connection: Connection, load: CacheLoad, limits: Limits) -> None:
+def _check(connection: ConnectionOptions, load: CacheLoadOptions, limits: LimitOptions) -> None:
     if connection.backend == "openai-chat":
         raise ConfigError(
             "chat completions do not tell which tokens a prompt became. Choose --backend openai or generate.",

@@ -7,12 +7,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from hiserve.bench.report import pairs
-from hiserve.bench.soak.figures import Figures
+from hiserve.bench.soak.soak_summary import SoakFigures
 
 MAX_SHOWN = 8
 
 
-def show_soak(console: Console, title: str, found: Figures) -> None:
+def show_soak(console: Console, title: str, found: SoakFigures) -> None:
     """Shows what became of the requests, then the faults, latencies beside them, memory, and what must not be."""
     table = pairs(title)
     for outcome, count in found.outcomes.items():
@@ -37,7 +37,7 @@ def show_soak(console: Console, title: str, found: Figures) -> None:
         console.print("[green]nothing that must not be[/green]")
 
 
-def _faults(found: Figures) -> Table:
+def _faults(found: SoakFigures) -> Table:
     table = Table(title="faults", title_justify="left", title_style="bold")
     for name in ("at", "fault", "requests open", "ready again", "first new token"):
         table.add_column(name, justify="left" if name == "fault" else "right")
@@ -47,7 +47,7 @@ def _faults(found: Figures) -> Table:
     return table
 
 
-def _latencies(found: Figures) -> Table:
+def _latencies(found: SoakFigures) -> Table:
     table = Table(title="milliseconds", title_justify="left", title_style="bold")
     for name in ("", "p50", "p99", "requests"):
         table.add_column(name, justify="right" if name else "left")
@@ -58,7 +58,7 @@ def _latencies(found: Figures) -> Table:
     return table
 
 
-def _memory(found: Figures) -> Table:
+def _memory(found: SoakFigures) -> Table:
     table = Table(title="memory", title_justify="left", title_style="bold")
     for name in ("process", "over", "at the end", "growth", ""):
         table.add_column(name, justify="right" if name else "left")

@@ -8,9 +8,9 @@ import time
 import msgspec
 import numpy as np
 
-from hiserve.bench.backends import NO_USAGE, Asking, Backend, Reader, words_of
 from hiserve.bench.http import Pool
-from hiserve.bench.request import Prompt, Sample
+from hiserve.bench.server_backends import NO_USAGE, Reader, RequestDefaults, ServerBackend, words_of
+from hiserve.bench.workload import Prompt, Sample
 from hiserve.errors import ConfigError, UnavailableError
 
 DONE = b"[DONE]"
@@ -31,7 +31,7 @@ class Client:
         asking: As given, or less after ``warm_up`` found out that the server refuses some of it.
     """
 
-    def __init__(self, pool: Pool, backend: Backend, asking: Asking, timeout_s: float) -> None:
+    def __init__(self, pool: Pool, backend: ServerBackend, asking: RequestDefaults, timeout_s: float) -> None:
         self.asking = asking
         self._pool = pool
         self._backend = backend

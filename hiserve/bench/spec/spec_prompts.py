@@ -9,7 +9,7 @@ from typing import Any
 from hiserve.bench.datasets.agents import read_rows
 from hiserve.bench.datasets.chats import Dialogue
 from hiserve.bench.datasets.files import read_lines
-from hiserve.bench.options import Sweep
+from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.engine import Tokens
 from hiserve.config import Config
 from hiserve.errors import ConfigError
@@ -21,7 +21,7 @@ from hiserve.text.tokenizer import Tokenizer
 HELD_OUT = Path(__file__).parents[1] / "datasets" / "held_out.jsonl"
 
 
-def read_prompts(config: Config, sweep: Sweep) -> list[Tokens]:
+def read_prompts(config: Config, sweep: SweepOptions) -> list[Tokens]:
     """Returns as many prompts as the largest batch has; of longer ones the last ``prompt_length`` tokens.
 
     Raises:
@@ -42,7 +42,7 @@ def read_prompts(config: Config, sweep: Sweep) -> list[Tokens]:
     return prompts
 
 
-def read_texts(sweep: Sweep) -> list[list[dict[str, Any]] | str]:
+def read_texts(sweep: SweepOptions) -> list[list[dict[str, Any]] | str]:
     """Returns conversations that end with the user, or texts.
 
     Raises:

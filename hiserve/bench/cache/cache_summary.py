@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.bench.cache.oracle import Held
-from hiserve.bench.metrics import Spread, spread, ttft_s
-from hiserve.bench.request import Run, Sample
+from hiserve.bench.cache.endless_cache import Held
+from hiserve.bench.summary import Spread, spread, ttft_s
+from hiserve.bench.workload import Run, Sample
 
 TIERS = ("device", "host", "store")
 MISS = "miss"
@@ -28,7 +28,7 @@ class CacheSummary(msgspec.Struct, frozen=True, kw_only=True):
         tells_tiers: The server said which tier; otherwise all that is cached counts as from the device.
         hit_rate: Share of all tiers together, or None if the server does not tell.
         hit_rate_of: The share of each tier; empty if the server does not tell.
-        most_hit_rate: Share that a cache without end could have given at most (see ``oracle.Held``).
+        most_hit_rate: Share that a cache without end could have given at most (see ``endless_cache.Held``).
         least_hit_rate: Share that it would have given in any case.
         share_of_most: Cached tokens per token of ``most_hit_rate``; None if either is not there.
         num_above_most: Requests with more cached tokens than that: the cache was not empty when the run began.

@@ -12,10 +12,10 @@ import numpy as np
 from hiserve.bench.datasets.chats import Dialogue
 from hiserve.bench.datasets.files import read_lines
 from hiserve.bench.datasets.synthetic import draw_tokens
-from hiserve.bench.options import Soak
-from hiserve.bench.request import Prompt, Sample, Turn
-from hiserve.bench.spec.prompts import HELD_OUT
+from hiserve.bench.options import SoakOptions
+from hiserve.bench.spec.spec_prompts import HELD_OUT
 from hiserve.bench.target import Target
+from hiserve.bench.workload import Prompt, Sample, Turn
 
 # Tokens of a chat's template and of what no history may come near.
 MARGIN = 64
@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return "chat" if isinstance(self.prompt, list) else "agent"
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class SentQuestion(msgspec.Struct, kw_only=True):
     """A question that was asked.
 
     Attributes:
@@ -73,7 +73,7 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
     sessions: list[Session]
 
 
-def build(soak: Soak, target: Target, seed: int) -> Questions:
+def build(soak: SoakOptions, target: Target, seed: int) -> Questions:
     """Returns dialogues that come along, and agents that share a long prefix; every second session is sampled.
 
     Args:
@@ -95,7 +95,7 @@ def build(soak: Soak, target: Target, seed: int) -> Questions:
     return Questions(all=found, sessions=sessions)
 
 
-def _dialogues(soak: Soak, room: int) -> Iterator[list[Turn]]:
+def _dialogues(soak: SoakOptions, room: int) -> Iterator[list[Turn]]:
     """Yields the dialogues of several turns: what the user said, behind the history as it was recorded."""
     for dialogue in read_lines(HELD_OUT, Dialogue, "chats"):
         messages = [{"role": message.role, "content": message.content} for message in dialogue.messages]
@@ -106,7 +106,7 @@ def _dialogues(soak: Soak, room: int) -> Iterator[list[Turn]]:
             yield [Turn(prompt=each, max_tokens=soak.output_length) for each in fitting[: soak.num_turns]]
 
 
-def _agents(soak: Soak, target: Target, room: int, seed: int) -> list[list[Turn]]:
+def _agents(soak: SoakOptions, target: Target, room: int, seed: int) -> list[list[Turn]]:
     """Returns agents that begin alike and learn something new in each turn, as token ids."""
     rng, size = np.random.default_rng(seed), target.require_vocab_size()
     shared = draw_tokens(rng, soak.prefix_length, size)

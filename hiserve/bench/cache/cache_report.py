@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hiserve.bench.cache.figures import CacheSummary
-from hiserve.bench.cache.run import CacheOutcome
+from hiserve.bench.cache.cache_run import CacheOutcome
+from hiserve.bench.cache.cache_summary import CacheSummary
 from hiserve.bench.report import pairs
 
 

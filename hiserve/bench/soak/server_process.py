@@ -25,7 +25,7 @@ ROLES = ("api", "scheduler", "worker")
 MAX_SHOWN = 5
 
 
-class Started:
+class RunningServer:
     """A running ``hiserve serve``.
 
     Args:
@@ -94,7 +94,7 @@ class Started:
 
 
 @asynccontextmanager
-async def start(config: Config, program: Sequence[str] = PROGRAM) -> AsyncIterator[Started]:
+async def start(config: Config, program: Sequence[str] = PROGRAM) -> AsyncIterator[RunningServer]:
     """Starts a server on a free port, with everything temporary in a folder of its own, and kills what is left of it.
 
     Args:
@@ -127,7 +127,7 @@ async def start(config: Config, program: Sequence[str] = PROGRAM) -> AsyncIterat
             if not line.startswith("listening on "):
                 said = (folder / "serve.log").read_text(errors="replace").splitlines()
                 raise EngineError(f"the server did not start: {' '.join(said[-1:])}")
-            yield Started(process, line.removeprefix("listening on ").strip(), folder, config)
+            yield RunningServer(process, line.removeprefix("listening on ").strip(), folder, config)
         finally:
             with suppress(ProcessLookupError):
                 process.kill()

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from hiserve.bench.request import Run, Sample
 from hiserve.bench.series import SteadyState, peak_in_flight, steady_state
+from hiserve.bench.workload import Run, Sample
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hiserve.bench.request import Prompt, Sample
+from hiserve.bench.workload import Prompt, Sample
 
 # Takes the data of one event and the time it arrived.
 Reader = Callable[[bytes, float], None]
@@ -18,7 +18,7 @@ Reader = Callable[[bytes, float], None]
 NO_USAGE, FINAL_USAGE, RUNNING_USAGE = range(3)
 
 
-class Asking(msgspec.Struct, frozen=True, kw_only=True):
+class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What every request of a run says beside its prompt.
 
     Attributes:
@@ -40,7 +40,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
 
 
-class Backend(Protocol):
+class ServerBackend(Protocol):
     """One kind of server."""
 
     path: str
@@ -48,7 +48,7 @@ class Backend(Protocol):
     def takes(self, prompt: Prompt) -> bool:
         """Says whether such a prompt can be sent."""
 
-    def body(self, prompt: Prompt, max_tokens: int, asking: Asking) -> dict[str, Any]:
+    def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
         """Returns the body of a streaming request."""
 
     def reader(self, sample: Sample) -> Reader:
@@ -92,7 +92,7 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class OpenAI:
+class OpenAIBackend:
     """``/v1/completions`` or ``/v1/chat/completions``.
 
     Args:
@@ -108,7 +108,7 @@ class OpenAI:
         """Chats take messages and texts, completions texts and token ids."""
         return not isinstance(prompt, np.ndarray if self._is_chat else list)
 
-    def body(self, prompt: Prompt, max_tokens: int, asking: Asking) -> dict[str, Any]:
+    def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
         """Words a request; what is not asked for is not mentioned."""
         body: dict[str, Any] = {"model": asking.model}
         if self._is_chat:
@@ -170,7 +170,7 @@ def _by_tier(told: dict[str, Any] | None) -> dict[str, int]:
     return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
-def _salt(asking: Asking) -> dict[str, str]:
+def _salt(asking: RequestDefaults) -> dict[str, str]:
     return {"cache_salt": asking.cache_salt} if asking.cache_salt else {}
 
 
@@ -193,7 +193,7 @@ class _Generated(msgspec.Struct):
     error: Any = None
 
 
-class Generate:
+class GenerateBackend:
     """SGLang's native ``/generate``: each event repeats the whole text so far."""
 
     path = "/generate"
@@ -202,7 +202,7 @@ class Generate:
         """Takes texts and token ids."""
         return not isinstance(prompt, list)
 
-    def body(self, prompt: Prompt, max_tokens: int, asking: Asking) -> dict[str, Any]:
+    def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
         """Words a request; usage comes unasked."""
         given = {"input_ids": prompt.tolist()} if isinstance(prompt, np.ndarray) else {"text": prompt}
         sampling = {"max_new_tokens": max_tokens, "temperature": asking.temperature, "ignore_eos": asking.ignore_eos}
@@ -253,8 +253,8 @@ def words_of(answer: Any) -> str:
     return " ".join(str(answer).split())[:300]
 
 
-BACKENDS: dict[str, Callable[[], Backend]] = {
-    "openai": lambda: OpenAI(is_chat=False),
-    "openai-chat": lambda: OpenAI(is_chat=True),
-    "generate": Generate,
+BACKENDS: dict[str, Callable[[], ServerBackend]] = {
+    "openai": lambda: OpenAIBackend(is_chat=False),
+    "openai-chat": lambda: OpenAIBackend(is_chat=True),
+    "generate": GenerateBackend,
 }

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from hiserve.bench.margin import MAX_SHARE
 from hiserve.bench.spec.equality import over_all
-from hiserve.bench.spec.figures import Case, CycleCost, crossover, figures_of
-from hiserve.bench.spec.run import Found
+from hiserve.bench.spec.spec_run import Found
+from hiserve.bench.spec.spec_summary import Case, CycleCost, crossover, figures_of
 from hiserve.core.draft_use import DraftUse
 
 GOOD, BAD = "green", "red"

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from hiserve.bench.http import Pool
-from hiserve.bench.options import Fault, Soak
-from hiserve.bench.soak.faults import FAILING, SIGNALS, strike
-from hiserve.bench.soak.judge import Window
-from hiserve.bench.soak.started import Started
+from hiserve.bench.options import Fault, SoakOptions
+from hiserve.bench.soak.faults import FAILING, SIGNALS, inject
+from hiserve.bench.soak.server_process import RunningServer
+from hiserve.bench.soak.stream_oracle import Window
 from hiserve.bench.soak.users import Users
 from hiserve.config import Config
 from hiserve.errors import UnavailableError
@@ -22,7 +22,7 @@ POLL_S = 0.02
 ANSWER_S = 2.0
 
 
-class Struck(msgspec.Struct, kw_only=True):
+class FaultRecovery(msgspec.Struct, kw_only=True):
     """A fault and its recovery, on the clock of the samples.
 
     Attributes:
@@ -58,7 +58,7 @@ class Struck(msgspec.Struct, kw_only=True):
         return Window(self.struck_s, math.inf if self.token_s is None else self.token_s, self.fault in FAILING)
 
 
-class Striker:
+class FaultInjector:
     """Strikes a server until it is told to stop, and never while it still recovers.
 
     Args:
@@ -74,7 +74,7 @@ class Striker:
     """
 
     def __init__(
-        self, server: Started, config: Config, pool: Pool, users: Users, soak: Soak, faults: list[Fault]
+        self, server: RunningServer, config: Config, pool: Pool, users: Users, soak: SoakOptions, faults: list[Fault]
     ) -> None:
         self._server = server
         self._config = config
@@ -83,7 +83,7 @@ class Striker:
         self._soak = soak
         self._faults = faults
         self._rng = np.random.default_rng(soak.seed + 1)
-        self.struck: list[Struck] = []
+        self.struck: list[FaultRecovery] = []
 
     @property
     def has_lost(self) -> bool:
@@ -108,15 +108,15 @@ class Striker:
     async def _strike(self, fault: Fault) -> None:
         """Strikes once, and waits until the server is there again, or should be."""
         struck_s, num_open = time.perf_counter(), self._users.num_open
-        what, victim = strike(fault, self._config, self._server.processes(), self._rng)
+        what, victim = inject(fault, self._config, self._server.processes(), self._rng)
         if not what:
             return
-        struck = Struck(fault=fault, what=what, num_open=num_open, struck_s=struck_s)
+        struck = FaultRecovery(fault=fault, what=what, num_open=num_open, struck_s=struck_s)
         self.struck.append(struck)
         if victim:
             await self._recover(struck, victim)
 
-    async def _recover(self, struck: Struck, victim: int) -> None:
+    async def _recover(self, struck: FaultRecovery, victim: int) -> None:
         deadline_s = struck.struck_s + self._soak.recovery_limit
         while time.perf_counter() < deadline_s:
             if struck.back_s is None:

@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import msgspec
 
-from hiserve.bench.backends import Asking, OpenAI, words_of
-from hiserve.bench.client import Client
 from hiserve.bench.http import Pool
-from hiserve.bench.request import Sample
-from hiserve.bench.soak.asked import Asked, Question
-from hiserve.bench.soak.judge import Reference
+from hiserve.bench.load_client import Client
+from hiserve.bench.server_backends import OpenAIBackend, RequestDefaults, words_of
+from hiserve.bench.soak.questions import Question, SentQuestion
+from hiserve.bench.soak.stream_oracle import Reference
+from hiserve.bench.workload import Sample
 from hiserve.errors import UnavailableError
 
 SLOW_BYTES_PER_S = 4000.0
@@ -48,8 +48,8 @@ class Sender:
         self._clients = {
             (source, is_drawn, is_slow): Client(
                 pool,
-                OpenAI(is_chat=source == "chat"),
-                Asking(
+                OpenAIBackend(is_chat=source == "chat"),
+                RequestDefaults(
                     model=model,
                     temperature=TEMPERATURE if is_drawn else 0.0,
                     seed=SEED if is_drawn else None,
@@ -62,7 +62,7 @@ class Sender:
             for is_slow, pool in self._pools.items()
         }
 
-    async def send(self, question: Question, asked: Asked) -> None:
+    async def send(self, question: Question, asked: SentQuestion) -> None:
         """Asks and reads; what happens ends up in the sample."""
         client = self._clients[question.source, question.is_drawn, asked.way == "slow"]
         await client.send(question.prompt, question.max_tokens, asked.sample)
@@ -73,7 +73,7 @@ class Sender:
         Raises:
             UnavailableError: It was not answered, or the server tells no token ids.
         """
-        asked = Asked(question=index, way="read")
+        asked = SentQuestion(question=index, way="read")
         await self.send(question, asked)
         sample = asked.sample
         if sample.error or not sample.output_ids:

@@ -15,7 +15,7 @@ KINDS = ("loads", "stores", "prefetches", "uploads")
 PATH = "/cache/stats"
 
 
-class ReplicaCache(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaCacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """One replica in ``/cache/stats``; what a server does not tell is empty.
 
     Attributes:
@@ -39,13 +39,13 @@ class ReplicaCache(msgspec.Struct, frozen=True, kw_only=True):
     misses: dict[str, int] = {}
 
 
-class Caches(msgspec.Struct, frozen=True, kw_only=True):
+class CacheStatsReply(msgspec.Struct, frozen=True, kw_only=True):
     """``/cache/stats``."""
 
-    replicas: list[ReplicaCache] = []
+    replicas: list[ReplicaCacheStats] = []
 
 
-class Copied(msgspec.Struct, frozen=True, kw_only=True):
+class CopyCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Copies of one kind during a run.
 
     Attributes:
@@ -63,7 +63,7 @@ class Copied(msgspec.Struct, frozen=True, kw_only=True):
     unfulfilled: dict[str, int]
 
 
-def sum_copies(replicas: Sequence[ReplicaCache], kind: str) -> CopyStats:
+def sum_copies(replicas: Sequence[ReplicaCacheStats], kind: str) -> CopyStats:
     """Sums the copies of one kind over all replicas.
 
     Args:
@@ -84,7 +84,7 @@ def sum_copies(replicas: Sequence[ReplicaCache], kind: str) -> CopyStats:
     )
 
 
-async def read_caches(pool: Pool) -> Caches | str:
+async def read_caches(pool: Pool) -> CacheStatsReply | str:
     """Returns what the server tells of its caches, or in words why it is not known.
 
     Raises:
@@ -94,25 +94,25 @@ async def read_caches(pool: Pool) -> Caches | str:
     if status != 200:
         return f"{PATH} answered {status}"
     try:
-        return msgspec.json.decode(body, type=Caches, strict=False)
+        return msgspec.json.decode(body, type=CacheStatsReply, strict=False)
     except msgspec.DecodeError as error:
         return f"{PATH} is not as hiserve words it: {error}"
 
 
-def copied(before: Caches, after: Caches) -> dict[str, Copied]:
+def copied(before: CacheStatsReply, after: CacheStatsReply) -> dict[str, CopyCounts]:
     """Returns what was copied between two readings; of a worker that began again, since it did."""
     begun = {(each.replica, each.incarnation): each for each in before.replicas}
     found = {}
     for kind in KINDS:
-        old = [begun.get((each.replica, each.incarnation), ReplicaCache()) for each in after.replicas]
+        old = [begun.get((each.replica, each.incarnation), ReplicaCacheStats()) for each in after.replicas]
         found[kind] = _difference(sum_copies(old, kind), sum_copies(after.replicas, kind))
     return found
 
 
-def _difference(old: CopyStats, new: CopyStats) -> Copied:
+def _difference(old: CopyStats, new: CopyStats) -> CopyCounts:
     num_bytes, seconds = new.num_bytes - old.num_bytes, new.seconds - old.seconds
     unfulfilled = {reason: count - old.unfulfilled.get(reason, 0) for reason, count in new.unfulfilled.items()}
-    return Copied(
+    return CopyCounts(
         num_pages=new.num_fulfilled - old.num_fulfilled,
         num_bytes=num_bytes,
         seconds=seconds,

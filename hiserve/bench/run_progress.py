@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Callable
 from typing import TypeAlias
 
-from hiserve.bench.metrics import ttft_s
-from hiserve.bench.request import Sample
+from hiserve.bench.summary import ttft_s
+from hiserve.bench.workload import Sample
 
 # Called after each of the things that are counted, with what has been measured so far, in words.
 Advance: TypeAlias = Callable[[str], None]

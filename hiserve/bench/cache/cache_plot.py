@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.bench.cache.figures import KINDS, TIERS, kind_of, tiers_of
-from hiserve.bench.cache.oracle import Held
-from hiserve.bench.metrics import ttft_s
+from hiserve.bench.cache.cache_summary import KINDS, TIERS, kind_of, tiers_of
+from hiserve.bench.cache.endless_cache import Held
 from hiserve.bench.plot import BLUE, GREEN, GREY, ORANGE, WIDE, Plotter, widen
-from hiserve.bench.request import Run, Sample
+from hiserve.bench.summary import ttft_s
+from hiserve.bench.workload import Run, Sample
 
 COLOURS = {"device": BLUE, "host": GREEN, "store": ORANGE, "miss": GREY}
 LABELS = {"device": "device", "host": "from the host", "store": "from the store", "miss": "miss"}

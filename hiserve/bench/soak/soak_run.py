@@ -14,17 +14,17 @@ import msgspec
 
 from hiserve.bench.http import Pool
 from hiserve.bench.online import read_key
-from hiserve.bench.options import Soak
-from hiserve.bench.progress import Advance, Begin
+from hiserve.bench.options import SoakOptions
+from hiserve.bench.run_progress import Advance, Begin
 from hiserve.bench.scrape import increases, scrape
-from hiserve.bench.soak.asked import Questions, build
+from hiserve.bench.soak.fault_injector import FaultInjector
 from hiserve.bench.soak.faults import possible
-from hiserve.bench.soak.figures import Figures, figures
-from hiserve.bench.soak.judge import Judge, Reference
-from hiserve.bench.soak.memory import SAMPLE_S, Watch
-from hiserve.bench.soak.recovery import Striker
-from hiserve.bench.soak.sending import Sender
-from hiserve.bench.soak.started import PROGRAM, Started, start
+from hiserve.bench.soak.process_memory import SAMPLE_S, ProcessMonitor
+from hiserve.bench.soak.questions import Questions, build
+from hiserve.bench.soak.sender import Sender
+from hiserve.bench.soak.server_process import PROGRAM, RunningServer, start
+from hiserve.bench.soak.soak_summary import SoakFigures, figures
+from hiserve.bench.soak.stream_oracle import Reference, StreamOracle
 from hiserve.bench.soak.users import Users
 from hiserve.bench.target import Target, look_at
 from hiserve.config import Config
@@ -48,12 +48,12 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     target: Target
-    figures: Figures
+    figures: SoakFigures
     log_tail: list[str]
     is_partial: bool
 
 
-async def soak(config: Config, options: Soak, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
+async def soak(config: Config, options: SoakOptions, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
     """Runs one.
 
     Args:
@@ -95,8 +95,8 @@ class _Run:
     def __init__(
         self,
         config: Config,
-        options: Soak,
-        server: Started | None,
+        options: SoakOptions,
+        server: RunningServer | None,
         pool: Pool,
         sender: Sender,
         questions: Questions,
@@ -107,9 +107,9 @@ class _Run:
         self._pool = pool
         self._sender = sender
         self._questions = questions
-        self._watch = Watch(dict if server is None else server.processes)
+        self._watch = ProcessMonitor(dict if server is None else server.processes)
         self._references: list[Reference] = []
-        self._striker: Striker | None = None
+        self._striker: FaultInjector | None = None
         self._begin_s = 0.0
         self.is_partial = False
 
@@ -156,12 +156,12 @@ class _Run:
     async def _strike(self, faults: list[Any]) -> None:
         """Returns at the end of the time under load."""
         if self._server is not None and faults:
-            self._striker = Striker(self._server, self._config, self._pool, self._users, self._options, faults)
+            self._striker = FaultInjector(self._server, self._config, self._pool, self._users, self._options, faults)
             await self._striker.run(self._options.duration)
         if self._striker is None or not self._striker.has_lost:
             await asyncio.sleep(self._begin_s + self._options.duration - time.perf_counter())
 
-    async def judged(self) -> Figures:
+    async def judged(self) -> SoakFigures:
         """Ends a server that was started, and returns the figures."""
         self._sender.close()
         left = self._left + await self._not_idle() + await self._not_closed()
@@ -176,7 +176,7 @@ class _Run:
             lives=list(self._watch.lives.values()),
             left=left,
             counters=counters,
-            judge=Judge(self._references, is_exact=self._is_exact),
+            judge=StreamOracle(self._references, is_exact=self._is_exact),
             soak=self._options,
             begin_s=self._begin_s,
             is_exact=self._is_exact,

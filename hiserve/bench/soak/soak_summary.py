@@ -7,18 +7,18 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from hiserve.bench.metrics import Spread, spread, tpot_s, ttft_s
-from hiserve.bench.options import Soak
-from hiserve.bench.request import Sample
-from hiserve.bench.soak.asked import Asked
-from hiserve.bench.soak.judge import Judge, judge_bad
-from hiserve.bench.soak.memory import Growth, Life, growth
-from hiserve.bench.soak.recovery import Struck
+from hiserve.bench.options import SoakOptions
+from hiserve.bench.soak.fault_injector import FaultRecovery
+from hiserve.bench.soak.process_memory import Growth, ProcessHistory, growth
+from hiserve.bench.soak.questions import SentQuestion
+from hiserve.bench.soak.stream_oracle import StreamOracle, judge_bad
+from hiserve.bench.summary import Spread, spread, tpot_s, ttft_s
+from hiserve.bench.workload import Sample
 
 MAX_VIOLATIONS = 50
 
 
-class Recovered(msgspec.Struct, frozen=True, kw_only=True):
+class RecoveryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A fault, as it is told.
 
     Attributes:
@@ -38,7 +38,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     recovery_s: float | None
 
 
-class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+class SoakLatencies(msgspec.Struct, frozen=True, kw_only=True):
     """Of requests that were answered.
 
     Attributes:
@@ -50,7 +50,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: Spread
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What a server lived through, and how.
 
     Attributes:
@@ -72,9 +72,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     is_exact: bool
     num_questions: int
     outcomes: dict[str, int]
-    faults: list[Recovered]
-    calm: Latencies
-    beside_faults: Latencies
+    faults: list[RecoveryFigures]
+    calm: SoakLatencies
+    beside_faults: SoakLatencies
     num_processes: dict[str, int]
     growth: list[Growth]
     counters: dict[str, float]
@@ -84,17 +84,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def figures(
     *,
-    asked: Sequence[Asked],
+    asked: Sequence[SentQuestion],
     nonsense: Sequence[Sample],
-    struck: Sequence[Struck],
-    lives: Sequence[Life],
+    struck: Sequence[FaultRecovery],
+    lives: Sequence[ProcessHistory],
     left: Sequence[str],
     counters: dict[str, float],
-    judge: Judge,
-    soak: Soak,
+    judge: StreamOracle,
+    soak: SoakOptions,
     begin_s: float,
     is_exact: bool,
-) -> Figures:
+) -> SoakFigures:
     """Judges everything.
 
     Args:
@@ -132,7 +132,7 @@ def figures(
     felt = [window for window in windows if window.end_s > window.begin_s]
     beside = [sample for sample in answered if any(window.overlaps(sample) for window in felt)]
     known = {id(sample) for sample in beside}
-    return Figures(
+    return SoakFigures(
         duration_s=max((sample.end_s for sample in samples), default=begin_s) - begin_s,
         is_exact=is_exact,
         num_questions=len({each.question for each in asked}),
@@ -148,8 +148,8 @@ def figures(
     )
 
 
-def _told(struck: Struck, begin_s: float) -> Recovered:
-    return Recovered(
+def _told(struck: FaultRecovery, begin_s: float) -> RecoveryFigures:
+    return RecoveryFigures(
         fault=struck.fault,
         what=struck.what,
         at_s=struck.struck_s - begin_s,
@@ -159,7 +159,7 @@ def _told(struck: Struck, begin_s: float) -> Recovered:
     )
 
 
-def _latencies(samples: Iterable[Sample]) -> Latencies:
+def _latencies(samples: Iterable[Sample]) -> SoakLatencies:
     found = list(samples)
     first, each = ([value for value in map(measure, found) if value is not None] for measure in (ttft_s, tpot_s))
-    return Latencies(ttft_ms=spread(first), tpot_ms=spread(each))
+    return SoakLatencies(ttft_ms=spread(first), tpot_ms=spread(each))

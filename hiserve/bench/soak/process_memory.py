@@ -18,7 +18,7 @@ JUDGED_S = 600.0  # behind the warm-up; less is told and not judged
 MIN_SAMPLES = 5
 
 
-class Life(msgspec.Struct, kw_only=True):
+class ProcessHistory(msgspec.Struct, kw_only=True):
     """One process, from when it was first seen to when it was last seen.
 
     Attributes:
@@ -56,7 +56,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     is_judged: bool
 
 
-class Watch:
+class ProcessMonitor:
     """Looks at processes again and again.
 
     Args:
@@ -68,7 +68,7 @@ class Watch:
 
     def __init__(self, processes: Callable[[], dict[int, str]]) -> None:
         self._processes = processes
-        self.lives: dict[int, Life] = {}
+        self.lives: dict[int, ProcessHistory] = {}
 
     def look(self) -> None:
         """Takes one sample of each process."""
@@ -80,7 +80,7 @@ class Watch:
                 continue  # it has just died
             if not int(resident):
                 continue  # likewise: a zombie
-            life = self.lives.setdefault(pid, Life(role=role, pid=pid))
+            life = self.lives.setdefault(pid, ProcessHistory(role=role, pid=pid))
             life.times_s.append(time.perf_counter())
             life.memory_bytes.append((int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE"))
             life.num_files.append(num_files)
@@ -95,7 +95,7 @@ class Watch:
         return found
 
 
-def growth(life: Life) -> Growth | None:
+def growth(life: ProcessHistory) -> Growth | None:
     """Returns how a process grew; None where it was seen too seldom."""
     seconds = np.array(life.times_s) - life.times_s[0]
     begin_s = min(WARM_UP * float(seconds[-1]), MAX_WARM_UP_S)
