@@ -33,19 +33,19 @@ class CrashIsolation:
     """
 
     def __init__(self) -> None:
-        self._wards: dict[int, _Suspects] = {}
+        self._suspects: dict[int, _Suspects] = {}
 
     def __contains__(self, replica: int) -> bool:
         """Whether a worker has suspects."""
-        return replica in self._wards
+        return replica in self._suspects
 
     def __iter__(self) -> Iterator[int]:
         """Walks the workers that have suspects."""
-        return iter(tuple(self._wards))
+        return iter(tuple(self._suspects))
 
     def waiting(self) -> list[Entry]:
         """Returns the suspects that no worker has."""
-        return [entry for isolated in self._wards.values() for group in isolated.groups for entry in group]
+        return [entry for isolated in self._suspects.values() for group in isolated.groups for entry in group]
 
     def isolate(self, replica: int, held: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
         """A worker died: suspects stay here.
@@ -55,36 +55,36 @@ class CrashIsolation:
             held: The requests it had, oldest first; each has left it, or ended with it.
 
         Returns:
-            Those that are free to run anywhere, and those that are guilty.
+            Those that are free to run anywhere, and the culprits.
         """
         left = [entry for entry in held if entry.state is not RequestState.ENDED]
         suspects = [entry for entry in left if entry.num_crashes >= MIN_CRASHES]
         free = [entry for entry in left if entry.num_crashes < MIN_CRASHES]
-        isolated = self._wards.get(replica)
+        isolated = self._suspects.get(replica)
         if isolated is not None:
-            on_trial, isolated.running = isolated.running, []
-            if suspects == on_trial == held and len(held) == 1:
+            running, isolated.running = isolated.running, []
+            if suspects == running == held and len(held) == 1:
                 return [], suspects
         if suspects:
-            isolated = self._wards.setdefault(replica, _Suspects())
+            isolated = self._suspects.setdefault(replica, _Suspects())
             half = (len(suspects) + 1) // 2
             isolated.groups.extendleft(group for group in (suspects[half:], suspects[:half]) if group)
         return free, []
 
     def next(self, replica: int) -> list[Entry] | None:
         """Returns whom a living worker gets now, which may be nobody yet; None when it has no suspects any more."""
-        isolated = self._wards[replica]
+        isolated = self._suspects[replica]
         if not all(entry.has_moved or entry.state is RequestState.ENDED for entry in isolated.running):
             return []
         if not isolated.groups:
-            del self._wards[replica]
+            del self._suspects[replica]
             return None
         isolated.running = isolated.groups.popleft()
         return isolated.running
 
     def remove(self, entry: Entry) -> None:
         """Takes a suspect out that no worker has."""
-        for isolated in self._wards.values():
+        for isolated in self._suspects.values():
             for group in isolated.groups:
                 if entry in group:
                     group.remove(entry)
@@ -92,7 +92,7 @@ class CrashIsolation:
 
     def dissolve(self, replica: int) -> list[Entry]:
         """Returns the suspects of a worker that will not come again: they are under suspicion no more."""
-        isolated = self._wards.pop(replica, _Suspects())
+        isolated = self._suspects.pop(replica, _Suspects())
         entries = [entry for group in isolated.groups for entry in group]
         for entry in entries:
             entry.num_crashes = 0

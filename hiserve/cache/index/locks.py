@@ -67,7 +67,7 @@ class PrefixLock:
 
     @property
     def node(self) -> Node:
-        """The last node of the locked prefix; ``publish`` moves it on."""
+        """The last node of the locked prefix; ``insert`` moves it on."""
         return self._path_lock.node
 
     def detach(self) -> PrefixLock:

@@ -165,7 +165,7 @@ class PrefixCache:
 
     def release(self, lock: PrefixLock) -> None:
         """Returns a lock. Exactly once per receipt."""
-        assert lock.is_open, "this receipt was released before"
+        assert lock.is_open, "this lock was released before"
         lock.is_open = False
         self.locks.drop(lock.path_lock)
 

@@ -59,7 +59,7 @@ class Uploads:
 
     @property
     def has_uploads(self) -> bool:
-        """Whether ``take`` may have something to tell."""
+        """Whether ``take`` has something to report."""
         is_stuck = self._stuck_at == self._ops.num_ended
         return bool(self._uploads) or (bool(self._queue) and not is_stuck and self._num_pages < self._max_pages)
 

@@ -45,7 +45,7 @@ with supervisor.Supervisor._patrol, test_supervisor.test_a_worker_whose_work_doe
     limit_s
     0
 with supervisor.Supervisor._patrol, test_supervisor.test_time_in_which_the_supervisor_stood_still_is_not_the_workers:
-    "INV 50: time in which the supervisor stood progress counts for its workers"
+    "INV 50: time in which the supervisor stood still counts for its workers"
     worker.progress.extend_deadline(max(0.0, now_s - before_s - 2 * PATROL_S))
     pass
 with (
