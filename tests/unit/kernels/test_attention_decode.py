@@ -17,7 +17,7 @@ from hiserve.attention.triton import TritonAttention
 from hiserve.core.forward import LayerKV
 from hiserve.kernels import attention_decode, attention_schedule
 from hiserve.kernels.attention_decode import decode
-from hiserve.kernels.attention_schedule import Rows, Tile, choose_num_extra, schedule
+from hiserve.kernels.attention_schedule import KeyTile, ScheduledRows, choose_num_extra, schedule
 from hiserve.kernels.reference import merge
 from tests.helpers.attention import NO_PAGE, Case
 
@@ -27,13 +27,13 @@ torch.empty = lambda *size, **options: empty(*size, **options).fill_(torch.nan) 
 
 def rows_of(inputs):
     table = torch.nn.functional.pad(inputs.page_table, (0, 5), value=NO_PAGE)
-    return Rows(inputs.qo_indptr, inputs.kv_lens, table, inputs.max_q_len, 10 * inputs.max_kv_len)
+    return ScheduledRows(inputs.qo_indptr, inputs.kv_lens, table, inputs.max_q_len, 10 * inputs.max_kv_len)
 
 def attend(case, num_extra, layer=0, keys=16, **options):
     rows, shape = rows_of(case.inputs), case.shape
     window = shape.windows[layer] if shape.windows else None
     heads = (shape.num_heads, shape.num_kv_heads)
-    made = schedule(rows, heads, num_extra, Tile(keys, 4, 2), window=window, hides_first=shape.hides_first)
+    made = schedule(rows, heads, num_extra, KeyTile(keys, 4, 2), window=window, hides_first=shape.hides_first)
     lse = torch.full(case.q.shape[:2], torch.nan)
     options = {"sinks": shape.sinks[layer] if shape.sinks else None, "tree_mask": case.inputs.tree_mask} | options
     scale = shape.head_dim**-0.5
@@ -95,8 +95,8 @@ for number in range(NUM_CASES):
     news = [generator.randint(1, 4) for _ in range(num_rows)]
     lengths = [new + generator.choice((0, generator.randint(0, 60), generator.randint(0, 3000))) for new in news]
     indptr = torch.tensor([0, *news]).cumsum(0).int()
-    rows = Rows(indptr, torch.tensor(lengths), torch.empty(0), 4, max(lengths))
-    made = schedule(rows, (8, 2), num_extra, Tile(16, 4, 2), window=window, hides_first=hides_first)
+    rows = ScheduledRows(indptr, torch.tensor(lengths), torch.empty(0), 4, max(lengths))
+    made = schedule(rows, (8, 2), num_extra, KeyTile(16, 4, 2), window=window, hides_first=hides_first)
     firsts = [max(int(hides_first), 0 if window is None else length - new + 1 - window) // 16
               for length, new in zip(lengths, news)]
     counts = [math.ceil(length / 16) - first for length, first in zip(lengths, firsts)]
@@ -120,7 +120,7 @@ for number in range(NUM_CASES):
 """
 LAUNCHES = """
 def rows(num_rows, max_q_len=1, max_kv_len=100_000):
-    return Rows(torch.empty(0), torch.empty(num_rows), torch.empty(0), max_q_len, max_kv_len)
+    return ScheduledRows(torch.empty(0), torch.empty(num_rows), torch.empty(0), max_q_len, max_kv_len)
 
 for heads in ((32, 8), (16, 8), (4, 1), (64, 64)):
     for num_rows in range(1, 400):

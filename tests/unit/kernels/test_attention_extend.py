@@ -13,7 +13,7 @@ import triton.language as tl
 from torch.testing import assert_close
 from hiserve.core.forward import LayerKV
 from hiserve.kernels import attention_blocks
-from hiserve.kernels.attention_extend import Tile, choose_num_parts, extend, tile_for
+from hiserve.kernels.attention_extend import ExtendTile, choose_num_parts, extend, tile_for
 from tests.helpers.attention import Case
 
 torch.set_num_threads(1)
@@ -40,7 +40,7 @@ def attend(case, layer=0, *, fresh=False, prefixed=True, parts=1, queries=32, ke
         max_q_len=int(inputs.q_lens[rows].max()), page_size=shape.page_size, scale=shape.head_dim**-0.5, out=out, lse=lse,
         window=shape.windows[layer] if shape.windows else None, sinks=shape.sinks[layer] if shape.sinks else None,
         hides_first=shape.hides_first, tree_mask=inputs.tree_mask, has_fresh=fresh, has_prefixed=prefixed,
-        num_parts=parts, tile=Tile(queries, keys, 4, 1),
+        num_parts=parts, tile=ExtendTile(queries, keys, 4, 1),
     )
     return out, lse
 

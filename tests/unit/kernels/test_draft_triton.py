@@ -19,7 +19,7 @@ NUM_CASES = 100
 PROGRAM = """
 import torch
 from dataclasses import fields
-from hiserve.kernels import draft, draft_reference, draft_window
+from hiserve.kernels import draft_triton, draft_reference, draft_window
 from tests.helpers.draft_cases import draft_case
 
 torch.set_num_threads(1)
@@ -29,9 +29,9 @@ def run(ops, case, out):
     tensors, progress = [getattr(made, each.name) for each in fields(made)], case.old_progress()
     if case.features.shape[0] + len(case.rows) == len(case.token_rows):
         arguments = case.step_features(made.page_table)
-        tensors.append(ops.draft_features(arguments))
-        ops.keep_features(arguments, case.state)
-        tensors += [arguments.last, arguments.boundary_pages]
+        tensors.append(ops.draft_hidden_states(arguments))
+        ops.keep_hidden_states(arguments, case.state)
+        tensors += [arguments.last, arguments.page_hidden]
         if out is None:
             ops.note_drafted(arguments, case.state, progress)
             tensors += [getattr(progress, each.name) for each in fields(progress)]
@@ -43,11 +43,11 @@ def run(ops, case, out):
 
 generator = torch.Generator().manual_seed(SEED)
 draft_window._TABLE_BLOCK = 2
-draft._TABLE_BLOCK, draft._TOKEN_BLOCK, draft._FEATURE_BLOCK = 2, 32, 2
+draft_triton._TABLE_BLOCK, draft_triton._TOKEN_BLOCK, draft_triton._FEATURE_BLOCK = 2, 32, 2
 for number in range(NUM_CASES):
     case = draft_case(generator)
     for each in (case, case.drafting(number % 4)):
-        ours, theirs = (run(ops, each, each.old_metadata() if number % 2 else None) for ops in (draft, draft_reference))
+        ours, theirs = (run(ops, each, each.old_metadata() if number % 2 else None) for ops in (draft_triton, draft_reference))
         assert len(ours) == len(theirs)
         for index, (our, their) in enumerate(zip(ours, theirs)):
             assert torch.equal(our, their), (number, index, our, their)

@@ -51,21 +51,21 @@ for heads, kv_heads in ((4, 2), (2, 2)):
         assert theirs[slots].abs().amin() > 0
 """
 DRAFTS = """
-from hiserve.kernels import draft, draft_reference
+from hiserve.kernels import draft_triton, draft_reference
 from tests.helpers.draft_cases import draft_case
 generator = torch.Generator().manual_seed(7)
 num_kept = 0
 for _ in range(30):
     case = draft_case(generator)
-    made = draft.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
+    made = draft_triton.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
     near = case.step_features(made.page_table)
-    far = replace(near, boundary_pages=spread(near.boundary_pages.contiguous()), last=near.last.clone())
-    assert torch.equal(draft.draft_features(far), draft_reference.draft_features(near))
-    before = near.boundary_pages.clone()
-    draft.keep_features(far, case.state)
-    draft_reference.keep_features(near, case.state)
-    assert torch.equal(far.boundary_pages, near.boundary_pages)
-    num_kept += int((before != near.boundary_pages)[near.boundary_pages.shape[0] * 5 // 6 :].any())
+    far = replace(near, page_hidden=spread(near.page_hidden.contiguous()), last=near.last.clone())
+    assert torch.equal(draft_triton.draft_hidden_states(far), draft_reference.draft_hidden_states(near))
+    before = near.page_hidden.clone()
+    draft_triton.keep_hidden_states(far, case.state)
+    draft_reference.keep_hidden_states(near, case.state)
+    assert torch.equal(far.page_hidden, near.page_hidden)
+    num_kept += int((before != near.page_hidden)[near.page_hidden.shape[0] * 5 // 6 :].any())
 assert num_kept > 0
 """
 COPIES = """

@@ -14,13 +14,13 @@ from tests.helpers.interpreted import run_interpreted
 NUM_CASES = 150
 PROGRAM = """
 import torch
-from hiserve.kernels import draft_reference, ngram
+from hiserve.kernels import draft_reference, ngram_search
 from tests.helpers.draft_cases import repeating_state
 from tests.helpers.step_cases import copied
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(SEED)
-ngram._BLOCK = 4
+ngram_search._BLOCK = 4
 for number in range(NUM_CASES):
     row_len = 9 + number % 4
     known_lens = torch.randint(0, row_len + 1, (6,), generator=generator).tolist()
@@ -28,7 +28,7 @@ for number in range(NUM_CASES):
     theirs = copied(ours)
     rows = torch.tensor([0, *(torch.randperm(8, generator=generator) + 1).tolist(), 0])
     sizes = dict(num_draft=1 + number % 5, min_ngram=1 + number % 2, max_ngram=2 + number % 3, max_known=row_len)
-    ngram.draft_ngrams(rows, ours, **sizes)
+    ngram_search.draft_ngrams(rows, ours, **sizes)
     draft_reference.draft_ngrams(rows, theirs, **sizes)
     assert torch.equal(ours.tokens, theirs.tokens), (number, sizes, ours.known_len, ours.tokens, theirs.tokens)
 """

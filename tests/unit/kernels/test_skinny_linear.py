@@ -9,7 +9,7 @@ from tests.helpers.interpreted import run_interpreted
 HEADER = """
 import torch
 from torch.testing import assert_close
-from hiserve.kernels import linear, reference
+from hiserve.kernels import skinny_linear as linear, reference
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(5)

@@ -17,7 +17,7 @@ NUM_CASES = 150
 PROGRAM = """
 import torch
 from dataclasses import fields
-from hiserve.kernels import step, step_reference
+from hiserve.kernels import step_triton, step_reference
 from tests.helpers.step_cases import copied, random_case
 
 torch.set_num_threads(1)
@@ -35,10 +35,10 @@ def run(ops, case, out):
     return made, counts, words, state
 
 generator = torch.Generator().manual_seed(SEED)
-step._TABLE_BLOCK, step._SAMPLING_BLOCK, step._TOKEN_BLOCK = 2, 2, 32
+step_triton._TABLE_BLOCK, step_triton._SAMPLING_BLOCK, step_triton._TOKEN_BLOCK = 2, 2, 32
 for number in range(NUM_CASES):
     case = random_case(generator)
-    made, counts, words, state = run(step, case, case.old_metadata() if number % 2 else None)
+    made, counts, words, state = run(step_triton, case, case.old_metadata() if number % 2 else None)
     twin_made, twin_counts, twin_words, twin_state = run(step_reference, case, case.old_metadata() if number % 2 else None)
     same(made, twin_made, number)
     same(state, twin_state, number)
