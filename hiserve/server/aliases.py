@@ -1,19 +1,23 @@
-"""The metrics under the names of other engines, for dashboards and routers that know those."""
+"""The metrics under the names of other engines, for dashboards and routers that know those.
+
+Routers read ``/metrics`` of each server themselves, so that rules in Prometheus would not reach them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-import msgspec
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Metric
+
+NOTHING: Mapping[str, str] = {}
 
 
-class Alias(msgspec.Struct, frozen=True):
-    """One metric under another name. The values are the same ones, read when they are shown.
+class Alias(NamedTuple):
+    """One metric under another name. The values are the same ones.
 
     Attributes:
-        name: Name in the other engine, as Prometheus' client counts it (``_total`` is not part of it).
+        name: Name in the other engine, without ``_total``.
         source: Name here, without ``hiserve:``.
         where: Values of labels that count; these labels are not shown.
         drops: Labels that are summed over.
@@ -23,10 +27,29 @@ class Alias(msgspec.Struct, frozen=True):
 
     name: str
     source: str
-    where: dict[str, str] = {}
+    where: Mapping[str, str] = NOTHING
     drops: tuple[str, ...] = ()
-    renames: dict[str, str] = {}
-    values: dict[str, str] = {}
+    renames: Mapping[str, str] = NOTHING
+    values: Mapping[str, str] = NOTHING
+
+    def of(self, metric: Metric) -> Metric:
+        """Returns the metric under this name."""
+        renamed = Metric(self.name, metric.documentation, metric.type)
+        values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        for sample in metric.samples:
+            if any(sample.labels.get(label) != value for label, value in self.where.items()):
+                continue
+            name = self.name + sample.name.removeprefix(metric.name)
+            labels = tuple(
+                (self.renames.get(label, label), self.values.get(text, text))
+                for label, text in sample.labels.items()
+                if label not in self.where and label not in self.drops
+            )
+            is_time = name.endswith("_created")  # all else is summed
+            values[name, labels] = sample.value + (0 if is_time else values.get((name, labels), 0))
+        for (name, labels), value in values.items():
+            renamed.add_sample(name, dict(labels), value)
+        return renamed
 
 
 def _same(prefix: str, *names: str) -> list[Alias]:
@@ -42,8 +65,8 @@ SHARED = (
 )
 DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
 # vLLM's offloading connector knows two directions.
-TRANSFER = {"copy": "transfer_type"}
 DIRECTIONS = {"load": "CPU_to_GPU", "store": "GPU_to_CPU"}
+POOL = {"page_size": "block_size", "num_pages": "num_gpu_blocks"}
 ALIASES: dict[str, list[Alias]] = {
     "none": [],
     "vllm": [
@@ -51,30 +74,28 @@ ALIASES: dict[str, list[Alias]] = {
         *_same("vllm", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
         *_same("vllm", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "request_success"),
         *_same("vllm", "request_queue_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
-        Alias(
-            "vllm:cache_config_info",
-            "cache_config_info",
-            renames={"page_size": "block_size", "num_pages": "num_gpu_blocks"},
-        ),
         *_same("vllm", "spec_decode_num_accepted_tokens_per_pos"),
+        Alias("vllm:cache_config_info", "cache_config_info", renames=POOL),
         *(Alias(f"vllm:{name}", name, drops=("cache_source",)) for name in DRAFTS),
-        Alias("vllm:kv_offload_total_bytes", "kv_offload_total_bytes", renames=TRANSFER, values=DIRECTIONS),
-        Alias("vllm:kv_offload_total_time", "kv_offload_total_time", renames=TRANSFER, values=DIRECTIONS),
+        *(
+            Alias(f"vllm:{name}", name, renames={"copy": "transfer_type"}, values=DIRECTIONS)
+            for name in ("kv_offload_total_bytes", "kv_offload_total_time")
+        ),
     ],
     "sglang": [
         *_same("sglang", *SHARED, "cached_tokens", "cache_config_info"),
         *_same("sglang", "hicache_host_used_tokens", "hicache_host_total_tokens"),
-        Alias("sglang:evicted_tokens", "evicted_tokens", where={"tier": "device"}),
-        Alias("sglang:load_back_tokens", "cache_fulfilled_tokens", where={"copy": "load"}),
-        Alias("sglang:load_back_bytes", "kv_offload_total_bytes", where={"copy": "load"}),
-        Alias("sglang:hicache_backup_tokens", "cache_fulfilled_tokens", where={"copy": "store"}),
-        Alias("sglang:hicache_backup_bytes", "kv_offload_total_bytes", where={"copy": "store"}),
-        Alias("sglang:hicache_dropped_tokens", "cache_unfulfilled_tokens", where={"copy": "store"}),
-        Alias("sglang:prefetched_tokens", "cache_fulfilled_tokens", where={"copy": "prefetch"}),
-        Alias("sglang:backuped_tokens", "cache_fulfilled_tokens", where={"copy": "upload"}),
-        Alias("sglang:storage_prefetch_hit_tokens", "cache_wanted_tokens", where={"copy": "prefetch"}),
-        Alias("sglang:storage_prefetch_unfulfilled_tokens", "cache_unfulfilled_tokens", where={"copy": "prefetch"}),
-        Alias("sglang:spec_accept_length", "spec_accept_length", where={"cache_source": "all"}),
+        Alias("sglang:evicted_tokens", "evicted_tokens", {"tier": "device"}),
+        Alias("sglang:load_back_tokens", "cache_fulfilled_tokens", {"copy": "load"}),
+        Alias("sglang:load_back_bytes", "kv_offload_total_bytes", {"copy": "load"}),
+        Alias("sglang:hicache_backup_tokens", "cache_fulfilled_tokens", {"copy": "store"}),
+        Alias("sglang:hicache_backup_bytes", "kv_offload_total_bytes", {"copy": "store"}),
+        Alias("sglang:hicache_dropped_tokens", "cache_unfulfilled_tokens", {"copy": "store"}),
+        Alias("sglang:prefetched_tokens", "cache_fulfilled_tokens", {"copy": "prefetch"}),
+        Alias("sglang:backuped_tokens", "cache_fulfilled_tokens", {"copy": "upload"}),
+        Alias("sglang:storage_prefetch_hit_tokens", "cache_wanted_tokens", {"copy": "prefetch"}),
+        Alias("sglang:storage_prefetch_unfulfilled_tokens", "cache_unfulfilled_tokens", {"copy": "prefetch"}),
+        Alias("sglang:spec_accept_length", "spec_accept_length", {"cache_source": "all"}),
         Alias("sglang:num_running_reqs", "num_requests_running"),
         Alias("sglang:num_queue_reqs", "num_requests_waiting"),
         Alias("sglang:token_usage", "kv_cache_usage_perc"),
@@ -83,48 +104,17 @@ ALIASES: dict[str, list[Alias]] = {
         Alias("sglang:generation_tokens_histogram", "request_generation_tokens"),
         Alias("sglang:num_retracted_requests", "num_preemptions"),
         Alias("sglang:num_requests", "request_success", drops=("finished_reason",)),
-        Alias("sglang:num_aborted_requests", "request_success", where={"finished_reason": "abort"}),
+        Alias("sglang:num_aborted_requests", "request_success", {"finished_reason": "abort"}),
     ],
 }
 
 
-class Aliases(Collector):
-    """Reads a registry and shows its metrics under other names.
+def aliases(metrics: list[Metric], compat: str) -> Iterator[Metric]:
+    """Yields metrics under the names of another engine.
 
     Args:
-        registry: Where the metrics are.
+        metrics: Those that are shown; an alias of another one is left out.
         compat: Key of ``ALIASES``.
     """
-
-    def __init__(self, registry: Collector, compat: str) -> None:
-        self._registry = registry
-        self._aliases = ALIASES[compat]
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the renamed metrics."""
-        if not self._aliases:
-            return
-        metrics = {metric.name: metric for metric in self._registry.collect()}
-        for alias in self._aliases:
-            if (source := f"hiserve:{alias.source}") in metrics:  # not all metrics are for all callers
-                yield _renamed(metrics[source], alias)
-
-
-def _renamed(metric: Metric, alias: Alias) -> Metric:
-    renamed = Metric(alias.name, metric.documentation, metric.type)
-    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-    for sample in metric.samples:
-        if any(sample.labels.get(label) != value for label, value in alias.where.items()):
-            continue
-        name = alias.name + sample.name.removeprefix(metric.name)
-        hidden = (*alias.where, *alias.drops)
-        labels = [
-            (alias.renames.get(label, label), alias.values.get(text, text))
-            for label, text in sample.labels.items()
-            if label not in hidden
-        ]
-        key = name, tuple(labels)
-        values[key] = sample.value if name.endswith("_created") else values.get(key, 0.0) + sample.value
-    for (name, shown), value in values.items():
-        renamed.add_sample(name, dict(shown), value)
-    return renamed
+    found = {metric.name.removeprefix("hiserve:"): metric for metric in metrics}
+    return (alias.of(found[alias.source]) for alias in ALIASES[compat] if alias.source in found)

@@ -140,6 +140,7 @@ class EngineHandle:
         self._is_draining = False
         self._loss = ""  # why the engine that served last does not
         self._num_restarts = 0  # of engines that are gone, and of their workers
+        self._num_slow_readers = 0  # of engines that are gone
         self._crash: Crash | None = None  # of these
         self.last_status: Status | None = None
         self.last_status_s = 0.0
@@ -172,6 +173,11 @@ class EngineHandle:
     def num_restarts(self) -> int:
         """Workers that were ready again after one died, or their scheduler; never falls."""
         return self._num_restarts + (0 if self._engine is None else self._engine.num_restarts)
+
+    @property
+    def num_slow_readers(self) -> int:
+        """Streams ended because too much of them was not read, in all engines; never falls."""
+        return self._num_slow_readers + (0 if self._engine is None else self._engine.num_slow_readers)
 
     @property
     def crash(self) -> Crash | None:
@@ -276,6 +282,7 @@ class EngineHandle:
         """Serves with an engine that takes the place of one that died."""
         assert self._engine is not None, "an engine follows none"
         self._num_restarts += self._engine.num_restarts + len(engine.started.workers)
+        self._num_slow_readers += self._engine.num_slow_readers
         self._crash = self.crash
         self._engine, self._loss = engine, ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -78,13 +79,15 @@ class HealthRoutes:
             AuthenticationError: The request carries a key that this server does not know.
         """
         is_whole = self._auth.sees_metrics(request)
-        try:
-            self._metrics.observe(await self._handle.status(METRICS_TIMEOUT_S))
-        except HiserveError:
-            self._metrics.observe(None)
-        self._metrics.observe_restarts(self._handle.num_restarts)
-        if self._handle.engine is not None:
-            self._metrics.observe_readers(self._handle.engine.num_slow_readers)
+        engine, status = self._handle.engine, None
+        with suppress(HiserveError):
+            status = await self._handle.status(METRICS_TIMEOUT_S)
+        self._metrics.observe(
+            status,
+            scheduler_pid=engine.started.scheduler_pid if engine else 0,
+            num_restarts=self._handle.num_restarts,
+            num_slow_readers=self._handle.num_slow_readers,
+        )
         return Response(self._metrics.render(is_whole=is_whole), media_type=CONTENT_TYPE_LATEST)
 
     async def _proof(self, engine: EngineConnection) -> None:

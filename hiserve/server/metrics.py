@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters of requests and tokens, latencies, and the engine's gauges.
+"""What ``/metrics`` shows: counters and latencies of requests, counted here, and the rows of ``metric_rows``.
 
 A name is vLLM's where vLLM has the metric, else SGLang's, behind ``hiserve:``; ``aliases`` repeats the
 metrics under those engines' full names.
@@ -7,18 +7,26 @@ metrics under those engines' full names.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 from hiserve.core.cache_usage import CacheUse
-from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
-from hiserve.server.aliases import Aliases
-from hiserve.server.cache_metrics import CacheMetrics
-from hiserve.server.draft_metrics import DraftMetrics
-from hiserve.server.public_metrics import PublicMetrics
-from hiserve.server.recovery_metrics import RecoveryMetrics
+from hiserve.ipc.lifecycle import ReplayStats
+from hiserve.ipc.messages import Status, WorkerStats
+from hiserve.server.aliases import aliases
+from hiserve.server.metric_rows import (
+    ENGINE_ROWS,
+    ROWS,
+    SCHEDULER_COUNTERS,
+    WORKER_COUNTERS,
+    WORKER_GAUGES,
+    EngineState,
+    Labels,
+    Row,
+)
 
 TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1, 2.5)
@@ -26,12 +34,18 @@ E2E_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 2.5, 5, 10, 20, 40, 80, 160, 320
 QUEUE_BUCKETS_S = (0.001, 0.005, 0.02, 0.08, 0.32, 1.28, 5, 20, 80, 320)
 TOKEN_BUCKETS = tuple(4**power for power in range(11))  # to one million
 HIDDEN = b"# What tells of requests is shown to the metrics key and the admin key alone.\n"
-REASONS = ("stop", "length", "abort", "error")
 TIERS = ("device", "host", "store")
+REASONS = ("stop", "length", "abort", "error")
+RESPONSES = "hiserve:http_responses"
+PUBLIC = {f"hiserve:{row.name}" for row in ROWS if row.is_public} | {RESPONSES}
+PROCESS = "process_"  # memory, CPU time and open files of the API process: public too
+
+T = TypeVar("T")
+Values = dict[tuple[Row[Any], Labels], float]  # by metric and label values
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own.
+    """All metrics of one server.
 
     Args:
         model_name: Value of the ``model_name`` label.
@@ -40,89 +54,38 @@ class Metrics:
     """
 
     def __init__(self, model_name: str, *, page_size: int, compat: str) -> None:
-        self._registry = CollectorRegistry()
         self._model_name = model_name
-        self._page_size = page_size
+        self._compat = compat
+        self._engine = EngineCollector(model_name, page_size)
+        self._registry = CollectorRegistry()
+        self._registry.register(self._engine)
         ProcessCollector(registry=self._registry)
-        self._make_request_metrics()
-        self._make_engine_metrics()
-        public = PublicMetrics(self._registry)
-        self._shown = {
-            True: CollectorRegistry(),
-            False: CollectorRegistry(),
-        }  # to callers who may see all, and to others
-        self._shown[True].register(Aliases(self._registry, compat))
-        self._shown[False].register(public)
-        self._shown[False].register(Aliases(public, compat))
-        self._workers: dict[int, _LastSeen] = {}
-
-    def _make_request_metrics(self) -> None:
+        self._responses = Counter(
+            RESPONSES,
+            "HTTP responses that began, by route and status: 429 and 503 are refusals.",
+            ("model_name", "endpoint", "status_code"),
+            registry=self._registry,
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens received from the engine.")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        labels = ("model_name", "cache_source")
-        cached = Counter("hiserve:cached_tokens", "The same by tier.", labels, registry=self._registry)
-        self.cached_tokens = {tier: cached.labels(self._model_name, tier) for tier in TIERS}
+        self.hidden_tools = self._counter(
+            "chat_requests_with_hidden_tools", "Chats with tools that the model's chat template does not show."
+        )
+        self.cached_tokens = self._counters("cached_tokens", "The same by tier.", "cache_source", TIERS)
+        self.finished = self._counters(
+            "request_success",
+            "Requests that ended, by reason: stop, length, abort or error.",
+            "finished_reason",
+            REASONS,
+        )
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS_S)
         self.itl = self._histogram("inter_token_latency_seconds", "Time from one token to the next.", ITL_BUCKETS_S)
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS_S)
         self.queue = self._histogram("request_queue_time_seconds", "Acceptance to a worker.", QUEUE_BUCKETS_S)
         self.num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS)
         self.num_generated = self._histogram("request_generation_tokens", "Tokens generated for it.", TOKEN_BUCKETS)
-        self._finished = Counter(
-            "hiserve:request_success",
-            "Requests that ended, by reason: stop, length, abort or error.",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
-        )
-        for reason in REASONS:
-            self.finished(reason)
-        self.hidden_tools = self._counter(
-            "chat_requests_with_hidden_tools", "Chats with tools that the model's chat template does not show."
-        )
-        self._responses = Counter(
-            "hiserve:http_responses",
-            "HTTP responses that began, by route and status: 429 and 503 are refusals.",
-            ("model_name", "endpoint", "status_code"),
-            registry=self._registry,
-        )
-
-    def _make_engine_metrics(self) -> None:
-        self._running = self._gauge("num_requests_running", "Requests in the workers' batches.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in a batch.")
-        self._queued_tokens = self._gauge("num_queued_tokens", "Prompt tokens of requests that no worker has yet.")
-        self._usage = self._gauge("kv_cache_usage_perc", "Share of KV pages held by running requests, 0 to 1.")
-        self._engine_up = self._gauge("engine_up", "1 when the engine answered the last question for its state.")
-        self._step_age = self._gauge("last_step_age_seconds", "Since a worker with requests last ended a step; 0 idle.")
-        labels = ("model_name", "page_size", "num_pages")
-        self._cache = Gauge("hiserve:cache_config_info", "Size of the KV pools.", labels, registry=self._registry)
-        self._slow_readers = self._counter("slow_readers", "Streams ended: too much of them was not read.")
-        self._num_slow_readers = 0
-        self._restarts = self._counter("worker_restarts", "Workers started again after one died, or their scheduler.")
-        self._num_restarts = 0
-        self._steps = self._counter("engine_steps", "Steps that the workers ended.")
-        self._preemptions = self._counter("num_preemptions", "Requests preempted for lack of pages.")
-        self._dropped = self._counter("dropped_event_batches", "Batches of KV events dropped: routers were too slow.")
-        self._gate = Counter(
-            "hiserve:graph_gate",
-            "Steps that were replayed as a CUDA graph, run eagerly or deferred, and why.",
-            ("model_name", "verdict", "reason"),
-            registry=self._registry,
-        )
-        self._faults = Counter(
-            "hiserve:step_faults",
-            "Steps given up because memory ran out, and requests whose load from the host failed: all tried again.",
-            ("model_name", "kind"),
-            registry=self._registry,
-        )
-        self._tiers = CacheMetrics(self._registry, self._model_name, self._page_size)
-        self._drafts = DraftMetrics(self._registry, self._model_name)
-        self._recoveries = RecoveryMetrics(self._registry, self._model_name)
-
-    def finished(self, reason: str) -> Counter:
-        """Returns the counter of requests that ended for this reason."""
-        return self._finished.labels(self._model_name, reason)
 
     def responded(self, endpoint: str, status: int) -> None:
         """Counts a response.
@@ -133,83 +96,41 @@ class Metrics:
         """
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
 
-    def observe(self, status: Status | None) -> None:
-        """Takes over the engine's state.
+    def observe(
+        self, status: Status | None, *, scheduler_pid: int = 0, num_restarts: int = 0, num_slow_readers: int = 0
+    ) -> None:
+        """Updates the metrics of the engine.
 
         Args:
             status: None when the engine did not answer; its gauges then keep their last values.
+            scheduler_pid: Process that sent it.
+            num_restarts: Workers started again, whichever scheduler started them.
+            num_slow_readers: Streams ended because too much of them was not read, in all engines.
         """
-        self._engine_up.set(0 if status is None else 1)
-        if status is None:
-            return
-        stats = [worker.stats for worker in status.workers]
-        self._running.set(sum(stat.running for stat in stats))
-        self._waiting.set(status.queued + sum(stat.waiting for stat in stats))
-        self._queued_tokens.set(status.queued_tokens)
-        num_pages = sum(worker.num_pages for worker in status.workers)
-        num_idle = sum(stat.free_pages + stat.evictable_pages for stat in stats)
-        self._usage.set((num_pages - num_idle) / num_pages if num_pages else 0.0)
-        self._cache.clear()
-        self._cache.labels(self._model_name, self._page_size, num_pages).set(1)
-        self._tiers.show([stat.cache for stat in stats])
-        self._drafts.show([stat.drafts for stat in stats])
-        self._recoveries.observe(status.replays, status.recovery)
-        self._step_age.set(max((worker.step_age_s for worker in status.workers), default=0.0))
-        for worker in status.workers:
-            self._observe_worker(worker)
-
-    def observe_readers(self, num_slow: int) -> None:
-        """Counts streams that were ended because too much of them was not read.
-
-        Args:
-            num_slow: All of them until now.
-        """
-        self._slow_readers.inc(max(0, num_slow - self._num_slow_readers))
-        self._num_slow_readers = num_slow
-
-    def observe_restarts(self, num_restarts: int) -> None:
-        """Counts workers that were started again.
-
-        Args:
-            num_restarts: All of them until now, whichever scheduler started them.
-        """
-        self._restarts.inc(max(0, num_restarts - self._num_restarts))
-        self._num_restarts = num_restarts
+        self._engine.observe(status, scheduler_pid, num_restarts, num_slow_readers)
 
     def render(self, *, is_whole: bool = True) -> bytes:
         """Returns the metrics in Prometheus' text format.
 
         Args:
-            is_whole: False leaves out what tells of requests.
+            is_whole: False leaves out the metrics that tell of requests.
         """
-        own = generate_latest(self._registry) if is_whole else HIDDEN
-        return own + generate_latest(self._shown[is_whole])
-
-    def _observe_worker(self, worker: WorkerFacts) -> None:
-        """Counts what the worker did since it was last seen."""
-        stats = worker.stats
-        last = self._workers.get(worker.replica, _LastSeen(worker.pid, 1, WorkerStats()))
-        is_new = (worker.pid, worker.incarnation) != last[:2]
-        before = WorkerStats() if is_new else last.stats
-        self._steps.inc(max(0, stats.steps - before.steps))
-        self._preemptions.inc(max(0, stats.preemptions - before.preemptions))
-        self._dropped.inc(max(0, stats.dropped_event_batches - before.dropped_event_batches))
-        for verdict, reasons in stats.graph_gate.items():
-            for reason, count in reasons.items():
-                old = before.graph_gate.get(verdict, {}).get(reason, 0)
-                self._gate.labels(self._model_name, verdict, reason).inc(max(0, count - old))
-        for kind, count in stats.step_faults.items():
-            self._faults.labels(self._model_name, kind).inc(max(0, count - before.step_faults.get(kind, 0)))
-        self._tiers.count(before.cache, stats.cache)
-        self._drafts.count(before.drafts, stats.drafts)
-        self._workers[worker.replica] = _LastSeen(worker.pid, worker.incarnation, stats)
+        metrics = [
+            metric
+            for metric in self._registry.collect()
+            if is_whole or metric.name in PUBLIC or metric.name.startswith(PROCESS)
+        ]
+        text = generate_latest(_Collected([*metrics, *aliases(metrics, self._compat)]))
+        return text if is_whole else HIDDEN + text
 
     def _counter(self, name: str, help_text: str) -> Counter:
         counter = Counter(f"hiserve:{name}", help_text, ("model_name",), registry=self._registry)
         return counter.labels(self._model_name)
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(f"hiserve:{name}", help_text, ("model_name",), registry=self._registry).labels(self._model_name)
+    def _counters(self, name: str, help_text: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
+        """Returns a counter for each value of a label."""
+        counter = Counter(f"hiserve:{name}", help_text, ("model_name", label), registry=self._registry)
+        return {value: counter.labels(self._model_name, value) for value in values}
 
     def _histogram(self, name: str, help_text: str, buckets: Iterable[float]) -> Histogram:
         histogram = Histogram(
@@ -218,12 +139,92 @@ class Metrics:
         return histogram.labels(self._model_name)
 
 
-class _LastSeen(NamedTuple):
-    """A worker at the last look."""
+class _Collected(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
 
-    pid: int
-    incarnation: int
-    stats: WorkerStats
+    def collect(self) -> list[Metric]:
+        """Returns the metrics."""
+        return self._metrics
+
+
+class EngineCollector(Collector):
+    """Reads the rows of ``metric_rows`` from the engine's state.
+
+    Args:
+        model_name: Value of the ``model_name`` label.
+        page_size: Tokens per KV page.
+    """
+
+    def __init__(self, model_name: str, page_size: int) -> None:
+        self._model_name = model_name
+        self._created_s = time.time()
+        self._state = EngineState(Status(ticket=0, queued=0, queued_tokens=0, workers=[]), page_size)
+        zeros = self._read(WORKER_COUNTERS, WorkerStats()) | self._read(SCHEDULER_COUNTERS, ReplayStats())
+        self._counters = RestartTotals(zeros)
+
+    def observe(self, status: Status | None, scheduler_pid: int, num_restarts: int, num_slow_readers: int) -> None:
+        """Updates the engine's state, see ``Metrics.observe``."""
+        self._state = EngineState(
+            status or self._state.status, self._state.page_size, status is not None, num_restarts, num_slow_readers
+        )
+        if status is None:
+            return
+        self._counters.observe("scheduler", scheduler_pid, self._read(SCHEDULER_COUNTERS, status.replays))
+        for worker in status.workers:
+            life = worker.pid, worker.incarnation
+            self._counters.observe(f"worker {worker.replica}", life, self._read(WORKER_COUNTERS, worker.stats))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields a metric for each row."""
+        stats = [WorkerStats(), *(worker.stats for worker in self._state.status.workers)]
+        gauges = _sum(self._read(WORKER_GAUGES, one) for one in stats)
+        metrics = {row.name: Metric(f"hiserve:{row.name}", row.help, row.kind) for row in ROWS}
+        for values in (self._counters.sum(), gauges, self._read(ENGINE_ROWS, self._state)):
+            for (row, labels), value in values.items():
+                metric = metrics[row.name]
+                shown = dict(zip(("model_name", *row.labels), (self._model_name, *labels), strict=True))
+                if row.kind == "gauge":
+                    metric.add_sample(metric.name, shown, value)
+                else:
+                    metric.add_sample(f"{metric.name}_total", shown, value)
+                    metric.add_sample(f"{metric.name}_created", shown, self._created_s)
+        yield from metrics.values()
+
+    def _read(self, rows: Iterable[Row[T]], source: T) -> Values:
+        return {
+            (row, labels): value for row in rows for labels, value in row.values(source, self._state.page_size).items()
+        }
+
+
+class RestartTotals:
+    """Sums counters of processes that count from 0 again after a restart.
+
+    Args:
+        zeros: Counters shown before any was observed.
+    """
+
+    def __init__(self, zeros: Values) -> None:
+        self._ended = zeros
+        self._lives: dict[str, tuple[Hashable, Values]] = {}
+
+    def observe(self, process: str, life: Hashable, counters: Values) -> None:
+        """Updates the counters of a process; another ``life`` of it is added to the earlier ones."""
+        last, seen = self._lives.get(process, (life, {}))
+        if last != life:
+            self._ended, seen = _sum([self._ended, seen]), {}
+        self._lives[process] = life, seen | {key: max(value, seen.get(key, 0)) for key, value in counters.items()}
+
+    def sum(self) -> Values:
+        """Returns the counters of all lives; none ever falls."""
+        return _sum([self._ended, *(counters for _, counters in self._lives.values())])
+
+
+def _sum(parts: Iterable[Values]) -> Values:
+    whole: Values = {}
+    for part in parts:
+        whole |= {key: value + whole.get(key, 0) for key, value in part.items()}
+    return whole
 
 
 class RequestTimer:
@@ -285,4 +286,4 @@ class RequestTimer:
             self._metrics.e2e.observe(self.e2e_s)
             self._metrics.num_prompt.observe(self._num_prompt)
             self._metrics.num_generated.observe(self._num_generated)
-            self._metrics.finished(reason).inc()
+            self._metrics.finished[reason].inc()

@@ -11,6 +11,7 @@ from hiserve.server import (
     connection,
     engine_handle,
     known_fields,
+    metrics,
     prompt_fields,
     request_schemas,
     sse,
@@ -113,6 +114,10 @@ with engine_handle.EngineHandle._take_over, test_metrics.test_restarts_are_count
     "restarts of workers are not counted when the scheduler died too"
     self._engine.num_restarts + len(engine.started.workers)
     self._engine.num_restarts
+with metrics.RestartTotals.observe, test_metrics.test_replays_are_counted_and_the_latest_recovery_is_shown:
+    "counters of a process that was restarted are lost"
+    last != life
+    False
 with sse.cancel_on_disconnect, test_disconnects.test_a_closed_socket_aborts_the_request:
     "a request runs on after its client has gone"
     raise ClientDisconnect

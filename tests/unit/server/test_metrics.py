@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from hiserve.core.cache_usage import CacheUse
@@ -206,14 +207,15 @@ async def test_restarts_are_counted_whoever_died_and_whether_or_not_anybody_look
     assert first.num_restarts == 5
 
 
-def test_slow_readers_are_counted_once_whichever_scheduler_counts_them() -> None:
-    metrics, seen = Metrics("model", page_size=16, compat="none"), list[bytes]()
-    for num_slow in (3, 3, 5, 0, 1):
-        metrics.observe_readers(num_slow)
-        seen += [
-            line.split()[-1] for line in metrics.render().splitlines() if line.startswith(b"hiserve:slow_readers_t")
-        ]
-    assert seen == [b"3.0", b"3.0", b"5.0", b"5.0", b"6.0"]
+async def test_slow_readers_are_counted_once_whichever_scheduler_counts_them(server: Server) -> None:
+    async def after(num_slow: int) -> float:
+        assert server.handle.engine is not None
+        server.handle.engine.num_slow_readers = num_slow
+        return await server.metric("hiserve:slow_readers_total")
+
+    seen = [await after(3), await after(3), await after(5)]
+    server.handle._take_over(FakeEngineClient(lambda prompt: []))
+    assert [*seen, await after(0), await after(1)] == [3, 3, 5, 5, 6]
 
 
 def test_memory_and_time_of_the_process_are_shown_to_everybody() -> None:
@@ -242,7 +244,10 @@ async def test_replays_are_counted_and_the_latest_recovery_is_shown(server: Serv
 
     assert await after(0, 0, 0) == [0, 0, 0]
     assert await after(3, 300, 250) == [3, 300, 250]
+    server.engine.started = msgspec.structs.replace(server.engine.started, scheduler_pid=4300)
     assert await after(1, 20, 10) == [4, 320, 260], "a new scheduler"
+    server.engine.started = msgspec.structs.replace(server.engine.started, scheduler_pid=4400)
+    assert await after(2, 20, 10) == [6, 340, 270], "a new scheduler that has counted more than the last one"
     for phases in ({"detect": 0.5, "first token": 1.0}, {"exit": 0.1}):
         server.engine.recovery = Recovery(0, 2, 1, phases, 1.5)
         for phase, seconds in phases.items():
