@@ -11,13 +11,10 @@ from hiserve.core.plan import RowAdmit
 from hiserve.engine.budget import Allocation, allocation_of_chunks
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.host_loads import HostLoads
-from hiserve.engine.in_flight_prefix import find_in_flight_prefix, must_wait_for
 from hiserve.engine.load_costs import LoadCostModel
-from hiserve.engine.page_tables import PageTables
 from hiserve.engine.rows import RowState
-from hiserve.engine.stop_tokens import StopTokens
 from hiserve.engine.store_prefetch import StorePrefetcher
-from hiserve.engine.waiting_queue import Request, WaitingQueue
+from hiserve.engine.waiting_queue import InFlightPrefix, Request, WaitingQueue
 
 
 class Admission:
@@ -27,13 +24,10 @@ class Admission:
         waiting: Requests without a row.
         cache: Pages and prefixes.
         rows: The planner's rows.
-        tables: Gives them pages.
         host_loads: Orders loads from the host.
         prefetcher: Knows who waits for the store, and what came from it.
-        stop_tokens: Is told what ends the reply of a new row.
         costs: Says whether a load is worth it.
         cache_counters: Is told what requests found.
-        max_len: Longest prompt plus output, in tokens.
 
     Attributes:
         counters: Prompt tokens, and those of them that came from the cache, by the names of ``WorkerStats``.
@@ -45,23 +39,17 @@ class Admission:
         waiting: WaitingQueue,
         cache: PrefixCache,
         rows: RowState,
-        tables: PageTables,
         host_loads: HostLoads,
         prefetcher: StorePrefetcher,
-        stop_tokens: StopTokens,
         costs: LoadCostModel,
         cache_counters: CacheCounters,
-        max_len: int,
     ) -> None:
         self._cache = cache
         self._rows = rows
-        self._tables = tables
         self._host_loads = host_loads
         self._prefetcher = prefetcher
-        self._stop_tokens = stop_tokens
         self._costs = costs
         self._cache_counters = cache_counters
-        self._max_len = max_len
         self._waiting = waiting
         self.counters = {"prompt_tokens": 0, "cached_tokens": 0}
 
@@ -96,12 +84,12 @@ class Admission:
             if self._host_loads.track(row):
                 continue
             chunk = min(request.tokens.size - num_computed, budget)
-            scored = int(self._rows.to_score(np.array([row]))[0])
+            scored = int(self._rows.num_to_score(np.array([row]))[0])
             if scored > num_to_score:
                 chunk = min(chunk, num_to_score)
             scored = min(scored, chunk)
             num_to_score -= scored
-            fits = self._tables.grow(np.array([row]), np.array([chunk], dtype=np.int32))
+            fits = self._rows.grow(np.array([row]), np.array([chunk], dtype=np.int32))
             assert fits, f"request {request.uid} was admitted without pages for {chunk} tokens"
             budget -= chunk
             chunks.append((row, chunk, num_computed + chunk == request.tokens.size, scored))
@@ -131,12 +119,7 @@ class Admission:
                 self._costs.leave()
             if not request.was_admitted:
                 self._note_use(request, match.num_tokens, num_host)
-            output = request.sampling.max_tokens or self._max_len
-            row = self._rows.open(request, lock.detach(), min(request.num_prompt + output, self._max_len))
-            self._stop_tokens.set(row, request.sampling)
-        prefix = lock.pages
-        self._tables.write(np.full(prefix.size, row), np.arange(prefix.size), prefix)
-        return row
+            return self._rows.admit(request, lock.detach())
 
     def _num_to_load(self, match: Match) -> int:
         """Returns how many of a match's host tokens to load: all, or none where computing them is faster."""
@@ -156,3 +139,37 @@ class Admission:
         self.counters["prompt_tokens"] += request.num_prompt
         self.counters["cached_tokens"] += num_cached
         self._cache_counters.admitted(request.cached)
+
+
+def find_in_flight_prefix(request: Request, num_matched: int, state: RowState, page_size: int) -> InFlightPrefix | None:
+    """Finds a row that computes more of this prompt than the cache holds.
+
+    Waiting for it is cheaper where it has no further to go than the request would.
+
+    Args:
+        request: Waits for a row of its own.
+        num_matched: Tokens of its prompt that the cache holds.
+        state: The rows.
+        page_size: Tokens per page; only whole pages can be shared.
+    """
+    rows = state.active
+    usable = request.num_reusable
+    for row in rows[state.settled[rows] < state.known[rows] - 1].tolist():
+        if state.request(row).tenant != request.tenant:
+            continue
+        length = min(int(state.known[row]), usable)
+        differs = state.tokens[row, :length] != request.tokens[:length]
+        shared = int(differs.argmax()) if differs.any() else length
+        num_pages = shared // page_size
+        if num_pages * page_size > num_matched and state.settled[row] >= num_matched:
+            return InFlightPrefix(row, int(state.generation[row]), num_pages)
+    return None
+
+
+def must_wait_for(other: InFlightPrefix | None, state: RowState) -> bool:
+    """Whether the row still has the same request, and has not published the wanted pages."""
+    return (
+        other is not None
+        and state.generation[other.row] == other.generation
+        and bool(state.num_published[other.row] < other.num_pages)
+    )

@@ -11,17 +11,17 @@ from hiserve.ipc.lifecycle import StepSnapshot
 
 
 def step_snapshot(
-    plan: BatchPlan, rows: NDArray[np.int64], admissions: NDArray[np.int64], state: RowState
+    plan: BatchPlan, rows: NDArray[np.int64], generations: NDArray[np.int64], state: RowState
 ) -> StepSnapshot:
     """Returns what a plan ordered.
 
     Args:
         plan: In flight.
         rows: int64 ``[B]``. Its rows.
-        admissions: int64 ``[B]``. Their admissions when it was made; who has left meanwhile is not named.
+        generations: int64 ``[B]``. Their generations when it was made; requests that have left are not named.
         state: All rows.
     """
-    held = rows[state.admission[rows] == admissions]
+    held = rows[state.generation[rows] == generations]
     return StepSnapshot(
         step=plan.step_id,
         uids=state.uid[held].tolist(),

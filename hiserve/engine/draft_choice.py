@@ -41,14 +41,13 @@ class DraftChoice:
             return 0
         allowed = state.max_draft[rows]
         if self._controller is not None and is_allowed and self._controller.stays_cold(allowed):
-            state.drafted[rows] = 0
+            state.draft(rows, 0)
             self._counts.chose(0)
             return 0
         most = self._num_draft if is_allowed else 0
         if self._controller is not None and is_allowed:
             most = self._controller.choose(allowed, self._mean_context(rows))
-        state.drafted[rows] = drafted = np.minimum(allowed, most)
-        num_propose = most if drafted.any() else 0  # of few widths, for graphs
+        num_propose = most if state.draft(rows, most) else 0  # of few widths, for graphs
         self._counts.chose(num_propose)
         return num_propose
 

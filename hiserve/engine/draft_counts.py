@@ -17,7 +17,7 @@ class DraftCounts:
     """Counts what verifying steps gave; nothing without speculation.
 
     Args:
-        rows: The planner's rows, which hold the counts of their tenants.
+        rows: The planner's rows, which hold the counts of their requests.
     """
 
     def __init__(self, rows: RowState) -> None:
@@ -46,16 +46,14 @@ class DraftCounts:
         new[:, 0] = 1
         new[:, 1] = num_draft[did]
         new[:, 2:] = positions < counts[did, None] - 1
-        state.draft_use[rows] += new
-        state.has_draft_news[rows] = True
+        state.add_draft_use(rows, new)
         np.add.at(self._totals, state.source[rows], new)
 
     def take(self, rows: NDArray[np.int64]) -> list[DraftUse | None]:
-        """Returns what is to be reported of each row (int64 ``[n]``): all its tenant's drafts; None where nothing is new."""
+        """Returns what is to be reported of each row (int64 ``[n]``): all its request's drafts; None where nothing is new."""
         news: list[DraftUse | None] = [None] * rows.size
-        fresh = np.flatnonzero(self._rows.has_draft_news[rows])
+        fresh = self._rows.take_draft_news(rows)
         if fresh.size:
-            self._rows.has_draft_news[rows[fresh]] = False
             for index, counts in zip(fresh.tolist(), self._rows.draft_use[rows[fresh]].tolist(), strict=True):
                 news[index] = _use(counts)
         return news

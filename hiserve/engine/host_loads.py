@@ -62,7 +62,7 @@ class HostLoads:
         return self._num_loads < MAX_LOADS
 
     def load(self, lock: PrefixLock) -> None:
-        """Orders what a receipt has on the host alone; its device pages were promised by the caller."""
+        """Orders what a lock has on the host alone; its device pages were promised by the caller."""
         pages = self._cache.allocate(_after(lock.pages, lock.host_pages.size))
         assert pages is not None, f"no room for {lock.host_pages.size} pages that were promised"
         self._loads.append(self._cache.begin_load(lock, pages))
@@ -70,8 +70,8 @@ class HostLoads:
         self.num_pages_to_load += pages.size
 
     def track(self, row: int) -> bool:
-        """Keeps a new row from running while its receipt waits for loads; returns whether it does."""
-        is_waiting = bool(self._rows.receipt(row).ops)
+        """Keeps a new row from running while its lock waits for loads; returns whether it does."""
+        is_waiting = bool(self._rows.lock(row).ops)
         if is_waiting:
             self._waiting.add(row)
         return is_waiting
@@ -84,14 +84,14 @@ class HostLoads:
         """Returns the waiting rows whose loads arrive first, longest tenancy first: loads arrive in their order."""
         rows = self._rows.active
         rows = rows[np.isin(rows, list(self._waiting))]
-        last = np.array([max(self._rows.receipt(row).ops) for row in rows.tolist()], dtype=np.int64)
+        last = np.array([max(self._rows.lock(row).ops) for row in rows.tolist()], dtype=np.int64)
         is_next: NDArray[np.bool_] = last == last.min(initial=np.iinfo(np.int64).max)
         return rows[is_next]
 
     def start(self, rows: NDArray[np.int64]) -> tuple[int, ...]:
         """Lets rows run before their loads have ended; returns the ops that their forward must wait for."""
         self._waiting.difference_update(rows.tolist())
-        return tuple(sorted(set[int]().union(*(self._rows.receipt(row).ops for row in rows.tolist()))))
+        return tuple(sorted(set[int]().union(*(self._rows.lock(row).ops for row in rows.tolist()))))
 
     def is_open(self, ops: Iterable[int]) -> bool:
         """Whether one of these orders has not been answered."""
@@ -133,11 +133,11 @@ class HostLoads:
                     self._costs.end_load(copy.device_pages.size * self._cache.page_size, ack.seconds)
             lost += self._cache.complete(ack.op, ok=ack.is_ok)
             self._cache_counters.ended(copy, ack)
-        arrived = [row for row in self._waiting if not self._rows.receipt(row).ops]
+        arrived = [row for row in self._waiting if not self._rows.lock(row).ops]
         self._waiting.difference_update(arrived)
         if not lost:
             return []
-        return [row for row in self._rows.active.tolist() if any(self._rows.receipt(row) is each for each in lost)]
+        return [row for row in self._rows.active.tolist() if any(self._rows.lock(row) is each for each in lost)]
 
 
 def _after(pages: Int32Array, count: int) -> Int32Array:

@@ -77,7 +77,7 @@ class OomRecovery:
         """These rows (int64 ``[n]``) got through a step."""
         if self.backoff.is_reduced:
             for row in rows.tolist():
-                state.tenant(row).num_undone = 0
+                state.request(row).num_undone = 0
         self.backoff.passed()
 
     def lost_loads(self, num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Gives rows their pages, and remembers what the device must be told of it."""
+"""The page table of each row, and the entries that changed since the last plan."""
 
 from __future__ import annotations
 
@@ -7,34 +7,49 @@ from numpy.typing import NDArray
 
 from hiserve.cache.index.allocator import SINK_PAGE
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.core.plan import Int32Array, TableWrites
-from hiserve.engine.journal import TableJournal
-from hiserve.engine.rows import RowState
+from hiserve.core.plan import BoolArray, Int32Array, TableWrites
+
+Int64Array = NDArray[np.int64]
 
 
 class PageTables:
-    """The rows' page tables, here and, with the next plan, on the device.
+    """Page tables on the host. The next plan carries their changes to the device.
+
+    A row may get another request before the next plan. A change must not reach that request, so each keeps the
+    generation of its row.
 
     Args:
-        cache: Where pages come from.
-        rows: The planner's rows.
+        cache: Allocates pages.
+        generation: int64 ``[R]``. Number of the request in each row; ``RowState`` writes it.
+        max_len: Longest row, in tokens.
+
+    Attributes:
+        pages: int32 ``[R, max_pages]``.
+        num_pages: int32 ``[R]``. Valid entries of each row.
     """
 
-    def __init__(self, cache: PrefixCache, rows: RowState) -> None:
+    def __init__(self, cache: PrefixCache, generation: Int64Array, max_len: int) -> None:
         self._cache = cache
-        self._rows = rows
-        self._journal = TableJournal()
+        self._generation = generation
+        self._writes: list[tuple[Int64Array, Int64Array, NDArray[np.integer], Int32Array, BoolArray]] = []
+        self.pages = np.zeros((generation.size, -(-max_len // cache.page_size)), dtype=np.int32)
+        self.num_pages = np.zeros(generation.size, dtype=np.int32)
 
-    def grow(self, rows: NDArray[np.int64], num_new: Int32Array) -> bool:
-        """Gives each row the pages its new tokens and their drafts need; False, and nothing, when there are too few."""
-        state, page_size = self._rows, self._cache.page_size
-        held, end = state.num_pages[rows], state.end(rows, num_new)
+    def bind(self, row: int, prefix: Int32Array) -> None:
+        """Starts the table of a new request with the pages of its cached prefix."""
+        self.num_pages[row] = prefix.size
+        self.replace(np.full(prefix.size, row), np.arange(prefix.size), prefix)
+
+    def grow(self, rows: Int64Array, end: Int32Array) -> bool:
+        """Gives rows (int64 ``[n]``) pages for so many tokens (int32 ``[n]``); False, and nothing, when there are too few."""
+        page_size = self._cache.page_size
+        held = self.num_pages[rows]
         growing = (end > held * page_size).nonzero()[0]
         if not growing.size:
             return True
         rows, held, end = rows[growing], held[growing], end[growing]
         extra = -(-end // page_size) - held
-        before = np.where(held, state.page_table[rows, held - 1], SINK_PAGE)
+        before = np.where(held, self.pages[rows, held - 1], SINK_PAGE)
         if (extra > 1).any():
             ends = np.cumsum(extra, dtype=np.int32)
             within = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - extra, extra)
@@ -43,34 +58,33 @@ class PageTables:
         pages = self._cache.allocate(np.where(before, before + 1, SINK_PAGE))
         if pages is None:
             return False
-        state.num_pages[rows] = held + 1  # of a row's entries the last one counts
-        self.write(rows, held, pages, are_new=True)
+        self.num_pages[rows] = held + 1  # of a row's entries the last one counts
+        self.replace(rows, held, pages, are_new=True)
         return True
 
-    def write(
-        self, rows: NDArray[np.int64], indices: NDArray[np.integer], pages: Int32Array, *, are_new: bool = False
+    def replace(
+        self, rows: Int64Array, indices: NDArray[np.integer], pages: Int32Array, *, are_new: bool = False
     ) -> None:
-        """Changes entries; one row per entry. New pages are those whose tokens are to be computed."""
-        state = self._rows
-        state.page_table[rows, indices] = pages
-        self._journal.write(rows, state.admission[rows], indices, pages, are_new=are_new)
+        """Writes ``pages[i]`` into entry ``indices[i]`` of row ``rows[i]``; the tokens of new pages are still to be computed."""
+        self.pages[rows, indices] = pages
+        self._writes.append((rows, self._generation[rows], indices, pages, np.full(pages.size, are_new)))
 
-    def publish(self, rows: NDArray[np.int64], step_id: int) -> None:
-        """Publishes every page that became full with a step; dedup may move a row to pages that were there before."""
-        state, page_size = self._rows, self._cache.page_size
-        published = state.num_published[rows]
-        full = np.minimum(state.settled[rows], state.known[rows]) // page_size
-        grown = (full > published).nonzero()[0]
-        ranges = zip(rows[grown].tolist(), published[grown].tolist(), full[grown].tolist(), strict=True)
-        for row, start, end in ranges:
-            pages = state.page_table[row, start:end]
-            key = state.tokens[row, start * page_size : end * page_size].tobytes()
-            canonical = self._cache.insert(state.receipt(row), key, pages, step_id)
-            if canonical is not pages:
-                moved = np.flatnonzero(canonical != pages[: canonical.size])
-                self.write(np.full_like(moved, row), start + moved, canonical[moved])
-            state.num_published[row] = start + canonical.size
-
-    def take(self) -> TableWrites:
-        """Returns the entries that changed since the last call."""
-        return self._journal.take(self._rows.admission, self._cache.pages.owner)
+    def take_writes(self) -> TableWrites:
+        """Returns the entries that changed since the last call, of the rows' present requests."""
+        if not self._writes:
+            return TableWrites()
+        rows, generations, indices, pages, are_new = self._writes[0]
+        if len(self._writes) > 1:
+            rows, generations, indices, pages, are_new = (
+                np.concatenate(column) for column in zip(*self._writes, strict=True)
+            )
+        self._writes = []
+        live = self._generation[rows] == generations
+        pages = pages[live]
+        return TableWrites(
+            rows=rows[live].astype(np.int32),
+            indices=indices[live].astype(np.int32),
+            pages=pages,
+            owners=self._cache.pages.owner[pages],
+            are_new=are_new[live],
+        )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
@@ -24,11 +23,8 @@ from hiserve.engine.draft_counts import DraftCounts
 from hiserve.engine.host_loads import HostLoads
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
-from hiserve.engine.page_tables import PageTables
-from hiserve.engine.row_output import RowOutput
-from hiserve.engine.rows import RowState
-from hiserve.engine.scores import pick_scores
-from hiserve.engine.stop_tokens import StopTokens
+from hiserve.engine.output import pick_scores, report
+from hiserve.engine.rows import Int64Array, RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.tree_outline import outline
 from hiserve.engine.updates import RequestUpdates
@@ -39,8 +35,6 @@ from hiserve.ipc.lifecycle import StepSnapshot
 from hiserve.ipc.messages import GateCounts, WorkerStats
 from hiserve.spec.adaptive import DraftController
 
-Int64Array = NDArray[np.int64]
-
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
 
 
@@ -50,7 +44,7 @@ class _InFlight:
 
     plan: BatchPlan
     rows: Int64Array
-    admissions: Int64Array
+    generations: Int64Array
 
 
 class Planner:
@@ -90,8 +84,7 @@ class Planner:
         store_timeout_s: float = 0.0,
     ) -> None:
         self._cache = cache
-        self._rows = RowState(max_rows, max_len, cache.page_size, num_ahead=num_draft)
-        self._tables = PageTables(cache, self._rows)
+        self._rows = RowState(cache, max_rows, max_len, num_draft, eos_token_ids)
         self._costs = costs or LoadCostModel(max_batched_tokens)
         self._cache_counters = CacheCounters(cache)
         self._host_loads = HostLoads(cache, self._rows, self._costs, self._cache_counters)
@@ -99,30 +92,24 @@ class Planner:
         self._overlaps_loads = overlaps_loads
         self._waiting = WaitingQueue()
         self._max_len = max_len
-        self._stop_tokens = StopTokens(max_rows, eos_token_ids)
         self._oom_recovery = OomRecovery(max_batched_tokens)
         self._backoff = self._oom_recovery.backoff
         self._admitter = Admission(
             waiting=self._waiting,
             cache=cache,
             rows=self._rows,
-            tables=self._tables,
             host_loads=self._host_loads,
             prefetcher=self._prefetcher,
-            stop_tokens=self._stop_tokens,
             costs=self._costs,
             cache_counters=self._cache_counters,
-            max_len=max_len,
         )
         self._num_draft = num_draft
         self._draft_counts = DraftCounts(self._rows)
-        self._output = RowOutput(self._rows, self._stop_tokens, self._draft_counts)
         self._draft_choice = DraftChoice(self._rows, self._draft_counts, num_draft, controller)
         self._step_id = 0
         self._in_flight: deque[_InFlight] = deque()
-        self._released: list[int] = []
         self._updates = RequestUpdates()
-        self._counters = dict.fromkeys(("preemptions", "stale_rows", "deferred_steps"), 0)
+        self._counters = dict.fromkeys(("generated_tokens", "preemptions", "stale_rows", "deferred_steps"), 0)
 
     # --- requests -------------------------------------------------------------------------
 
@@ -192,7 +179,6 @@ class Planner:
             dropped_event_batches=dropped,
             graph_gate=gate or {},
             step_faults=dict(self._oom_recovery.counts),
-            generated_tokens=self._output.num_generated,
             cache=self._cache_counters.stats(store),
             drafts=self._draft_counts.stats(),
             **self._admitter.counters,
@@ -201,7 +187,7 @@ class Planner:
 
     def in_flight(self) -> tuple[list[StepSnapshot], list[int]]:
         """Returns the steps whose results are not in, and the copies that have not ended, by number."""
-        steps = [step_snapshot(step.plan, step.rows, step.admissions, self._rows) for step in self._in_flight]
+        steps = [step_snapshot(step.plan, step.rows, step.generations, self._rows) for step in self._in_flight]
         return steps, [op.number for op in self._cache.ops]
 
     def take_report(self) -> RequestUpdates | None:
@@ -236,9 +222,7 @@ class Planner:
             return None
         self._step_id += 1
         state = self._rows
-        computed = state.computed[rows] + allocation.num_new
-        state.computed[rows] = computed
-        state.pending[rows] += allocation.samples + allocation.num_draft
+        max_len = state.plan(rows, allocation.num_new, allocation.num_draft, allocation.samples)
         num_propose = self._draft_choice.propose(rows[allocation.samples], is_allowed=not self._backoff.is_reduced)
         plan = BatchPlan(
             step_id=self._step_id,
@@ -247,23 +231,22 @@ class Planner:
             num_draft=allocation.num_draft,
             samples=allocation.samples,
             num_scored=allocation.num_scored,
-            max_len=computed,
+            max_len=max_len,
             num_propose=num_propose,
             is_cold=self._draft_choice.is_cold,
-            release=np.array(self._released, dtype=np.int32),
+            release=state.take_released(),
             admit=tuple(admit),
             copies=copies + exchanged,
             waits=waits,
             lookups=lookups,
             host_release=self._cache.take_freed_host_pages(),
-            table=self._tables.take(),
+            table=state.tables.take_writes(),
             relocation_version=self._cache.versions.relocation_version,
             may_replay=self._backoff.may_replay,
         )
-        self._released = []
         self._cache.begin_after(self._step_id)
         self._costs.begin_step(rows.size, num_tokens - int(allocation.num_draft.sum()))
-        self._in_flight.append(_InFlight(plan, rows, state.admission[rows]))
+        self._in_flight.append(_InFlight(plan, rows, state.generation[rows]))
         return plan
 
     def _plan_running(self) -> tuple[Int64Array, Allocation]:
@@ -271,7 +254,7 @@ class Planner:
         while True:
             rows = self._host_loads.runnable(self._rows.active)
             allocation = self._allocate(rows)
-            if self._tables.grow(rows, allocation.num_new):
+            if self._rows.grow(rows, allocation.num_new):
                 return rows, allocation
             self._preempt(int(rows[-1]))
 
@@ -283,7 +266,7 @@ class Planner:
             pending=state.pending[rows],
             computed=state.computed[rows],
             limit=state.limit[rows],
-            to_score=state.to_score(rows),
+            to_score=state.num_to_score(rows),
             drafted=self._draft_choice.to_verify(rows) if self._num_draft and not self._backoff.is_reduced else None,
             max_len=self._max_len,
             budget=self._backoff.num_tokens,
@@ -293,7 +276,7 @@ class Planner:
         """Nobody else having anything to do, lets the rows start whose loads arrive first: their forward waits for them."""
         rows = self._host_loads.next_rows()  # later ones would keep them waiting; the link is as busy meanwhile
         allocation = self._allocate(rows)
-        if not self._tables.grow(rows, allocation.num_new):  # stores, or drafts in flight, still hold what was promised
+        if not self._rows.grow(rows, allocation.num_new):  # stores, or drafts in flight, still hold what was promised
             rows, allocation = rows[:0], allocation.pick(rows[:0])
         rows, allocation = decode_first(rows, allocation)
         return rows, allocation, self._host_loads.start(rows)
@@ -318,7 +301,7 @@ class Planner:
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
         seconds = self._costs.end_step(has_run=not result.deferred and result.fault is None)
         state = self._rows
-        ok = state.admission[step.rows] == step.admissions
+        ok = state.generation[step.rows] == step.generations
         if result.deferred:
             self._counters["deferred_steps"] += 1
             for row in step.rows[ok].tolist():
@@ -334,14 +317,16 @@ class Planner:
             ok &= ~faulty
         settled = step.rows[ok]
         self._oom_recovery.passed(state, settled)
-        state.settled[settled] += plan.num_new[ok]
+        state.settle(settled, plan.num_new[ok])
         sampled = ok[plan.samples]
         rows, num_draft = step.rows[plan.samples][sampled], plan.num_draft[plan.samples][sampled]
         self._draft_choice.record(plan, rows, num_draft, result.counts[sampled], seconds)
-        counts, finishes, tokens = self._output.append(rows, num_draft, result.counts[sampled], result.tokens[sampled])
+        counts, finishes, tokens = state.append(rows, num_draft, result.counts[sampled], result.tokens[sampled])
+        self._counters["generated_tokens"] += tokens.size
+        self._draft_counts.verified(rows, num_draft, counts)
         scores = pick_scores(plan, result, ok, counts, state)
-        self._output.tell(self._updates, rows, counts, finishes, tokens, scores)
-        self._tables.publish(settled, plan.step_id)
+        report(self._updates, state, self._draft_counts, rows, counts, finishes, tokens, scores)
+        state.publish(settled, plan.step_id)
         for row in rows[finishes != 0].tolist():
             self._release(row)
 
@@ -368,19 +353,10 @@ class Planner:
     def _preempt(self, row: int) -> None:
         """Takes the row away; the request will go on where its published pages end, which the host is to have too."""
         self._counters["preemptions"] += 1
-        self._cache.ensure_backed(self._rows.receipt(row))
+        self._cache.ensure_backed(self._rows.lock(row))
         self._waiting.requeue(self._release(row))
 
     def _release(self, row: int) -> Request:
-        """Ends a tenancy and returns what it held; steps in flight may still write there, in stream order."""
-        state = self._rows
-        request, lock, private = state.close(row)
+        """Takes the row from its request."""
         self._host_loads.untrack(row)
-        self._stop_tokens.clear(row)
-        request.lose_row(state.tokens[row, : state.known[row]].copy())
-        request.cached = state.cached.pop(row, None)
-        if private.size:
-            self._cache.free(private)
-        self._cache.release(lock)
-        self._released.append(row)
-        return request
+        return self._rows.release(row)

@@ -1,4 +1,4 @@
-"""The planner's view of the permanent rows: one array per fact, indexed by row."""
+"""The rows: all state of the requests that run, and each change of it."""
 
 from __future__ import annotations
 
@@ -7,186 +7,368 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.prefix_cache import PrefixLock
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.core.cache_usage import SOURCES, CacheUse
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import BoolArray, Int32Array
+from hiserve.core.request import MAX_STOP_TOKENS, FinishReason, SamplingParams
+from hiserve.engine.page_tables import Int64Array, PageTables
 from hiserve.engine.waiting_queue import Request
+
+NO_TOKEN = -1
+
+# The lengths of a row, in tokens. ``RowState.check`` asserts their order.
+#
+#     0 ──── published ──── settled ──── computed ──── known + pending ──── limit
+#            in the tree    result in    planned       after the steps      drafts in flight
+#                                                      in flight            may pass it
+#
+#     admit      known = prompt; computed = settled = published = cached prefix; pending = 0
+#     plan       computed += new tokens; pending += drafts + 1, if the step samples
+#     settle     settled += new tokens of the result
+#     append     known += accepted tokens up to a stop; pending -= drafts + 1; computed, settled -= rejected drafts
+#     publish    published = full pages below settled and known
+#     release    the row is free
 
 
 class RowState:
-    """Host mirror of the rows. Row 0 is the padding row and never used.
+    """The rows on the host: columns, indexed by row, which this class alone writes. Row 0 is the padding row.
 
-    The lengths of a row, in tokens::
-
-        0 ─ published ─ settled ─ computed ≤ known + pending ≤ limit, drafts aside
-            (pages)     (done)    (planned)
+    ``computed`` and ``pending`` are upper bounds while steps are in flight: a step may reject drafts.
 
     Args:
+        cache: Owns pages and prefixes.
         max_rows: Rows, the padding row not counted.
-        max_len: Longest that a row may get, in tokens.
-        page_size: Tokens per page.
-        num_ahead: Drafts that a step may write behind the last token of a row.
+        max_len: Longest row, in tokens.
+        num_ahead: Drafts that a step may write after the last token of a row.
+        eos_token_ids: Tokens that end every reply, unless its request ignores them.
 
     Attributes:
         tokens: int32 ``[R, max_len]``. Known tokens.
         known: int32 ``[R]``. Valid entries of ``tokens``.
-        pending: int32 ``[R]``. Tokens that steps in flight may append, at most.
-        computed: int32 ``[R]``. Tokens computed once the steps in flight end, at most.
+        pending: int32 ``[R]``. Tokens that the steps in flight may append, at most.
+        computed: int32 ``[R]``. Tokens computed after the steps in flight, at most.
         settled: int32 ``[R]``. Tokens computed by steps whose result is in.
-        limit: int32 ``[R]``. Longest the row may get.
-        drafted: int32 ``[R]``. Drafts to verify that stand behind what is known, once the steps in flight end.
-        max_draft: int32 ``[R]``. Drafts that the tenant wants verified at once, at most.
-        draft_use: int32 ``[R, 2 + num_ahead]``. Steps of the tenant that verified drafts, these, and how many of them
-            were accepted at each position.
-        has_draft_news: bool ``[R]``. Whether ``draft_use`` is still to be reported; never without speculation.
-        source: int8 ``[R]``. Where most of what was cached of the prompt came from, an index into ``SOURCES``.
-        page_table: int32 ``[R, max_pages]``.
-        num_pages: int32 ``[R]``. Valid entries of ``page_table``.
         num_published: int32 ``[R]``. Leading pages that the index owns.
-        admission: int64 ``[R]``. Serial number of the tenancy; 0 for a free row.
+        limit: int32 ``[R]``. Longest that the request may get.
+        drafted: int32 ``[R]``. Drafts to verify after the known tokens, once the steps in flight end.
+        max_draft: int32 ``[R]``. Drafts that the request lets a step verify.
+        draft_use: int32 ``[R, 2 + num_ahead]``. Steps of the request that verified drafts, these drafts, and how many
+            of them were accepted at each position.
+        source: int8 ``[R]``. Index into ``SOURCES`` of the tier that gave most of the cached prompt.
+        generation: int64 ``[R]``. Serial number of the request in its row; 0 for a free row.
         uid: int64 ``[R]``.
         num_top: int32 ``[R]``. Likeliest tokens reported with each generated one; -1 when no score is wanted.
-        score_end: int32 ``[R]``. A wanted prompt score follows each position below it, if computed in this tenancy.
-        cached: By row: what of the prompt came from the cache, until it is reported.
-        requests: The tenant of each row.
-        receipts: The tenant's lock on its published prefix.
-        active: int64 ``[n]``. Rows in use, longest tenancy first.
+        active: int64 ``[n]``. Rows in use, earliest admission first.
+        tables: Page tables.
     """
 
-    def __init__(self, max_rows: int, max_len: int, page_size: int, num_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        max_rows: int,
+        max_len: int,
+        num_ahead: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         count = max_rows + 1
-        self._page_size = page_size
-        self._num_ahead = num_ahead
+        self._cache = cache
+        self._page_size = cache.page_size
         self._max_len = max_len
+        self._num_ahead = num_ahead
         self.tokens = np.zeros((count, max_len), dtype=np.int32)
         self.known = np.zeros(count, dtype=np.int32)
         self.pending = np.zeros(count, dtype=np.int32)
         self.computed = np.zeros(count, dtype=np.int32)
         self.settled = np.zeros(count, dtype=np.int32)
+        self.num_published = np.zeros(count, dtype=np.int32)
         self.limit = np.zeros(count, dtype=np.int32)
         self.drafted = np.zeros(count, dtype=np.int32)
         self.max_draft = np.zeros(count, dtype=np.int32)
         self.draft_use = np.zeros((count, 2 + num_ahead), dtype=np.int32)
-        self.has_draft_news = np.zeros(count, dtype=np.bool_)
         self.source = np.zeros(count, dtype=np.int8)
-        self.page_table = np.zeros((count, -(-max_len // page_size)), dtype=np.int32)
-        self.num_pages = np.zeros(count, dtype=np.int32)
-        self.num_published = np.zeros(count, dtype=np.int32)
-        self.admission = np.zeros(count, dtype=np.int64)
+        self.generation = np.zeros(count, dtype=np.int64)
         self.uid = np.zeros(count, dtype=np.int64)
         self.num_top = np.full(count, -1, dtype=np.int32)
-        self.score_end = np.zeros(count, dtype=np.int32)
-        self.cached: dict[int, CacheUse] = {}
-        self.requests: list[Request | None] = [None] * count
-        self.receipts: list[PrefixLock | None] = [None] * count
         self.active = np.empty(0, dtype=np.int64)
+        self.tables = PageTables(cache, self.generation, max_len)
+        self._requests: list[Request | None] = [None] * count
+        self._locks: list[PrefixLock | None] = [None] * count  # on the published prefix
         self._free = list(range(1, count))
-        self._admissions = 0
-        self._num_scoring = 0  # rows with a ``score_end``
+        self._released: list[int] = []
+        self._num_admitted = 0
+        self._cached: dict[int, CacheUse] = {}  # not reported yet
+        self._has_draft_news = np.zeros(count, dtype=np.bool_)
+        self._score_end = np.zeros(count, dtype=np.int32)  # a wanted prompt score follows each position below it
+        self._num_scoring = 0  # rows with a ``_score_end``
+        self._eos = eos_token_ids
+        self._ignores_eos = np.zeros(count, dtype=np.bool_)
+        self._stops = np.full((count, MAX_STOP_TOKENS), NO_TOKEN, dtype=np.int32)
+        self._num_stops = np.zeros(count, dtype=np.int32)
+        self._max_stops = 0  # of any row
+
+    # --- a request comes and goes -----------------------------------------------------------
+
+    def admit(self, request: Request, lock: PrefixLock) -> int:
+        """Gives a request the lowest free row, with its cached prefix.
+
+        Args:
+            request: Its prompt is shorter than ``max_len``.
+            lock: On its cached prefix; ``release`` returns it.
+
+        Returns:
+            The row.
+        """
+        row = heapq.heappop(self._free)
+        num_prefix = lock.pages.size
+        self._num_admitted += 1
+        self.generation[row] = self._num_admitted
+        self.uid[row] = request.uid
+        self.tokens[row, : request.tokens.size] = request.tokens
+        self.known[row] = request.tokens.size
+        self.pending[row] = 0
+        self.computed[row] = self.settled[row] = num_prefix * self._page_size
+        self.num_published[row] = num_prefix
+        self.limit[row] = min(request.num_prompt + (request.sampling.max_tokens or self._max_len), self._max_len)
+        self.drafted[row] = 0
+        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead)
+        self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
+        self._has_draft_news[row] = self._num_ahead > 0
+        self.source[row] = SOURCES.index(request.source)
+        logprobs = request.sampling.logprobs
+        self.num_top[row] = -1 if logprobs is None else logprobs
+        last = request.num_prompt - 1
+        self._score_end[row] = last if request.num_scored < last else 0
+        self._num_scoring += bool(self._score_end[row])
+        self._set_stops(row, request.sampling)
+        if request.cached is not None:
+            self._cached[row] = request.cached
+        self._requests[row] = request
+        self._locks[row] = lock
+        self.active = np.append(self.active, row)
+        self.tables.bind(row, lock.pages)
+        return row
+
+    def release(self, row: int) -> Request:
+        """Takes the row from its request; steps in flight may still write its pages, in stream order.
+
+        Returns:
+            The request, with its tokens and all that is to survive until its next row.
+        """
+        request, lock = self.request(row), self.lock(row)
+        private = self.tables.pages[row, self.num_published[row] : self.tables.num_pages[row]].copy()
+        request.lose_row(self.tokens[row, : self.known[row]].copy())
+        request.draft_use = self.draft_use[row].copy()
+        request.cached = self._cached.pop(row, None)
+        self.generation[row] = 0
+        self._num_scoring -= bool(self._score_end[row])
+        self._forget_stops(row)
+        self._requests[row] = None
+        self._locks[row] = None
+        self.active = self.active[self.active != row]
+        heapq.heappush(self._free, row)
+        self._released.append(row)
+        if private.size:
+            self._cache.free(private)
+        self._cache.release(lock)
+        return request
+
+    def _set_stops(self, row: int, sampling: SamplingParams) -> None:
+        """Sets the tokens that end the reply; ``min_tokens`` is the sampler's part, which draws none of them before."""
+        stops = sampling.stop_token_ids
+        self._ignores_eos[row] = sampling.ignore_eos
+        self._stops[row] = NO_TOKEN
+        self._stops[row, : len(stops)] = stops
+        self._num_stops[row] = len(stops)
+        self._max_stops = int(self._num_stops.max())
+
+    def _forget_stops(self, row: int) -> None:
+        if self._num_stops[row]:
+            self._num_stops[row] = 0
+            self._max_stops = int(self._num_stops.max())
+
+    # --- a step is planned --------------------------------------------------------------------
+
+    def grow(self, rows: Int64Array, num_new: Int32Array) -> bool:
+        """Gives rows the pages for new tokens (int32 ``[n]``) and drafts; False, and nothing, when there are too few."""
+        end: Int32Array = self.computed[rows] + num_new
+        if self._num_ahead:
+            ahead = np.where(num_new > 0, np.int32(self._num_ahead), np.int32(0))
+            end = np.minimum(end + ahead, np.int32(self._max_len))
+        return self.tables.grow(rows, end)
+
+    def plan(self, rows: Int64Array, num_new: Int32Array, num_draft: Int32Array, samples: BoolArray) -> Int32Array:
+        """Counts a step's tokens as computed; returns the bounds of the rows' lengths after it, int32 ``[B]``.
+
+        Args:
+            rows: int64 ``[B]``.
+            num_new: int32 ``[B]``. Tokens to compute, drafts included.
+            num_draft: int32 ``[B]``.
+            samples: bool ``[B]``.
+        """
+        computed: Int32Array = self.computed[rows] + num_new
+        self.computed[rows] = computed
+        self.pending[rows] += samples + num_draft
+        return computed
+
+    def draft(self, rows: Int64Array, num_draft: int) -> bool:
+        """Counts the drafts made after a step of sampling rows (int64 ``[S]``); returns whether any row takes some."""
+        self.drafted[rows] = drafted = np.minimum(self.max_draft[rows], num_draft)
+        return bool(drafted.any())
+
+    def take_released(self) -> Int32Array:
+        """Returns the rows released since the last call."""
+        released, self._released = np.array(self._released, dtype=np.int32), []
+        return released
+
+    # --- its result is in -----------------------------------------------------------------------
+
+    def settle(self, rows: Int64Array, num_new: Int32Array) -> None:
+        """Counts the tokens (int32 ``[n]``) that a step has computed of rows, rejected drafts included."""
+        self.settled[rows] += num_new
+
+    def append(
+        self, rows: Int64Array, num_draft: Int32Array, counts: Int32Array, tokens: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Appends a settled step's tokens up to a stop, and takes back its rejected drafts.
+
+        Args:
+            rows: int64 ``[S]``.
+            num_draft: int32 ``[S]``. Drafts that the step verified.
+            counts: int32 ``[S]``. Accepted drafts + 1.
+            tokens: int32 ``[S, 1 + max draft]``.
+
+        Returns:
+            int32 ``[S]`` tokens appended to each row, int32 ``[S]`` the ``FinishReason`` of each, and int32 ``[sum]``
+            the tokens.
+        """
+        most = num_draft + 1
+        self.pending[rows] -= most
+        rejected = most - counts
+        if rejected.any():
+            assert (counts >= 1).all() and (rejected >= 0).all(), f"rows {rows} emitted {counts} of at most {most}"
+            self.computed[rows] -= rejected
+            self.settled[rows] -= rejected
+        known = self.known[rows]
+        room = self.limit[rows] - known
+        counts, stops = self._cut(rows, np.minimum(counts, room), tokens)
+        width = np.arange(tokens.shape[1])
+        is_new = width < counts[:, None]
+        places = (rows * self.tokens.shape[1] + known)[:, None] + width
+        tokens = tokens[is_new]
+        self.tokens.reshape(-1)[places[is_new]] = tokens
+        self.known[rows] = known + counts
+        finishes = np.where(counts == room, int(FinishReason.LENGTH), 0)
+        finishes[stops] = int(FinishReason.STOP)
+        return counts, finishes, tokens
+
+    def _cut(self, rows: Int64Array, counts: Int32Array, tokens: Int32Array) -> tuple[Int32Array, BoolArray]:
+        """Returns how many new tokens of each row to keep, int32 ``[S]``, and which rows end with a stop, bool ``[S]``."""
+        is_end = np.zeros(tokens.shape, dtype=np.bool_)
+        for token in self._eos:
+            is_end |= tokens == token
+        is_end &= ~self._ignores_eos[rows][:, None]
+        if self._max_stops:
+            is_end |= (tokens[:, :, None] == self._stops[rows, : self._max_stops][:, None, :]).any(axis=2)
+        is_end &= np.arange(tokens.shape[1]) < counts[:, None]
+        ends: BoolArray = np.any(is_end, axis=1)
+        if ends.any():
+            counts = counts.copy()
+            counts[ends] = is_end[ends].argmax(axis=1) + 1
+        return counts, ends
+
+    def publish(self, rows: Int64Array, step_id: int) -> None:
+        """Inserts the pages that a step filled into the index; dedup may move a row to pages that were there before."""
+        page_size = self._page_size
+        published = self.num_published[rows]
+        full = np.minimum(self.settled[rows], self.known[rows]) // page_size
+        grown = (full > published).nonzero()[0]
+        ranges = zip(rows[grown].tolist(), published[grown].tolist(), full[grown].tolist(), strict=True)
+        for row, start, end in ranges:
+            pages = self.tables.pages[row, start:end]
+            key = self.tokens[row, start * page_size : end * page_size].tobytes()
+            canonical = self._cache.insert(self.lock(row), key, pages, step_id)
+            if canonical is not pages:
+                moved = np.flatnonzero(canonical != pages[: canonical.size])
+                self.tables.replace(np.full_like(moved, row), start + moved, canonical[moved])
+            self.num_published[row] = start + canonical.size
+
+    def add_draft_use(self, rows: Int64Array, use: Int32Array) -> None:
+        """Adds what rows (int64 ``[n]``, each once) did with drafts: int32 ``[n, 2 + num_ahead]``."""
+        self.draft_use[rows] += use
+        self._has_draft_news[rows] = True
+
+    # --- questions ------------------------------------------------------------------------------
 
     @property
     def has_free_row(self) -> bool:
         """Whether another request can be admitted."""
         return bool(self._free)
 
-    def open(self, request: Request, lock: PrefixLock, limit: int) -> int:
-        """Gives a request the lowest free row, its cached prefix already in place.
-
-        Args:
-            request: The new tenant.
-            lock: Lock on its cached prefix.
-            limit: Longest the row may get.
-
-        Returns:
-            The row.
-        """
-        row = heapq.heappop(self._free)
-        self._admissions += 1
-        prefix = lock.pages
-        self.tokens[row, : request.tokens.size] = request.tokens
-        self.known[row] = request.tokens.size
-        self.pending[row] = 0
-        self.computed[row] = self.settled[row] = prefix.size * self._page_size
-        self.limit[row] = limit
-        self.drafted[row] = 0
-        self.max_draft[row] = request.sampling.most_drafts(self._num_ahead)
-        self.draft_use[row] = 0 if request.draft_use is None else request.draft_use
-        self.has_draft_news[row] = self._num_ahead > 0
-        self.source[row] = SOURCES.index(request.source)
-        self.page_table[row, : prefix.size] = prefix
-        self.num_pages[row] = self.num_published[row] = prefix.size
-        self.admission[row] = self._admissions
-        self.uid[row] = request.uid
-        logprobs = request.sampling.logprobs
-        self.num_top[row] = -1 if logprobs is None else logprobs
-        last = request.num_prompt - 1
-        self.score_end[row] = last if request.num_scored < last else 0
-        self._num_scoring += bool(self.score_end[row])
-        if request.cached is not None:
-            self.cached[row] = request.cached
-        self.requests[row] = request
-        self.receipts[row] = lock
-        self.active = np.append(self.active, row)
-        return row
-
-    def to_score(self, rows: NDArray[np.int64]) -> Int32Array:
-        """Returns how many of the tokens that each row (int64 ``[n]``) computes next are scored: int32 ``[n]``."""
-        if not self._num_scoring:
-            return np.zeros(rows.size, dtype=np.int32)
-        left: Int32Array = np.maximum(self.score_end[rows] - self.computed[rows], 0)
-        return left
-
-    def take_cached(self, rows: NDArray[np.int64]) -> list[CacheUse | None]:
-        """Returns what is still to be reported of what the cache gave each row (int64 ``[n]``); None where it was."""
-        if not self.cached:
-            return [None] * rows.size
-        return [self.cached.pop(row, None) for row in rows.tolist()]
-
-    def close(self, row: int) -> tuple[Request, PrefixLock, Int32Array]:
-        """Ends a tenancy.
-
-        Returns:
-            The tenant, its lock, and the pages that the index does not own.
-        """
-        request, lock = self.tenant(row), self.receipt(row)
-        private = self.page_table[row, self.num_published[row] : self.num_pages[row]].copy()
-        request.draft_use = self.draft_use[row].copy()
-        self.admission[row] = 0
-        self._num_scoring -= bool(self.score_end[row])
-        self.requests[row] = None
-        self.receipts[row] = None
-        self.active = self.active[self.active != row]
-        heapq.heappush(self._free, row)
-        return request, lock, private
-
-    def tenant(self, row: int) -> Request:
-        """Returns the request that has the row; there must be one."""
-        request = self.requests[row]
+    def request(self, row: int) -> Request:
+        """Returns the request in a row; there must be one."""
+        request = self._requests[row]
         assert request is not None, f"row {row} is free"
         return request
 
-    def receipt(self, row: int) -> PrefixLock:
-        """Returns the lock of the row's tenant on its published prefix; there must be one."""
-        lock = self.receipts[row]
-        assert lock is not None, f"row {row} holds no receipt"
+    def lock(self, row: int) -> PrefixLock:
+        """Returns the lock on the published prefix of a row's request; there must be one."""
+        lock = self._locks[row]
+        assert lock is not None, f"row {row} holds no lock"
         return lock
 
+    def num_to_score(self, rows: Int64Array) -> Int32Array:
+        """Returns how many of the tokens that each row (int64 ``[n]``) computes next are scored: int32 ``[n]``."""
+        if not self._num_scoring:
+            return np.zeros(rows.size, dtype=np.int32)
+        left: Int32Array = np.maximum(self._score_end[rows] - self.computed[rows], 0)
+        return left
+
+    def take_cached(self, rows: Int64Array) -> list[CacheUse | None]:
+        """Returns the cache's part in each row's prompt (int64 ``[n]``), once; None after that."""
+        if not self._cached:
+            return [None] * rows.size
+        return [self._cached.pop(row, None) for row in rows.tolist()]
+
+    def take_draft_news(self, rows: Int64Array) -> Int64Array:
+        """Returns the indices into ``rows`` (int64 ``[n]``) whose ``draft_use`` changed since the last call."""
+        fresh = np.flatnonzero(self._has_draft_news[rows])
+        if fresh.size:
+            self._has_draft_news[rows[fresh]] = False
+        return fresh
+
     def num_pages_for(self, num_known: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Returns the pages that rows take until they have one token more than these, and its drafts."""
+        """Returns the pages of rows with one token more than these, and its drafts."""
         most = np.minimum(num_known + max(1, self._num_ahead), self._max_len)
         whole: NDArray[np.integer] = -(-most // self._page_size)
         return whole
 
-    def end(self, rows: NDArray[np.int64], num_new: Int32Array) -> Int32Array:
-        """Returns where rows (int64 ``[n]``) end whose next step computes so many tokens, and proposes drafts."""
-        end: Int32Array = self.computed[rows] + num_new
-        if self._num_ahead:
-            ahead = np.where(num_new > 0, np.int32(self._num_ahead), np.int32(0))
-            end = np.minimum(end + ahead, np.int32(self._max_len))
-        return end
-
     def num_promised_pages(self) -> int:
-        """Returns the pages that rows still need for what is known of them, and one more token."""
+        """Returns the pages that rows still need for their known tokens, and one more token."""
         rows = self.active
         whole = self.num_pages_for(self.known[rows])
-        return int(np.maximum(whole - self.num_pages[rows], 0).sum())
+        return int(np.maximum(whole - self.tables.num_pages[rows], 0).sum())
+
+    def check(self) -> None:
+        """Asserts the order of the lengths of every live row, that its pages hold them, and that rows are free or live.
+
+        For tests, between steps.
+
+        Raises:
+            AssertionError: With the numbers of the row.
+        """
+        live = np.flatnonzero(self.generation)
+        assert sorted([*self._free, *live]) == list(range(1, self.generation.size)), f"rows {live}, free {self._free}"
+        assert np.array_equal(self.active, live[np.argsort(self.generation[live])]), (
+            f"rows {live}, active {self.active}"
+        )
+        most = self.limit + self._num_ahead
+        for row in live.tolist():
+            published = int(self.num_published[row]) * self._page_size
+            settled, computed = int(self.settled[row]), int(self.computed[row])
+            known, pending, limit = int(self.known[row]), int(self.pending[row]), int(self.limit[row])
+            held = int(self.tables.num_pages[row]) * self._page_size
+            facts = f"row {row}, {published=} {settled=} {computed=} {known=} {pending=} {limit=} {held=}"
+            assert 0 <= published <= settled <= computed <= known + pending, facts
+            assert known <= limit <= self._max_len and known + pending <= min(most[row], self._max_len), facts
+            assert pending >= 0 and computed <= held and self.lock(row).is_open, facts
+            assert 0 <= self.drafted[row] <= min(self.max_draft[row], self._num_ahead), f"{facts} {self.drafted[row]=}"

@@ -18,7 +18,7 @@ class InFlightPrefix:
 
     Attributes:
         row: Its row.
-        generation: Its admission; the wait ends when the row has another tenant.
+        generation: Its generation; the wait ends when the row has another request.
         num_pages: Pages it will have published when the wait has paid off.
     """
 
@@ -44,7 +44,7 @@ class Request:
         num_undone: Steps of its that failed since one did not.
         cached: What of the prompt came from the cache at first admission; None before it, and once reported.
         source: Where most of it came from, by ``CacheUse.source``.
-        draft_use: int32 ``[2 + drafts]``. The row's ``Columns.draft_use`` when the request lost it; None before that.
+        draft_use: int32 ``[2 + drafts]``. The row's ``RowState.draft_use`` when the request lost it; None before that.
         num_reported: Prompt tokens whose score was reported before this worker got the request.
         num_scored: Those, and the ones reported since; the first token has no score. All are, when none is wanted.
         was_admitted: Whether it ever had a row.

@@ -91,6 +91,7 @@ class Steps:
         raise AssertionError("the requests do not end")
 
     def take_report(self) -> None:
+        self.rows.check()
         updates = self.planner.take_report()
         if updates is None:
             return

@@ -9,9 +9,10 @@ from hiserve.engine.planner import Planner
 
 
 def check_pages(planner: Planner, cache: PrefixCache) -> None:
-    """Free, tree and rows partition the pool (INV-17, INV-19)."""
+    """Free, tree and rows partition the pool (INV-17, INV-19), and the lengths of every row are in order."""
     rows = planner._rows
-    private = [rows.page_table[r, rows.num_published[r] : rows.num_pages[r]] for r in rows.active.tolist()]
+    rows.check()
+    private = [rows.tables.pages[r, rows.num_published[r] : rows.tables.num_pages[r]] for r in rows.active.tolist()]
     tree = [node.pages for node in cache.tree.nodes()]
     free = cache.pages.free_pages()
     everything = np.concatenate([free, *private, *tree])

@@ -151,7 +151,7 @@ def test_tc_10_the_last_page_of_rejected_tokens_is_returned(page_size: int, num_
             num_ended += 0 if updates is None else sum(map(bool, updates.finishes))
             check_pages(planner, cache)
             most = np.minimum(rows.known[rows.active] + 2 * (1 + 1) + 1, MAX_LEN)  # two steps, and a draft behind them
-            assert (rows.num_pages[rows.active] <= -(-most // page_size)).all()
+            assert (rows.tables.num_pages[rows.active] <= -(-most // page_size)).all()
     assert num_ended == num_requests
     assert executor.num_drafted - executor.num_accepted > num_requests
     assert cache.pages.num_free + cache.num_evictable == cache.pages.num_pages - 1

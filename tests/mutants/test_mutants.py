@@ -120,11 +120,11 @@ with rule.{function}[2], test_budget.{test}["a-1"], test_budget:
 
 
 def test_an_entry_is_read_from_its_names() -> None:
-    (mutant,) = entries.read(ENTRY.format(function="Share.pick", test="test_x"), "worker.py")
+    (mutant,) = entries.read(ENTRY.format(function="Allocation.pick", test="test_x"), "worker.py")
     assert (mutant.title, mutant.path, mutant.scope) == (
         "a step is too large",
         "hiserve/engine/budget.py",
-        ("Share", "pick"),
+        ("Allocation", "pick"),
     )
     assert mutant.target == "hiserve.engine.budget.Allocation.pick"
     assert mutant.which == 2

@@ -1,7 +1,7 @@
 """Speculation: heads, drafts, what it costs and tells."""
 
 from hiserve.cache.storage import transfer
-from hiserve.engine import draft_counts, page_tables, planner
+from hiserve.engine import draft_counts, page_tables, planner, rows
 from hiserve.kernels import draft_reference
 from hiserve.runners import device_rows, draft_graphs, gate
 from hiserve.spec import adaptive, head
@@ -26,10 +26,10 @@ with transfer.ThreadTransfers._copy, test_spec_sources.test_tc_01_what_was_evict
     "TC-01: the head's part of a page stays on the device"
     self._host.layout.groups
     self._host.layout.groups[:1]
-with page_tables.PageTables.publish, test_spec_hits.test_tc_07_speculation_does_not_defeat_prefix_reuse:
+with rows.RowState.publish, test_spec_hits.test_tc_07_speculation_does_not_defeat_prefix_reuse:
     "TC-07: pages with drafts are found by the tokens that follow theirs"
-    state.tokens[row, start * page_size : end * page_size]
-    state.tokens[row, (ahead := min(1, state._num_ahead)) + start * page_size :][: (end - start) * page_size]
+    self.tokens[row, start * page_size : end * page_size]
+    self.tokens[row, (ahead := min(1, self._num_ahead)) + start * page_size :][: (end - start) * page_size]
 with device_rows.DeviceRows._admit, test_spec_hits.test_tc_09_lookups_in_the_text_work_over_the_host_tier:
     "TC-09: a row after a cached prefix does not know its tokens"
     self.tokens[each.row, : each.tokens.size].copy_(prompt)
@@ -65,7 +65,7 @@ with planner.Planner.plan, test_reported_bugs_drafts.test_tc_05_steps_wait_for_t
 with page_tables.PageTables.grow, test_reported_bugs_drafts.test_tc_10_the_last_page_of_rejected_tokens_is_returned:
     "TC-10: rows get new pages for all drafts at each step"
     growing = (end > held * page_size).nonzero()[0]
-    end = np.minimum(end + page_size, state._max_len)
+    end = np.minimum(end + page_size, page_size * self.pages.shape[1])
     growing = (end > held * page_size).nonzero()[0]
 with draft_counts.DraftCounts.verified, test_draft_counts.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
     "accept length: the bonus token counts as a draft"

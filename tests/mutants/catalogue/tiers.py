@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import eviction, locks, prefix_cache, radix, store_sync, tiers, transfer_ops, transfers, uploads
 from hiserve.cache.storage import page_streams, transfer, transfer_queue
-from hiserve.engine import cache_counters, page_tables, tier_transfers
+from hiserve.engine import cache_counters, rows, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
 from tests.unit.cache import test_tiers, test_uploads
 from tests.unit.engine import test_cache_counters, test_executor_faults
@@ -12,10 +12,10 @@ with prefix_cache.PrefixCache.match, test_reported_bugs_index.test_tc_62_prompts
     "TC-62: pages of the host count as cached on the device"
     -num_beyond
     0
-with page_tables.PageTables.publish, test_reported_bugs_streams.test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done:
+with rows.RowState.publish, test_reported_bugs_streams.test_tc_20_a_store_begins_when_the_forward_that_wrote_its_pages_is_done:
     "TC-20: a page is published while the forward that writes it runs"
-    state.settled
-    state.computed
+    self.settled
+    self.computed
 with transfer_queue.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
     "TC-21: a copy does not wait for its step"
     bool(queue) and queue[0].after_step <= self._done_step

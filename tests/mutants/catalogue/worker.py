@@ -2,7 +2,7 @@
 
 from hiserve.cache.index import store_sync
 from hiserve.core import step_faults
-from hiserve.engine import admission, budget, executor, fatal, journal, loop, page_tables, planner, row_output, stop_tokens, store_prefetch
+from hiserve.engine import admission, budget, executor, fatal, loop, page_tables, planner, rows, store_prefetch
 from tests.invariants import test_planner_tiers as invariants_test_planner_tiers
 from tests.invariants import test_reported_bugs_life
 from tests.unit.core import test_step_faults
@@ -31,25 +31,25 @@ with admission.Admission._admit, test_planner_pages.test_admission_leaves_the_pa
     cache.pages.num_free + cache.num_evictable
 with planner.Planner.commit, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
     "INV 46: a late result reaches the next request of a row"
-    state.admission[step.rows] == step.admissions
-    state.admission[step.rows] > 0
-with row_output.RowOutput.append, test_planner.test_rejected_drafts_are_computed_again:
+    state.generation[step.rows] == step.generations
+    state.generation[step.rows] > 0
+with rows.RowState.append, test_planner.test_rejected_drafts_are_computed_again:
     "INV 1: rejected drafts count as computed in the planner"
-    state.computed[rows] -= rejected
-    state.computed[rows] -= 0
-with stop_tokens.StopTokens.cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
+    self.computed[rows] -= rejected
+    self.computed[rows] -= 0
+with rows.RowState._cut, test_planner.test_a_stop_token_inside_an_accepted_run_cuts_the_rest:
     "INV 1: tokens after a stop token are kept"
     counts[ends] = is_end[ends].argmax(axis=1) + 1
     pass
-with page_tables.PageTables.publish, test_planner_pages.test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one:
+with rows.RowState.publish, test_planner_pages.test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one:
     "INV 8: the device is not told that a page moved"
     canonical is not pages
     False
-with journal.TableJournal.take, test_planner_pages.test_a_move_is_dropped_when_the_row_changes_hands_before_the_next_plan:
-    "journal: a move reaches the next request of a row"
-    admissions[rows] == tenancies
-    admissions[rows] > 0
-with planner.Planner._release, test_planner.test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more:
+with page_tables.PageTables.take_writes, test_planner_pages.test_a_move_is_dropped_when_the_row_changes_hands_before_the_next_plan:
+    "page tables: a move reaches the next request of a row"
+    self._generation[rows] == generations
+    self._generation[rows] > 0
+with rows.RowState.release, test_planner.test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more:
     "INV 2: an ended row leaks its pages"
     self._cache.free(private)
     pass
@@ -77,7 +77,7 @@ with planner.Planner.has_work, test_reported_bugs_life.test_tc_41_an_engine_with
     "TC-41: an engine with copies in flight is idle"
     self._host_loads.has_copies or self._prefetcher.has_work
     self._prefetcher.has_work
-with planner.Planner._release, test_reported_bugs_life.test_tc_42_a_request_aborted_at_any_step_leaves_nothing_held:
+with rows.RowState.release, test_reported_bugs_life.test_tc_42_a_request_aborted_at_any_step_leaves_nothing_held:
     "TC-42: an aborted request keeps its lock"
     self._cache.release(lock)
     pass

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hiserve.cache.index.eviction import LruEviction
+from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.cache_usage import SOURCES, CacheUse
 from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SamplingParams, SpecParams
@@ -38,12 +40,17 @@ def run(engine: Engine, uid: int, tokens: np.ndarray, max_tokens: int, **spec: o
     return told
 
 
+def rows_of(max_rows: int) -> RowState:
+    cache = PrefixCache(num_pages=20, page_size=PAGE, namespace=b"", eviction=LruEviction())
+    return RowState(cache, max_rows, max_len=16, num_ahead=NUM_DRAFT)
+
+
 def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
 def test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token() -> None:
-    state = RowState(max_rows=3, max_len=16, page_size=PAGE, num_ahead=NUM_DRAFT)
+    state = rows_of(3)
     counts, rows = DraftCounts(state), np.array([1, 3, 2])
     state.source[[1, 2, 3]] = [SOURCES.index(source) for source in ("cold", "host", "cold")]
     counts.verified(rows, ints(3, 2, 0), ints(4, 1, 1))
@@ -58,7 +65,7 @@ def test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token(
 
 
 def test_steps_count_by_how_many_drafts_follow_them() -> None:
-    counts = DraftCounts(RowState(max_rows=1, max_len=16, page_size=PAGE, num_ahead=NUM_DRAFT))
+    counts = DraftCounts(rows_of(1))
     for num_draft in (3, 0, 3):
         counts.chose(num_draft)
     assert counts.stats().chosen_steps == {"0": 1, "3": 2}

@@ -43,4 +43,4 @@ def publish(cache: PrefixCache, number: int, num_pages: int) -> None:
 
 
 def loading_of(cache: PrefixCache) -> HostLoads:
-    return HostLoads(cache, RowState(2, 8, PAGE), LoadCostModel(8), CacheCounters(cache))
+    return HostLoads(cache, RowState(cache, 2, 8), LoadCostModel(8), CacheCounters(cache))

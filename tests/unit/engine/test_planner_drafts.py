@@ -103,7 +103,7 @@ class Model:
             elif not self.flying and not self.planner.has_work:
                 return
             else:
-                self.forget(self.planner._released)  # to be told with the next plan
+                self.forget(self.planner._rows._released)  # to be told with the next plan
             if self.flying and (plan is None or len(self.flying) > self.depth):
                 self.commit()
         raise AssertionError("the requests do not end")
@@ -144,7 +144,7 @@ class Model:
             row.drafted = row.max_draft if expected[number][2] else row.drafted
             assert max_len == row.most_computed < self.max_len
             end = min(max_len + self.num_draft, self.max_len)  # of what it proposes, too
-            assert (self.planner._rows.page_table[number, : -(-end // PAGE)] > 0).all()
+            assert (self.planner._rows.tables.pages[number, : -(-end // PAGE)] > 0).all()
         is_wanted = any(samples and self.rows[number].max_draft for number, (_, _, samples) in expected.items())
         assert plan.num_propose == (self.num_draft if is_wanted else 0)
         self.flying.append((plan, [self.rows[number] for number in numbers]))

@@ -139,12 +139,12 @@ def relocated() -> tuple[Steps, int, int, int]:
     owner = writes(steps.step())[0][3]
     steps.add(2, prompt(3), max_tokens=9)  # shorter than a page: neither waits nor hits
     steps.step()
-    row, canonical = steps.row(2), int(steps.rows.page_table[steps.row(1), 0])
-    assert steps.rows.page_table[row, 0] != canonical
+    row, canonical = steps.row(2), int(steps.rows.tables.pages[steps.row(1), 0])
+    assert steps.rows.tables.pages[row, 0] != canonical
     before, free = steps.cache.versions.relocation_version, steps.cache.pages.num_free
     growth = steps.plan()
     steps.commit()
-    assert steps.rows.page_table[row, 0] == canonical
+    assert steps.rows.tables.pages[row, 0] == canonical
     assert steps.cache.versions.relocation_version == growth.relocation_version + 1 == before + 1
     assert steps.cache.pages.num_free == free - len(writes(growth)) + 1
     return steps, row, canonical, owner
@@ -178,7 +178,7 @@ def test_a_page_reaches_the_device_with_the_number_of_its_allocation_each_time()
     steps.add(1, prompt(9), max_tokens=9)
     first = writes(steps.step())
     assert [index for _, index, *_ in first] == [0, 1, 2]
-    assert [owner for *_, owner in first] == steps.cache.pages.owner[steps.rows.page_table[1, :3]].tolist()
+    assert [owner for *_, owner in first] == steps.cache.pages.owner[steps.rows.tables.pages[1, :3]].tolist()
     steps.finish()
     steps.add(2, np.append(prompt(9), 5), max_tokens=2)
     again = writes(steps.step())
@@ -191,7 +191,7 @@ def test_a_row_grows_into_the_pages_after_its_last_one() -> None:
     steps.add(1, prompt(9), max_tokens=20)
     for _ in range(20):
         steps.step()
-    pages = steps.rows.page_table[1, :7]
+    pages = steps.rows.tables.pages[1, :7]
     assert np.array_equal(pages, pages[0] + np.arange(7))
 
 

@@ -158,7 +158,7 @@ def test_a_row_starts_behind_its_load_only_with_pages_for_its_step(monkeypatch: 
         run(engine)
     add(engine, 9, prompt(21, seed=1), 1)
     with monkeypatch.context() as others_hold_them:
-        others_hold_them.setattr(planner._tables, "grow", lambda rows, num_new: not rows.size)
+        others_hold_them.setattr(planner._rows, "grow", lambda rows, num_new: not rows.size)
         plan = planner.plan()
     assert plan is not None
     assert (plan.rows.size, plan.waits) == (0, ())

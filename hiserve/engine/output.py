@@ -1,11 +1,34 @@
-"""Picks the log-probabilities out of a step's result for the requests that want them."""
+"""A step's tokens and scores, as the requests' updates."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, StepResult
-from hiserve.engine.rows import RowState
+from hiserve.engine.draft_counts import DraftCounts
+from hiserve.engine.rows import Int64Array, RowState
+from hiserve.engine.updates import RequestUpdates
+
+
+def report(
+    updates: RequestUpdates,
+    state: RowState,
+    draft_counts: DraftCounts,
+    rows: Int64Array,
+    counts: Int32Array,
+    finishes: Int32Array,
+    tokens: Int32Array,
+    scores: dict[int, bytes],
+) -> None:
+    """Adds rows with new tokens to the updates, as ``RowState.append`` returned them, then those with prompt scores alone."""
+    if scores:
+        others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int64)
+        rows, nothing = np.concatenate((rows, others)), np.zeros(others.size, dtype=np.int32)
+        counts, finishes = np.concatenate((counts, nothing)), np.concatenate((finishes, nothing))
+    uids, cached, drafts = state.uid[rows].tolist(), state.take_cached(rows), draft_counts.take(rows)
+    updates.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, drafts, tokens)
+    if scores:
+        updates.add_scores([scores.get(row, b"") for row in rows.tolist()])
 
 
 def pick_scores(
@@ -41,7 +64,7 @@ def _pack_prompts(plan: BatchPlan, result: StepResult, ok: BoolArray, state: Row
     ends = np.cumsum(plan.num_scored)
     for i in np.flatnonzero(ok & (plan.num_scored > 0)).tolist():
         row, num_scored = int(plan.rows[i]), int(plan.num_scored[i])
-        request = state.tenant(row)
+        request = state.request(row)
         num_top = request.sampling.prompt_logprobs
         start = int(plan.max_len[i] - plan.num_new[i])  # exact: nothing was drafted before the prompt ends
         told = request.num_scored - start
