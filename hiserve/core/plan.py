@@ -16,6 +16,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import PageCopy, StoreLookup
 
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 

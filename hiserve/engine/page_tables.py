@@ -7,9 +7,7 @@ from numpy.typing import NDArray
 
 from hiserve.cache.index.allocator import SINK_PAGE
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.core.plan import BoolArray, Int32Array, TableWrites
-
-Int64Array = NDArray[np.int64]
+from hiserve.core.plan import BoolArray, Int32Array, Int64Array, TableWrites
 
 
 class PageTables:

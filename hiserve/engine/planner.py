@@ -11,7 +11,7 @@ import numpy as np
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
 from hiserve.config import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, RowAdmit, StepFault, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int64Array, RowAdmit, StepFault, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.admission import Admission
@@ -24,7 +24,7 @@ from hiserve.engine.host_loads import HostLoads
 from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
-from hiserve.engine.rows import Int64Array, RowState
+from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.tree_outline import outline
 from hiserve.engine.updates import RequestUpdates
