@@ -23,7 +23,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: $(VENV)/.installed  ## a multi-turn chat with the embedded model, over HTTP
 	$(BIN)/python examples/demo.py
 
-check: $(VENV)/.installed-dev  ## format, lint, types, floors
+check: $(VENV)/.installed-dev  ## format, lint, types, floors, code that graphs cannot bear
 	$(BIN)/python -m tools.suite --checks
 
 test: $(VENV)/.installed-dev  ## everything CI runs, with one verdict: checks, what shares the machine, what does not

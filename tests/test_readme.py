@@ -26,7 +26,7 @@ NOT_RUN = {
     "git clone": "there is nothing to clone from",
     "hiserve bench soak": "takes minutes; tests/faults runs a short one",
     "hiserve bench spec": "takes minutes; tests/unit/commands runs a small one",
-    "hiserve doctor --graphs": "tests/unit/commands runs it; without a GPU it reads the code alone",
+    "hiserve doctor --graphs": "tests/unit/commands runs it; without a GPU it runs nothing",
     "hiserve serve meta-llama": "needs a GPU and a hub",
     "make demo": "is the demo itself; it installs into a .venv of its own",
     "make test": "runs this test",

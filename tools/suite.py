@@ -23,6 +23,7 @@ CHECKS = {
     "lint": ("ruff", "check", "."),
     "types": ("mypy",),
     "floors": ("lint-imports",),
+    "graphs": ("python", "-m", "tools.graph_lint"),
 }
 
 

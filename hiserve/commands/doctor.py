@@ -12,15 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from hiserve import __version__
 from hiserve.cache.storage.host_segment import probe_segments
-from hiserve.commands import doctor_graphs
-from hiserve.commands.doctor_lines import Level, line
+from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
 from hiserve.config import Config
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, Machine, resolve
@@ -29,6 +30,8 @@ from hiserve.errors import ConfigError, HiserveError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.speculation import model_facts
 
+Level = Literal["ok", "note", "fail"]
+STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
 LEAST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 11), (2, 14))
 LEAST_MEMORY_BYTES = 2 * GIB
@@ -117,15 +120,15 @@ def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
 
     Args:
         config: As given.
-        has_graphs: Look at graphs alone.
+        has_graphs: Check graphs alone.
         json: Print that as JSON.
 
     Raises:
-        ConfigError: JSON of what is a list for people.
+        ConfigError: ``json`` without ``has_graphs``.
         HiserveError: With ``has_graphs``: the model cannot be read, or the configuration is not possible here.
     """
     if has_graphs:
-        return doctor_graphs.run(config, as_json=json)
+        return _check_graphs(config, as_json=json)
     if json:
         raise ConfigError("--json goes with --graphs: hiserve doctor --graphs --json.", param="json")
     console = Console(highlight=False, soft_wrap=True)
@@ -139,8 +142,43 @@ def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
         *_model(config, machine),
     ]
     for finding in findings:
-        console.print(line(*finding))
+        console.print(_line(*finding))
     return int(any(finding.level == "fail" for finding in findings))
+
+
+def _check_graphs(config: Config, *, as_json: bool) -> int:
+    resolved = resolve(config, model_facts(config, *read_model(config.model)), probe_segments(config, probe())).config
+    answer = judge(resolved, run_on_device)
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
+    else:
+        show_graphs(answer)
+    return int(not answer.is_ready)
+
+
+def show_graphs(answer: Answer) -> None:
+    """Prints a table of the steps, or why there is none."""
+    console = Console(highlight=False, soft_wrap=True)
+    if answer.report is None:
+        console.print(_line("fail" if answer.is_broken else "note", "steps", f"not run: {answer.not_run}"))
+        return
+    table = Table(title=f"steps on {answer.report.device}, {answer.report.num_nodes} graph nodes", title_justify="left")
+    for name in ("", "step", "ran", "allocations", "difference", "problems"):
+        table.add_column(name)
+    for check in answer.report.checks:
+        numbers = (f"{check.allocations:g}", f"{check.difference:.4f}")
+        problems = Text("; ".join(check.problems))  # lines of code: brackets are no markup
+        table.add_row(_mark("fail" if check.problems else "ok"), check.kind, check.ran, *numbers, problems)
+    console.print(table)
+
+
+def _line(level: Level, name: str, text: str) -> Text:
+    """Returns a line; a name longer than its column is shown whole."""
+    return Text.assemble(_mark(level), f"{name:<13} ", text)
+
+
+def _mark(level: Level) -> Text:
+    return Text(f"{level:<5}", STYLES[level])
 
 
 def import_package(name: str) -> Package:

@@ -36,7 +36,7 @@ OUTPUT = "output.txt"
 # Tests take longest MAX_S, and under a mutant FACTOR times what they took without it, and LEAST_S. A machine on which
 # that has grown GROWTH times since they were timed is another one.
 MAX_S, FACTOR, LEAST_S, GROWTH = 1200.0, 5, 30, 1.5
-FOLDERS = ("hiserve", "tests", "benchmarks")
+FOLDERS = ("hiserve", "tests", "benchmarks", "tools")
 WORDS = {"failed": "killed", "late": "killed, late", "passed": "SURVIVED", "broken": "BROKEN"}
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 # Imports of the package and its tests that take long; none of them starts a thread.

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from hiserve.commands.graph_scan import GraphHazard, scan_source
+from tools.graph_lint.scan import GraphHazard, scan_source
 
 NEEDED = 0.95  # of what is planted
 

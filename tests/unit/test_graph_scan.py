@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import hiserve
-from hiserve.commands.graph_allowed import ALLOWED
-from hiserve.commands.graph_scan import HOT_ROOMS, PATTERNS, Allowed, scan, scan_source
+import tools.graph_lint.__main__ as graph_lint
+from tools.graph_lint.allowed import ALLOWED
+from tools.graph_lint.scan import HOT_ROOMS, PATTERNS, Allowed, scan, scan_source
 
 PACKAGE = Path(hiserve.__file__).parent
 
@@ -79,9 +80,25 @@ def in_function(body: str) -> str:
 def test_the_hot_path_has_nothing_that_breaks_a_graph() -> None:
     found = scan(PACKAGE, ALLOWED)
     told = [f"{each.file}:{each.line} {each.function}: {each.pattern}: {each.text}" for each in found.violations]
-    assert not told, "\n".join(["move it off the hot path, or say in graph_allowed.py why it may stay:", *told])
+    assert not told, "\n".join(
+        ["move it off the hot path, or say in tools/graph_lint/allowed.py why it may stay:", *told]
+    )
     assert not found.idle, f"these exceptions cover nothing any more; take them out: {found.idle}"
     assert all(each.file.startswith(tuple(f"{room}/" for room in HOT_ROOMS)) for each in found.excused)
+
+
+def test_the_command_prints_what_is_wrong_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert graph_lint.main() == 0
+    assert capsys.readouterr().out == ""
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "x.py").write_text("def f(x):\n    x.item()\n")
+    monkeypatch.setattr(graph_lint, "PACKAGE", tmp_path)
+    monkeypatch.setattr(graph_lint, "ALLOWED", [Allowed("layers/x.py", "h", "*", "of nothing")])
+    assert graph_lint.main() == 1
+    told = capsys.readouterr().out
+    assert "layers/x.py:2: f: .item() waits for the device" in told and "layers/x.py h no longer needs *" in told
 
 
 def test_every_exception_has_a_reason_and_names_a_file_and_a_pattern() -> None:

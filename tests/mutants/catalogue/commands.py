@@ -1,11 +1,11 @@
 """Commands."""
 
 from hiserve.cache.storage import inventory
-from hiserve.commands import graph_types
 from tests.unit import test_graph_planted
 from tests.unit.commands import test_cache_command
+from tools.graph_lint import values as graph_values
 
-with graph_types.collect, test_graph_planted.test_what_is_planted_is_found:
+with graph_values.collect, test_graph_planted.test_what_is_planted_is_found:
     "INV 39: tensors in fields of dataclasses are not found"
     facts.classes[each.name].update(_fields(each, facts))
     pass

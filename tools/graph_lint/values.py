@@ -1,4 +1,4 @@
-"""What ``graph_scan`` knows of values without running anything: which are tensors, masks, or the host's own.
+"""What ``scan`` knows of values without running anything: which are tensors, masks, or the host's own.
 
 Annotations say it, of arguments, fields and what functions return; docstrings say which tensors are masks (``x: bool``);
 the rest follows from torch calls and from operations on what is known. A name is what any of its assignments makes it.

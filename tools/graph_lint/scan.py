@@ -1,7 +1,7 @@
 """Reads the source of the hot path for what would break a CUDA graph, or make its launch wait for the device.
 
 It looks for host syncs, for tensors made of Python values, for shapes that depend on data, and, where steps are launched,
-for memory that each of them takes anew. ``graph_types`` says what is a tensor. Code of Triton kernels runs on the device
+for memory that each of them takes anew. ``values`` says what is a tensor. Code of Triton kernels runs on the device
 and is left out; so are files of the last three rooms that do not import torch: they have no tensors.
 """
 
@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from hiserve.commands.graph_types import (
+from tools.graph_lint.values import (
     TENSORS,
     Facts,
     Function,

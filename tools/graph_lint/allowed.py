@@ -1,8 +1,8 @@
-"""Where the hot path may do what ``graph_scan`` looks for, and why it does no harm there."""
+"""Where the hot path may do what ``scan`` looks for, and why it does no harm there."""
 
 from __future__ import annotations
 
-from hiserve.commands.graph_scan import Allowed
+from tools.graph_lint.scan import Allowed
 
 _ON_CPU = "the CPU's own; never on CUDA"
 _DEBUGGING = "with --kv-canary alone, whose steps are never captured"
