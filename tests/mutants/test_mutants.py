@@ -186,6 +186,7 @@ PROJECT = {
     "hiserve/__init__.py": "",
     "hiserve/rule.py": "def least(a, b):\n    return min(a, b)\n\n\ndef rest(a):\n    while a > 3:\n        a -= 3\n    return a\n",
     "benchmarks/__init__.py": "",
+    "tools/__init__.py": "",
     "pyproject.toml": "",
     "tests/__init__.py": "",
     "tests/unit/__init__.py": "",
