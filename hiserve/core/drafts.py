@@ -1,14 +1,17 @@
-"""What a proposer of drafts takes after a step, and what it promises."""
+"""The interface of a proposer of drafts: what it takes after a step, and the pieces of its work that graphs can hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from hiserve.core.plan import Int32Array
+from hiserve.core.upload import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,13 +23,15 @@ class DraftStep:
     Attributes:
         rows: int64 ``[B]``, on the device.
         first: int64 ``[B]``. Tokens stored before the step; of an illegal row anything.
-        legal: bool ``[B]``. Rows that passed the check; what is made for the others goes to the sink.
+        legal: bool ``[B]``. Rows that passed the check; what is made for the others goes to the padding page.
         sampling: int64 ``[S]``. Which of the B rows sampled: the last token that they know is new.
         q_lens: int32 ``[B]``, on the host. Tokens that each row computed.
         kv_bounds: int32 ``[B]``, on the host. Upper bounds of the tokens that each row stores, these included.
-        num_draft: Drafts to propose for each sampling row; 0 keeps what the proposer remembers up to date.
+        num_draft: Drafts to propose for each sampling row.
         is_greedy: No row draws at random.
-        hidden_states: ``[T, n]``, what the model showed of each token; None if the proposer asked for nothing.
+        hidden_states: ``[T, n]``, the model's output of ``Proposer.aux_layers`` for each token; None if there are none.
+        is_static: The tensors stay where they are and hold another step in each replay of a graph. All rows computed
+            the same number of tokens, and sample.
     """
 
     rows: Tensor
@@ -38,54 +43,162 @@ class DraftStep:
     num_draft: int
     is_greedy: bool
     hidden_states: Tensor | None = None
+    is_static: bool = False
 
 
-class DraftWork(Protocol):
-    """Drafting for a number of rows, in pieces that graphs can hold: over tensors that stay where they are.
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftLayout:
+    """The tokens of one draft forward: B rows and T tokens in row order.
 
     Attributes:
-        results: What the pieces compute, for comparison.
+        num_tokens: int64 ``[B]``. Tokens of each row.
+        token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
+        offsets: int64 ``[T]``. The token's index among those of its row.
+        qo_indptr: int32 ``[B + 1]``. Row b has tokens ``qo_indptr[b]`` to ``qo_indptr[b + 1]``.
+        step_indptr: int32 ``[B + 1]``. Likewise of the step before, in which each row had one token less.
+        q_lens: int32 ``[B]``, on the host. Tokens of each row.
+        kv_bounds: int32 ``[B]``, on the host. Upper bounds of the lengths that rows attend over.
+        max_kv_len: Of them all.
+        num_decode: Rows whose bounds are not exact: those that drafts were verified for, all of them here.
     """
 
-    @property
-    def results(self) -> tuple[Tensor, ...]:
-        """Tensors that the work of ``prepare`` and ``extend`` write."""
+    num_tokens: Tensor
+    token_rows: Tensor
+    offsets: Tensor
+    qo_indptr: Tensor
+    step_indptr: Tensor
+    q_lens: Int32Array
+    kv_bounds: Int32Array
+    max_kv_len: int
+    num_decode: int
 
-    def prepare(self, step: DraftStep) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """Returns the work that takes in steps of one shape, which is done once.
-
-        Behind the first way to do it the first draft can be drawn. The second does less, and behind it nothing is drawn.
+    @classmethod
+    def after(cls, step: DraftStep, max_kv_len: int) -> DraftLayout:
+        """Returns, for each row, the tokens of a step and the next one; one copy carries them to the device.
 
         Args:
-            step: Of so many rows that all computed the same number of tokens, and sample; its tensors stay where they are,
-                and hold another step each time.
-
-        Returns:
-            None if graphs cannot hold it.
+            step: Not static.
+            max_kv_len: Places of a row's pages: a token past a row's last place attends over these alone.
         """
+        q_lens = step.q_lens + np.int32(1)
+        num_tokens = q_lens.astype(np.int64)
+        indptr = np.zeros(q_lens.size + 1, dtype=np.int64)
+        np.cumsum(num_tokens, out=indptr[1:])
+        rows = np.repeat(np.arange(q_lens.size), num_tokens)
+        offsets = np.arange(indptr[-1]) - indptr[rows]
+        own = (indptr - np.arange(indptr.size)).astype(np.int32)
+        columns = upload((num_tokens, rows, offsets, indptr.astype(np.int32), own), step.rows.device)
+        counts, token_rows, token_offsets, qo_indptr, step_indptr = columns
+        bounds = np.minimum(step.kv_bounds + np.int32(1), np.int32(max_kv_len))
+        return cls(
+            num_tokens=counts,
+            token_rows=token_rows,
+            offsets=token_offsets,
+            qo_indptr=qo_indptr,
+            step_indptr=step_indptr,
+            q_lens=q_lens,
+            kv_bounds=bounds,
+            max_kv_len=int(bounds.max()),
+            num_decode=q_lens.size,
+        )
 
-    def draw(self, *, is_greedy: bool) -> None:
-        """Draws the next draft of each row, and writes it behind what the row knows."""
+    @classmethod
+    def uniform(cls, num_rows: int, width: int, max_kv_len: int, device: torch.device) -> DraftLayout:
+        """Returns ``width`` tokens of each row, made on the device."""
+        each_row, each_token = torch.arange(num_rows, device=device), torch.arange(num_rows * width, device=device)
+        indptr = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        q_lens = np.full(num_rows, width, dtype=np.int32)
+        return cls(
+            num_tokens=torch.full_like(each_row, width),
+            token_rows=each_token // width,
+            offsets=each_token % width,
+            qo_indptr=indptr * width,
+            step_indptr=indptr * (width - 1),
+            q_lens=q_lens,
+            kv_bounds=np.full_like(q_lens, max_kv_len),
+            max_kv_len=max_kv_len,
+            num_decode=num_rows,
+        )
 
-    def extend(self) -> None:
-        """Computes what was drawn; then the next draft can be drawn."""
+    def within(self, max_kv_len: int) -> DraftLayout:
+        """Returns the same tokens, where no row attends over more than so many."""
+        return replace(self, kv_bounds=np.full_like(self.kv_bounds, max_kv_len), max_kv_len=max_kv_len)
+
+
+@dataclass(slots=True, eq=False)
+class DraftChain:
+    """S rows that get drafts one by one.
+
+    Attributes:
+        rows: int64 ``[S]``. Row numbers.
+        legal: bool ``[S]``.
+        places: int64 ``[S]``. Where each row's next draft will stand. Changed.
+        logits: ``[S, vocab_size]``, of that draft. Changed.
+        carried: ``[S, F]``. The proposer's state at the token before it. Changed.
+        layout: Of forwards that compute one token of each row. Replaced as rows grow, unless the chain is static.
+        is_static: As that of the step: all tensors stay where they are.
+    """
+
+    rows: Tensor
+    legal: Tensor
+    places: Tensor
+    logits: Tensor
+    carried: Tensor
+    layout: DraftLayout
+    is_static: bool = False
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All that a draft depends on and changes, besides the rows."""
+        return self.rows, self.legal, self.places, self.logits, self.carried
 
 
 class Proposer(Protocol):
     """Guesses the next tokens of rows, cheaper than the model computes them.
 
+    After each step that is not cold, either ``update_only`` runs, or ``prepare``, then ``draft``, then ``extend`` and
+    ``draft`` for each further draft. Nothing waits for the device. Drafts change no output, only how many of its tokens
+    are accepted.
+
     Attributes:
-        aux_layers: Layers of the model, counted from 0, whose output it takes of every token, side by side; the number of
-            layers stands for what the output head takes.
+        aux_layers: Layers of the model, counted from 0, whose output the proposer takes of every token, side by side;
+            the number of layers stands for the input of the output head.
     """
 
     aux_layers: tuple[int, ...]
 
-    def draft_work(self, num_rows: int) -> DraftWork | None:
-        """Returns the work behind steps of so many rows, for graphs; None if it is not made of such pieces."""
+    def is_capturable(self, num_rows: int, width: int) -> bool:
+        """Returns whether graphs can hold its work after static steps of so many rows and tokens per row.
 
-    def propose(self, step: DraftStep) -> None:
-        """Writes ``num_draft`` tokens behind what each sampling row knows, and waits for nothing.
-
-        What it writes changes no output, only how many of its tokens are accepted.
+        If so, static steps of this shape may follow: what their graphs share is made now.
         """
+
+    def prepare(self, step: DraftStep) -> DraftChain | None:
+        """Computes what the first draft of each sampling row is drawn from.
+
+        Returns:
+            None if nothing is left to do: no row samples, or all drafts are written.
+        """
+
+    def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
+        """Draws the next draft of each row, and writes it after the tokens that the row knows."""
+
+    def extend(self, chain: DraftChain) -> None:
+        """Computes the draft drawn last, so that the next one can be drawn."""
+
+    def update_only(self, step: DraftStep) -> None:
+        """Keeps what later drafts need of a step after which none is proposed."""
+
+
+def propose(proposer: Proposer, step: DraftStep) -> None:
+    """Writes ``num_draft`` drafts after what each sampling row knows; graphs do the same in ``runners.draft_graphs``."""
+    if not step.num_draft:
+        proposer.update_only(step)
+        return
+    chain = proposer.prepare(step)
+    if chain is None:
+        return
+    for index in range(step.num_draft):
+        if index:
+            proposer.extend(chain)
+        proposer.draft(chain, is_greedy=step.is_greedy)

@@ -9,28 +9,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from hiserve.core.drafts import DraftLayout
+from hiserve.core.forward import ForwardInputs
 from hiserve.kernels.step_ops import RowTensors
 
 _MODULES = {"cpu": "hiserve.kernels.draft_reference", "cuda": "hiserve.kernels.draft_triton"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftMetadata:
-    """What a forward of a head takes of B rows and T tokens; more in ``ForwardInputs``.
-
-    Attributes:
-        kv_lens: int64 ``[B]``. Tokens a row attends over, these included.
-        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
-        input_ids: int32 ``[T]``.
-        places: int64 ``[T]``. Each token's index in its row; at the row's end it may exceed the last.
-        slots: int64 ``[T]``.
-    """
-
-    kv_lens: Tensor
-    page_table: Tensor
-    input_ids: Tensor
-    places: Tensor
-    slots: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,17 +78,14 @@ class DraftOps(Protocol):
         self,
         rows: Tensor,
         first: Tensor,
-        num: Tensor,
         legal: Tensor,
-        token_rows: Tensor,
-        offsets: Tensor,
+        layout: DraftLayout,
         state: RowTensors,
         *,
         page_size: int,
         width: int,
-        out: DraftMetadata | None = None,
-    ) -> DraftMetadata:
-        """Gathers tokens, places, slots and page tables of rows, from given places on.
+    ) -> ForwardInputs:
+        """Gathers tokens, positions, slots and page tables of rows, from given places on.
 
         An illegal row starts at 0, and has the sink for every page. The sink also stands for each page that is no
         longer the row's own. Tokens past the row's last place, or past the last page of its table, go to the sink;
@@ -114,18 +94,16 @@ class DraftOps(Protocol):
         Args:
             rows: int64 ``[B]``. Row numbers; row 0 may stand there several times.
             first: int64 ``[B]``. Place of each row's first token; of an illegal row anything.
-            num: int64 ``[B]``. Tokens of each, from 1 to ``W * page_size``.
             legal: bool ``[B]``.
-            token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
-            offsets: int64 ``[T]``. The token's index among those of its row.
+            layout: Tokens of each row, from 1 to ``W * page_size``.
             state: The rows. Unchanged.
             page_size: Tokens per page.
             width: W, entries of a row's page table; at most the row's own.
-            out: Where to write, W its own; None for new tensors. Entries of its page table past a row's last page
-                keep what they hold; in a new one they are the sink.
 
         Returns:
-            ``kv_lens`` are ``first + num``, at most ``W * page_size``.
+            Inputs without ``logits_rows``. ``kv_lens`` are ``first + num_tokens``, at most ``W * page_size``;
+            ``positions`` at the row's end may exceed its last place. Entries of the page table past a row's last page
+            are the sink.
         """
 
     def draft_hidden_states(self, step: StepHiddenStates) -> Tensor:
@@ -169,11 +147,11 @@ class DraftOps(Protocol):
         rows: Tensor,
         first: Tensor,
         legal: Tensor,
-        made: DraftMetadata,
+        made: ForwardInputs,
         progress: DraftProgress,
         *,
         page_size: int,
-    ) -> DraftMetadata:
+    ) -> ForwardInputs:
         """Leaves out the pages that a forward of a head is not to attend over: those before the rows' ``start_page``.
 
         A page with a place of the forward itself always counts.
@@ -187,7 +165,7 @@ class DraftOps(Protocol):
             page_size: Tokens per page.
 
         Returns:
-            The same tokens, places and slots; ``kv_lens`` and ``page_table`` of the pages that are left.
+            The same tokens, positions and slots; ``kv_lens`` and ``page_table`` of the pages that are left.
         """
 
     def draft_ngrams(
@@ -207,6 +185,26 @@ class DraftOps(Protocol):
             max_ngram: Most tokens that are compared.
             max_known: Upper bound of ``known_len`` of these rows; in a captured graph that of any replay.
         """
+
+
+def draft_forward(
+    layout: DraftLayout, *, kv_lens: Tensor, page_table: Tensor, input_ids: Tensor, positions: Tensor, slots: Tensor
+) -> ForwardInputs:
+    """Returns the inputs of a draft forward from what ``DraftOps.draft_inputs`` made; no logits are wanted yet."""
+    return ForwardInputs(
+        input_ids=input_ids,
+        positions=positions,
+        slots=slots,
+        token_rows=layout.token_rows,
+        qo_indptr=layout.qo_indptr,
+        kv_lens=kv_lens,
+        page_table=page_table,
+        logits_rows=layout.token_rows[:0],
+        q_lens=layout.q_lens,
+        kv_bounds=layout.kv_bounds,
+        max_kv_len=layout.max_kv_len,
+        num_decode=layout.num_decode,
+    )
 
 
 def draft_ops_for(device: torch.device) -> DraftOps:

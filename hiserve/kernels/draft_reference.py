@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
+from hiserve.core.drafts import DraftLayout
+from hiserve.core.forward import ForwardInputs
+from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates, draft_forward
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowTensors
 
@@ -15,36 +17,31 @@ from hiserve.kernels.step_ops import RowTensors
 def draft_inputs(
     rows: Tensor,
     first: Tensor,
-    num: Tensor,
     legal: Tensor,
-    token_rows: Tensor,
-    offsets: Tensor,
+    layout: DraftLayout,
     state: RowTensors,
     *,
     page_size: int,
     width: int,
-    out: DraftMetadata | None = None,
-) -> DraftMetadata:
-    """Gathers tokens, places, slots and page tables of rows, from given places on."""
-    if out is not None:
-        width = out.page_table.shape[1]
-    row_len, num_places = state.tokens.shape[1], width * page_size
+) -> ForwardInputs:
+    """Gathers tokens, positions, slots and page tables of rows, from given places on."""
+    row_len, num_places, token_rows = state.tokens.shape[1], width * page_size, layout.token_rows
     table = _own_pages(rows, legal, state, width)
     first = first * legal
-    kv_lens = (first + num).clamp_(max=num_places)
-    places = first.index_select(0, token_rows) + offsets
+    kv_lens = (first + layout.num_tokens).clamp_(max=num_places)
+    places = first.index_select(0, token_rows) + layout.offsets
     pages = table[token_rows, (places // page_size).clamp_(max=width - 1)].long()
     pages.masked_fill_(places >= min(row_len, num_places), SINK_PAGE)
     flat = rows.index_select(0, token_rows) * row_len + places.clamp(max=row_len - 1)
     is_used = torch.arange(width, device=table.device) * page_size < kv_lens[:, None]
-    made = DraftMetadata(
+    return draft_forward(
+        layout,
         kv_lens=kv_lens,
-        page_table=torch.where(is_used, table, SINK_PAGE if out is None else out.page_table),
+        page_table=torch.where(is_used, table, SINK_PAGE),
         input_ids=state.tokens.view(-1).index_select(0, flat),
-        places=places,
+        positions=places,
         slots=pages * page_size + places % page_size,
     )
-    return made if out is None else _put(made, out)
 
 
 def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Tensor:
@@ -55,15 +52,6 @@ def _own_pages(rows: Tensor, legal: Tensor, state: RowTensors, width: int) -> Te
     is_own = (table >= 0) & (table < num_pages) & legal[:, None]
     is_own &= state.page_owner[table.clamp(0, num_pages - 1).long()] == owners
     return torch.where(is_own, table, SINK_PAGE)
-
-
-def _put(made: DraftMetadata, out: DraftMetadata) -> DraftMetadata:
-    out.kv_lens.copy_(made.kv_lens)
-    out.page_table.copy_(made.page_table)
-    out.input_ids.copy_(made.input_ids)
-    out.places.copy_(made.places)
-    out.slots.copy_(made.slots)
-    return out
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
@@ -116,8 +104,8 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
 
 
 def draft_window(
-    rows: Tensor, first: Tensor, legal: Tensor, made: DraftMetadata, progress: DraftProgress, *, page_size: int
-) -> DraftMetadata:
+    rows: Tensor, first: Tensor, legal: Tensor, made: ForwardInputs, progress: DraftProgress, *, page_size: int
+) -> ForwardInputs:
     """Leaves out the pages that a forward of a head is not to attend over."""
     width = made.page_table.shape[1]
     last = torch.minimum(first, made.kv_lens - 1) // page_size

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, StepHiddenStates
+from hiserve.core.drafts import DraftLayout
+from hiserve.core.forward import ForwardInputs
+from hiserve.kernels.draft_ops import StepHiddenStates, draft_forward
 from hiserve.kernels.draft_window import draft_window, note_drafted
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.ngram_search import draft_ngrams
@@ -25,27 +27,30 @@ _FEATURE_BLOCK = 2048
 def draft_inputs(
     rows: Tensor,
     first: Tensor,
-    num: Tensor,
     legal: Tensor,
-    token_rows: Tensor,
-    offsets: Tensor,
+    layout: DraftLayout,
     state: RowTensors,
     *,
     page_size: int,
     width: int,
-    out: DraftMetadata | None = None,
-) -> DraftMetadata:
-    """Gathers tokens, places, slots and page tables of rows, from given places on, in one launch."""
-    num_rows, num_tokens = rows.shape[0], token_rows.shape[0]
-    if out is None:
-        out = _new_metadata(num_rows, num_tokens, width, rows.device)
+) -> ForwardInputs:
+    """Gathers tokens, positions, slots and page tables of rows, from given places on, in one launch."""
+    num_rows, num_tokens, device = rows.shape[0], layout.token_rows.shape[0], rows.device
+    out = draft_forward(
+        layout,
+        kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
+        page_table=torch.full((num_rows, width), SINK_PAGE, dtype=torch.int32, device=device),
+        input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
+        positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
+    )
     _draft_inputs[(num_rows + triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
         rows,
         first,
-        num,
+        layout.num_tokens,
         legal,
-        token_rows,
-        offsets,
+        layout.token_rows,
+        layout.offsets,
         state.tokens,
         state.page_table,
         state.entry_owner,
@@ -53,12 +58,12 @@ def draft_inputs(
         out.kv_lens,
         out.page_table,
         out.input_ids,
-        out.places,
+        out.positions,
         out.slots,
         num_rows,
         num_tokens,
         out.page_table.stride(0),
-        out.page_table.shape[1],
+        width,
         state.page_table.shape[1],
         state.page_owner.shape[0],
         state.tokens.shape[1],
@@ -67,19 +72,9 @@ def draft_inputs(
         TABLE_BLOCK=_TABLE_BLOCK,
         TOKEN_BLOCK=_TOKEN_BLOCK,
         num_warps=_INPUT_WARPS,
-        **early_launch(rows.device),
+        **early_launch(device),
     )
     return out
-
-
-def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.device) -> DraftMetadata:
-    return DraftMetadata(
-        kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
-        page_table=torch.full((num_rows, width), SINK_PAGE, dtype=torch.int32, device=device),
-        input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
-        places=torch.empty(num_tokens, dtype=torch.int64, device=device),
-        slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
-    )
 
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:

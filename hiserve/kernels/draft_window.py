@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
+from hiserve.core.forward import ForwardInputs
+from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowTensors
@@ -39,8 +40,8 @@ def note_drafted(step: StepHiddenStates, state: RowTensors, progress: DraftProgr
 
 
 def draft_window(
-    rows: Tensor, first: Tensor, legal: Tensor, made: DraftMetadata, progress: DraftProgress, *, page_size: int
-) -> DraftMetadata:
+    rows: Tensor, first: Tensor, legal: Tensor, made: ForwardInputs, progress: DraftProgress, *, page_size: int
+) -> ForwardInputs:
     """Leaves out the pages that a forward of a head is not to attend over, in one launch."""
     num_rows, width = made.page_table.shape
     left = replace(made, kv_lens=torch.empty_like(made.kv_lens), page_table=torch.empty_like(made.page_table))

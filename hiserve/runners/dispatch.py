@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from hiserve.core.drafts import Proposer
+from hiserve.core.drafts import Proposer, propose
 from hiserve.core.plan import BatchPlan
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Graph
@@ -137,10 +137,10 @@ class Dispatch:
         return LaunchedStep(output, inputs, outputs.hidden_states, decision.sampling == Drawing.GREEDY.value)
 
     def propose(self, plan: BatchPlan, launched_step: LaunchedStep) -> None:
-        """Drafts what follows a step, on the current stream: behind the copy of its outcome, which waits for no draft."""
+        """Drafts after a step, on the current stream: after the copy of its outcome, which waits for no draft."""
         if self._proposer is None or plan.is_cold:
             return
         if launched_step.drafts is not None:
             launched_step.drafts.propose(plan.num_propose, is_greedy=launched_step.is_greedy)
         else:
-            self._proposer.propose(draft_step(plan, launched_step))
+            propose(self._proposer, draft_step(plan, launched_step))

@@ -201,7 +201,7 @@ class GraphRunner:
             rehearse()
             _check_replay(graph, drawn, words[drawing])
         hidden_states = made.get("features")
-        drafts = None if self._drafts is None else self._drafts.behind(inputs, hidden_states)
+        drafts = None if self._drafts is None else self._drafts.after(inputs, hidden_states)
         return _CapturedStep(
             varying, columns, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts
         )

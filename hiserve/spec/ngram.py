@@ -5,7 +5,7 @@ The idea is prompt lookup decoding (Saxena 2023): replies repeat what their prom
 
 from __future__ import annotations
 
-from hiserve.core.drafts import DraftStep
+from hiserve.core.drafts import DraftChain, DraftStep
 from hiserve.kernels.draft_ops import DraftOps
 from hiserve.kernels.step_ops import RowTensors
 
@@ -33,12 +33,13 @@ class NgramProposer:
         self._min_ngram = min_ngram
         self._max_ngram = max_ngram
 
-    def draft_work(self, num_rows: int) -> None:
-        """One launch needs no graph."""
+    def is_capturable(self, num_rows: int, width: int) -> bool:
+        """Returns False: one launch needs no graph."""
+        return False
 
-    def propose(self, step: DraftStep) -> None:
-        """Writes ``num_draft`` tokens behind what each sampling row knows."""
-        if not step.num_draft or not step.sampling.shape[0]:
+    def prepare(self, step: DraftStep) -> None:
+        """Writes all drafts after what each sampling row knows: one launch finds them."""
+        if not step.sampling.shape[0]:
             return
         self._ops.draft_ngrams(
             step.rows.index_select(0, step.sampling),
@@ -48,3 +49,12 @@ class NgramProposer:
             max_ngram=self._max_ngram,
             max_known=int(step.kv_bounds.max()) + 1,  # the token drawn last is not stored
         )
+
+    def draft(self, chain: DraftChain, *, is_greedy: bool) -> None:
+        """Never called: ``prepare`` leaves no chain."""
+
+    def extend(self, chain: DraftChain) -> None:
+        """Likewise."""
+
+    def update_only(self, step: DraftStep) -> None:
+        """Does nothing: the rows' tokens are all that drafts depend on."""

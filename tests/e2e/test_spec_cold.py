@@ -158,14 +158,15 @@ def test_pages_that_were_published_in_the_cold_are_known_as_such_wherever_they_c
         script(llm, Scripted(STEPS, lambda _: False))
         seen: list[Any] = []
         proposer = proposer_of(llm)
-        propose = proposer.propose
+        prepare = proposer.prepare
 
-        def watch(step: Any) -> None:
-            propose(step)
+        def watch(step: Any) -> Any:
+            chain = prepare(step)
             row = int(step.rows[0])
             seen.append((drafted_pages(llm, warm_pages + cold_pages), int(proposer._progress.start_page[row])))
+            return chain
 
-        proposer.propose = watch  # type: ignore[method-assign]
+        proposer.prepare = watch  # type: ignore[method-assign]
         (result,) = llm.generate([[*prompt, *prompt[:7]]], one)
         assert getattr(result.cached, tier) == (warm_pages + cold_pages) * page_size
     assert seen == [([True] * warm_pages + [False] * cold_pages, warm_pages + cold_pages)]

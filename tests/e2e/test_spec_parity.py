@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from hiserve import SamplingParams
-from hiserve.spec.head import Chain, HeadProposer
+from hiserve.core.drafts import DraftChain
+from hiserve.spec.head import HeadProposer
 from tests.helpers.cache_paths import HOST, pool
 from tests.helpers.drafted import Draft, Drafted, nano, save_heads
 from tests.helpers.held_out import held_out_prompts
@@ -93,12 +94,12 @@ class Logits:
         proposer = subject.executor._runners._proposer
         assert isinstance(proposer, HeadProposer)
         self.noted: list[torch.Tensor] = []
-        self._draw = proposer.draw
-        proposer.draw = self._watch  # type: ignore[method-assign]
+        self._draft = proposer.draft
+        proposer.draft = self._watch  # type: ignore[method-assign]
 
-    def _watch(self, chain: Chain, *, is_greedy: bool) -> None:
+    def _watch(self, chain: DraftChain, *, is_greedy: bool) -> None:
         self.noted.append(chain.logits.clone())
-        self._draw(chain, is_greedy=is_greedy)
+        self._draft(chain, is_greedy=is_greedy)
 
 
 @torch.no_grad()

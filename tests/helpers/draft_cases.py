@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hiserve.core.drafts import DraftLayout
 from hiserve.kernels import step_reference
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
+from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates
 from hiserve.kernels.step_ops import RowTensors
 from tests.helpers.step_cases import STALE, random_case
 
@@ -35,20 +36,22 @@ class DraftCase:
     width: int
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def columns(self) -> tuple[Tensor, Tensor, Tensor, DraftLayout]:
         """What ``draft_inputs`` takes first."""
-        return self.rows, self.first, self.num, self.legal, self.token_rows, self.offsets
-
-    def old_metadata(self) -> DraftMetadata:
-        """Buffers of a graph, with what an earlier step left in them."""
-        num_rows, num_tokens = len(self.rows), len(self.token_rows)
-        return DraftMetadata(
-            kv_lens=torch.full((num_rows,), STALE),
-            page_table=torch.full((num_rows, self.width), STALE, dtype=torch.int32),
-            input_ids=torch.full((num_tokens,), STALE, dtype=torch.int32),
-            places=torch.full((num_tokens,), STALE),
-            slots=torch.full((num_tokens,), STALE),
+        q_lens = self.num.to(torch.int32)
+        qo_indptr = torch.cat((torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)))
+        layout = DraftLayout(
+            num_tokens=self.num,
+            token_rows=self.token_rows,
+            offsets=self.offsets,
+            qo_indptr=qo_indptr,
+            step_indptr=self.qo_indptr,
+            q_lens=q_lens.numpy(),
+            kv_bounds=q_lens.numpy(),
+            max_kv_len=self.width * self.page_size,
+            num_decode=len(self.num),
         )
+        return self.rows, self.first, self.legal, layout
 
     def step_features(self, page_table: Tensor) -> StepHiddenStates:
         """What ``draft_hidden_states`` and ``keep_hidden_states`` take; what they keep is copied."""

@@ -88,14 +88,14 @@ def greedy_drafts(llm: LLM) -> Iterator[None]:
     """Lets the head of an engine in this process propose the likeliest tokens, whatever the temperature."""
     proposer = llm._backend.engine._executor._runners._proposer  # type: ignore[attr-defined]
     assert isinstance(proposer, HeadProposer)
-    usual = proposer.draw
+    usual = proposer.draft
 
     def draw(chain: Any, *, is_greedy: bool) -> None:
         usual(chain, is_greedy=True)
 
-    proposer.draw = draw  # type: ignore[method-assign]
+    proposer.draft = draw  # type: ignore[method-assign]
     yield
-    proposer.draw = usual  # type: ignore[method-assign]
+    proposer.draft = usual  # type: ignore[method-assign]
 
 
 def shown(use: DraftUse) -> dict[str, Any]:

@@ -16,7 +16,7 @@ with draft_reference.draft_hidden_states, test_spec_sources.test_prompts_that_pa
     torch.where((first % step.page_size == 0)[:, None], at_boundary, kept)
     kept.clone()
 with (
-    head.HeadProposer.draw,
+    head.HeadProposer.draft,
     test_spec_acceptance.test_drafts_drawn_with_the_noise_of_their_places_are_accepted_more_often_than_the_likeliest,
 ):
     "INV 44: drafts are the likeliest tokens at any temperature"
@@ -34,7 +34,7 @@ with device_rows.DeviceRows._admit, test_spec_hits.test_tc_09_lookups_in_the_tex
     "TC-09: a row after a cached prefix does not know its tokens"
     self.tokens[each.row, : each.tokens.size].copy_(prompt)
     self.tokens[each.row, each.num_computed : each.tokens.size].copy_(prompt[each.num_computed :])
-with draft_graphs.DraftCapture.behind.behind, test_draft_graphs.test_drafts_behind_graphs_are_those_of_eager_steps:
+with draft_graphs.DraftCapture.after.after_step, test_draft_graphs.test_drafts_behind_graphs_are_those_of_eager_steps:
     "INV 42: draft graphs start where the captured step started"
     torch.sub(forward.kv_lens, width, out=first)
     pass
@@ -42,7 +42,7 @@ with head.HeadProposer.extend, test_spec_parity.test_drafts_are_those_of_the_hea
     "INV 42: a draft is computed from the state of the first"
     chain.carried.copy_(carried)
     pass
-with head.HeadProposer.draw, test_spec_drafts.test_a_model_that_drafts_for_itself_is_right_every_time:
+with head.HeadProposer.draft, test_spec_drafts.test_a_model_that_drafts_for_itself_is_right_every_time:
     "INV 41: drafts are drawn with the noise of another position"
     self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places, temperature > 0)
     self._step_ops.draw_free(chain.logits, temperature, seed, choice, chain.places + 1, temperature > 0)

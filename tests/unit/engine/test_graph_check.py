@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hiserve.config import Config, make_config
-from hiserve.core.drafts import DraftStep
+from hiserve.core.drafts import DraftChain, DraftStep
 from hiserve.core.machine import probe
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.resolve import resolve
@@ -142,13 +142,13 @@ def test_steps_are_checked_with_what_drafts_behind_them(specs: dict[str, str], k
     proposed = []
     proposer = subject.runners._proposer
     assert proposer is not None
-    propose = proposer.propose
+    prepare = proposer.prepare
 
-    def watch(step: DraftStep) -> None:
+    def watch(step: DraftStep) -> DraftChain | None:
         proposed.append(step.num_draft)
-        propose(step)
+        return prepare(step)
 
-    proposer.propose = watch  # type: ignore[method-assign]
+    proposer.prepare = watch  # type: ignore[method-assign]
     for each in STEPS:
         for one in (subject, other):
             check = one.check(each, subject)
@@ -159,13 +159,14 @@ def test_steps_are_checked_with_what_drafts_behind_them(specs: dict[str, str], k
         (problem,) = other.check("prefill", subject).problems
         assert problem == "differs from the eager step by nan of its largest value"
 
-    def wait(step: DraftStep) -> None:
-        watch(step)
+    def wait(step: DraftStep) -> DraftChain | None:
+        chain = watch(step)
         if len(proposed) == NUM_WARM + 1:
             raise RuntimeError("called a synchronizing CUDA operation")
+        return chain
 
     proposed.clear()
-    proposer.propose = wait  # type: ignore[method-assign]
+    proposer.prepare = wait  # type: ignore[method-assign]
     (problem,) = subject.check("decode", subject).problems
     assert problem.startswith("does not run: ") and problem.endswith("(called a synchronizing CUDA operation)")
     for one in (subject, other):

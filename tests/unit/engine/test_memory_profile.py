@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,16 @@ def test_what_drafts_behind_the_largest_steps_runs_too(spec: str) -> None:
     """Behind rows as long as they may be: drafts have no place there."""
     subject = Drafted(spec=spec, spec_steps=3, host_cache_gib=0, **pool(16))
     executor, proposed = subject.executor, []
-    propose = executor._runners._proposer.propose
+    proposer = executor._runners._proposer
 
-    def watch(step: DraftStep) -> None:
-        proposed.append((step.num_draft, int(step.kv_bounds.max())))
-        propose(step)
+    def watched(work: Callable[[DraftStep], Any]) -> Callable[[DraftStep], Any]:
+        def watch(step: DraftStep) -> Any:
+            proposed.append((step.num_draft, int(step.kv_bounds.max())))
+            return work(step)
 
-    executor._runners._proposer.propose = watch
+        return watch
+
+    proposer.prepare, proposer.update_only = watched(proposer.prepare), watched(proposer.update_only)
     with subject.llm as llm:
         profile_steps(
             executor._runners, executor._rows, Scale(1, 2, 3), max_batched_tokens=64, num_draft=3, budget_bytes=9

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from hiserve.core.drafts import DraftLayout
+from hiserve.core.forward import ForwardInputs
 from hiserve.kernels import draft_reference as twins
-from hiserve.kernels.draft_ops import DraftMetadata, DraftProgress, StepHiddenStates
+from hiserve.kernels.draft_ops import DraftProgress, StepHiddenStates
 from hiserve.kernels.reference import SINK_PAGE
 from hiserve.kernels.step_ops import RowTensors
 
@@ -40,7 +42,7 @@ class Row:
         for entry, is_drafted in enumerate(are_drafted):
             self.progress.is_drafted[LAST - entry] = float(is_drafted)
 
-    def step(self, num_new: int, num_refused: int, *, is_cold: bool) -> DraftMetadata | None:
+    def step(self, num_new: int, num_refused: int, *, is_cold: bool) -> ForwardInputs | None:
         """Computes tokens, of which the last are drafts that were refused; returns what the head attends over."""
         first, self.computed = self.computed, self.computed + num_new - num_refused
         self.state.computed_len[1] = self.computed
@@ -48,10 +50,8 @@ class Row:
             self.is_computed += [False] * (num_new - num_refused)
             return None
         rows, legal, firsts = torch.tensor([1]), torch.tensor([True]), torch.tensor([first])
-        num, offsets = torch.tensor([num_new + 1]), torch.arange(num_new + 1)
-        made = twins.draft_inputs(
-            rows, firsts, num, legal, 0 * offsets, offsets, self.state, page_size=self.page_size, width=NUM_PAGES
-        )
+        layout = DraftLayout.uniform(1, num_new + 1, NUM_PAGES * self.page_size, rows.device)
+        made = twins.draft_inputs(rows, firsts, legal, layout, self.state, page_size=self.page_size, width=NUM_PAGES)
         indptr, nothing = torch.tensor([0, num_new], dtype=torch.int32), torch.zeros((num_new, 0))
         shown = StepHiddenStates(
             nothing,
@@ -59,8 +59,8 @@ class Row:
             nothing,
             rows,
             firsts,
-            0 * offsets,
-            offsets,
+            layout.token_rows,
+            layout.offsets,
             legal,
             indptr,
             made.page_table,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.core.drafts import DraftStep
+from hiserve.core.drafts import DraftStep, propose
 from hiserve.kernels import draft_reference
 from hiserve.kernels.step_ops import RowTensors
 from hiserve.spec.ngram import NgramProposer
@@ -39,7 +39,7 @@ def repeating() -> RowTensors:
 def test_rows_that_sample_get_drafts_and_the_others_none(min_ngram: int, max_ngram: int) -> None:
     state, wanted = repeating(), repeating().tokens.tolist()
     proposer = NgramProposer(state, draft_reference, min_ngram, max_ngram)
-    proposer.propose(step(num_draft=3, sampling=[0, 1, 3, 4]))
+    propose(proposer, step(num_draft=3, sampling=[0, 1, 3, 4]))
     for row in (4, 1):
         known = KNOWN_LENS[row]
         wanted[row][known : known + 3] = looked_up(wanted[row][:known], 3, min_ngram, max_ngram)
@@ -50,7 +50,7 @@ def test_rows_that_sample_get_drafts_and_the_others_none(min_ngram: int, max_ngr
 @pytest.mark.parametrize(("num_draft", "sampling"), [(0, [0, 1]), (3, [])])
 def test_without_drafts_or_rows_for_them_nothing_is_written(num_draft: int, sampling: list[int]) -> None:
     state = repeating()
-    NgramProposer(state, draft_reference).propose(step(num_draft, sampling))
+    propose(NgramProposer(state, draft_reference), step(num_draft, sampling))
     assert torch.equal(state.tokens, repeating().tokens)
 
 
