@@ -81,17 +81,17 @@ class DraftLayout:
             max_kv_len: Places of a row's pages: a token past a row's last place attends over these alone.
         """
         q_lens = step.q_lens + np.int32(1)
-        num_tokens = q_lens.astype(np.int64)
+        counts = q_lens.astype(np.int64)
         indptr = np.zeros(q_lens.size + 1, dtype=np.int64)
-        np.cumsum(num_tokens, out=indptr[1:])
-        rows = np.repeat(np.arange(q_lens.size), num_tokens)
+        np.cumsum(counts, out=indptr[1:])
+        rows = np.repeat(np.arange(q_lens.size), counts)
         offsets = np.arange(indptr[-1]) - indptr[rows]
         own = (indptr - np.arange(indptr.size)).astype(np.int32)
-        columns = upload((num_tokens, rows, offsets, indptr.astype(np.int32), own), step.rows.device)
-        counts, token_rows, token_offsets, qo_indptr, step_indptr = columns
+        columns = upload((counts, rows, offsets, indptr.astype(np.int32), own), step.rows.device)
+        num_tokens, token_rows, token_offsets, qo_indptr, step_indptr = columns
         bounds = np.minimum(step.kv_bounds + np.int32(1), np.int32(max_kv_len))
         return cls(
-            num_tokens=counts,
+            num_tokens=num_tokens,
             token_rows=token_rows,
             offsets=token_offsets,
             qo_indptr=qo_indptr,

@@ -154,9 +154,9 @@ class HeadProposer:
 
     def extend(self, chain: DraftChain) -> None:
         """Computes the token drawn last of each row; logits and the state of the chain are replaced."""
-        attention = self._attention
+        attention, num_rows = self._attention, chain.rows.shape[0]
         if chain.is_static:
-            _, attention = self._static[chain.rows.shape[0], 1]
+            _, attention = self._static[num_rows, 1]
         else:
             chain.layout = chain.layout.within(min(chain.layout.max_kv_len + 1, self._max_kv_len))
         first = chain.places - 1
