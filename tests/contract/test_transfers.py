@@ -128,7 +128,7 @@ def test_nothing_is_copied_to_or_from_a_page_that_is_not_ready(
     bench: TransferBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(bench.host, "touch", HalfTouched(5))
+        patch.setattr(bench.host, "prefault", HalfTouched(5))
         bench.store(1, [1, 2], [4, 5])
         bench.load(2, [3], [5])
         bench.engine.wait(2)

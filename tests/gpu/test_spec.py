@@ -56,7 +56,7 @@ def on_device(case: DraftCase) -> DraftCase:
 def results(ops: Any, case: DraftCase) -> list[Tensor]:
     made = ops.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
     tensors = [getattr(made, each.name) for each in fields(made)]
-    arguments = case.step_features(made.page_table)
+    arguments = case.step_hidden_states(made.page_table)
     tensors.append(ops.draft_hidden_states(arguments))
     ops.keep_hidden_states(arguments, case.state)
     progress = case.old_progress()

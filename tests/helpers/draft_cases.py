@@ -53,7 +53,7 @@ class DraftCase:
         )
         return self.rows, self.first, self.legal, layout
 
-    def step_features(self, page_table: Tensor) -> StepHiddenStates:
+    def step_hidden_states(self, page_table: Tensor) -> StepHiddenStates:
         """What ``draft_hidden_states`` and ``keep_hidden_states`` take; what they keep is copied."""
         return StepHiddenStates(
             self.features,

@@ -30,7 +30,7 @@ def run(ops, case):
     tensors = [made.kv_lens, made.page_table, made.input_ids, made.positions, made.slots]
     progress = case.old_progress()
     if case.features.shape[0] + len(case.rows) == len(case.token_rows):
-        arguments = case.step_features(made.page_table)
+        arguments = case.step_hidden_states(made.page_table)
         tensors.append(ops.draft_hidden_states(arguments))
         ops.keep_hidden_states(arguments, case.state)
         tensors += [arguments.last, arguments.page_hidden]
@@ -97,7 +97,7 @@ def test_a_draft_token_takes_what_the_model_showed_of_the_token_before_it() -> N
     seen: Counter[str] = Counter()
     for case in cases():
         table, token = inputs(case).page_table, 0
-        taken = twins.draft_hidden_states(case.step_features(table))
+        taken = twins.draft_hidden_states(case.step_hidden_states(table))
         for number, row in enumerate(case.rows.tolist()):
             first = int(case.first[number]) if case.legal[number] else 0
             if not first:
@@ -121,10 +121,10 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
     seen: Counter[str] = Counter()
     for case in cases():
         table = inputs(case).page_table
-        arguments = case.step_features(table)
+        arguments = case.step_hidden_states(table)
         before = copied(case.state)
         twins.keep_hidden_states(arguments, case.state)
-        last, boundary_pages = case.last.clone(), case.page_hidden.clone()
+        last, page_hidden = case.last.clone(), case.page_hidden.clone()
         for number, row in enumerate(case.rows.tolist()):
             first, computed = int(case.first[number]), int(case.state.computed_len[row])
             if not case.legal[number]:
@@ -135,10 +135,10 @@ def test_a_step_keeps_what_the_model_showed_of_the_last_token_computed_and_of_en
             for place in range(first, computed):
                 page = int(table[number, place // case.page_size])
                 if (place + 1) % case.page_size == 0 and page:
-                    boundary_pages[page] = features[place - first]
+                    page_hidden[page] = features[place - first]
                     seen["page"] += 1
         assert torch.equal(arguments.last, last)
-        assert torch.equal(arguments.page_hidden, boundary_pages)
+        assert torch.equal(arguments.page_hidden, page_hidden)
         assert all(torch.equal(getattr(case.state, each.name), getattr(before, each.name)) for each in fields(before))
     print(seen)
     assert min(seen["refused"], seen["page"]) > 20
@@ -157,7 +157,7 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
         entry_owner=torch.ones((2, 64), dtype=torch.int32),
         page_owner=torch.ones(65, dtype=torch.int32),
     )
-    last, boundary_pages = torch.zeros(2, 2), torch.zeros(65, 2)
+    last, page_hidden = torch.zeros(2, 2), torch.zeros(65, 2)
     for num_new, num_refused in ((5, 0), (3, 0), (4, 2), (1, 0), (4, 3), (4, 0), (2, 1), (8, 0)):
         first = int(state.computed_len[1])
         one, zeros = torch.ones(1, dtype=torch.int64), torch.zeros(num_new + 1, dtype=torch.int64)
@@ -167,7 +167,7 @@ def test_what_one_step_keeps_the_next_one_takes(page_size: int) -> None:
         arguments = StepHiddenStates(
             features,
             last,
-            boundary_pages,
+            page_hidden,
             one,
             first * one,
             zeros,

@@ -58,7 +58,7 @@ num_kept = 0
 for _ in range(30):
     case = draft_case(generator)
     made = draft_triton.draft_inputs(*case.columns, case.state, page_size=case.page_size, width=case.width)
-    near = case.step_features(made.page_table)
+    near = case.step_hidden_states(made.page_table)
     far = replace(near, page_hidden=spread(near.page_hidden.contiguous()), last=near.last.clone())
     assert torch.equal(draft_triton.draft_hidden_states(far), draft_reference.draft_hidden_states(near))
     before = near.page_hidden.clone()
