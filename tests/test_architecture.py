@@ -27,6 +27,7 @@ TORCH_FREE = (
     "hiserve.server.app",
     "hiserve.spec.adaptive",
     "hiserve.engine.planner",
+    "hiserve.engine.service",
 )
 LISTING = "import sys, importlib; importlib.import_module(sys.argv[1]); print(*sys.modules)"
 

@@ -10,8 +10,7 @@ from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import RowAdmit
 from hiserve.engine.budget import Allocation, allocation_of_chunks
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.host_loads import HostLoads
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
 from hiserve.engine.waiting_queue import InFlightPrefix, Request, WaitingQueue

@@ -25,7 +25,10 @@ MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
 
 
 class PlanExecutor(Protocol):
-    """Runs plans in the order they are submitted."""
+    """The executing half, as the loop sees it: runs plans in the order of their submission.
+
+    It keeps torch out of this module: the loop and the service around it run with any executor, and without torch.
+    """
 
     def submit(self, plan: BatchPlan) -> Future[StepResult]:
         """Starts a step after those before it; its exception is raised by ``result()``."""
@@ -163,34 +166,45 @@ class Engine:
     def step(self) -> RequestUpdates | None:
         """Plans and submits a step, then commits the oldest one when enough are in flight.
 
-        An exception is the engine's end: there is no work for it from then on.
+        After an exception the engine has no more work.
         """
         assert self._is_consistent, "a step of this engine has failed"
-        self._is_consistent = False  # until this one has not
+        self._is_consistent = False  # until this one has ended
         self._planner.complete_transfers(self._executor.take_acks(), self._executor.take_found())
         self._planner.grow_host(self._executor.num_ready_host_pages)
-        if self._planner.is_loading and (slack_s := self._timer.time_left_s()) > 0:
-            # The device is busy: whoever's load arrives before it is not joins the next step, and not the one after.
-            self._planner.complete_transfers(self._executor.take_acks(min(slack_s, MAX_ACK_WAIT_S)))
-            self._is_consistent = True
-            return self._planner.take_report()
-        plan = self._planner.plan()
-        if plan is not None:
-            self._in_flight.append(self._executor.submit(plan))
-            self._timer.begin(plan)
-        elif not self._in_flight and self._planner.has_work:
-            self._planner.complete_transfers(
-                self._executor.take_acks(MAX_ACK_WAIT_S)
-            )  # only a copy can change anything
-        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
-            result = self._in_flight.popleft().result()
-            self._timer.end()
-            while self._planner.awaits_acks:
-                self._planner.complete_transfers(self._executor.take_acks(MAX_ACK_WAIT_S))
-            self._planner.commit(result)
-        self._publish()
+        if not self._wait_for_load():
+            plan = self._planner.plan()
+            if plan is not None:
+                self._submit(plan)
+            elif not self._in_flight and self._planner.has_work:
+                self._wait_for_ack(MAX_ACK_WAIT_S)  # only a copy can change anything
+            if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+                self._commit()
+            self._publish()
         self._is_consistent = True
         return self._planner.take_report()
+
+    def _wait_for_load(self) -> bool:
+        """Waits for a load while the device is busy: one that arrives before it is idle joins the next step, not the one after."""
+        left_s = self._timer.time_left_s() if self._planner.is_loading else 0.0
+        if left_s > 0:
+            self._wait_for_ack(min(left_s, MAX_ACK_WAIT_S))
+        return left_s > 0
+
+    def _wait_for_ack(self, wait_s: float) -> None:
+        self._planner.complete_transfers(self._executor.take_acks(wait_s))
+
+    def _submit(self, plan: BatchPlan) -> None:
+        self._in_flight.append(self._executor.submit(plan))
+        self._timer.begin(plan)
+
+    def _commit(self) -> None:
+        """Waits for the oldest step in flight, and for the loads that it read."""
+        result = self._in_flight.popleft().result()
+        self._timer.end()
+        while self._planner.awaits_acks:
+            self._wait_for_ack(MAX_ACK_WAIT_S)
+        self._planner.commit(result)
 
     def stats(self) -> WorkerStats:
         """Returns gauges and counters after the last step."""

@@ -1,4 +1,4 @@
-"""What becomes of the requests of a step that failed, and of the steps after it."""
+"""Steps that failed: the fate of their requests, and the size of the steps after them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,70 @@ from numpy.typing import NDArray
 
 from hiserve.core.plan import StepFault
 from hiserve.engine.rows import RowState
-from hiserve.engine.step_backoff import StepBackoff
 from hiserve.engine.waiting_queue import Request
 
 logger = logging.getLogger(__name__)
 
 LOAD_FAILED = "load_failed"
-# Steps that a request may lose without one in between that did not fail: when they cannot be smaller, and in any case,
-# which is more than the ladder has rungs.
+# Failed steps of one request, without a sound one in between: where steps cannot shrink, and in any case. The latter
+# is more than the sizes between the largest step and one token.
 MAX_SMALLEST, MAX_UNDONE = 2, 16
+SHRINK = 4  # a step has at most one so many-th of the tokens of the one that failed
+GROW_AFTER, MAX_GROW_AFTER = 32, 1024  # steps that must pass before steps grow again, by as much
+
+
+class StepBackoff:
+    """The size of steps: smaller after one that failed, and larger again after enough that did not.
+
+    A failed step is followed by smaller ones without drafts, down to one token. On out-of-memory, graph replay is disabled
+    last: a captured graph already owns its memory, an eager step must allocate. After ``GROW_AFTER`` sound steps, steps
+    grow again; where a grown step fails, twice as many must pass the next time.
+
+    Args:
+        max_tokens: Of a step, when nothing is wrong.
+
+    Attributes:
+        num_tokens: Of a step, now.
+        may_replay: Whether it may be replayed as a graph.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.num_tokens = max_tokens
+        self.may_replay = True
+        self._grow_after = GROW_AFTER
+        self._num_passed = 0
+        self._has_grown = False
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether steps are smaller than they could be; they have no drafts then."""
+        return self.num_tokens < self._max_tokens or not self.may_replay
+
+    def shrink(self, num_tokens: int, *, was_replay: bool) -> bool:
+        """A step of so many tokens failed; returns whether there is anything smaller."""
+        self._num_passed = 0
+        if self._has_grown:
+            self._grow_after = min(2 * self._grow_after, MAX_GROW_AFTER)
+            self._has_grown = False
+        self.num_tokens = min(self.num_tokens, max(1, num_tokens // SHRINK))
+        if num_tokens == 1 and was_replay:
+            self.may_replay = False
+            return True
+        return num_tokens > 1
+
+    def passed(self) -> None:
+        """A step did not fail."""
+        self._num_passed += 1
+        if self._num_passed < self._grow_after:
+            return
+        self._num_passed = 0
+        self._has_grown = self.is_reduced
+        if self.is_reduced:
+            self.may_replay = True
+            self.num_tokens = min(self._max_tokens, self.num_tokens * SHRINK)
+        else:
+            self._grow_after = GROW_AFTER
 
 
 class OomRecovery:

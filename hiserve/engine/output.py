@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, Int64Array, StepResult
-from hiserve.engine.draft_counts import DraftCounts
+from hiserve.engine.draft_choice import DraftCounts
 from hiserve.engine.rows import RowState
 from hiserve.engine.updates import RequestUpdates
 

@@ -11,17 +11,14 @@ import numpy as np
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
 from hiserve.config import StorePrefetch
-from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, Int64Array, RowAdmit, StepFault, StepResult
+from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, BoolArray, Int64Array, RowAdmit, StepFault, StepResult
 from hiserve.core.request import FinishReason
 from hiserve.core.transfers import CopyAck
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.crash_snapshot import step_snapshot
-from hiserve.engine.draft_choice import DraftChoice
-from hiserve.engine.draft_counts import DraftCounts
-from hiserve.engine.host_loads import HostLoads
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.draft_choice import DraftChoice, DraftCounts
+from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.rows import RowState
@@ -40,11 +37,34 @@ MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """What must be remembered of a plan until its result is in."""
+    """A plan whose result is not in.
+
+    Attributes:
+        plan: The plan.
+        rows: int64 ``[B]``. Its rows.
+        generations: int64 ``[B]``. Of these rows when it was made; a row may have another request when the result comes.
+    """
 
     plan: BatchPlan
     rows: Int64Array
     generations: Int64Array
+
+    def is_current(self, state: RowState) -> BoolArray:
+        """Returns which rows still have the request of the plan, bool ``[B]``."""
+        current: BoolArray = state.generation[self.rows] == self.generations
+        return current
+
+    def snapshot(self, state: RowState) -> StepSnapshot:
+        """Returns the orders of the plan for a report of a crash; requests that have left are not named."""
+        plan = self.plan
+        return StepSnapshot(
+            step=plan.step_id,
+            uids=state.uid[self.rows[self.is_current(state)]].tolist(),
+            num_tokens=int(plan.num_new.sum()),
+            num_drafts=int(plan.num_draft.sum()),
+            waits=list(plan.waits),
+            copies=[copy.op for copy in plan.copies],
+        )
 
 
 class Planner:
@@ -187,7 +207,7 @@ class Planner:
 
     def in_flight(self) -> tuple[list[StepSnapshot], list[int]]:
         """Returns the steps whose results are not in, and the copies that have not ended, by number."""
-        steps = [step_snapshot(step.plan, step.rows, step.generations, self._rows) for step in self._in_flight]
+        steps = [step.snapshot(self._rows) for step in self._in_flight]
         return steps, [op.number for op in self._cache.ops]
 
     def take_report(self) -> RequestUpdates | None:
@@ -301,7 +321,7 @@ class Planner:
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
         seconds = self._costs.end_step(has_run=not result.deferred and result.fault is None)
         state = self._rows
-        ok = state.generation[step.rows] == step.generations
+        ok = step.is_current(state)
         if result.deferred:
             self._counters["deferred_steps"] += 1
             for row in step.rows[ok].tolist():

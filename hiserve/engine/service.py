@@ -9,16 +9,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from hiserve.config import Config
-from hiserve.core.plan import Int32Array
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
-from hiserve.engine.loop import EngineFacts
+from hiserve.engine.loop import Engine
 from hiserve.engine.report_sender import ReportSender
 from hiserve.engine.updates import RequestUpdates
-from hiserve.ipc.cache_stats import NodeFacts, TierName
 from hiserve.ipc.channel import PeerGoneError, PollingChannel
 from hiserve.ipc.child import log_to_stderr, meet_parent
 from hiserve.ipc.codec import MalformedError, MessageDecoder, Received
@@ -43,46 +40,6 @@ HEARTBEAT_S = 1.0  # something is told that often, unless a step takes longer
 IDLE_S = 1.0  # an idle worker looks this often at what threads do meanwhile: host memory made ready, a store emptied
 
 
-class ServedEngine(Protocol):
-    """What the service needs of ``engine.loop.Engine``."""
-
-    @property
-    def facts(self) -> EngineFacts:
-        """What it tells the scheduler when it is ready."""
-
-    def add(self, admit: Admit, tokens: Int32Array) -> None:
-        """Takes a request; tokens int32 ``[n]`` are its prompt, then what it generated before."""
-
-    def abort(self, uids: list[int]) -> None:
-        """Ends requests; each is reported once, unless its end has been reported."""
-
-    def flush(self, tiers: tuple[TierName, ...]) -> int:
-        """Empties tiers of the prefix cache; returns the pages emptied."""
-
-    def inspect(self, depth: int) -> list[NodeFacts]:
-        """Returns the radix tree from its roots to ``depth`` levels below them."""
-
-    def step(self) -> RequestUpdates | None:
-        """Does what can be done now; None when there is nothing to report."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether ``step`` should be called again without waiting for a message."""
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether pages that outlive this process are on their way to slower tiers, or wait for it."""
-
-    def stats(self) -> WorkerStats:
-        """Returns gauges and counters after the last step."""
-
-    def crash_snapshot(self) -> CrashSnapshot:
-        """Returns what it is at, also after a step that failed; touches no device."""
-
-    def close(self) -> None:
-        """Gives everything back."""
-
-
 class WorkerService:
     """Serves one scheduler with one engine.
 
@@ -92,7 +49,7 @@ class WorkerService:
         incarnation: Stamped on every message.
     """
 
-    def __init__(self, engine: ServedEngine, channel: PollingChannel, incarnation: int) -> None:
+    def __init__(self, engine: Engine, channel: PollingChannel, incarnation: int) -> None:
         self._engine = engine
         self._channel = channel
         self._incarnation = incarnation
@@ -174,7 +131,7 @@ class WorkerService:
                 raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")
 
 
-def serve(endpoint: str, build: Callable[[Config, int, int, StartupMeasurements], ServedEngine]) -> int:
+def serve(endpoint: str, build: Callable[[Config, int, int, StartupMeasurements], Engine]) -> int:
     """Meets the scheduler, builds the engine and serves; returns the exit code.
 
     After a fatal error the process ends here and at once: no destructor of a broken device may hold it.
@@ -205,7 +162,7 @@ def serve(endpoint: str, build: Callable[[Config, int, int, StartupMeasurements]
     return 0
 
 
-def _crash_snapshot_of(engine: ServedEngine, replica: int) -> CrashSnapshot | None:
+def _crash_snapshot_of(engine: Engine, replica: int) -> CrashSnapshot | None:
     """Returns what a failed engine was at, if it can still tell."""
     try:
         return engine.crash_snapshot()

@@ -13,7 +13,7 @@ from hiserve.cache.index.store_sync import RunOp
 from hiserve.config import StorePrefetch
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.waiting_queue import Request
 
 MAX_WAIT_S = 60.0  # of a request that waits for the store to the end

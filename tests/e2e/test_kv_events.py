@@ -21,7 +21,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.engine import build
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import LoadCostModel
 from hiserve.errors import ConfigError, ModelError, ResourceError
 from tests.e2e.live import Live, serve
 from tests.helpers.kv_mirror import Mirror, Reader

@@ -13,7 +13,7 @@ from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, PageCopy
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
 from hiserve.ipc.messages import Admit

@@ -6,8 +6,8 @@ import itertools
 
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
+from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
-from hiserve.engine.load_costs import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
 from hiserve.engine.step_timer import StepTimer

@@ -9,7 +9,7 @@ import pytest
 
 from hiserve.cache.index.prefix_cache import HostAdmission
 from hiserve.core.transfers import CopyKind
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import LoadCostModel
 from tests.invariants.test_planner_workloads import Run
 
 CASES = list(itertools.product((0, 1, 2), (False, True), HostAdmission))

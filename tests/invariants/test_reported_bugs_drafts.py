@@ -12,7 +12,7 @@ import pytest
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, CopyKind
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.ipc.messages import Admit
 from hiserve.runners.gate import Action, Coverage, Decision, FullGraphs, PendingLoads, Reason, StepFacts, admit

@@ -29,10 +29,10 @@ with admission.Admission._admit, test_planner_pages.test_admission_leaves_the_pa
     "admission ignores pages promised to running rows"
     cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages()
     cache.pages.num_free + cache.num_evictable
-with planner.Planner.commit, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
+with planner._InFlight.is_current, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
     "INV 46: a late result reaches the next request of a row"
-    state.generation[step.rows] == step.generations
-    state.generation[step.rows] > 0
+    state.generation[self.rows] == self.generations
+    state.generation[self.rows] > 0
 with rows.RowState.append, test_planner.test_rejected_drafts_are_computed_again:
     "INV 1: rejected drafts count as computed in the planner"
     self.computed[rows] -= rejected

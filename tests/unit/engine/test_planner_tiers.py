@@ -10,7 +10,7 @@ from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
 from hiserve.engine import host_loads
-from hiserve.engine.load_costs import LoadCostModel
+from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine
 from hiserve.engine.oom_recovery import LOAD_FAILED
 from hiserve.ipc.messages import Admit

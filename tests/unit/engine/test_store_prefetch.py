@@ -11,7 +11,7 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.load_costs import MAX_LEFT, LoadCostModel
+from hiserve.engine.host_loads import MAX_LEFT, LoadCostModel
 from hiserve.engine.store_prefetch import (
     FIRST_PAGES_S,
     MAX_LOOKUPS,
