@@ -14,23 +14,30 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
-from benchmarks.record import ROOT, about
-from tests.e2e.live import serve
+from benchmarks.record import RESULTS, Record
+from benchmarks.served import cpu_s, serving
+from hiserve.bench.http import Pool
+from hiserve.bench.load_client import Client
+from hiserve.bench.online import connected
+from hiserve.bench.options import ConnectionOptions
+from hiserve.bench.server_backends import NO_USAGE
+from hiserve.bench.soak.soak_run import still_open
+from hiserve.bench.workload import Sample
 
 MAX_BODY = 16 * 2**20
 NUM_SENDERS = 10
+IDLE_S = 120.0
 BAR_RATIO, BAR_EXTRA_S = 3.0, 0.25
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 PART = '{"type":"text","text":"x"}'
-STREAM = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+PROMPT, MAX_TOKENS = "Once upon a time", 400
 
 
 def filled(start: str, entry: Callable[[int], str], end: str, num_bytes: int = 12_900_000) -> bytes:
@@ -50,22 +57,18 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
 }  # fmt: skip
 
 
-async def gaps(url: str, seconds: float) -> list[float]:
-    """Reads one stream after the other; returns the seconds between any two events, and to each first one."""
+async def gaps(client: Client, seconds: float) -> list[float]:
+    """Reads one stream after the other; returns the seconds between any two pieces of text, and to each first one.
+
+    The last stream is read to its end, so that no gap is cut off.
+    """
     found: list[float] = []
-    end = time.monotonic() + seconds
-    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as http:
-        while time.monotonic() < end:
-            last = time.monotonic()
-            async with http.stream("POST", TEXT, json=STREAM) as response:
-                response.raise_for_status()
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        now = time.monotonic()
-                        found.append(now - last)
-                        last = now
-                        if now > end:
-                            break
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        sample = Sample()
+        await client.send(PROMPT, MAX_TOKENS, sample)
+        assert not sample.error, f"{sample.error}: {sample.detail}"
+        found += np.diff([sample.begin_s, *sample.chunk_s]).tolist()
     return found
 
 
@@ -84,49 +87,51 @@ async def attack(url: str, name: str) -> None:
     await asyncio.gather(*(send() for _ in range(NUM_SENDERS)))
 
 
-async def under(url: str, name: str, seconds: float) -> tuple[list[float], dict[str, int]]:
+async def under(client: Client, url: str, name: str, seconds: float) -> tuple[list[float], dict[str, int]]:
     """Returns the gaps under an attack, and the statuses of its answers."""
     sender = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.abuse", "--attack", name, "--url", url), stdout=asyncio.subprocess.PIPE
     )
     assert sender.stdout is not None
     await sender.stdout.readline()
-    found = await gaps(url, seconds)
+    found = await gaps(client, seconds)
     sender.kill()
     statuses = (await sender.stdout.read()).decode().split()
     await sender.wait()
     return found, {status: statuses.count(status) for status in sorted(set(statuses))}
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def measure(seconds: float) -> dict[str, Any]:
     """Returns the figures of every attack."""
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ("--max-request-bytes", str(MAX_BODY), "--cpu-threads", "1", "--log-level", "warning")
-        with serve(Path(folder), *flags) as live:
-            await gaps(live.url, 3)
+    with serving("--max-request-bytes", str(MAX_BODY), "--cpu-threads", "1") as live:
+        async with connected(ConnectionOptions(url=live.url, timeout=300), "openai", ignore_eos=True) as server:
+            client = server.client.asking_for(usage=NO_USAGE)
+            await gaps(client, 3)
             for name in ATTACKS:
-                calm = await gaps(live.url, seconds)
-                before = cpu_s(live.process.pid)
-                attacked, statuses = await under(live.url, name, seconds)
+                calm = await gaps(client, seconds)
+                before, begin = cpu_s(live.process.pid), time.perf_counter()
+                attacked, statuses = await under(client, live.url, name, seconds)
+                api_cpu_share = (cpu_s(live.process.pid) - before) / (time.perf_counter() - begin)
                 figures[name] = {
                     "worst_gap_calm_ms": round(1e3 * max(calm), 1),
                     "worst_gap_attacked_ms": round(1e3 * max(attacked), 1),
                     "ratio": round(max(attacked) / max(calm), 2),
                     "median_gap_calm_ms": round(1e3 * sorted(calm)[len(calm) // 2], 2),
                     "median_gap_attacked_ms": round(1e3 * sorted(attacked)[len(attacked) // 2], 2),
-                    "api_cpu_share": round((cpu_s(live.process.pid) - before) / seconds, 2),
+                    "api_cpu_share": round(api_cpu_share, 2),
                     "answers": statuses,
                 }
                 print(name, json.dumps(figures[name]), flush=True)
-                await asyncio.to_thread(live.wait_idle, 120)
+                await until_idle(server.pool)
     return figures
+
+
+async def until_idle(pool: Pool) -> None:
+    """Waits until the server works on no request any more."""
+    async with asyncio.timeout(IDLE_S):
+        while still_open((await pool.ask("GET", "/server_info"))[1]):
+            await asyncio.sleep(0.05)
 
 
 def is_held(figure: dict[str, Any]) -> bool:
@@ -149,8 +154,9 @@ def main() -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     load = os.getloadavg()[0]
     figures = asyncio.run(measure(given.seconds))
-    result = {
-        **about("python -m benchmarks.abuse", "hiserve/server", "hiserve/text", "benchmarks/abuse.py"),
+    paths = ("hiserve/server", "hiserve/text", "benchmarks/abuse.py")
+    result = Record(RESULTS / "abuse.json", "python -m benchmarks.abuse", *paths)
+    result |= {
         "cores": given.cores,
         "load_before": round(load, 2),
         "seconds": given.seconds,
@@ -159,7 +165,7 @@ def main() -> int:
         "bar": {"ratio": BAR_RATIO, "extra_s": BAR_EXTRA_S},
         "held": {name: is_held(figure) for name, figure in figures.items()},
     }
-    (ROOT / "benchmarks/results/abuse.json").write_text(json.dumps(result, indent=1) + "\n")
+    result.save()
     print(json.dumps(result["held"]))
     return int(not all(result["held"].values()))
 

@@ -9,7 +9,6 @@ take that long. ``--tiny`` runs it on the CPU, as a test of this file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import SERVER
-from benchmarks.record import ROOT, about
+from benchmarks.record import ROOT, Record, gpu_parser
 
 FULL: dict[str, Any] = {"shape": "llama-8b", "load_format": "dummy", "max_model_len": 16_384}
 TINY: dict[str, Any] = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256}
@@ -58,22 +57,18 @@ def start(home: Path, settings: dict[str, Any], length: int, watch_s: float, pau
 
 def main() -> int:
     """Writes the result file, start by start."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--watch-s", type=float, default=100.0)
-    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     settings, length = (TINY, 64) if given.tiny else (FULL, 8192)
     command = f"python -m benchmarks.bare_start OUT.json COMMIT --watch-s {given.watch_s:g}"
-    result = about(command, *SERVER, "hiserve/llm", at_commit=given.commit, num_gpus=int(not given.tiny)) | {
-        "starts": {}
-    }
+    result = Record.of(given, command, *SERVER, "hiserve/llm")
+    result["starts"] = {}
     with tempfile.TemporaryDirectory() as home:
         for name, watch_s in {"bare": given.watch_s, "next": 3.0}.items():
             made = start(Path(home), settings, length, min(1.0, watch_s) if given.tiny else watch_s, 0.5)
             result["starts"][name] = made
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            result.save()
             rates = [each["tokens_per_s"] for each in made["prompts"]]
             told = f"prompts from {rates[0]} to {rates[-1]} tokens/s, FlashInfer {made['has_flashinfer']}"
             print(f"{name}: ready after {made['ready_s']:.1f} s, {told}", flush=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.record import ROOT, about
+from benchmarks.record import RESULTS, ROOT, Record
 
 STREAMS = 32
 CHUNKS_PER_S = 1000
@@ -117,7 +117,9 @@ def main() -> int:
             server.terminate()
     share = statistics.median(each["cpu_share"] for each in rounds)
     chunks_per_s = statistics.median(each["chunks_per_s"] for each in rounds)
-    result = about("python benchmarks/bench_tool.py", "hiserve/bench", "benchmarks/bench_tool.py") | {
+    command = "python benchmarks/bench_tool.py"
+    record = Record(RESULTS / "bench_tool.json", command, "hiserve/bench", "benchmarks/bench_tool.py")
+    record |= {
         "streams": STREAMS,
         "sent_itl_ms": STREAMS * 1000 / CHUNKS_PER_S,
         "chunks_per_s": chunks_per_s,
@@ -126,7 +128,7 @@ def main() -> int:
         "bar": BAR,
         "rounds": rounds,
     }
-    (ROOT / "benchmarks/results/bench_tool.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.save()
     print(f"{chunks_per_s:.0f} chunks/s take {share:.1%} of a core (bar {BAR:.0%})")
     return int(share > BAR)
 

@@ -10,32 +10,32 @@ of this file. The parts:
 - ``write_through``: time per token of rows that hit nothing, with a host tier and without, in turns.
 - ``conversations``: input tokens per second of conversations that the device cannot hold, from the second turn on, with a
   host tier and without.
-- ``same_tokens``: hiserve-nano in float32 over a tiny pool and a host tier keeps the margin of the reference without cache.
+- ``same_tokens``: hiserve-nano in float32 over a tiny pool and a host tier keeps the margin of an engine without cache.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.cache_sizes import FULL, SEED, TINY, Bench, Conversations
+from benchmarks.cache_sizes import FULL, SEED, TINY, Bench
+from benchmarks.conversations import copied_pages, counted, input_rate, visit
 from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
-from benchmarks.record import about
-from hiserve.models.model_config import NANO, find_model
-from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
-from tests.helpers.models import Engine
-from tests.helpers.plans import HandPlanner
+from benchmarks.record import Record, gpu_parser
+from hiserve import LLM
+from hiserve.bench.margin import Margin
+from hiserve.bench.spec.equality import EqualityChecker
+from hiserve.bench.spec.spec_run import sampling
+from hiserve.models.model_config import NANO
 
 BARS = {
     "hit over the longer half": 1.5,
@@ -161,20 +161,18 @@ def measure_write_through(bench: Bench) -> dict[str, Any]:
 def measure_conversations(bench: Bench) -> dict[str, Any]:
     """Visits conversations in groups, turn after turn, with a host tier and without."""
     case = bench.sizes.conversations
-    first = [bench.prompt(case.history) for _ in range(case.conversations)]
-    later = [[bench.prompt(case.turn_input) for _ in first] for _ in range(case.turns - 1)]
+    texts = case.texts(bench.prompt)
     result: dict[str, Any] = {}
     for name, drive in (("host", bench.host), ("device", bench.device)):
         drive.engine.flush()
         before = drive.engine.stats().cache
-        groups = visit(drive, case, first, later)
+        groups = visit(drive, case, texts)
         drive.settle()
         after = drive.engine.stats().cache
         result[name] = {
             "input_tokens_per_s": input_rate(groups),
             "seconds_per_group": statistics.median(group["seconds"] for group in counted(groups)),
-            "loaded_pages": after.loads.num_fulfilled - before.loads.num_fulfilled,
-            "stored_pages": after.stores.num_fulfilled - before.stores.num_fulfilled,
+            **copied_pages(before, after),
             "unfulfilled": {"loads": dict(after.loads.unfulfilled), "stores": dict(after.stores.unfulfilled)},
             "groups": groups,
         }
@@ -182,90 +180,32 @@ def measure_conversations(bench: Bench) -> dict[str, Any]:
     return result | {"ratios": {"conversations": ratio}}
 
 
-def visit(
-    drive: Drive, case: Conversations, first: Sequence[np.ndarray], later: Sequence[Sequence[np.ndarray]]
-) -> list[dict[str, Any]]:
-    """Returns turn, seconds, input tokens and cached tokens of each group, in order."""
-    histories, groups = list(first), []
-    for turn in range(case.turns):
-        for start in range(0, len(histories), case.group):
-            members = range(start, min(start + case.group, len(histories)))
-            begin = time.perf_counter()
-            requests = [drive.add(histories[i], case.turn_output) for i in members]
-            drive.finish(*requests)
-            seconds = time.perf_counter() - begin
-            groups.append(
-                {
-                    "turn": turn,
-                    "seconds": seconds,
-                    "input_tokens": sum(len(histories[i]) for i in members),
-                    "device_tokens": sum(seen.cached.device for seen in requests if seen.cached),
-                    "host_tokens": sum(seen.cached.host for seen in requests if seen.cached),
-                }
-            )
-            if turn + 1 < case.turns:
-                for i, seen in zip(members, requests, strict=True):
-                    said = np.array(seen.tokens, dtype=np.int32)
-                    histories[i] = np.concatenate((histories[i], said, later[turn][i]))
-    return groups
-
-
-def counted(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the visits of later turns."""
-    return [group for group in groups if group["turn"] > 0]
-
-
-def input_rate(groups: Sequence[dict[str, Any]]) -> float:
-    """Returns the input tokens per second of later turns."""
-    later = counted(groups)
-    return float(sum(group["input_tokens"] for group in later) / sum(group["seconds"] for group in later))
-
-
 def measure_same_tokens(bench: Bench) -> dict[str, Any]:
-    """Runs hiserve-nano over a pool that holds a third of the work, twice, and judges the second pass."""
-    device = bench.sizes.settings["device"]
-    drive = Drive(
-        model=NANO,
-        device=device,
-        dtype="float32",
-        page_size=16,
-        kv_pages=60,
-        max_model_len=512,
-        max_running_requests=4,
-        max_batched_tokens=64,
-        host_cache_gib=0.1,
-    )
+    """Runs hiserve-nano over a pool that holds a third of the work, twice; judges the second pass by an engine without cache."""
+    settings = {"model": NANO, "device": bench.sizes.settings["device"], "dtype": "float32", "max_model_len": 512}
+    settings |= {"page_size": 16, "max_running_requests": 4, "max_batched_tokens": 64}
+    drive = Drive(kv_pages=60, host_cache_gib=0.1, **settings)
     rng = np.random.default_rng(SEED)
-    prompts = {row: rng.integers(7, 4096, 160 + 11 * row, dtype=np.int32) for row in range(1, 9)}
+    prompts = [rng.integers(7, 4096, 160 + 11 * row, dtype=np.int32) for row in range(1, 9)]
     for _ in range(2):
-        seen = {row: drive.add(prompt, 40) for row, prompt in prompts.items()}
-        drive.finish(*seen.values())
+        seen = [drive.add(prompt, 40) for prompt in prompts]
+        drive.finish(*seen)
         drive.settle()
     stats = drive.engine.stats()
     drive.close()
-    forced = {row: teacher_forced(prompt.tolist(), seen[row].tokens) for row, prompt in prompts.items()}
-
-    def logits(where: str, chunk: int) -> dict[int, torch.Tensor]:
-        attention = "cpu" if where == "cpu" else "reference"
-        engine = Engine(find_model(NANO), device=where, attention=attention, num_pages=200, max_len=512, max_rows=9)
-        return engine.logits(HandPlanner(16, 200), forced, chunk)
-
-    reference = logits("cpu", 512)
-    difference = shape_difference(logits(device, 64), logits("cpu", 7))
-    verdict = join(
-        [
-            margin(reference[row][len(prompt) - 1 :], as_tensor(seen[row].tokens), difference)
-            for row, prompt in prompts.items()
-        ]
-    )
+    asked, replies = [prompt.tolist() for prompt in prompts], [each.tokens for each in seen]
+    with LLM(in_process=True, disable_prefix_cache=True, spec="off", log_level="warning", **settings) as plain:
+        expected = [result.outputs[0].token_ids for result in plain.generate(asked, sampling(len(asked), 0.0, 40))]
+        equality = EqualityChecker(plain).compare(asked, expected, replies, 0.0)
+    verdict = equality.margin or Margin(0.0, 0.0, 0, equality.num_tokens)
     return {
-        "is_kept": verdict.is_kept,
+        "is_kept": equality.is_kept and verdict.is_kept,
         "worst": verdict.worst,
         "epsilon": verdict.epsilon,
         "needed": verdict.num_needed,
         "positions": verdict.num_positions,
-        "distinct_tokens": len({token for each in seen.values() for token in each.tokens}),
-        "host_tokens": sum(each.cached.host for each in seen.values() if each.cached),
+        "distinct_tokens": len({token for reply in replies for token in reply}),
+        "host_tokens": sum(each.cached.host for each in seen if each.cached),
         "loaded_pages": stats.cache.loads.num_fulfilled,
     }
 
@@ -329,20 +269,12 @@ def rounded(value: Any) -> Any:
 
 def main() -> int:
     """Writes the result file, part by part; returns 1 if the tokens are not the same."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
-    parser.add_argument("--tiny", action="store_true")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     given = parser.parse_args()
     sizes = TINY if given.tiny else FULL
     flags = " --tiny" * given.tiny
-    result = about(
-        f"python -m benchmarks.cache{flags} OUT.json COMMIT",
-        *ENGINE,
-        at_commit=given.commit,
-        num_gpus=int(not given.tiny),
-    )
+    result = Record.of(given, f"python -m benchmarks.cache{flags} OUT.json COMMIT", *ENGINE)
     result |= {"seed": SEED, "workload": asdict(sizes), "bars": BARS}
     begin = time.perf_counter()
     bench = Bench(sizes)
@@ -352,12 +284,12 @@ def main() -> int:
         started = time.perf_counter()
         result["parts"][name] = PARTS[name](bench)
         result["parts"][name]["wall_s"] = time.perf_counter() - started
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
         print(f"{name} took {result['parts'][name]['wall_s']:.1f} s", flush=True)
     bench.close()
     if sizes.settings["device"] == "cuda":
         result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
     show(result["parts"])
     return int(not result["parts"].get("same_tokens", {"is_kept": True})["is_kept"])
 

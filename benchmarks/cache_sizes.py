@@ -7,31 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.conversations import Conversations
 from benchmarks.drive import Drive, Seen
 from hiserve.models.model_config import NANO
 
 SEED = 20261121
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """Conversations that the device cannot hold, visited in groups; the first turn is not counted.
-
-    Attributes:
-        conversations: How many.
-        group: At once.
-        history: Tokens of a conversation's first turn.
-        turn_input: New tokens of each later turn.
-        turn_output: Tokens of each reply.
-        turns: Of each.
-    """
-
-    conversations: int
-    group: int
-    history: int
-    turn_input: int
-    turn_output: int
-    turns: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +79,7 @@ TINY = Sizes(
         "max_batched_tokens": 256,
         "max_running_requests": 8,
         "cpu_threads": 1,
+        "spec": "off",  # as the large shape, which has no head: one token a step
     },
     host_gib=0.1,
     prefix=1024,

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 
 from hiserve.cache.storage.cache_identity import identify
-from hiserve.cache.storage.host_segment import open_segment
-from hiserve.config import known, make_config
+from hiserve.cache.storage.host_segment import open_segment, probe_segments
+from hiserve.config import Config, known, make_config
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
-from hiserve.core.resolve import resolve
+from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.build import build_engine
 from hiserve.ipc.messages import Admit
 from hiserve.models.builtin_shapes import read_model
+from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
 
 READY_TIMEOUT_S = 120.0
@@ -31,12 +32,8 @@ class Seen:
     """One request, as its caller sees it; times by ``time.perf_counter``.
 
     Attributes:
-        uid: Its number.
-        added: When it was added.
         times: When each token came.
-        tokens: They themselves.
         cached: What of its prompt came from the cache.
-        is_done: Its last token has come.
     """
 
     uid: int
@@ -69,12 +66,18 @@ class LoadSeen:
     num_bytes: int = 0
 
 
+def resolve_settings(**settings: Any) -> tuple[Resolved, Config, ModelConfig]:
+    """Returns what a server would resolve, the configuration of its engine, and the model's shape."""
+    given = make_config(log_level="warning", **settings)
+    folder, model = read_model(given.model)
+    resolved = resolve(given, model_facts(given, folder, model), probe_segments(given, probe()))
+    return resolved, identify(resolved.config, folder, model), model
+
+
 class Drive:
     """An engine and everything that was seen of it.
 
     Attributes:
-        settings: As resolved.
-        model: Its shape.
         max_len: Of its longest request, in tokens.
         memory: The plan of ``resolve``, bytes by item.
         build_s: Seconds until it was ready, its host pages included if they are awaited.
@@ -87,10 +90,7 @@ class Drive:
 
     def __init__(self, *, awaits_host: bool = True, **settings: Any) -> None:
         begin = time.perf_counter()
-        given = make_config(log_level="warning", **settings)
-        folder, model = read_model(given.model)
-        resolved = resolve(given, model_facts(given, folder, model), probe())
-        self.settings = identify(resolved.config, folder, model)
+        resolved, self.settings, model = resolve_settings(**settings)
         self.memory = resolved.memory | resolved.host_memory
         self.model, self.vocab_size = model, model.vocab_size
         self.max_len = known(resolved.config.model.max_model_len)

@@ -11,11 +11,9 @@ seconds of all and of the longest. ``--tiny`` runs all of it on the CPU, where n
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,7 +21,7 @@ import numpy as np
 
 from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
-from benchmarks.record import about
+from benchmarks.record import Record, gpu_parser
 from hiserve.cache.storage.prefault import Prefault
 from hiserve.models.model_config import NANO
 
@@ -120,20 +118,15 @@ def compare(found: dict[str, Any], none: dict[str, Any]) -> dict[str, dict[str, 
 
 def main() -> int:
     """Writes the result file, shape by shape."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["qwen3-0.6b"])
     parser.add_argument("--piece-mib", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     flags = f"--shapes {' '.join(given.shapes)} --piece-mib {' '.join(map(str, given.piece_mib))}"
     command = f"python -m benchmarks.first_seconds OUT.json COMMIT {flags}"
-    result = about(command, *ENGINE, at_commit=given.commit, num_gpus=int(not given.tiny)) | {
-        "seed": SEED,
-        "shapes": {},
-    }
+    result = Record.of(given, command, *ENGINE)
+    result |= {"seed": SEED, "shapes": {}}
     workloads = TINY_WORKLOADS if given.tiny else WORKLOADS
     for shape in [NANO] if given.tiny else given.shapes:
         settings = TINY if given.tiny else {"shape": shape, "load_format": "dummy", "device": "cuda"}
@@ -144,7 +137,7 @@ def main() -> int:
             with mock.patch.dict(Prefault.__init__.__kwdefaults__, piece_bytes=piece_mib * MIB):
                 rounds[name] = measure(settings, workloads, given.rounds, True)
             told["of no host tier"][name] = compare(rounds[name], rounds["none"])
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            result.save()
             print(shape, name, json.dumps(told["of no host tier"][name]), flush=True)
     return 0
 

@@ -24,22 +24,12 @@ SERVER = (*ENGINE, "hiserve/text", "hiserve/ipc", "hiserve/scheduler", "hiserve/
 
 
 def measured(*paths: str, root: Path = ROOT) -> dict[str, Any]:
-    """Returns what a result file says of the code that it measures.
-
-    Args:
-        paths: Files and folders, relative to ``root``. Each must exist.
-        root: Of the repository.
-    """
+    """Returns what a result file says of the code that it measures; each path exists, relative to ``root``."""
     return {"paths": sorted(paths), "digest": digest(tuple(sorted(paths)), root)}
 
 
 def is_current(found: dict[str, Any], root: Path = ROOT) -> bool:
-    """Says whether a result file was made with the code that is here; false where it does not say with which code.
-
-    Args:
-        found: The file's content.
-        root: Of the repository.
-    """
+    """Says whether a result file was made with the code that is here; false where it does not say with which code."""
     said = found.get("measured")
     if said is None or not all((root / path).exists() for path in said["paths"]):
         return False
@@ -48,12 +38,7 @@ def is_current(found: dict[str, Any], root: Path = ROOT) -> bool:
 
 @cache
 def digest(paths: tuple[str, ...], root: Path) -> str:
-    """Returns 16 hexadecimal digits of the names and contents of files.
-
-    Args:
-        paths: Files and folders, relative to ``root``.
-        root: Of the repository.
-    """
+    """Returns 16 hexadecimal digits of the names and contents of files and folders, relative to ``root``."""
     total = hashlib.sha256()
     for path in sorted({file for each in paths for file in _files(root / each)}):
         content = _code(path.read_text(encoding="utf-8")).encode() if path.suffix == ".py" else path.read_bytes()

@@ -13,7 +13,7 @@ import statistics
 import time
 
 from benchmarks.measured import ENGINE
-from benchmarks.record import ROOT, about
+from benchmarks.record import RESULTS, ROOT, Record
 from hiserve import LLM, SamplingParams
 from hiserve.core.draft_use import DraftUse
 
@@ -53,7 +53,9 @@ def main() -> int:
         begin = time.perf_counter()
         engines[name] = LLM("hiserve-nano", in_process=True, device="cpu", log_level="warning", **settings)
         starts[name] = round(time.perf_counter() - begin, 3)
-    result = about(f"python -m benchmarks.nano_spec --rounds {rounds}", *ENGINE, "benchmarks/nano_spec.py") | {
+    command = f"python -m benchmarks.nano_spec --rounds {rounds}"
+    result = Record(RESULTS / "nano_spec.json", command, *ENGINE, "benchmarks/nano_spec.py")
+    result |= {
         "workload": f"{NUM_PROMPTS} prompts a kind, one at a time, {NUM_TOKENS} tokens each, greedy, float32",
         "config": {
             "spec": engines["default"].config.spec.spec,
@@ -88,7 +90,7 @@ def main() -> int:
         )
     for engine in engines.values():
         engine.close()
-    (ROOT / "benchmarks/results/nano_spec.json").write_text(json.dumps(result, indent=1) + "\n")
+    result.save()
     return int(min(speedups.values()) < BAR)
 
 

@@ -8,7 +8,6 @@ each, greedy, no prefix shared or kept. Bars: at least 3 x ``generate`` one prom
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ import torch
 import transformers
 
 from benchmarks.measured import ENGINE
-from benchmarks.record import ROOT, about
+from benchmarks.record import RESULTS, Record
 from hiserve import LLM, SamplingParams
 from hiserve.models.model_config import find_model
 
@@ -66,9 +65,9 @@ def main() -> int:
     agreeing = float(np.mean(np.array(ours) == generate(prompts).numpy()))
     medians = {name: statistics.median(values) for name, values in samples.items()}
     ratios = {name: medians["hiserve"] / medians[name] for name in ("one by one", "batched")}
-    result = about(
-        f"python -m benchmarks.offline --threads {threads}", *ENGINE, "hiserve/llm", "benchmarks/offline.py"
-    ) | {
+    command = f"python -m benchmarks.offline --threads {threads}"
+    record = Record(RESULTS / "offline.json", command, *ENGINE, "hiserve/llm", "benchmarks/offline.py")
+    record |= {
         "workload": f"{ROWS} x {PROMPT_TOKENS} -> {OUTPUT_TOKENS} tokens, float32, {threads} threads, seed {SEED}",
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "ratios": {name: round(value, 2) for name, value in ratios.items()},
@@ -76,7 +75,7 @@ def main() -> int:
         "tokens_equal_to_transformers": round(agreeing, 4),
         "samples_tokens_per_s": {name: [round(value, 1) for value in values] for name, values in samples.items()},
     }
-    (ROOT / "benchmarks/results/offline.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.save()
     for name, value in medians.items():
         print(f"{name:<12} {value:8.1f} tokens/s")
     print(f"against one by one {ratios['one by one']:.2f} x, batched {ratios['batched']:.2f} x; equal {agreeing:.2%}")

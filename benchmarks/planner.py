@@ -12,7 +12,6 @@ The clock is the thread's CPU time: on a machine with other work, wall time meas
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import about
+from benchmarks.record import RESULTS, Record
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.index.tier import Tier
@@ -40,7 +39,6 @@ MEASURED = (
     "hiserve/core/plan.py",
     "benchmarks/planner.py",
 )
-RESULTS = Path(__file__).parent / "results" / "planner.json"
 PAGE_SIZE = 16
 PROMPT_TOKENS = 512
 BARS_US = {32: 150.0, 256: 300.0}
@@ -179,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=800, help="timed steps, or nodes, per size")
     parser.add_argument("--core", type=int, default=0, help="core to stay on")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "planner.json", help="result file")
     options = parser.parse_args()
     os.sched_setaffinity(0, {options.core})
     results = [measure(rows, options.steps, has_host=has_host) for has_host in (False, True) for rows in BARS_US]
@@ -187,13 +185,13 @@ def main() -> None:
     for result in results:
         print(result["what"], result["median"], result["p99"], "bar met" if result["met"] else "BAR MISSED")
     command = " ".join(["python -m benchmarks.planner", *sys.argv[1:]])
-    record = {
+    record = Record(options.out, command, *MEASURED)
+    record |= {
         "what": "Cost of a decode step on the planning thread: CPU time of the thread, pinned to one core.",
-        **about(command, *MEASURED),
         "load": f"1-minute load average {os.getloadavg()[0]:.1f}",
         "results": results,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record.save()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -20,13 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import about
+from benchmarks.record import RESULTS, Record
 from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import Int32Array
 
-RESULTS = Path(__file__).parent / "results" / "radix.json"
 PAGE_SIZE = 16
 PAGE_BYTES = 4 * PAGE_SIZE
 PROMPT_TOKENS = 100_000
@@ -162,7 +160,7 @@ def main() -> None:
     """Runs every measurement, prints the medians and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=101, help="samples of the match; others take a part of it")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "radix.json", help="result file")
     options = parser.parse_args()
     few = max(3, options.samples // 10)
     results = [
@@ -174,17 +172,10 @@ def main() -> None:
     ]
     for result in results:
         print(result["what"], result["median"], "bar met" if result["met"] else "BAR MISSED")
-    record = {
-        "what": "Cost of the prefix index on the planning thread.",
-        **about(
-            " ".join(["python -m benchmarks.radix", *sys.argv[1:]]),
-            "hiserve/cache/index",
-            "hiserve/core",
-            "benchmarks/radix.py",
-        ),
-        "results": results,
-    }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    command = " ".join(["python -m benchmarks.radix", *sys.argv[1:]])
+    record = Record(options.out, command, "hiserve/cache/index", "hiserve/core", "benchmarks/radix.py")
+    record |= {"what": "Cost of the prefix index on the planning thread.", "results": results}
+    record.save()
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from benchmarks.gpu.eligible import replays
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.sizes import PEER, PEER_DATE
 from benchmarks.measured import is_current
+from benchmarks.record import RESULTS, ROOT
 from benchmarks.spread import spread_text
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "figures.md"
 STALE = "the code has changed since"
 THEN = f"{PEER} in another run, of {PEER_DATE}"
@@ -65,7 +64,7 @@ def source(found: dict[str, Any]) -> str:
     """Says where a figure comes from, and whether the code that it measures has changed since."""
     at = f" at {found['commit']}" if "commit" in found else ""
     changed = "" if is_current(found) else f"; **{STALE}**"
-    return f"{found['hardware']}; `{found['command']}`, {found['date']}{at}{changed}"
+    return f"{found['hardware']}; `{found['command']}`, {found['date'][:10]}{at}{changed}"
 
 
 def planned(cases: list[dict[str, Any]], name: str) -> list[str]:
@@ -246,7 +245,7 @@ def soak() -> list[tuple[str, str, str]]:
                 "oracle; time to the first new token after a process died or hung; growth of processes older than ten minutes",
                 f"{found['num_violations']} (≤ 0{missed(not found['num_violations'])}); {felt}; "
                 f"{slopes} MiB a minute (≤ 1{missed(max(slope for _, slope in grown) <= 1)})",
-                source(run | {"date": run["date"][:10]}),
+                source(run),
             )
         )
     return rows

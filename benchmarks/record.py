@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
-import datetime
+import argparse
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import hiserve
 from benchmarks.measured import measured
-from hiserve.bench.record import hardware, versions
+from hiserve.bench.record import about as about_run
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("numpy", "torch", "msgspec", "xxhash", "pyzmq", "transformers", "triton")
+
+
+class Record(dict[str, Any]):
+    """A result file: what ``about`` says of the run, then the figures that a suite adds."""
+
+    def __init__(self, path: Path, command: str, *paths: str, at_commit: str | None = None, num_gpus: int = 0) -> None:
+        super().__init__(about(command, *paths, at_commit=at_commit, num_gpus=num_gpus))
+        self._path = path
+
+    @classmethod
+    def of(cls, given: argparse.Namespace, command: str, *paths: str) -> Record:
+        """Returns the record of a run with the arguments of ``gpu_parser``; a ``--tiny`` run uses no GPU."""
+        return cls(given.out, command, *paths, at_commit=given.commit, num_gpus=int(not given.tiny))
+
+    def save(self) -> None:
+        """Writes the file; suites call it after each part, so that a run that is cut short keeps its figures."""
+        self._path.write_text(json.dumps(self, indent=1) + "\n")
+
+
+def gpu_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of ``OUT.json COMMIT [--tiny]``, which every suite of a GPU takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("commit")
+    parser.add_argument("--tiny", action="store_true")
+    return parser
 
 
 def commit(*paths: str) -> str:
@@ -21,7 +50,7 @@ def commit(*paths: str) -> str:
 
 
 def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int = 0) -> dict[str, Any]:
-    """Returns date, hardware, versions, commit and command, in that order, and what was measured if ``paths`` say it.
+    """Returns what ``hiserve bench`` says of a run, the commit besides, and what was measured if ``paths`` say it.
 
     Args:
         command: What to type to run it again.
@@ -29,14 +58,8 @@ def about(command: str, *paths: str, at_commit: str | None = None, num_gpus: int
         at_commit: The commit, where there is no checkout to ask.
         num_gpus: GPUs that were used, of those that are here.
     """
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": hardware(num_gpus),
-        "versions": versions(PACKAGES),
-        "commit": at_commit or commit(*paths),
-        "command": command,
-        **({"measured": measured(*paths)} if paths else {}),
-    }
+    said = about_run(command, f"hiserve {hiserve.__version__}", num_gpus, PACKAGES)
+    return said | {"commit": at_commit or commit(*paths)} | ({"measured": measured(*paths)} if paths else {})
 
 
 def _run(*command: str) -> str:

@@ -11,7 +11,6 @@ drafts behind them, how many replayed these and how many computed them eagerly, 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections import Counter
@@ -21,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.conversations import gate_between
 from benchmarks.drive import Drive, Seen
 from benchmarks.gpu.sizes import FULL, SEED, TINY, Sizes
 from benchmarks.gpu.spec import widened
-from benchmarks.record import about
+from benchmarks.record import Record
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.spec_prompts import read_prompts
 from hiserve.core.plan import Int32Array
@@ -100,10 +100,7 @@ def measure(sizes: Sizes, folder: str, num_requests: int) -> Iterator[tuple[str,
             before = drive.engine.stats().graph_gate
             gaps = np.random.default_rng(SEED).exponential(1 / (share * full_rate), num_requests)
             seen = serve(drive, prompts, sizes.spec.output, gaps.cumsum())
-            gate = {
-                action: {reason: count - before.get(action, {}).get(reason, 0) for reason, count in reasons.items()}
-                for action, reasons in drive.engine.stats().graph_gate.items()
-            }
+            gate = gate_between(before, drive.engine.stats().graph_gate)
             found[f"{share} of {full_rate:.2f}/s"] = told(seen) | {"drafts": dict(drafts), "gate": gate}
         drive.close()
         yield mode, found
@@ -122,10 +119,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         settings = sizes.settings if given.tiny else sizes.settings | {"device": "cuda"}
         widened(Path(folder), sizes.spec, {"dtype": "bfloat16"} | settings)
-        result = about(command, "hiserve", "benchmarks", at_commit=given.commit) | {"modes": {}}
+        num_gpus = int(not given.tiny)
+        result = Record(given.out, command, "hiserve", "benchmarks", at_commit=given.commit, num_gpus=num_gpus)
+        result["modes"] = {}
         for mode, rates in measure(sizes, folder, given.requests):
             result["modes"][mode] = rates
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            result.save()
             for rate, each in rates.items():
                 print(f"{mode:>5} {rate:<18} {each['tokens_per_s']:9.1f} tokens/s {each.get('drafts', '')}", flush=True)
     return 0

@@ -11,7 +11,6 @@ the head is found out, is told apart.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.sizes import FULL, LARGE, SEED, SPEC_SHAPES
-from benchmarks.record import ROOT, about
+from benchmarks.record import RESULTS, Record
 from benchmarks.widen.heads import widen_head, write_head
 from benchmarks.widen.target import widen, write
 from hiserve import LLM, SamplingParams
@@ -44,11 +43,8 @@ class Scale:
 
     Attributes:
         settings: Of the engines, but the model and the head.
-        batches: Rows.
         num_tokens: Of each reply.
         prompt: Tokens of a prompt, at most.
-        rounds: That count.
-        clock: Seconds.
     """
 
     settings: dict[str, Any]
@@ -152,11 +148,10 @@ def main() -> int:
     rounds = args.rounds or scale.rounds
     batches = scale.batches if args.batches is None else tuple(map(int, args.batches.split(",")))
     command = f"python -m benchmarks.spec_cold --scale {args.scale} --rounds {rounds} --heads {args.heads}"
-    result = about(command, "hiserve", "benchmarks", at_commit=args.commit) | {
-        "bar": BAR,
-        "timed_by": scale.clock.__name__,
-    }
-    shares, path = [], args.json or ROOT / f"benchmarks/results/spec_cold_{args.scale}.json"
+    path = args.json or RESULTS / f"spec_cold_{args.scale}.json"
+    num_gpus = int(args.scale == "large")
+    result, shares = Record(path, command, "hiserve", "benchmarks", at_commit=args.commit, num_gpus=num_gpus), []
+    result |= {"bar": BAR, "timed_by": scale.clock.__name__}
     with tempfile.TemporaryDirectory() as folder:
         model, specs = prepare(args.scale, kinds, Path(folder))
         settings = scale.settings | {"model": model, "in_process": True, "log_level": "warning"}
@@ -167,7 +162,7 @@ def main() -> int:
                     for batch in batches:
                         result[f"{kind}, batch {batch}"] = found = compare(scale, off, auto, batch, rounds)
                         shares.append(found["share"])
-                        path.write_text(json.dumps(result, indent=1) + "\n")
+                        result.save()
                         print(f"{kind}, batch {batch}: {found['share']} of off {found}", flush=True)
     return int(min(shares) < BAR)
 

@@ -21,8 +21,6 @@ class Turn:
 
     Attributes:
         prompt: int32 ``[n]``. All that was said before and what is new.
-        num_new: Tokens to generate.
-        conversation: Which.
     """
 
     prompt: np.ndarray

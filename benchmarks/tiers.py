@@ -14,7 +14,6 @@ all of them at once.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -24,12 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import about
+from benchmarks.record import RESULTS, Record
 from benchmarks.tier_traces import ORDERS, Conversations, Turn, UnionLru
 from hiserve.cache.index.tier import Tier
 from tests.helpers.copying import FILLER, add, copying_engine, run
 
-RESULTS = Path(__file__).parent / "results" / "tiers.json"
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 SEEDS = (2, 3)
 BAR = 0.95
@@ -133,13 +131,7 @@ class Found:
 
 
 def simulate(scale: Scale, ratio: float, requests: list[tuple[Turn, np.ndarray]]) -> Found:
-    """Serves a trace one request after the other.
-
-    Args:
-        scale: Of the trace and of what serves it.
-        ratio: Host pages by device pages.
-        requests: The trace.
-    """
+    """Serves a trace one request after the other; ``ratio`` is of host pages by device pages."""
     num_host_pages, fates = int(scale.device * ratio), Fates()
     engine, _, cache = copying_engine(
         num_pages=scale.device + 1,
@@ -219,14 +211,20 @@ def measure(name: str, order: str, ratio: float, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Runs every case, prints and records it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tiers.json", help="result file")
     parser.add_argument("--scales", default=",".join(SCALES), help="of them, separated by commas")
     options = parser.parse_args()
-    results = []
+    command = " ".join(["python -m benchmarks.tiers", *sys.argv[1:]])
+    record = Record(options.out, command, "hiserve/cache/index", "hiserve/engine")
+    record |= {
+        "what": "Prompt tokens found on device and host, against one LRU cache of both sizes and against smaller ones.",
+        "scales": {name: asdict(scale) for name, scale in SCALES.items()},
+        "results": [],
+    }
     for name in options.scales.split(","):
         for order, ratio, seed in [(order, ratio, seed) for order in ORDERS for ratio in RATIOS for seed in SEEDS]:
             each = measure(name, order, ratio, seed)
-            results.append(each)
+            record["results"].append(each)
             hits = f"{text(each['found_of_union'])} of the union, as an LRU cache of {each['as_large_as']:.3f} of it"
             smaller = f"one of {SMALLER} finds {text(each['smaller_of_union'])}"
             missing = f"missing {each['pages']['missing']}"
@@ -235,23 +233,12 @@ def main() -> None:
                 f"{name}, {order}, host:device {ratio}, seed {seed}: {hits}; {smaller}; {missing}; {verdict}",
                 flush=True,
             )
-        write(options.out, results)
+        record.save()
 
 
 def text(share: float | None) -> str:
     """Returns a share as it is printed; there is none of nothing."""
     return "nothing" if share is None else f"{share:.3f}"
-
-
-def write(path: Path, results: list[dict[str, Any]]) -> None:
-    """Records what was measured so far."""
-    record = {
-        "what": "Prompt tokens found on device and host, against one LRU cache of both sizes and against smaller ones.",
-        **about(" ".join(["python -m benchmarks.tiers", *sys.argv[1:]]), "hiserve/cache/index", "hiserve/engine"),
-        "scales": {name: asdict(scale) for name, scale in SCALES.items()},
-        "results": results,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measured import ENGINE
-from benchmarks.record import ROOT, about
+from benchmarks.record import RESULTS, ROOT, Record
 from benchmarks.tier_traces import Conversations, Turn, UnionLru
 
-RESULTS = ROOT / "benchmarks" / "results" / "tiers_engine.json"
 CHILD = ROOT / "benchmarks" / "tier_child.py"
 BARS = {"found of the union": 0.95, "decode, CPU per token": 1.05, "first token, of cold": 1.1}
 RATIOS = (0.25, 0.5, 1.0)
@@ -211,7 +210,7 @@ def main() -> None:
         "--ratios", default=",".join(map(str, RATIOS)), help="of host to device pages, separated by commas"
     )
     parser.add_argument("--turns", type=int, default=480, help="of the trace; of full, a quarter as many of each kind")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="result file")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tiers_engine.json", help="result file")
     options = parser.parse_args()
     parts: dict[str, Any] = {}
     if "trace" in options.parts:
@@ -223,14 +222,14 @@ def main() -> None:
         parts["full"] = measure_full(options.turns // 4)
         for each in parts["full"]:
             print(json.dumps(each), flush=True)
-    record = {
+    record = Record(options.out, " ".join(["python -m benchmarks.tiers_engine", *sys.argv[1:]]), *ENGINE)
+    record |= {
         "what": "Tiers with a model: hits of a trace, time per token, first tokens when tiers are full.",
-        **about(" ".join(["python -m benchmarks.tiers_engine", *sys.argv[1:]]), *ENGINE),
         "settings": SETTINGS,
         "bars": BARS,
         "parts": parts,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    record.save()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import ROOT, about
+from benchmarks.record import RESULTS, Record
 from hiserve.llm.prompt_inputs import check_tokens
 
 NUM_PROMPTS, PROMPT_TOKENS, VOCAB_SIZE = 128, 2048, 128_256
@@ -50,16 +50,17 @@ def main() -> int:
             samples[name].append(1e9 * (time.process_time() - begin) / (NUM_PROMPTS * PROMPT_TOKENS))
     ns_per_token = {name: round(statistics.median(values), 2) for name, values in samples.items()}
     ratio = ns_per_token["list"] / ns_per_token["list, id by id"]
-    result = {
-        **about("python -m benchmarks.token_prompts", "hiserve/llm", "benchmarks/token_prompts.py"),
+    command = "python -m benchmarks.token_prompts"
+    record = Record(RESULTS / "token_prompts.json", command, "hiserve/llm", "benchmarks/token_prompts.py")
+    record |= {
         "seed": SEED,
         "ns_per_token": ns_per_token,
         "spread_ns": {name: [round(min(values), 2), round(max(values), 2)] for name, values in samples.items()},
         "list_to_id_by_id": round(ratio, 3),
         "bar": BAR,
     }
-    (ROOT / "benchmarks/results/token_prompts.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    record.save()
+    print(json.dumps(record, indent=1))
     return int(ratio > BAR)
 
 

@@ -9,10 +9,8 @@ has no such choice, as a test of this file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +18,7 @@ import numpy as np
 
 from benchmarks.drive import Drive
 from benchmarks.measured import ENGINE
-from benchmarks.record import about
+from benchmarks.record import Record, gpu_parser
 from hiserve.attention import triton as chosen_in
 from hiserve.kernels.attention_schedule import ScheduledRows, choose_num_extra, count_programs
 
@@ -57,27 +55,22 @@ def measure(settings: dict[str, Any], cases: tuple[tuple[int, int], ...], num_ne
 
 def main() -> int:
     """Writes the result file, choice by choice."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--drafts", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     settings = (TINY if given.tiny else FULL) | {"spec": "ngram", "spec_steps": given.drafts, "host_cache_gib": 0}
     command = f"python -m benchmarks.verify_long OUT.json COMMIT --drafts {given.drafts}"
-    result = about(command, *ENGINE, at_commit=given.commit, num_gpus=int(not given.tiny)) | {
-        "seed": SEED,
-        "step_ms": {},
-    }
+    result = Record.of(given, command, *ENGINE)
+    result |= {"seed": SEED, "step_ms": {}}
     for name, choice in {"before": as_before, "now": choose_num_extra}.items():
         with mock.patch.object(chosen_in, "choose_num_extra", choice):
             made = measure(settings, TINY_CASES if given.tiny else CASES, 16 if given.tiny else NUM_NEW)
         result["step_ms"][name] = made
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
         print(name, json.dumps(made), flush=True)
     now, before = result["step_ms"]["now"], result["step_ms"]["before"]
     result["now over before"] = {case: round(now[case] / before[case], 3) for case in now}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    result.save()
     print(json.dumps(result["now over before"]))
     return 0
 

@@ -26,7 +26,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.record import about
+from benchmarks.gpu.ceilings import link_rates
+from benchmarks.record import Record
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.names import parameter_table
@@ -131,20 +132,6 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def link_gib_s(device: torch.device) -> float:
-    """Returns the rate of one large copy from pinned memory, the median of five."""
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    rates = []
-    for _ in range(6):
-        settle(device)
-        begin = time.perf_counter()
-        target.copy_(host, non_blocking=True)
-        settle(device)
-        rates.append(LINK_BYTES / 2**30 / (time.perf_counter() - begin))
-    return statistics.median(rates[1:])
-
-
 def measure(folder: Path, shape: ModelConfig, device: torch.device, rounds: int) -> dict[str, Any]:
     """Returns the samples of each way: GiB/s cold and cached, the share of cold reads that came from the disk, CPU time."""
     files = sorted(folder.glob("*.safetensors"))
@@ -196,7 +183,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="hiserve-weights-") as name:
         shape = make_checkpoint(Path(name), options.gib)
         found = measure(Path(name), shape, device, options.rounds)
-    link = link_gib_s(device) if device.type == "cuda" else None
+    link = link_rates(LINK_BYTES)["pinned_to_device_bytes_per_s"] / 2**30 if device.type == "cuda" else None
     medians = {
         state: {way: statistics.median(found[state][way]) for way in found[state]} for state in ("cold", "cached")
     }
@@ -209,7 +196,9 @@ def main() -> int:
     }
     is_met = all(ratios[name] >= BAR for name in ("cold against dd", "cached against the limit"))
     command = f"python -m benchmarks.weights OUT.json COMMIT --gib {options.gib:g} --device {options.device}"
-    result = about(command, "hiserve/models", at_commit=options.commit, num_gpus=int(options.device == "cuda")) | {
+    num_gpus = int(options.device == "cuda")
+    result = Record(options.out, command, "hiserve/models", at_commit=options.commit, num_gpus=num_gpus)
+    result |= {
         "seed": SEED,
         "link_gib_s": link,
         "samples_gib_s": found,
@@ -223,7 +212,7 @@ def main() -> int:
         },
         "load_average": os.getloadavg()[0],
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    result.save()
     print(json.dumps(result["ratios"], indent=1))
     return 0 if is_met else 1
 

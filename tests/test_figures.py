@@ -76,15 +76,14 @@ def test_every_result_of_a_run_says_which_code_it_measures(monkeypatch: pytest.M
     said = record.about("c", "hiserve/core", "benchmarks/spread.py")
     assert said["measured"] == measured.measured("hiserve/core", "benchmarks/spread.py")
     assert measured.is_current(said)
-    callers = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.name != "record.py"]
     calls = [
         (path, call)
-        for path in callers
+        for path in (ROOT / "benchmarks").rglob("*.py")
         for call in ast.walk(ast.parse(path.read_text()))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "about"
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("Record", "Record.of")
     ]
-    assert len(calls) >= 12
-    assert [str(path) for path, call in calls if len(call.args) < 2] == [], "they do not say which code they measure"
+    assert len(calls) >= 20
+    assert [str(path) for path, call in calls if len(call.args) < 3] == [], "they do not say which code they measure"
 
 
 def test_make_bench_records_every_cpu_figure_of_the_page_but_those_it_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measured import SERVER
-from benchmarks.record import ROOT, about
+from benchmarks.record import ROOT, Record, gpu_parser
 
 WORKLOADS = Path(__file__).with_name("workloads.py")
 BAR = 0.98
@@ -30,19 +29,14 @@ TINY = {"device": "cpu", "cpu_threads": 1, "kv_pages": 64, "max_model_len": 256,
 
 def main() -> int:
     """Writes the result file; returns 1 if the bar is missed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
-    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     command = "python -m benchmarks.defaults OUT.json COMMIT" + (" --before FOLDER" if given.before else "")
-    result = about(command, *SERVER, "hiserve/llm", at_commit=given.commit, num_gpus=int(not given.tiny)) | {
-        "bar": BAR,
-        "shapes": {},
-    }
+    result = Record.of(given, command, *SERVER, "hiserve/llm")
+    result |= {"bar": BAR, "shapes": {}}
     is_met = True
     for shape in SHAPES[-1:] if given.tiny else given.shapes:
         engines = {
@@ -59,7 +53,7 @@ def main() -> int:
         ratios = compare(found)
         is_met &= all(ratio >= BAR for name, ratio in ratios["of in process"].items() if name != "1 row")
         result["shapes"][shape] = {"ratios": ratios, "samples": found}
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
         print(shape, json.dumps(ratios, indent=1), flush=True)
     return int(not is_met and not given.tiny)
 

@@ -17,7 +17,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from benchmarks.gpu.spec import measure_spec
 from benchmarks.gpu.steps import measure_decode, measure_graphs, measure_overlap, measure_prefill
 from benchmarks.gpu.traffic import measure_traffic
 from benchmarks.measured import SERVER
-from benchmarks.record import about
+from benchmarks.record import Record, gpu_parser
 
 # In an order that builds few engines.
 PARTS: dict[str, Callable[[Bench], Part]] = {
@@ -59,33 +58,25 @@ def main() -> int:
     given = arguments()
     sizes, device = (TINY, "cpu") if given.tiny else (FULL, "cuda")
     flags = " --tiny" * given.tiny + "".join(f" --set {name}={value}" for name, value in given.set)
-    result = about(
-        f"python -m benchmarks.gpu{flags} OUT.json COMMIT",
-        *SERVER,
-        at_commit=given.commit,
-        num_gpus=int(not given.tiny),
-    )
+    result = Record.of(given, f"python -m benchmarks.gpu{flags} OUT.json COMMIT", *SERVER)
     result |= {"seed": SEED, "ceilings": ceilings.measure(device), "engines": [], "parts": {}}
     print("ceilings: " + ", ".join(f"{name} {value:.4g}" for name, value in result["ceilings"].items()), flush=True)
     bench = Bench(sizes, result["ceilings"], dict(given.set))
     for name in given.parts:
         result["parts"][name] = timed_part(bench, name)
         result["engines"] = bench.built
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
     bench.close()
     if device == "cuda":
         result["peak_device_bytes"] = torch.cuda.max_memory_allocated()
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
     print(table(figure for part in result["parts"].values() for figure in part["figures"]))
     return int(any(part["error"] for part in result["parts"].values()))
 
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
-    parser.add_argument("--tiny", action="store_true")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE")
     return parser.parse_args()

@@ -97,9 +97,7 @@ class Pace:
     """Steady steps of one batch.
 
     Attributes:
-        rows: That each step decoded.
         mean_context: Tokens that a row attended over, in the middle of the steps.
-        step_s: Seconds of each step.
         own_share: Share of the time that went by between the engine's steps.
         fill_s: Seconds until the last row had its first token.
     """
@@ -136,13 +134,6 @@ def decode(
     """Lets rows decode and times their steps, or hands the steady engine over.
 
     Rows differ in length by up to a page, so that their pages do not all fill in one step.
-
-    Args:
-        bench: Where prompts come from.
-        drive: The engine.
-        rows: How many.
-        context: Tokens of each when the last timed step begins, at most.
-        during: Called with what makes a step, in place of timing ``sizes.steps`` of them.
     """
     sizes = bench.sizes
     length = context - sizes.steps - sizes.warm_steps
@@ -182,9 +173,6 @@ class Batch:
 
     Attributes:
         seconds: From the first request to the last token.
-        input_tokens: Of all prompts.
-        output_tokens: Of all replies.
-        steps: It took.
         own_share: Share of the time that went by between the engine's steps.
         replies: Tokens of each, in the order of the prompts; int32.
     """

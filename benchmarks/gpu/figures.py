@@ -12,9 +12,6 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: What was measured.
-        value: How much.
-        unit: Of the value.
         ratio: The value against its limit or peer, larger is better; None where there is nothing to compare with.
         bar: Least ratio; None where there is no bar.
         against: What the ratio compares with.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from benchmarks.cache import counted, input_rate, visit
+from benchmarks.conversations import counted, input_rate, visit
 from benchmarks.gpu.driving import Batch, Bench, Part, run
 from benchmarks.gpu.figures import Figure
 from benchmarks.gpu.sizes import (
@@ -20,17 +22,7 @@ from benchmarks.gpu.sizes import (
 def against_peer(
     bench: Bench, name: str, ours: float, theirs: float, ceiling: str, *, unit: str = "tokens/s", bar: str = "peer"
 ) -> Figure:
-    """Compares a rate with the peer's.
-
-    Args:
-        bench: Whose ceilings count.
-        name: Of the figure.
-        ours: Measured now.
-        theirs: Measured then.
-        ceiling: What bounds the workload; theirs is scaled by ours over theirs of it.
-        unit: Of both.
-        bar: Name of the bar.
-    """
+    """Compares a rate with the peer's of its day, scaled by our ceiling over its: what bounds the workload."""
     scale = bench.ceilings[ceiling] / PEER_CEILINGS[ceiling] if ceiling in bench.ceilings else 1.0
     against = f"{PEER}, {PEER_DATE}: {theirs:g} {unit} x {scale:.3f}, our {ceiling} over its"
     return Figure(name, ours, unit, ours / (theirs * scale), BARS[bar], against)
@@ -73,9 +65,7 @@ def measure_conversations(bench: Bench) -> Part:
     case = bench.sizes.conversations
     drive = bench.engine(LARGE, **bench.sizes.tiers, host_cache_gib=bench.sizes.host_gib)
     drive.engine.flush()
-    first = [bench.prompt(drive, case.history) for _ in range(case.conversations)]
-    later = [[bench.prompt(drive, case.turn_input) for _ in first] for _ in range(case.turns - 1)]
-    groups = visit(drive, case, first, later)
+    groups = visit(drive, case, case.texts(partial(bench.prompt, drive)))
     drive.settle()
     name = f"{case.conversations} conversations of {case.history} over {drive.settings.cache.kv_pages} pages"
     figure = against_peer(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.drive import Drive
-from benchmarks.gpu.clock import clocked
+from benchmarks.gpu.ceilings import clocked
 from benchmarks.gpu.driving import Bench, Part, decode
 from benchmarks.gpu.sizes import LARGE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.cache_sizes import Conversations
+from benchmarks.conversations import Conversations
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.model_config import NANO
 
@@ -23,14 +23,7 @@ PEER_CEILINGS = {"copy_bytes_per_s": 4.24e12, "matmul_flop_per_s": 790e12, "pinn
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """Rows that decode at once.
-
-    Attributes:
-        shape: Of the model.
-        rows: How many.
-        context: Tokens of each, at the end of what is timed.
-        bar: Least share of the bandwidth limit.
-    """
+    """Rows that decode at once; ``context`` is at the end of what is timed, ``bar`` the least share of the bandwidth limit."""
 
     shape: str
     rows: int
@@ -40,14 +33,7 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class PeerCase:
-    """Requests that all come at once, none like another.
-
-    Attributes:
-        rows: How many.
-        prompt: Tokens of each prompt.
-        output: Tokens of each reply.
-        tokens_per_s: What the peer reaches, replies alone.
-    """
+    """Requests that all come at once, none like another; ``tokens_per_s`` is what the peer reaches, replies alone."""
 
     rows: int
     prompt: int
@@ -60,11 +46,7 @@ class Chats:
     """Conversations with one beginning in common; each turn all of them send at once, and the next one follows the last reply.
 
     Attributes:
-        chats: How many.
-        turns: Of each.
         shared: Tokens that all begin with.
-        turn_input: New tokens of each turn.
-        turn_output: Tokens of each reply.
         tokens_per_s: What the peer reaches, replies alone.
     """
 
@@ -78,15 +60,7 @@ class Chats:
 
 @dataclass(frozen=True)
 class HttpCase:
-    """Requests over HTTP, and the same number of them offline.
-
-    Attributes:
-        streams: Requests at once.
-        requests: Of a run.
-        prompt: Tokens of each prompt.
-        output: Tokens of each reply.
-        runs: That count; another one comes first.
-    """
+    """Requests over HTTP, and the same number of them offline; before the runs that count comes another one."""
 
     streams: int
     requests: int
@@ -101,11 +75,8 @@ class SpecSizes:
 
     Attributes:
         shape: One of ``SPEC_SHAPES``.
-        settings: Of its engines.
         heads: The batches of each draft head.
         steps: Fixed numbers of drafts.
-        prompt: Tokens of a prompt, at most.
-        output: Tokens of each reply.
         warm_output: Of each reply that does not count.
         repeats: Runs that count, of each batch.
         singles: Prompts that are answered one at a time: batch 1 is measured over all of them, each ``repeats_of_one`` times.
@@ -145,14 +116,9 @@ class Sizes:
         decode: Cases, the one with most short rows first: later ones find its prefixes in the cache.
         compare_rows: Rows that decode with graphs and without, and with overlap and without.
         prefill: (prompts, tokens of each).
-        repeats: Of a prefill.
-        peers: Throughput cases.
-        chats: A throughput case.
         conversations: The case of the host tier.
         traffic_rows: Rows that decode while conversations come and go.
         traffic_conversations: How many of these.
-        http: The case of the server.
-        spec: The cases of speculation.
         max_fill_s: A case whose prompts would take longer is left out.
     """
 

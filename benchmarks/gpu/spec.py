@@ -110,13 +110,7 @@ def limits_of(folder: Path, head: str, dtype: str) -> CycleLimits:
 
 
 class Runner:
-    """Runs one batch after the other, on two engines in turn.
-
-    Args:
-        plain: Without speculation.
-        prompts: Of the largest batch.
-        sizes: What is measured.
-    """
+    """Runs one batch after the other, on two engines in turn: one without speculation, and another."""
 
     def __init__(self, plain: LLM, prompts: list[Tokens], sizes: SpecSizes) -> None:
         self._plain = plain

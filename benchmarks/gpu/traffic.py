@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from benchmarks.cache import visit
+from benchmarks.conversations import copied_pages, gate_between, visit
 from benchmarks.drive import Drive
 from benchmarks.gpu.driving import Bench, Part
 from benchmarks.gpu.eligible import replays, share_of_eligible
@@ -37,24 +38,17 @@ def trace(bench: Bench, drive: Drive) -> dict[str, Any]:
     """Runs it; returns what the gate said to each step of it, the pages that were copied, and each group."""
     sizes, case = bench.sizes, bench.sizes.conversations
     drive.engine.flush()
-    first = [bench.prompt(drive, case.history) for _ in range(sizes.traffic_conversations)]
-    later = [[bench.prompt(drive, case.turn_input) for _ in first] for _ in range(case.turns - 1)]
+    texts = case.texts(partial(bench.prompt, drive), sizes.traffic_conversations)
     before = drive.engine.stats()
     room = drive.max_len - case.turn_input - 1
     rows = [drive.add(bench.prompt(drive, case.turn_input), room) for _ in range(sizes.traffic_rows)]
-    groups = visit(drive, case, first, later)
+    groups = visit(drive, case, texts)
     still = sum(not row.is_done for row in rows)
     drive.abort(*rows)
     after = drive.engine.stats()
     return {
-        "gate": {
-            action: {
-                reason: count - before.graph_gate.get(action, {}).get(reason, 0) for reason, count in reasons.items()
-            }
-            for action, reasons in after.graph_gate.items()
-        },
+        "gate": gate_between(before.graph_gate, after.graph_gate),
         "rows_still_decoding_at_the_end": still,
-        "loaded_pages": after.cache.loads.num_fulfilled - before.cache.loads.num_fulfilled,
-        "stored_pages": after.cache.stores.num_fulfilled - before.cache.stores.num_fulfilled,
+        **copied_pages(before.cache, after.cache),
         "groups": groups,
     }

@@ -13,12 +13,9 @@ for no step is planned ahead then. ``--tiny`` runs small cases on the CPU, as a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,9 +24,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import ceilings
-from benchmarks.gpu.clock import clocked, median_s, recorded
+from benchmarks.gpu.ceilings import clocked, median_s, recorded
 from benchmarks.gpu.figures import Figure, table
-from benchmarks.record import about
+from benchmarks.record import Record, gpu_parser
 from hiserve.attention.backends import fitting_backends, open_attention
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.cache.storage.device import DevicePool
@@ -49,7 +46,6 @@ class Case:
     """A batch.
 
     Attributes:
-        name: What it is called.
         rows: (tokens that are there, new tokens) of each row.
         has_bar: Triton is to reach its share of FlashInfer.
     """
@@ -235,11 +231,8 @@ def table_of(choices: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Writes the result file; returns 1 if a backend failed or computes something else."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), help="query heads, KV heads, their size")
-    parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     device, cases, num_layers = ("cpu", TINY, 2) if given.tiny else ("cuda", FULL, 32)
     dtype, heads = (torch.float32, (4, 2, 16)) if given.tiny else (torch.bfloat16, tuple(given.heads))
@@ -254,13 +247,8 @@ def main() -> int:
     flags = " --tiny" * given.tiny + (f" --heads {' '.join(map(str, heads))}" if heads != (32, 8, 128) else "") * (
         not given.tiny
     )
-    result = about(
-        f"python -m benchmarks.kernels.attention{flags} OUT.json COMMIT",
-        "hiserve/attention",
-        "hiserve/kernels",
-        at_commit=given.commit,
-        num_gpus=int(not given.tiny),
-    )
+    command = f"python -m benchmarks.kernels.attention{flags} OUT.json COMMIT"
+    result = Record.of(given, command, "hiserve/attention", "hiserve/kernels")
     result |= {
         "ceilings": ceilings.measure(device),
         "seed": SEED,
@@ -281,7 +269,7 @@ def main() -> int:
             found = result["cases"][case.name] = measure(case, batch, shape, names, device)
             result["figures"] += [asdict(figure) for figure in figures(case, found, result["ceilings"])]
             result["choices"] += [choice(case, found, num_layers)] if case.is_even else []
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            result.save()
     print(table(result["figures"]))
     print(table_of(result["choices"]))
     worst = max(each for case in result["cases"].values() for each in case["differences"].values())

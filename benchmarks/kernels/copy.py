@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.record import about
+from benchmarks.gpu.ceilings import link_rates
+from benchmarks.record import Record
 from hiserve.cache.storage.cuda_transfer import MAX_DIRECT_PAGE_BYTES, CudaTransfers
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
@@ -49,30 +50,14 @@ SHAPES = {"llama-8b": group(32, 8, 128), "nano": group(8, 2, 64)}  # 2 MiB and 6
 SIZES = [group(2, 2, 64), SHAPES["nano"], *(group(layers, 8, 128) for layers in (2, 4, 8, 16, 32))]  # from 16 KiB
 
 
-def ceiling(num_bytes: int = 256 * MIB) -> dict[str, float]:
-    """Bytes per second of one large copy each way, by events."""
-    host = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).pin_memory()
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    rates = {}
-    for kind, target, source in ((CopyKind.LOAD, device, host), (CopyKind.OFFLOAD, host, device)):
-        seconds = []
-        for _ in range(12):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        rates[kind.name.lower()] = num_bytes / statistics.median(seconds[2:])
-    return rates
+def ceiling() -> dict[str, float]:
+    """Bytes per second of one large copy each way."""
+    rates = link_rates(256 * MIB)
+    return {"load": rates["pinned_to_device_bytes_per_s"], "store": rates["device_to_pinned_bytes_per_s"]}
 
 
 class Bench:
-    """Pools of one shape and an engine between them.
-
-    Attributes:
-        start_s: Caller's seconds for each ``start`` of the last burst.
-    """
+    """Pools of one shape and an engine between them; ``start_s`` are the caller's seconds for each ``start`` of the last burst."""
 
     def __init__(self, spec: CacheGroupSpec, num_bytes: int, max_direct_page_bytes: int) -> None:
         self.page_bytes = PageLayout((spec,), PAGE_SIZE).page_bytes
@@ -230,9 +215,8 @@ def crossover(limits: dict[str, float], num_bytes: int) -> list[dict[str, Any]]:
 def main() -> int:
     """Writes the result file; returns 1 if a bar is missed."""
     out, commit = Path(sys.argv[1]), sys.argv[2]
-    result = about(
-        "python -m benchmarks.kernels.copy OUT.json COMMIT", "hiserve/cache/storage", at_commit=commit, num_gpus=1
-    )
+    command = "python -m benchmarks.kernels.copy OUT.json COMMIT"
+    result = Record(out, command, "hiserve/cache/storage", at_commit=commit, num_gpus=1)
     limits = ceiling()
     result |= {"ceiling_bytes_per_s": limits, "bars": BARS, "shapes": {}, "is_within_bars": True}
     for name, spec in SHAPES.items():
@@ -241,9 +225,9 @@ def main() -> int:
         print(name, json.dumps(figures, indent=1), flush=True)
         rates = [figures[f"{kind.name.lower()}_anywhere"]["of_ceiling"] for kind in DEVICE_KINDS]
         result["is_within_bars"] &= min(rates) >= BARS[name]
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        result.save()
     result["crossover_of_ceiling"] = crossover(limits, 512 * MIB)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    result.save()
     print("ceiling", limits, "within bars:", result["is_within_bars"])
     return 0 if result["is_within_bars"] else 1
 

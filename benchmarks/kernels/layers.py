@@ -8,21 +8,18 @@ graph, of its bytes at the rate of a copy, and of its products at the rate of a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu import ceilings
-from benchmarks.gpu.clock import median_s, recorded
+from benchmarks.gpu.ceilings import median_s, recorded
 from benchmarks.gpu.figures import Figure, table
-from benchmarks.record import about
+from benchmarks.record import Record, gpu_parser
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.kernels.step_ops import step_ops_for
@@ -36,12 +33,6 @@ class Sizes:
     """Widths of a decoder, and numbers of tokens.
 
     Attributes:
-        hidden: Of the residual stream.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Elements per head.
-        intermediate: Of the MLP.
-        vocab: Tokens.
         tokens: Batches of ops.
         linear_tokens: Batches of products.
         turn_bytes: Buffers take turns over at least so many bytes.
@@ -83,9 +74,7 @@ class Work:
     """One op on one number of tokens.
 
     Attributes:
-        name: What it is called.
         run: Runs it once, on the buffers of turn ``i``.
-        turns: Sets of buffers.
         num_bytes: It reads and writes at least.
         flop: It computes at least, in products.
     """
@@ -98,13 +87,7 @@ class Work:
 
 
 class Maker:
-    """Makes buffers and ops on them.
-
-    Args:
-        sizes: Widths.
-        device: ``cpu`` or ``cuda``.
-        dtype: Of everything.
-    """
+    """Makes buffers and ops on them."""
 
     def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype) -> None:
         self._sizes = sizes
@@ -200,20 +183,11 @@ def measure(work: Work, device: str) -> float:
 
 def main() -> int:
     """Writes the result file; returns 1 if an op failed."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
-    parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args()
+    given = gpu_parser(__doc__).parse_args()
     device, sizes, dtype = ("cpu", TINY, torch.float32) if given.tiny else ("cuda", FULL, torch.bfloat16)
     flags = " --tiny" * given.tiny
-    result = about(
-        f"python -m benchmarks.kernels.layers{flags} OUT.json COMMIT",
-        "hiserve/layers",
-        "hiserve/kernels",
-        at_commit=given.commit,
-        num_gpus=int(not given.tiny),
-    )
+    command = f"python -m benchmarks.kernels.layers{flags} OUT.json COMMIT"
+    result = Record.of(given, command, "hiserve/layers", "hiserve/kernels")
     limits = ceilings.measure(device)
     result |= {"ceilings": limits, "seed": SEED, "sizes": asdict(sizes), "figures": [], "errors": {}}
     torch.manual_seed(SEED)
@@ -228,7 +202,7 @@ def main() -> int:
             by_bytes, by_flop = work.num_bytes / limits["copy_bytes_per_s"], work.flop / limits["matmul_flop_per_s"]
             limit_s = max(by_bytes, by_flop, limits.get("graph_node_s", 0.0))
             result["figures"].append(asdict(Figure(work.name, 1e6 * took, "us", limit_s / took, None, "limit")))
-            given.out.write_text(json.dumps(result, indent=1) + "\n")
+            result.save()
     print(table(result["figures"]))
     return int(bool(result["errors"]))
 

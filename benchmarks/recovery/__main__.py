@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.served import serving
 from benchmarks.measured import SERVER
-from benchmarks.record import about
+from benchmarks.record import Record, gpu_parser
 from benchmarks.recovery.death import kill_once
 from benchmarks.recovery.sizes import HIT_BAR, LARGE, SHARE_BAR, SMALL, TINY, Sizes
 from benchmarks.recovery.supervision import watch
+from benchmarks.served import serving_shape
 
 SEED = 17
 MEDIANS = ("first_new_token_s", "without_weights_s", "last_stream_s", "longest_pause_s", "host_share")
@@ -46,16 +43,13 @@ def main() -> int:
         )
         if not is_met
     ]
-    result = about(
-        f"python -m benchmarks.recovery OUT.json COMMIT{flag}",
-        *SERVER,
-        at_commit=given.commit,
-        num_gpus=int(not (given.cpu or given.tiny)),
-    )
+    command = f"python -m benchmarks.recovery OUT.json COMMIT{flag}"
+    num_gpus = int(not (given.cpu or given.tiny))
+    result = Record(given.out, command, *SERVER, at_commit=given.commit, num_gpus=num_gpus)
     load = {"streams": sizes.streams, "prompt_tokens": sizes.prompt, "tokens_before": sizes.before}
     result |= {"settings": sizes.settings, "load": load, "bars": bars, "missed": missed, "median": median}
     result |= {"supervision": supervision, "supervision_shares": [each["share"] for each in watched], "rounds": rounds}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    result.save()
     told = ", ".join(f"{name} {seconds:.2f}" for name, seconds in rounds[0]["phases"].items())
     print(
         f"fault to first new token: {median['first_new_token_s']:.2f} s, without weights {median['without_weights_s']:.2f} s"
@@ -68,23 +62,17 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("commit")
+    parser = gpu_parser(__doc__)
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
     return parser.parse_args()
 
 
 def one_round(sizes: Sizes, seed: int) -> dict[str, Any]:
     """Starts a server, kills its worker once, and ends it; returns the figures."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(sizes.settings, Path(folder), sizes.vocab_size) as (url, ready_s),
-    ):
-        found = asyncio.run(kill_once(url, sizes, seed))
+    with serving_shape(sizes.settings, sizes.vocab_size) as server:
+        found = asyncio.run(kill_once(server.url, sizes, seed))
     print(f"first new token after {found['first_new_token_s']:.2f} s", flush=True)
-    return {"ready_s": round(ready_s, 3), **found}
+    return {"ready_s": round(server.ready_s, 3), **found}
 
 
 if __name__ == "__main__":

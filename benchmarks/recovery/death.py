@@ -3,82 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import numpy as np
 
 from benchmarks.recovery.sizes import WEIGHTS, Sizes
+from hiserve.bench.http import Pool
+from hiserve.bench.load_client import Client
+from hiserve.bench.online import connected
+from hiserve.bench.options import ConnectionOptions
+from hiserve.bench.server_backends import NO_USAGE
+from hiserve.bench.workload import Sample
+from hiserve.core.plan import Int32Array
 
 LOOK_S = 0.05
 
 
-@dataclass
-class Stream:
-    """One reply over HTTP.
-
-    Attributes:
-        at: ``time.monotonic()`` of each piece of text.
-        end: Its finish reason, or an error.
-    """
-
-    at: list[float] = field(default_factory=list)
-    end: str = ""
-
-    def pause_s(self, killed: float) -> tuple[float, float]:
-        """Returns its longest silence that ends after the kill, and when after the kill that ended."""
-        times = np.array(self.at)
-        after = np.flatnonzero(times[1:] > killed) + 1
-        longest = int(after[np.argmax(times[after] - times[after - 1])])
-        return float(times[longest] - times[longest - 1]), float(times[longest] - killed)
+def pause_s(chunk_s: Sequence[float], killed_s: float) -> tuple[float, float]:
+    """Returns a stream's longest silence that ends after the kill, and when after the kill that ended; by one clock."""
+    times = np.array(chunk_s)
+    after = np.flatnonzero(times[1:] > killed_s) + 1
+    longest = int(after[np.argmax(times[after] - times[after - 1])])
+    return float(times[longest] - times[longest - 1]), float(times[longest] - killed_s)
 
 
-async def read(http: httpx.AsyncClient, body: dict[str, Any], stream: Stream) -> None:
-    """Reads a reply to its end."""
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            stream.at.append(time.monotonic())
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                stream.end = event["error"]["message"]
-            for choice in event.get("choices", ()):
-                stream.end = choice["finish_reason"] or stream.end
+async def read(client: Client, prompt: Int32Array, num_tokens: int, sample: Sample) -> None:
+    """Reads a reply; one that does not reach its length ends the round."""
+    await client.send(prompt, num_tokens, sample)
+    assert sample.finish == "length", f"{sample.error or sample.finish}: {sample.detail}"
 
 
 async def kill_once(url: str, sizes: Sizes, seed: int) -> dict[str, Any]:
     """Returns what a death in the middle of a load cost."""
-    rng = np.random.default_rng(seed)
-    prompts = rng.integers(7, sizes.vocab_size, (sizes.streams, sizes.prompt)).tolist()
-    streams = [Stream() for _ in prompts]
-    limits = httpx.Limits(max_connections=None)
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=300, limits=limits, trust_env=False) as http,
-        asyncio.TaskGroup() as group,
-    ):
-        for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-            body = {"prompt": prompt, "max_tokens": sizes.output, "ignore_eos": True, "stream": True}
-            body |= {"temperature": 0.8 * (index % 2), "seed": index}
-            group.create_task(read(http, body, stream))
-        info = await info_of(http)
-        while min(tokens_told(info), *(len(stream.at) for stream in streams)) < sizes.before:
-            await asyncio.sleep(LOOK_S)
-            info = await info_of(http)
-        (worker,) = info["workers"]
-        killed = time.monotonic()
-        os.kill(worker["pid"], signal.SIGKILL)
-        graphs_s = await until_graphs(http, worker["incarnation"], killed)
-    assert [stream.end for stream in streams] == ["length"] * sizes.streams, streams
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        return found(await info_of(http), [stream.pause_s(killed) for stream in streams], graphs_s)
+    prompts = np.random.default_rng(seed).integers(7, sizes.vocab_size, (sizes.streams, sizes.prompt), dtype=np.int32)
+    samples = [Sample() for _ in prompts]
+    async with connected(ConnectionOptions(url=url, timeout=300), "openai", ignore_eos=True) as server:
+        async with asyncio.TaskGroup() as group:
+            for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+                client = server.client.asking_for(temperature=0.8 * (index % 2), seed=index, usage=NO_USAGE)
+                group.create_task(read(client, prompt, sizes.output, sample))
+            info = await info_of(server.pool)
+            while min(tokens_told(info), *(len(sample.chunk_s) for sample in samples)) < sizes.before:
+                await asyncio.sleep(LOOK_S)
+                info = await info_of(server.pool)
+            (worker,) = info["workers"]
+            killed_s = time.perf_counter()
+            os.kill(worker["pid"], signal.SIGKILL)
+            graphs_s = await until_graphs(server.pool, worker["incarnation"], killed_s)
+        return found(await info_of(server.pool), [pause_s(sample.chunk_s, killed_s) for sample in samples], graphs_s)
 
 
 def tokens_told(info: dict[str, Any]) -> int:
@@ -88,18 +65,20 @@ def tokens_told(info: dict[str, Any]) -> int:
     return int(stats["generated_tokens"] // max(1, stats["running"]))
 
 
-async def info_of(http: httpx.AsyncClient) -> dict[str, Any]:
+async def info_of(pool: Pool) -> dict[str, Any]:
     """Returns ``/server_info``."""
-    return dict((await http.get("/server_info")).raise_for_status().json())
+    status, info = await pool.ask("GET", "/server_info")
+    assert status == 200, f"/server_info answered {status}: {info}"
+    return dict(info)
 
 
-async def until_graphs(http: httpx.AsyncClient, dead: int, killed: float) -> float | None:
+async def until_graphs(pool: Pool, dead: int, killed_s: float) -> float | None:
     """Waits for a successor that ran steps; returns the seconds until one was a graph, None where there are none."""
     while True:
-        for worker in (await info_of(http))["workers"]:  # none is shown before it is ready
+        for worker in (await info_of(pool))["workers"]:  # none is shown before it is ready
             gate = worker["stats"]["graph_gate"]
             if worker["incarnation"] > dead and gate:
-                return time.monotonic() - killed if "replay" in gate else None
+                return time.perf_counter() - killed_s if "replay" in gate else None
         await asyncio.sleep(LOOK_S)
 
 

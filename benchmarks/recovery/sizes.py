@@ -15,11 +15,6 @@ class Sizes:
     """A load and its engine; lengths in tokens.
 
     Attributes:
-        settings: Of the engine.
-        vocab_size: Of its model.
-        streams: At once.
-        prompt: Tokens of each stream's prompt.
-        output: Tokens that each generates.
         before: Tokens that each stream has when the worker is killed.
         rounds: Servers that are started, and whose worker is killed.
         bar_s: Longest from the kill to the first new token, weights not counted.

@@ -14,15 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.drive import resolve_settings
 from benchmarks.recovery.sizes import Sizes
-from hiserve.cache.storage.cache_identity import identify
-from hiserve.cache.storage.host_segment import probe_segments
-from hiserve.config import Config, make_config
-from hiserve.core.machine import probe
+from benchmarks.served import cpu_s
 from hiserve.core.request import SamplingParams
-from hiserve.core.resolve import resolve
-from hiserve.models.builtin_shapes import read_model
-from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 
 MODULES = tuple(f"scheduler/{name}.py" for name in ("supervisor", "incarnation", "recovery", "quarantine", "ledger"))
@@ -33,7 +28,7 @@ async def watch(sizes: Sizes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "scheduler.json"
         command = (sys.executable, "-m", "benchmarks.recovery.sampled_scheduler", str(out))
-        client = await EngineClient.start(config_of(sizes), command=command)
+        client = await EngineClient.start(resolve_settings(**sizes.settings)[1], command=command)
         pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
         os.kill(client.started.scheduler_pid, signal.SIGUSR2)
         before, own = [cpu_s(pid) for pid in pids], time.process_time()
@@ -56,14 +51,6 @@ async def watch(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def config_of(sizes: Sizes) -> Config:
-    """Returns the engine's configuration, resolved as a server would."""
-    given = make_config(**sizes.settings, log_level="warning")
-    folder, model = read_model(given.model)
-    resolved = resolve(given, model_facts(given, folder, model), probe_segments(given, probe()))
-    return identify(resolved.config, folder, model)
-
-
 async def talk(client: EngineClient, sizes: Sizes, index: int) -> None:
     """Sends one request after the other until the time is over."""
     rng = np.random.default_rng(index)
@@ -73,9 +60,3 @@ async def talk(client: EngineClient, sizes: Sizes, index: int) -> None:
         sampling = SamplingParams(max_tokens=sizes.before, seed=index, ignore_eos=True)
         async for _ in client.generate(prompt, sampling):
             pass
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process until now."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -24,7 +24,6 @@ class WideHead:
     """A draft head before its tensors are made.
 
     Attributes:
-        raw: Its ``config.json``.
         sources: The narrow head's tensors by their names in the wide one, vocabulary maps left out.
         shapes: The wide ones.
     """

@@ -42,8 +42,6 @@ class Widened:
     """A narrow model of a wide shape.
 
     Attributes:
-        folder: Of the narrow model.
-        raw: The wide model's ``config.json``.
         places: Of the narrow model in the wide one.
         filler: Fills the wide model's tensors.
     """

@@ -118,15 +118,7 @@ async def drive_in_groups(workload: Workload, send: Send, *, group_size: int, on
 
 
 class _Session:
-    """The requests of one session and what they grew to.
-
-    Args:
-        turns: What to send.
-        index: Of the session.
-
-    Attributes:
-        samples: One for each turn.
-    """
+    """The requests of one session, one sample for each, and what they grew to."""
 
     def __init__(self, turns: list[Turn], index: int) -> None:
         self.samples = [Sample(session=index, turn=turn) for turn in range(len(turns))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -56,9 +57,9 @@ class Client:
         if not sample.has_usage:
             sample.num_output = len(sample.chunk_s)
 
-    def salted(self, cache_salt: str) -> Client:
-        """Returns a client of the same server whose requests share prefixes only among themselves."""
-        asking = msgspec.structs.replace(self.asking, cache_salt=cache_salt)
+    def asking_for(self, **fields: Any) -> Client:
+        """Returns a client of the same server whose requests differ in some fields of ``RequestDefaults``."""
+        asking = msgspec.structs.replace(self.asking, **fields)
         return Client(self._pool, self._backend, asking, self._timeout_s)
 
     async def warm_up(self, prompt: Prompt, max_tokens: int) -> Sample:

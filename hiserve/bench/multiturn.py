@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
-from hiserve.bench.datasets.synthetic import draw_tokens
+from hiserve.bench.datasets.synthetic import conversations
 from hiserve.bench.options import MultiturnOptions
-from hiserve.bench.summary import Spread, spread, ttft_s
-from hiserve.bench.workload import Run, Sample, Turn, Workload
+from hiserve.bench.summary import Spread, cached_tokens, spread, ttft_s, values_of
+from hiserve.bench.workload import Run, Sample, Workload
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +16,6 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: n, from 1.
         num_ok: Requests that ended well; the rest is about these.
-        ttft_ms: Time to first token.
         num_prompt: Prompt tokens.
         num_cached: Of these, from the prefix cache, or None if the server does not tell.
         num_known: Of these, whole pages that were sent or generated in earlier rounds: what a perfect cache holds.
@@ -42,26 +40,15 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chat_rounds(rounds: MultiturnOptions, *, vocab_size: int, seed: int) -> Workload:
-    """Returns one session for each client; every prompt is the chat so far and new random tokens.
-
-    Args:
-        rounds: How many, how long.
-        vocab_size: Token ids are below it.
-        seed: The same seed gives the same chats.
-    """
-    rng = np.random.default_rng(seed)
-    sessions = [
-        [
-            Turn(
-                prompt=draw_tokens(rng, rounds.request_length, vocab_size),
-                max_tokens=rounds.output_length,
-                think_s=rounds.think_time if index else 0.0,
-                extends=True,
-            )
-            for index in range(rounds.num_rounds)
-        ]
-        for _ in range(rounds.num_clients)
-    ]
+    """Returns one session for each client; every prompt is the chat so far and new random tokens."""
+    sessions = conversations(
+        count=rounds.num_clients,
+        lengths=[rounds.request_length] * rounds.num_rounds,
+        output_length=rounds.output_length,
+        think_s=rounds.think_time,
+        vocab_size=vocab_size,
+        seed=seed,
+    )
     return Workload(name="multiturn", sessions=sessions)
 
 
@@ -77,14 +64,13 @@ def by_round(run: Run, rounds: MultiturnOptions, page_size: int) -> list[Round]:
     for turn in range(rounds.num_rounds):
         fine = [sample for sample in run.samples if sample.turn == turn and not sample.error]
         num_prompt = sum(max(0, sample.num_prompt) for sample in fine)
-        tells_cached = bool(fine) and all(sample.num_cached >= 0 for sample in fine)
         found.append(
             Round(
                 number=turn + 1,
                 num_ok=len(fine),
-                ttft_ms=spread(value for sample in fine if (value := ttft_s(sample)) is not None),
+                ttft_ms=spread(values_of(ttft_s, fine)),
                 num_prompt=num_prompt,
-                num_cached=sum(sample.num_cached for sample in fine) if tells_cached else None,
+                num_cached=cached_tokens(fine),
                 num_known=sum(_known(sample, rounds.request_length, page_size) for sample in fine),
             )
         )

@@ -25,20 +25,7 @@ class OfflineEngine(Protocol):
 
 
 class OfflineSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """All figures of an offline run.
-
-    Attributes:
-        duration_s: From giving the prompts to the last reply.
-        num_requests: Prompts.
-        num_prompt: Prompt tokens.
-        num_cached: Of these, from the prefix cache.
-        num_output: Output tokens.
-        requests_per_s: Requests.
-        input_tokens_per_s: Prompt tokens.
-        output_tokens_per_s: Output tokens.
-        total_tokens_per_s: Both.
-        lengths: Prompt and output tokens of each request.
-    """
+    """All figures of an offline run, from giving the prompts to the last reply; ``lengths`` are prompt and output tokens of each."""
 
     duration_s: float
     num_requests: int

@@ -11,6 +11,7 @@ import msgspec
 
 from hiserve.bench.datasets.agents import agent_sessions, read_rows
 from hiserve.bench.datasets.chats import chats, text_like_it
+from hiserve.bench.datasets.files import required
 from hiserve.bench.datasets.synthetic import check_fits, random_prompts, shared_prefixes
 from hiserve.bench.datasets.trace import conversation_trace
 from hiserve.bench.defaults import chosen, filled
@@ -34,11 +35,6 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A run and what it was a run of.
 
     Attributes:
-        target: The server's model.
-        asking: What every request says.
-        backend: Kind of route.
-        workload: What was sent.
-        run: What came of it.
         options: As they were used: what the user left open is filled in.
     """
 
@@ -62,6 +58,17 @@ class ServerUnderTest(msgspec.Struct, frozen=True, kw_only=True):
     async def counter(self, text: str) -> Counter:
         """Returns what counts tokens of texts like this one."""
         return await make_counter(self.pool, self.client, self.target, self.tokenizer, text)
+
+    def outcome(self, workload: Workload, run: Run, options: list[msgspec.Struct]) -> RunOutcome:
+        """Returns what came of a workload that was sent with these options."""
+        return RunOutcome(
+            target=self.target,
+            asking=self.client.asking,
+            backend=self.backend,
+            workload=workload,
+            run=run,
+            options=options,
+        )
 
 
 async def serve(
@@ -110,7 +117,7 @@ async def build(data: DataOptions, server: ServerUnderTest, seed: int) -> Worklo
     vocab_size = target.require_vocab_size()
     if data.dataset == "conversation-trace":
         return conversation_trace(
-            _path(data),
+            required(data.path, f"--dataset {data.dataset}"),
             speed=data.speed,
             block_tokens=data.block_tokens,
             num_prompts=data.num_prompts,
@@ -143,7 +150,7 @@ async def build(data: DataOptions, server: ServerUnderTest, seed: int) -> Worklo
 
 
 async def _recorded(data: DataOptions, server: ServerUnderTest) -> Workload:
-    path = _path(data)
+    path = required(data.path, f"--dataset {data.dataset}")
     if data.dataset == "chats":
         counter = await server.counter(text_like_it(path))
         workload = await chats(path, counter=counter, num_prompts=data.num_prompts, output_length=data.output_length)
@@ -168,12 +175,6 @@ async def connected(
     connection: ConnectionOptions, backend: str, *, ignore_eos: bool, has_ids: bool = False
 ) -> AsyncIterator[ServerUnderTest]:
     """Looks at a server and closes the connections to it at the end.
-
-    Args:
-        connection: Which server.
-        backend: Its kind.
-        ignore_eos: Replies are as long as asked for.
-        has_ids: Ask for generated token ids.
 
     Raises:
         HiserveError: The server or the options do not do.
@@ -222,14 +223,7 @@ async def _measure(
         max_concurrency=limits.max_concurrency,
         on_done=SoFar(progress(workload.num_turns)).add,
     )
-    return RunOutcome(
-        target=server.target,
-        asking=server.client.asking,
-        backend=server.backend,
-        workload=workload,
-        run=run,
-        options=options,
-    )
+    return server.outcome(workload, run, options)
 
 
 def _check(data: DataOptions, load: LoadOptions) -> None:
@@ -239,12 +233,6 @@ def _check(data: DataOptions, load: LoadOptions) -> None:
             f"{data.dataset} has its own times, which --request-rate would replace; change them with --speed.",
             param="request_rate",
         )
-
-
-def _path(data: DataOptions) -> Path:
-    if data.path is None:
-        raise ConfigError(f"--dataset {data.dataset} reads a file; give --path.", param="path")
-    return data.path
 
 
 def read_key(file: Path | None) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from hiserve.bench.multiturn import Round
 from hiserve.bench.series import in_flight, steady_state, throughput
-from hiserve.bench.summary import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s
+from hiserve.bench.summary import chunk_gaps_s, token_gaps_s, tpot_s, ttft_s, values_of
 from hiserve.bench.workload import Run
 from hiserve.errors import ConfigError
 
@@ -55,8 +55,7 @@ class Plotter:
     def draw_run(self, title: str, run: Run) -> None:
         """Draws latency distributions, throughput and requests in flight."""
         fine = [sample for sample in run.samples if not sample.error]
-        ttft = [value for sample in fine if (value := ttft_s(sample)) is not None]
-        tpot = [value for sample in fine if (value := tpot_s(sample)) is not None]
+        ttft, tpot = values_of(ttft_s, fine), values_of(tpot_s, fine)
         gaps = [token_gaps_s(sample) for sample in fine]
         unit = "chunk" if None in gaps else "token"
         if None in gaps:

@@ -7,7 +7,7 @@ import importlib.metadata
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,20 @@ from hiserve.errors import ConfigError
 PACKAGES = ("torch", "numpy", "msgspec", "httptools", "uvloop", "triton")
 
 
-def about(command: str, tool: str) -> dict[str, Any]:
-    """Returns date, tool, hardware and versions of this machine, and the command."""
+def about(command: str, tool: str, num_gpus: int | None = None, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """Returns date, tool, hardware and versions of this machine, and the command.
+
+    Args:
+        command: Reproduces the run.
+        tool: What measured, with its version.
+        num_gpus: GPUs that were used; None names all that are here.
+        packages: Whose versions are told, of those that are installed.
+    """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "tool": tool,
-        "hardware": hardware(),
-        "versions": versions(PACKAGES),
+        "hardware": hardware(num_gpus),
+        "versions": versions(packages),
         "command": command,
     }
 

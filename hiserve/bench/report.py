@@ -50,10 +50,7 @@ def show_run(console: Console, title: str, summary: Summary) -> None:
 
 
 def _latencies(summary: Summary) -> Table:
-    table = Table(title="milliseconds", title_justify="left", title_style="bold")
-    table.add_column("")
-    for name in ("mean", "median", "p90", "p99", "values"):
-        table.add_column(name, justify="right")
+    table = columns("milliseconds", "", "mean", "median", "p90", "p99", "values")
     _add_spread(table, "TTFT (first token)", summary.ttft_ms)
     _add_spread(table, "TPOT (per request)", summary.tpot_ms)
     _add_spread(table, "ITL per chunk", summary.itl_chunk_ms)
@@ -99,10 +96,8 @@ def show_goodput(console: Console, found: Goodput) -> None:
 
 def show_rounds(console: Console, rounds: Sequence[Round], num_without_ids: int) -> None:
     """Shows TTFT and hit rate, round by round."""
-    table = Table(title="rounds", title_justify="left", title_style="bold")
     names = ("round", "ok", "TTFT median ms", "p90", "p99", "prompt tokens", "hit rate", "best possible")
-    for name in names:
-        table.add_column(name, justify="right")
+    table = columns("rounds", *names)
     for each in rounds:
         ttft = each.ttft_ms
         hit = "not told" if each.hit_rate is None else f"{each.hit_rate:.1%}"
@@ -129,6 +124,14 @@ def show_offline(console: Console, title: str, summary: OfflineSummary) -> None:
     table.add_row("[bold]output throughput[/bold]", f"[bold]{summary.output_tokens_per_s:,.1f} tokens/s[/bold]")
     table.add_row("total throughput", f"{summary.total_tokens_per_s:,.1f} tokens/s")
     console.print(table)
+
+
+def columns(title: str, *names: str, left: str = "") -> Table:
+    """Returns a table with a name over each column; numbers stand right, the column named ``left`` does not."""
+    table = Table(title=escape(title), title_justify="left", title_style="bold")
+    for name in names:
+        table.add_column(name, justify="left" if name == left else "right")
+    return table
 
 
 def pairs(title: str) -> Table:

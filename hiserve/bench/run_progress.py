@@ -16,11 +16,7 @@ Begin: TypeAlias = Callable[[int | None], Advance]
 
 
 class SoFar:
-    """Figures of the requests that have ended.
-
-    Args:
-        advance: Is called after each of them.
-    """
+    """Figures of the requests that have ended; says them after each one."""
 
     def __init__(self, advance: Advance) -> None:
         self._advance = advance

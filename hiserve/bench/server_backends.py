@@ -22,7 +22,6 @@ class RequestDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """What every request of a run says beside its prompt.
 
     Attributes:
-        model: Name of the model.
         temperature: Sampling temperature; 0 is greedy.
         seed: Of the sampling; None leaves it to the server.
         ignore_eos: Generate ``max_tokens`` whatever the model says.
@@ -141,6 +140,7 @@ class OpenAIBackend:
             has_text = choice.text or (delta is not None and (delta.content or delta.reasoning_content))
             if has_text:
                 sample.chunk_s.append(now)
+                sample.chunk_texts.append(choice.text or (delta is not None and delta.content) or "")
                 told = event.usage is not None and event.usage.completion_tokens is not None
                 sample.chunk_tokens.append(sample.num_output if told else -1)
             if choice.token_ids:
@@ -236,6 +236,7 @@ class _GrowingText:
             sample.cached_by_tier = _by_tier(meta.cached_tokens_details)
         if len(event.text) > self._num_chars:
             sample.chunk_s.append(now)
+            sample.chunk_texts.append(event.text[self._num_chars :])
             sample.chunk_tokens.append(sample.num_output if told else -1)
         if len(event.text) > self._num_chars or meta.finish_reason is not None:
             sample.end_s = now

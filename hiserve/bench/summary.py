@@ -12,7 +12,7 @@ The definitions are those that SGLang's and vLLM's serving benchmarks share, so 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -25,11 +25,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """A distribution in five numbers, in milliseconds; all 0 when there is nothing.
 
     Attributes:
-        count: Values in it.
-        mean: Mean.
-        median: Median.
         p90: 90th percentile, interpolated between the two nearest values.
-        p99: 99th percentile, likewise.
     """
 
     count: int = 0
@@ -44,26 +40,16 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         duration_s: From the start of the run to the end of its last request.
-        num_requests: All of them.
         num_ok: Those that ended well; all figures but ``errors`` are about these.
         num_silent: Of these, those that brought no text; they have no TTFT and no TPOT.
-        errors: Failures by kind.
         num_prompt: Prompt tokens.
         num_cached: Of these, from the prefix cache, or None if the server does not tell.
-        num_output: Output tokens.
         has_usage: Token counts are the server's; otherwise a chunk counts as a token.
-        requests_per_s: Requests.
-        input_tokens_per_s: Prompt tokens.
-        output_tokens_per_s: Output tokens.
-        total_tokens_per_s: Both.
         steady: Output throughput without ramp and tail, or None for a run without output.
         peak_in_flight: Most requests in flight at once.
         mean_in_flight: Requests in flight, averaged over the run.
-        ttft_ms: Time to first token.
         tpot_ms: Time per output token, a value for each request.
-        itl_chunk_ms: Gaps between chunks.
         itl_token_ms: Gaps per token, or None when they cannot be told.
-        e2el_ms: Whole requests.
         late_ms: How long after its time a request was sent; large values mean that the offered load was not
             the one asked for, or that ``--max-concurrency`` held requests back.
         client_cpu_share: Processor time of the load generator per second of the run, 1.0 is one core.
@@ -97,6 +83,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     def cached_share(self) -> float | None:
         """Share of prompt tokens that came from the prefix cache, or None if the server does not tell."""
         return None if self.num_cached is None else self.num_cached / max(1, self.num_prompt)
+
+
+def values_of(measure: Callable[[Sample], float | None], samples: Iterable[Sample]) -> list[float]:
+    """Returns a measure of every request that has it."""
+    return [value for sample in samples if (value := measure(sample)) is not None]
+
+
+def cached_tokens(samples: Sequence[Sample]) -> int | None:
+    """Returns the prompt tokens from the prefix cache; None if the server does not tell, or without requests."""
+    is_told = bool(samples) and all(sample.num_cached >= 0 for sample in samples)
+    return sum(sample.num_cached for sample in samples) if is_told else None
 
 
 def spread(values_s: Iterable[float]) -> Spread:
@@ -152,7 +149,6 @@ def summarize(run: Run) -> Summary:
     duration_s = max(run.end_s - run.begin_s, 1e-9)
     num_prompt = sum(max(0, sample.num_prompt) for sample in fine)
     num_output = sum(sample.num_output for sample in fine)
-    tells_cached = bool(fine) and all(sample.num_cached >= 0 for sample in fine)
     per_token = [token_gaps_s(sample) for sample in fine]
     return Summary(
         duration_s=duration_s,
@@ -161,7 +157,7 @@ def summarize(run: Run) -> Summary:
         num_silent=sum(not sample.chunk_s for sample in fine),
         errors=dict(Counter(sample.error for sample in run.samples if sample.error)),
         num_prompt=num_prompt,
-        num_cached=sum(sample.num_cached for sample in fine) if tells_cached else None,
+        num_cached=cached_tokens(fine),
         num_output=num_output,
         has_usage=all(sample.has_usage for sample in fine),
         requests_per_s=len(fine) / duration_s,
@@ -171,8 +167,8 @@ def summarize(run: Run) -> Summary:
         steady=steady_state(run),
         peak_in_flight=peak_in_flight(run.samples),
         mean_in_flight=sum(sample.end_s - sample.begin_s for sample in run.samples) / duration_s,
-        ttft_ms=spread(value for sample in fine if (value := ttft_s(sample)) is not None),
-        tpot_ms=spread(value for sample in fine if (value := tpot_s(sample)) is not None),
+        ttft_ms=spread(values_of(ttft_s, fine)),
+        tpot_ms=spread(values_of(tpot_s, fine)),
         itl_chunk_ms=spread(gap for sample in fine for gap in chunk_gaps_s(sample)),
         itl_token_ms=None if None in per_token else spread(gap for gaps in per_token for gap in gaps or []),
         e2el_ms=spread(sample.end_s - sample.begin_s for sample in fine),

@@ -29,7 +29,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """The model behind a server.
 
     Attributes:
-        model: Its name.
         max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
         vocab_size: Token ids are below it, or None if nobody knows.
         version: The server's, or None.
@@ -60,12 +59,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | None = None) -> Target:
-    """Asks a server for its model.
-
-    Args:
-        pool: Connections to it.
-        model: Name of the model; the default is the first it lists.
-        vocab_size: If it is known already.
+    """Asks a server for one of its models, by default the first it lists.
 
     Raises:
         UnavailableError: The server cannot be reached or lists no models.
@@ -159,11 +153,7 @@ class Counter(Protocol):
 
 
 class TokenizerCounter:
-    """Counts with a tokenizer of this machine.
-
-    Args:
-        folder: Where ``tokenizer.json`` is.
-    """
+    """Counts with the ``tokenizer.json`` of a folder."""
 
     is_exact = True
 
@@ -204,11 +194,7 @@ class ServerCounter:
 
 
 class EstimatingCounter:
-    """Estimates from the characters per token of one text.
-
-    Args:
-        tokens_per_char: As measured.
-    """
+    """Estimates from the tokens per character of one text."""
 
     is_exact = False
 
@@ -221,12 +207,7 @@ class EstimatingCounter:
 
 
 async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encoder:
-    """Chooses what makes tokens of texts as the server does.
-
-    Args:
-        pool: Connections to the server.
-        target: The server's model.
-        folder: The model's folder, or None.
+    """Chooses what makes tokens of texts as the server does: the tokenizer of a folder, or the server.
 
     Raises:
         ConfigError: There is no folder, and the server does not tell tokens.

@@ -24,7 +24,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt: A text, the messages of a chat, or token ids (int32 ``[n]``).
-        max_tokens: Longest reply.
         at_s: Recorded time of sending, seconds from the start of the run; None leaves it to the arrival process.
         think_s: Seconds between the session's previous reply and this request.
         extends: The prompt sent is everything of the session so far, replies included, and then ``prompt``.
@@ -42,7 +41,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one run sends.
 
     Attributes:
-        name: The data set's.
         sessions: The turns of a session follow one another; sessions are independent.
         notes: What was done to the data, counted: prompts cut, prompts left out.
     """
@@ -61,12 +59,12 @@ class Sample(msgspec.Struct, kw_only=True):
     """One request, as it was measured. Times are seconds of ``time.perf_counter``.
 
     Attributes:
-        session: Index of its session.
         turn: Index of the request in its session.
         due_s: When it should have been sent.
         begin_s: When it was sent; later than ``due_s`` when it waited for its place under ``--max-concurrency``.
         end_s: When the last chunk with text or a finish reason arrived; for failures, when they were noticed.
         chunk_s: Arrival of every chunk that carried text.
+        chunk_texts: Their texts, thoughts left out.
         chunk_tokens: Output tokens so far at each of these chunks, by the server's running usage; -1 if not told.
         num_prompt: Prompt tokens, by the usage; ours when the server tells none; -1 if nobody knows.
         num_cached: Of these, from the prefix cache; -1 if the server does not tell.
@@ -78,7 +76,6 @@ class Sample(msgspec.Struct, kw_only=True):
         num_ends: Finish reasons and error events that came: 1 for a stream that ended once.
         status: HTTP status, 0 when there was no answer.
         error: Kind of failure (``http 429``, ``connection`` ...); empty for success.
-        detail: The failure in words.
         output_ids: Generated token ids, where they were asked for and told.
     """
 
@@ -88,6 +85,7 @@ class Sample(msgspec.Struct, kw_only=True):
     begin_s: float = 0.0
     end_s: float = 0.0
     chunk_s: list[float] = []
+    chunk_texts: list[str] = []
     chunk_tokens: list[int] = []
     num_prompt: int = -1
     num_cached: int = -1

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,6 +44,7 @@ from hiserve.bench.options import (
 )
 from hiserve.bench.plot import Plotter
 from hiserve.bench.record import about, discard_empty, prepare, raw, write
+from hiserve.bench.run_progress import Begin
 from hiserve.bench.soak.soak_report import show_soak
 from hiserve.bench.soak.soak_run import soak
 from hiserve.bench.spec.equality import are_kept
@@ -119,10 +121,8 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
 def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
     data, load, limits = pick(DataOptions, arguments), pick(LoadOptions, arguments), pick(LimitOptions, arguments)
     objectives_ms = parse_objectives(pick(GoodputOptions, arguments).goodput)
-    plotter = _plotter(arguments)
-    console = Console(highlight=False)
-    with progress("requests") as begin:
-        outcome = _wait(online.serve(pick(ConnectionOptions, arguments), data, load, limits, begin))
+    plotter, console = _plotter(arguments), Console(highlight=False)
+    outcome = _wait("requests", partial(online.serve, pick(ConnectionOptions, arguments), data, load, limits))
     title = f"{data.dataset} on {outcome.target.model}"
     summary = _show(console, title, outcome)
     found = goodput(outcome.run, objectives_ms) if objectives_ms else None
@@ -136,10 +136,8 @@ def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
 
 def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
     rounds, limits = pick(MultiturnOptions, arguments), pick(LimitOptions, arguments)
-    plotter = _plotter(arguments)
-    console = Console(highlight=False)
-    with progress("requests") as begin:
-        outcome = _wait(online.multiturn(pick(ConnectionOptions, arguments), rounds, limits, begin))
+    plotter, console = _plotter(arguments), Console(highlight=False)
+    outcome = _wait("requests", partial(online.multiturn, pick(ConnectionOptions, arguments), rounds, limits))
     page_size = outcome.target.page_size or 1
     rounds = filled(rounds, device=outcome.target.device, max_model_len=outcome.target.max_model_len)
     title = f"{rounds.num_clients} chats of {rounds.num_rounds} rounds on {outcome.target.model}"
@@ -156,10 +154,8 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
 
 def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
     load, limits = pick(CacheLoadOptions, arguments), pick(LimitOptions, arguments)
-    plotter = _plotter(arguments)
-    console = Console(highlight=False)
-    with progress("requests") as begin:
-        found = _wait(measure(pick(ConnectionOptions, arguments), load, limits, begin))
+    plotter, console = _plotter(arguments), Console(highlight=False)
+    found = _wait("requests", partial(measure, pick(ConnectionOptions, arguments), load, limits))
     run = found.outcome.run
     title = f"{load.load} on {found.outcome.target.model}"
     summary = _show(console, title, found.outcome)
@@ -201,8 +197,7 @@ def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
 
 def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
     sweep = pick(SweepOptions, arguments)
-    plotter = _plotter(arguments)
-    console = Console(highlight=False)
+    plotter, console = _plotter(arguments), Console(highlight=False)
     with progress("cases") as begin:
         found = sweep_engines(config, sweep, lambda settings: hiserve.LLM(in_process=True, **settings), begin)
     show_spec(console, found)
@@ -220,8 +215,7 @@ def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
 def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
     options = pick(SoakOptions, arguments)
     console = Console(highlight=False)
-    with progress("seconds") as begin:
-        found = _wait(soak(config, options, begin))
+    found = _wait("seconds", partial(soak, config, options))
     show_soak(console, f"soak of {found.target.model}", found.figures)
     settings = without_secrets(config)
     told = {"log_tail": found.log_tail} if found.figures.num_violations else {}
@@ -273,9 +267,10 @@ def _status(run: Run, summary: Summary) -> int:
     return INTERRUPTED if run.is_partial else int(not summary.num_ok)
 
 
-def _wait(work: Coroutine[Any, Any, _T]) -> _T:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(work)
+def _wait(what: str, work: Callable[[Begin], Coroutine[Any, Any, _T]]) -> _T:
+    """Runs a benchmark in an event loop and shows how many of the things that it counts are done."""
+    with progress(what) as begin, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work(begin))
 
 
 def _show(console: Console, title: str, outcome: RunOutcome) -> Summary:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from hiserve.bench.cache.cache_summary import KINDS, TIERS, kind_of, tiers_of
 from hiserve.bench.cache.endless_cache import Held
 from hiserve.bench.plot import BLUE, GREEN, GREY, ORANGE, WIDE, Plotter, widen
-from hiserve.bench.summary import ttft_s
-from hiserve.bench.workload import Run, Sample
+from hiserve.bench.summary import ttft_s, values_of
+from hiserve.bench.workload import Run
 
 COLOURS = {"device": BLUE, "host": GREEN, "store": ORANGE, "miss": GREY}
 LABELS = {"device": "device", "host": "from the host", "store": "from the store", "miss": "miss"}
@@ -25,14 +25,7 @@ Floats = NDArray[np.float64]
 
 
 def draw_cache(plotter: Plotter, title: str, run: Run, held: Sequence[Held]) -> None:
-    """Draws a run.
-
-    Args:
-        plotter: The file.
-        title: Of the picture.
-        run: Its samples.
-        held: What an endless cache held of each sample's prompt.
-    """
+    """Draws a run beside what an endless cache held of each sample's prompt."""
     plotter.draw(title, partial(_hits, run=run, held=held), partial(_ttft, run=run))
 
 
@@ -74,7 +67,8 @@ def _ttft(panel: Any, run: Run) -> None:
     )
     drawn: list[Floats] = []
     for kind in KINDS:
-        values = _sorted_ttft_ms([sample for sample in run.samples if not sample.error and kind_of(sample) == kind])
+        fine = (sample for sample in run.samples if not sample.error and kind_of(sample) == kind)
+        values = 1e3 * np.sort(values_of(ttft_s, fine))
         if values.size:
             label = f"{LABELS[kind]}: {values.size:,}, median {np.median(values):.3g}"
             panel.ecdf(values, color=COLOURS[kind], linewidth=1.6, label=label)
@@ -91,10 +85,6 @@ def _ttft(panel: Any, run: Run) -> None:
 def _legend(panel: Any) -> None:
     """Puts the legend under the panel, where it hides nothing."""
     panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
-
-
-def _sorted_ttft_ms(samples: Sequence[Sample]) -> Floats:
-    return np.sort([value * 1e3 for sample in samples if (value := ttft_s(sample)) is not None])
 
 
 def _num_spans(num_requests: int) -> int:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hiserve.bench.cache.cache_run import CacheOutcome
 from hiserve.bench.cache.cache_summary import CacheSummary
-from hiserve.bench.report import pairs
+from hiserve.bench.report import columns, pairs
 
 
 def show_cache(console: Console, found: CacheOutcome, summary: CacheSummary) -> None:
@@ -58,9 +58,7 @@ def _hits(found: CacheOutcome, summary: CacheSummary) -> Table:
 
 
 def _latencies(summary: CacheSummary) -> Table:
-    table = Table(title="TTFT by kind of hit, milliseconds", title_justify="left", title_style="bold")
-    for name in ("", "median", "p90", "p99", "requests"):
-        table.add_column(name, justify="right" if name else "left")
+    table = columns("TTFT by kind of hit, milliseconds", "", "median", "p90", "p99", "requests")
     for kind, spread in summary.ttft_ms.items():
         if spread.count:
             values = (spread.median, spread.p90, spread.p99)

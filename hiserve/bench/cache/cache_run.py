@@ -27,7 +27,6 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A run and what it is compared with.
 
     Attributes:
-        outcome: The run.
         page_size: Tokens per page of the endless cache.
         held: What that one held of each sample's prompt.
         counters: By how much each of the server's counters grew; empty when it has no ``/metrics``.
@@ -71,16 +70,8 @@ async def measure(
         run = await _drive(requests, sender.send, load, limits, progress)
         after, caches_after = await scrape(server.pool), await read_caches(server.pool)
     notes = [] if after else ["/metrics gave nothing; where there are API keys, the admin key reads it"]
-    outcome = RunOutcome(
-        target=server.target,
-        asking=server.client.asking,
-        backend=backend,
-        workload=requests.workload,
-        run=run,
-        options=[load, limits],
-    )
     return CacheOutcome(
-        outcome=outcome,
+        outcome=server.outcome(requests.workload, run, [load, limits]),
         page_size=page_size,
         held=endless_cache([sender.visit(sample) for sample in run.samples], page_size),
         counters=increases(before, after),
@@ -109,7 +100,7 @@ class _Sender:
 
     def __init__(self, server: ServerUnderTest, requests: Requests, num_tenants: int) -> None:
         self._salts = [f"tenant-{index}" for index in range(num_tenants)] if num_tenants > 1 else [""]
-        self._clients = [server.client.salted(salt) for salt in self._salts]
+        self._clients = [server.client.asking_for(cache_salt=salt) for salt in self._salts]
         self._encoded = requests.encoded
         self._sent: dict[tuple[int, int], Int32Array] = {}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from hiserve.bench.cache.endless_cache import Held
-from hiserve.bench.summary import Spread, spread, ttft_s
+from hiserve.bench.summary import Spread, cached_tokens, spread, ttft_s
 from hiserve.bench.workload import Run, Sample
 
 TIERS = ("device", "host", "store")
@@ -70,16 +70,11 @@ def kind_of(sample: Sample) -> str:
 
 
 def summarize_cache(run: Run, held: Sequence[Held]) -> CacheSummary:
-    """Computes all figures.
-
-    Args:
-        run: Its samples.
-        held: What an endless cache held of each sample's prompt.
-    """
+    """Computes all figures of a run and of what an endless cache held of each sample's prompt."""
     pairs = [(sample, of_it) for sample, of_it in zip(run.samples, held, strict=True) if not sample.error]
     fine = [sample for sample, _ in pairs]
     num_prompt = max(1, sum(max(0, sample.num_prompt) for sample in fine))
-    tells_cached = bool(fine) and all(sample.num_cached >= 0 for sample in fine)
+    tells_cached = cached_tokens(fine) is not None
     num_cached = {tier: sum(tiers_of(sample)[tier] for sample in fine) for tier in TIERS} if tells_cached else None
     num_hit = sum(num_cached.values()) if num_cached is not None else None
     most, least = sum(of_it.most for _, of_it in pairs), sum(of_it.least for _, of_it in pairs)

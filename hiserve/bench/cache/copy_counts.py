@@ -16,18 +16,7 @@ PATH = "/cache/stats"
 
 
 class ReplicaCacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica in ``/cache/stats``; what a server does not tell is empty.
-
-    Attributes:
-        replica: Index from 0.
-        incarnation: Of its worker.
-        tiers: Pages by tier.
-        loads: From host to device.
-        stores: From device to host.
-        prefetches: From a store to the host.
-        uploads: From the host to a store.
-        misses: Requests by the reason why no more of their prompts was cached.
-    """
+    """One replica in ``/cache/stats``; what a server does not tell is empty. ``misses`` are requests by reason."""
 
     replica: int = 0
     incarnation: int = 0
@@ -46,15 +35,7 @@ class CacheStatsReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CopyCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Copies of one kind during a run.
-
-    Attributes:
-        num_pages: That arrived.
-        num_bytes: Copied.
-        seconds: Spent on it, waits not included.
-        bytes_per_s: While copying; None when nothing was copied.
-        unfulfilled: Pages that did not arrive, by reason.
-    """
+    """Copies of one kind during a run; ``seconds`` leave waits out, and ``unfulfilled`` pages did not arrive, by reason."""
 
     num_pages: int
     num_bytes: int
@@ -64,12 +45,7 @@ class CopyCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sum_copies(replicas: Sequence[ReplicaCacheStats], kind: str) -> CopyStats:
-    """Sums the copies of one kind over all replicas.
-
-    Args:
-        replicas: Of one server.
-        kind: One of ``KINDS``.
-    """
+    """Sums the copies of one of ``KINDS`` over all replicas of a server."""
     told: list[CopyStats] = [getattr(replica, kind) for replica in replicas]
     unfulfilled: Counter[str] = Counter()
     for copies in told:

@@ -66,11 +66,7 @@ def endless_cache(visits: Sequence[Visit], page_size: int) -> list[Held]:
 
 
 class _Pages:
-    """A trie of pages: a node is the number of a prefix, an edge the bytes of one page.
-
-    Args:
-        page_size: Tokens per page.
-    """
+    """A trie of pages: a node is the number of a prefix, an edge the bytes of one page."""
 
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * 4

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from hiserve.bench.datasets.agents import AgentRecord, read_rows, shortened
-from hiserve.bench.datasets.synthetic import check_fits, draw_tokens, shared_prefixes
+from hiserve.bench.datasets.files import required
+from hiserve.bench.datasets.synthetic import check_fits, conversations, shared_prefixes
 from hiserve.bench.datasets.trace import TRACE_BLOCK_TOKENS, conversation_trace
 from hiserve.bench.defaults import chosen
 from hiserve.bench.options import CacheLoadOptions
@@ -21,12 +20,7 @@ from hiserve.errors import ConfigError
 
 
 class Requests(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload and the tokens of its texts.
-
-    Attributes:
-        workload: What to send.
-        encoded: Token ids of every prompt that is a text.
-    """
+    """A workload, and the token ids of every prompt in it that is a text."""
 
     workload: Workload
     encoded: dict[str, Int32Array] = {}
@@ -47,13 +41,13 @@ async def build(
         HiserveError: The file or the options do not do.
     """
     if load.load == "agent-sessions":
-        rows, num_empty = read_rows(_path(load), load.num_prompts)
+        rows, num_empty = read_rows(required(load.path, f"--load {load.load}"), load.num_prompts)
         return await _agents(load, rows, num_empty, target.max_model_len, await make_encoder())
     vocab_size = target.require_vocab_size()
     if load.load == "conversation-trace":
         block_tokens = max(1, round(TRACE_BLOCK_TOKENS * load.length_scale))
         workload = conversation_trace(
-            _path(load),
+            required(load.path, f"--load {load.load}"),
             speed=load.speed,
             block_tokens=block_tokens,
             num_prompts=load.num_prompts,
@@ -69,16 +63,14 @@ async def build(
 
 def _conversations(load: CacheLoadOptions, vocab_size: int, seed: int) -> Workload:
     """Returns one session for each conversation; its requests repeat it so far and add to it."""
-    rng = np.random.default_rng(seed)
     lengths = [load.conversation_length, *[load.request_length] * (load.num_rounds - 1)]
-    max_tokens = chosen(load.output_length)
-    sessions = [
-        [
-            Turn(prompt=draw_tokens(rng, _scaled(load, length), vocab_size), max_tokens=max_tokens, extends=True)
-            for length in lengths
-        ]
-        for _ in range(load.num_conversations)
-    ]
+    sessions = conversations(
+        count=load.num_conversations,
+        lengths=[_scaled(load, length) for length in lengths],
+        output_length=chosen(load.output_length),
+        vocab_size=vocab_size,
+        seed=seed,
+    )
     return Workload(name="multi-turn", sessions=sessions)
 
 
@@ -144,9 +136,3 @@ def _with_replies(workload: Workload, load: CacheLoadOptions) -> Workload:
 
 def _scaled(load: CacheLoadOptions, length: int) -> int:
     return max(1, round(length * load.length_scale))
-
-
-def _path(load: CacheLoadOptions) -> Path:
-    if load.path is None:
-        raise ConfigError(f"--load {load.load} reads a file; give --path.", param="path")
-    return load.path

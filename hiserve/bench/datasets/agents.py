@@ -19,14 +19,7 @@ BOUNDARY = re.compile(r"\n\n+")
 
 
 class AgentRecord(msgspec.Struct):
-    """One line of the recording.
-
-    Attributes:
-        session_id: Whose request it is.
-        timestamp_us: When it was sent, microseconds.
-        input: The whole prompt.
-        output: The recorded reply.
-    """
+    """One line of the recording: a request's whole prompt, its recorded reply and its time in microseconds."""
 
     session_id: str
     timestamp_us: int
@@ -35,11 +28,7 @@ class AgentRecord(msgspec.Struct):
 
 
 def read_rows(path: Path, num_prompts: int | None) -> tuple[list[AgentRecord], int]:
-    """Returns the rows in the order of their times, and how many were left out for having no prompt.
-
-    Args:
-        path: One row a line.
-        num_prompts: Take only the first so many, or None for all.
+    """Returns the first prompts in the order of their times, and how many rows have none.
 
     Raises:
         ConfigError: The file cannot be read or has no prompts.

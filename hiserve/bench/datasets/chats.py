@@ -9,7 +9,7 @@ import msgspec
 
 from hiserve.bench.datasets.files import read_lines
 from hiserve.bench.target import Counter
-from hiserve.bench.workload import Turn, Workload
+from hiserve.bench.workload import Messages, Turn, Workload
 from hiserve.errors import ConfigError
 
 SAMPLED_DIALOGUES = 20
@@ -26,6 +26,10 @@ class Dialogue(msgspec.Struct):
     """One line of the file."""
 
     messages: list[Message]
+
+    def as_sent(self) -> Messages:
+        """Returns the messages as the body of a request has them."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]
 
 
 async def chats(path: Path, *, counter: Counter, num_prompts: int | None, output_length: int | None) -> Workload:
@@ -46,7 +50,7 @@ async def chats(path: Path, *, counter: Counter, num_prompts: int | None, output
         if room == 0:
             break
         session: list[Turn] = []
-        messages = [{"role": message.role, "content": message.content} for message in dialogue.messages]
+        messages = dialogue.as_sent()
         for index, message in enumerate(messages):
             if message["role"] != "user" or len(session) == room:
                 continue

@@ -35,6 +35,21 @@ def read_lines(path: Path, row: type[_T], what: str) -> Iterator[_T]:
         raise ConfigError(f"cannot read --path {path}: {error}.", param="path") from None
 
 
+def required(path: Path | None, choice: str) -> Path:
+    """Returns the file of a data set that needs one.
+
+    Args:
+        path: As given.
+        choice: The flag that chose the data set, for the message.
+
+    Raises:
+        ConfigError: It was not given.
+    """
+    if path is None:
+        raise ConfigError(f"{choice} reads a file; give --path.", param="path")
+    return path
+
+
 def _decode(decoder: msgspec.json.Decoder[_T], line: bytes, complaint: str) -> _T:
     try:
         return decoder.decode(line)

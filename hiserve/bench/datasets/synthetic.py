@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -89,12 +90,23 @@ def shared_prefixes(
     return Workload(name="shared-prefix", sessions=[[turns[index]] for index in order])
 
 
-def check_fits(workload: Workload, max_model_len: int | None) -> None:
-    """Checks that prompts and replies of synthetic requests fit the model.
+def conversations(
+    *, count: int, lengths: Sequence[int], output_length: int, vocab_size: int, seed: int, think_s: float = 0.0
+) -> list[list[Turn]]:
+    """Returns sessions, each prompt of which is all that was said before it and new random tokens, ``lengths`` of them."""
+    rng = np.random.default_rng(seed)
+    pauses = [0.0, *[think_s] * (len(lengths) - 1)]
+    return [
+        [
+            Turn(prompt=draw_tokens(rng, length, vocab_size), max_tokens=output_length, think_s=pause_s, extends=True)
+            for length, pause_s in zip(lengths, pauses, strict=True)
+        ]
+        for _ in range(count)
+    ]
 
-    Args:
-        workload: Token-id prompts.
-        max_model_len: The model's context, or None when it is not known.
+
+def check_fits(workload: Workload, max_model_len: int | None) -> None:
+    """Checks that prompts and replies of synthetic requests fit the model's context; None is not known.
 
     Raises:
         ConfigError: The longest one does not fit.

@@ -26,7 +26,6 @@ class FaultRecovery(msgspec.Struct, kw_only=True):
     """A fault and its recovery, on the clock of the samples.
 
     Attributes:
-        fault: Its kind.
         what: What was done, in words.
         num_open: Requests in flight at that moment.
         struck_s: When.
@@ -59,19 +58,7 @@ class FaultRecovery(msgspec.Struct, kw_only=True):
 
 
 class FaultInjector:
-    """Strikes a server until it is told to stop, and never while it still recovers.
-
-    Args:
-        server: Whose processes are struck.
-        config: Its settings.
-        pool: Connections to it, with the admin key if it has one.
-        users: Who notice.
-        soak: The rate.
-        faults: What to strike with.
-
-    Attributes:
-        struck: Every fault so far.
-    """
+    """Strikes a server until it is told to stop, and never while it still recovers; ``struck`` holds every fault so far."""
 
     def __init__(
         self, server: RunningServer, config: Config, pool: Pool, users: Users, soak: SoakOptions, faults: list[Fault]

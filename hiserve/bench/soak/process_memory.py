@@ -22,8 +22,6 @@ class ProcessHistory(msgspec.Struct, kw_only=True):
     """One process, from when it was first seen to when it was last seen.
 
     Attributes:
-        role: api, scheduler or worker.
-        pid: Of the process.
         times_s: When samples were taken.
         memory_bytes: Resident memory that is not shared, at each of them.
         num_files: Open descriptors, at each of them.
@@ -40,10 +38,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
     """How the memory of a process grew after its warm-up, by a line through the samples.
 
     Attributes:
-        role: api, scheduler or worker.
-        pid: Of the process.
         seconds: Between first and last sample after the warm-up.
-        last_mib: Memory at the end.
         mib_per_min: Slope.
         is_judged: It lived long enough for the slope to mean something.
     """
@@ -57,14 +52,7 @@ class Growth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessMonitor:
-    """Looks at processes again and again.
-
-    Args:
-        processes: Returns those that live, with their roles.
-
-    Attributes:
-        lives: By process.
-    """
+    """Samples the processes that a function returns with their roles, again and again; ``lives`` holds them by process."""
 
     def __init__(self, processes: Callable[[], dict[int, str]]) -> None:
         self._processes = processes

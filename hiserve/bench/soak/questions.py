@@ -29,7 +29,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt: What is sent: a dialogue's messages, or an agent's token ids.
-        max_tokens: Longest reply.
         is_drawn: The reply is sampled, with a seed; otherwise greedy.
     """
 
@@ -47,9 +46,7 @@ class SentQuestion(msgspec.Struct, kw_only=True):
     """A question that was asked.
 
     Attributes:
-        question: Its index.
         way: How the answer was read: to its end, slowly, until the user left, or as one of many at once.
-        sample: What came of it.
     """
 
     question: int
@@ -62,12 +59,7 @@ Session: TypeAlias = list[int]
 
 
 class Questions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is asked.
-
-    Attributes:
-        all: By index.
-        sessions: Indices of the questions of each session.
-    """
+    """Everything that is asked, by index, and the indices of the questions of each session."""
 
     all: list[Question]
     sessions: list[Session]
@@ -75,11 +67,6 @@ class Questions(msgspec.Struct, frozen=True, kw_only=True):
 
 def build(soak: SoakOptions, target: Target, seed: int) -> Questions:
     """Returns dialogues that come along, and agents that share a long prefix; every second session is sampled.
-
-    Args:
-        soak: How many, and how long.
-        target: The server's model; what does not fit its context is left out.
-        seed: Of the agents' tokens.
 
     Raises:
         ConfigError: The size of the vocabulary is not known.
@@ -98,7 +85,7 @@ def build(soak: SoakOptions, target: Target, seed: int) -> Questions:
 def _dialogues(soak: SoakOptions, room: int) -> Iterator[list[Turn]]:
     """Yields the dialogues of several turns: what the user said, behind the history as it was recorded."""
     for dialogue in read_lines(HELD_OUT, Dialogue, "chats"):
-        messages = [{"role": message.role, "content": message.content} for message in dialogue.messages]
+        messages = dialogue.as_sent()
         histories = [messages[: index + 1] for index, message in enumerate(messages) if message["role"] == "user"]
         # A token is at least a byte.
         fitting = [each for each in histories if sum(len(said["content"].encode()) for said in each) <= room]

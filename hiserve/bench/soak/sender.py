@@ -32,39 +32,24 @@ NONSENSE: tuple[tuple[str, bytes], ...] = (
 
 
 class Sender:
-    """Sends requests to one server.
-
-    Args:
-        url: Its address.
-        api_key: Sent as bearer token.
-        model: Its name of the model.
-        timeout_s: Longest time for one request.
-    """
+    """Sends requests to one server."""
 
     def __init__(self, url: str, api_key: str | None, model: str, timeout_s: float) -> None:
         self._pools = {
             is_slow: Pool(url, api_key, bytes_per_s=SLOW_BYTES_PER_S if is_slow else None) for is_slow in (False, True)
         }
+        greedy = RequestDefaults(model=model, has_token_ids=True)
         self._clients = {
-            (source, is_drawn, is_slow): Client(
-                pool,
-                OpenAIBackend(is_chat=source == "chat"),
-                RequestDefaults(
-                    model=model,
-                    temperature=TEMPERATURE if is_drawn else 0.0,
-                    seed=SEED if is_drawn else None,
-                    has_token_ids=True,
-                ),
-                timeout_s,
-            )
+            (source, is_slow): Client(pool, OpenAIBackend(is_chat=source == "chat"), greedy, timeout_s)
             for source in ("chat", "agent")
-            for is_drawn in (False, True)
             for is_slow, pool in self._pools.items()
         }
 
     async def send(self, question: Question, asked: SentQuestion) -> None:
         """Asks and reads; what happens ends up in the sample."""
-        client = self._clients[question.source, question.is_drawn, asked.way == "slow"]
+        client = self._clients[question.source, asked.way == "slow"]
+        if question.is_drawn:
+            client = client.asking_for(temperature=TEMPERATURE, seed=SEED)
         await client.send(question.prompt, question.max_tokens, asked.sample)
 
     async def record(self, index: int, question: Question) -> Reference:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hiserve.bench.report import pairs
+from hiserve.bench.report import columns, pairs
 from hiserve.bench.soak.soak_summary import SoakFigures
 
 MAX_SHOWN = 8
@@ -38,9 +38,7 @@ def show_soak(console: Console, title: str, found: SoakFigures) -> None:
 
 
 def _faults(found: SoakFigures) -> Table:
-    table = Table(title="faults", title_justify="left", title_style="bold")
-    for name in ("at", "fault", "requests open", "ready again", "first new token"):
-        table.add_column(name, justify="left" if name == "fault" else "right")
+    table = columns("faults", "at", "fault", "requests open", "ready again", "first new token", left="fault")
     for fault in found.faults:
         told = ["–" if seconds is None else f"{seconds:.2f} s" for seconds in (fault.ready_s, fault.recovery_s)]
         table.add_row(f"{fault.at_s:.1f} s", f"{fault.fault}: {escape(fault.what)}", f"{fault.num_open}", *told)
@@ -48,9 +46,7 @@ def _faults(found: SoakFigures) -> Table:
 
 
 def _latencies(found: SoakFigures) -> Table:
-    table = Table(title="milliseconds", title_justify="left", title_style="bold")
-    for name in ("", "p50", "p99", "requests"):
-        table.add_column(name, justify="right" if name else "left")
+    table = columns("milliseconds", "", "p50", "p99", "requests")
     for name, latencies in (("calm", found.calm), ("beside faults", found.beside_faults)):
         for kind, spread in (("TTFT", latencies.ttft_ms), ("TPOT", latencies.tpot_ms)):
             if spread.count:
@@ -59,9 +55,7 @@ def _latencies(found: SoakFigures) -> Table:
 
 
 def _memory(found: SoakFigures) -> Table:
-    table = Table(title="memory", title_justify="left", title_style="bold")
-    for name in ("process", "over", "at the end", "growth", ""):
-        table.add_column(name, justify="right" if name else "left")
+    table = columns("memory", "process", "over", "at the end", "growth", "")
     for grown in found.growth:
         slope = f"{grown.mib_per_min:+.2f} MiB/min"
         remark = "" if grown.is_judged else "too short to judge"

@@ -41,8 +41,6 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """A soak and what it was one of.
 
     Attributes:
-        target: The server's model.
-        figures: All of them.
         log_tail: The last lines that a server started here wrote.
         is_partial: Ctrl-C ended the load early.
     """
@@ -192,7 +190,7 @@ class _Run:
     async def _not_idle(self) -> list[str]:
         """Waits until no request is anywhere and every page can be had; says what is not so in time."""
         deadline_s = time.perf_counter() + IDLE_S
-        while (busy := _busy(await self._info())) and time.perf_counter() < deadline_s:
+        while (busy := still_open(await self._info())) and time.perf_counter() < deadline_s:
             await asyncio.sleep(POLL_S)
         return [f"{word}, {IDLE_S:g} s after the last request" for word in busy]
 
@@ -219,7 +217,7 @@ class _Run:
         return dict(info) if status == 200 and is_fresh else {}
 
 
-def _busy(info: dict[str, Any]) -> list[str]:
+def still_open(info: dict[str, Any]) -> list[str]:
     """Returns in words what is still there of requests."""
     if not info:
         return []

@@ -12,7 +12,7 @@ from hiserve.bench.soak.fault_injector import FaultRecovery
 from hiserve.bench.soak.process_memory import Growth, ProcessHistory, growth
 from hiserve.bench.soak.questions import SentQuestion
 from hiserve.bench.soak.stream_oracle import StreamOracle, judge_bad
-from hiserve.bench.summary import Spread, spread, tpot_s, ttft_s
+from hiserve.bench.summary import Spread, spread, tpot_s, ttft_s, values_of
 from hiserve.bench.workload import Sample
 
 MAX_VIOLATIONS = 50
@@ -22,7 +22,6 @@ class RecoveryFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A fault, as it is told.
 
     Attributes:
-        fault: Its kind.
         what: What was done, in words.
         at_s: When, from the start of the run.
         num_open: Requests in flight at that moment.
@@ -39,12 +38,7 @@ class RecoveryFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakLatencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of requests that were answered.
-
-    Attributes:
-        ttft_ms: Time to first token.
-        tpot_ms: Time per output token.
-    """
+    """Time to first token, and time per output token, of requests that were answered."""
 
     ttft_ms: Spread
     tpot_ms: Spread
@@ -58,8 +52,6 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
         is_exact: Replies had to be those recorded.
         num_questions: Different requests, each repeated.
         outcomes: Requests by what became of them.
-        faults: In their order.
-        calm: Latencies away from faults.
         beside_faults: Latencies of what was open between a fault and the first token after it.
         num_processes: Processes of each role that lived, one after the other or at once.
         growth: Of each process that lived long enough.
@@ -95,20 +87,7 @@ def figures(
     begin_s: float,
     is_exact: bool,
 ) -> SoakFigures:
-    """Judges everything.
-
-    Args:
-        asked: All requests; each has ended.
-        nonsense: Malformed requests and their answers.
-        struck: All faults.
-        lives: Of the server's processes.
-        left: What was left behind, in words.
-        counters: Of the server.
-        judge: Knows what is right.
-        soak: Limits.
-        begin_s: Start of the run on the clock of the samples.
-        is_exact: As the judge's.
-    """
+    """Judges requests that have ended, faults, processes and what was left behind, in words."""
     windows = [each.window() for each in struck]
     verdicts = [judge.judge(each, windows) for each in asked] + [judge_bad(each) for each in nonsense]
     samples = [each.sample for each in asked] + list(nonsense)
@@ -161,5 +140,4 @@ def _told(struck: FaultRecovery, begin_s: float) -> RecoveryFigures:
 
 def _latencies(samples: Iterable[Sample]) -> SoakLatencies:
     found = list(samples)
-    first, each = ([value for value in map(measure, found) if value is not None] for measure in (ttft_s, tpot_s))
-    return SoakLatencies(ttft_ms=spread(first), tpot_ms=spread(each))
+    return SoakLatencies(ttft_ms=spread(values_of(ttft_s, found)), tpot_ms=spread(values_of(tpot_s, found)))

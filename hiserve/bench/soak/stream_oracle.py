@@ -17,12 +17,7 @@ REFUSALS = {
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What a question was answered before anything struck.
-
-    Attributes:
-        ids: Token ids.
-        finish: Why it ended.
-    """
+    """The token ids and the finish reason that answered a question before anything struck."""
 
     ids: list[int]
     finish: str
@@ -71,12 +66,7 @@ class StreamOracle:
         self._is_exact = is_exact
 
     def judge(self, asked: SentQuestion, windows: Sequence[Window]) -> StreamVerdict:
-        """Returns what became of a request, and whether it may be so.
-
-        Args:
-            asked: It has ended.
-            windows: Of all faults.
-        """
+        """Returns what became of a request that has ended, and whether it may be so beside these faults."""
         sample, reference = asked.sample, self._references[asked.question]
         is_same = sample.output_ids == reference.ids[: len(sample.output_ids)]
         if not is_same and self._is_exact:

@@ -16,13 +16,7 @@ RETRY_S = 0.3
 
 
 class Users:
-    """Asks questions until it is told to stop.
-
-    Args:
-        sender: Of requests.
-        questions: All there are.
-        soak: How many users, and their habits.
-        usual_s: Time that a reply usually takes.
+    """Asks questions until it is told to stop. A reply usually takes ``usual_s``.
 
     Attributes:
         asked: All requests that were begun, in this order.

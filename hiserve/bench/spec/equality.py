@@ -72,14 +72,7 @@ class EqualityChecker:
     def compare(
         self, prompts: Sequence[Tokens], expected: Sequence[Tokens], replies: Sequence[Tokens], temperature: float
     ) -> Equality:
-        """Returns the verdict on replies.
-
-        Args:
-            prompts: Of all replies.
-            expected: Replies of plain decoding.
-            replies: Those that are judged.
-            temperature: All were drawn with.
-        """
+        """Returns the verdict on replies to prompts, all drawn at one temperature, against those of plain decoding."""
         num_tokens = sum(map(len, replies))
         differing = [i for i, pair in enumerate(zip(expected, replies, strict=True)) if pair[0] != pair[1]]
         if not differing:

@@ -9,21 +9,14 @@ from typing import Any
 from hiserve.bench.plot import BLUE, GREEN, GREY, ORANGE, Plotter
 from hiserve.bench.spec.spec_report import usual_source
 from hiserve.bench.spec.spec_run import Found
-from hiserve.bench.spec.spec_summary import Case, CycleCost, figures_of
-from hiserve.core.draft_use import DraftUse
+from hiserve.bench.spec.spec_summary import Case, CycleCost, acceptance, drafts_of, figures_of
 
 COLOURS = (BLUE, ORANGE, GREEN, "#8a5aa8", "#b3404a", "#6b7a2c", "#2a8c8c")
 STYLES = ("-", "--", ":", "-.")
 
 
 def draw_spec(plotter: Plotter, title: str, found: Found) -> None:
-    """Draws a sweep.
-
-    Args:
-        plotter: The file.
-        title: Of the picture.
-        found: What was measured.
-    """
+    """Draws a sweep."""
     costs = next(iter(found.costs.items()), ("", []))
     plotter.draw(
         title,
@@ -43,7 +36,9 @@ def _accept_length(panel: Any, cases: Sequence[Case]) -> None:
         for j, temperature in enumerate(temperatures):
             chosen = [case for case in cases if (case.proposer, case.temperature) == (proposer, temperature)]
             fixed = sorted({int(case.steps) for case in chosen if case.steps not in ("0", "auto")})
-            lengths = [_sum([case for case in chosen if case.steps == str(steps)]).accept_length for steps in fixed]
+            lengths = [
+                drafts_of([case for case in chosen if case.steps == str(steps)]).accept_length for steps in fixed
+            ]
             style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[j % len(STYLES)], "marker": "o"}
             panel.plot(fixed, lengths, markersize=4, label=f"{proposer}, temperature {temperature:g}", **style)
     panel.set_ylim(bottom=1)
@@ -58,10 +53,10 @@ def _acceptance(panel: Any, cases: Sequence[Case]) -> None:
     for i, proposer in enumerate(dict.fromkeys(case.proposer for case in cases)):
         for j, source in enumerate(dict.fromkeys(case.source for case in cases)):
             most = str(max(fixed, default=0))
-            drafts = _sum(
+            drafts = drafts_of(
                 [case for case in cases if (case.proposer, case.source, case.steps) == (proposer, source, most)]
             )
-            shares = [accepted / max(1, drafts.verify_steps) for accepted in drafts.accepted_per_position]
+            shares = acceptance(drafts)
             style = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[j % len(STYLES)], "marker": "o"}
             panel.plot(range(1, len(shares) + 1), shares, markersize=4, label=f"{proposer}, {source}", **style)
     panel.xaxis.get_major_locator().set_params(integer=True)
@@ -118,10 +113,6 @@ def _costs(panel: Any, proposer: str, costs: Sequence[CycleCost]) -> None:
     panel.set_xlabel("drafts")
     panel.grid(visible=False, axis="x")
     _legend(panel)
-
-
-def _sum(cases: Sequence[Case]) -> DraftUse:
-    return sum((case.drafts for case in cases), DraftUse())
 
 
 def _legend(panel: Any) -> None:

@@ -11,6 +11,7 @@ from hiserve.bench.datasets.chats import Dialogue
 from hiserve.bench.datasets.files import read_lines
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.engine import Tokens
+from hiserve.bench.workload import Messages
 from hiserve.config import Config
 from hiserve.errors import ConfigError
 from hiserve.models.builtin_shapes import read_model
@@ -42,7 +43,7 @@ def read_prompts(config: Config, sweep: SweepOptions) -> list[Tokens]:
     return prompts
 
 
-def read_texts(sweep: SweepOptions) -> list[list[dict[str, Any]] | str]:
+def read_texts(sweep: SweepOptions) -> list[Messages | str]:
     """Returns conversations that end with the user, or texts.
 
     Raises:
@@ -71,9 +72,9 @@ def read_texts(sweep: SweepOptions) -> list[list[dict[str, Any]] | str]:
     return prompts
 
 
-def _asked(dialogue: Dialogue) -> list[dict[str, str]]:
+def _asked(dialogue: Dialogue) -> Messages:
     """Returns a dialogue up to its last message of the user; empty if there is none."""
-    messages = [{"role": message.role, "content": message.content} for message in dialogue.messages]
+    messages = dialogue.as_sent()
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     return messages

@@ -10,9 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from hiserve.bench.margin import MAX_SHARE
+from hiserve.bench.report import columns
 from hiserve.bench.spec.equality import over_all
 from hiserve.bench.spec.spec_run import Found
-from hiserve.bench.spec.spec_summary import Case, CycleCost, crossover, figures_of
+from hiserve.bench.spec.spec_summary import Case, CycleCost, acceptance, crossover, drafts_of, figures_of
 from hiserve.core.draft_use import DraftUse
 
 GOOD, BAD = "green", "red"
@@ -51,19 +52,14 @@ def _gains(title: str, cases: Sequence[Case]) -> Table:
     source = usual_source(cases)
     sources = list(dict.fromkeys(case.source for case in cases))
     batches = list(dict.fromkeys(case.batch for case in cases))
-    table = Table(title=escape(title), title_justify="left", title_style="bold")
-    table.add_column("drafts", justify="right")
-    for name in sources:
-        table.add_column(f"accept\n{name}", justify="right")
-    table.add_column("% accepted\nby place")
-    for batch in batches:
-        table.add_column(f"gain\nat {batch}", justify="right")
-    table.add_column("loses\nfrom", justify="right")
+    shares, lengths_of = "% accepted\nby place", [f"accept\n{name}" for name in sources]
+    gains = [f"gain\nat {batch}" for batch in batches]
+    table = columns(title, "drafts", *lengths_of, shares, *gains, "loses\nfrom", left=shares)
     for steps in dict.fromkeys(case.steps for case in cases):
         own = [case for case in cases if case.steps == steps]
         speedups = {case.batch: figures_of(case).speedup for case in own if case.source == source}
-        drafts = _sum(own)
-        lengths = (_sum([case for case in own if case.source == name]) for name in sources)
+        drafts = drafts_of(own)
+        lengths = (drafts_of([case for case in own if case.source == name]) for name in sources)
         lost = crossover(speedups)
         table.add_row(
             steps,
@@ -77,11 +73,8 @@ def _gains(title: str, cases: Sequence[Case]) -> Table:
 
 def _costs(proposer: str, costs: Sequence[CycleCost], cases: Sequence[Case]) -> Table:
     """Shows what the engine measured at start, for what was swept, beside what steps then took."""
-    table = Table(
-        title=escape(f"{proposer}, cost of a cycle in milliseconds"), title_justify="left", title_style="bold"
-    )
-    for name in ("batch", "drafts", "plain", "verify", "extend", "draft", "cost", "as it ran"):
-        table.add_column(name, justify="right")
+    names = ("batch", "drafts", "plain", "verify", "extend", "draft", "cost", "as it ran")
+    table = columns(f"{proposer}, cost of a cycle in milliseconds", *names)
     source, temperature = usual_source(cases), cases[0].temperature
     ran = {
         (case.batch, case.steps): figures_of(case)
@@ -125,13 +118,9 @@ def _equality(console: Console, cases: Sequence[Case]) -> None:
             )
 
 
-def _sum(cases: Sequence[Case]) -> DraftUse:
-    return sum((case.drafts for case in cases), DraftUse())
-
-
 def _acceptance(drafts: DraftUse) -> list[float]:
     """Returns shares of verifying steps, up to the last draft that was ever accepted."""
-    shares = [accepted / max(1, drafts.verify_steps) for accepted in drafts.accepted_per_position]
+    shares = acceptance(drafts)
     while shares and not shares[-1]:
         shares.pop()
     return shares

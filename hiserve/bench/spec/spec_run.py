@@ -174,15 +174,7 @@ def interleave(
     source: str,
     repeats: int,
 ) -> tuple[list[tuple[BatchResult, BatchResult]], Equality]:
-    """Runs a batch on both engines in turn; returns what was measured, and the worst verdict on the replies.
-
-    Args:
-        engines: Without speculation, and with it.
-        judge: Of the replies.
-        prompts: Of the batch.
-        params: Of each prompt.
-        source: Where prompts are to be found.
-        repeats: Of both.
+    """Runs a batch on the plain engine and on the other in turn, ``repeats`` times; returns both runs and the worst verdict.
 
     Raises:
         ConfigError: The prompts were not found where they should have been.

@@ -20,8 +20,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         proposer: As ``--spec`` names it.
         steps: Drafts of each step; ``auto`` chooses them.
-        batch: Requests at once.
-        temperature: Of all.
         source: Where their prompts were: ``cold``, ``device``, ``host``.
         plain: Runs without speculation, in the order in which they were made.
         spec: Runs with it, each right behind the plain one of its number.
@@ -67,13 +65,23 @@ class SpecFigures(msgspec.Struct, frozen=True, kw_only=True):
     cycle_cost: float
 
 
+def drafts_of(cases: Sequence[Case]) -> DraftUse:
+    """Returns what became of the drafts of all cases."""
+    return sum((case.drafts for case in cases), DraftUse())
+
+
+def acceptance(drafts: DraftUse) -> list[float]:
+    """Returns the share of verifying steps whose first draft was accepted, whose second one, and so on."""
+    steps = max(1, drafts.verify_steps)
+    return [accepted / steps for accepted in drafts.accepted_per_position]
+
+
 def figures_of(case: Case) -> SpecFigures:
     """Returns what a case says."""
-    drafts, steps = case.drafts, max(1, case.drafts.verify_steps)
     pairs = list(zip(case.spec, case.plain, strict=True))
     return SpecFigures(
-        accept_length=drafts.accept_length,
-        acceptance=[accepted / steps for accepted in drafts.accepted_per_position],
+        accept_length=case.drafts.accept_length,
+        acceptance=acceptance(case.drafts),
         tokens_per_s=statistics.median(run.tokens_per_s for run in case.spec),
         plain_tokens_per_s=statistics.median(run.tokens_per_s for run in case.plain),
         speedup=statistics.median(spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs),
@@ -84,11 +92,7 @@ def figures_of(case: Case) -> SpecFigures:
 
 
 def crossover(speedups: dict[int, float]) -> int | None:
-    """Returns the smallest batch from which on speculation loses; None where the largest one still gains.
-
-    Args:
-        speedups: By batch.
-    """
+    """Returns the smallest batch from which on speculation loses; None where the largest one still gains."""
     losing = None
     for batch in sorted(speedups, reverse=True):
         if speedups[batch] >= 1:
@@ -103,7 +107,7 @@ def check_accepted(cases: Sequence[Case]) -> None:
     Raises:
         EngineError: They did.
     """
-    drafts = sum((case.drafts for case in cases), DraftUse())
+    drafts = drafts_of(cases)
     if drafts.accepted or (not drafts.proposed and cases[0].steps in ("0", "auto")):
         return
     raise EngineError(
@@ -114,16 +118,7 @@ def check_accepted(cases: Sequence[Case]) -> None:
 
 
 class CycleCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a cycle goes, by what the engine measured at start.
-
-    Attributes:
-        batch: Rows.
-        steps: Drafts of each.
-        plain_s: A step of plain decoding.
-        verify_s: Verifying the drafts.
-        extend_s: The draft forward over what was verified, of which the first draft comes.
-        draft_s: All further drafts.
-    """
+    """Seconds of a plain step, and of verifying, extending (the first draft) and drafting (all further ones), as measured at start."""
 
     batch: int
     steps: int

@@ -48,3 +48,27 @@ def test_a_salt_is_sent_where_there_is_one(backend: str) -> None:
     body = BACKENDS[backend]().body(prompt, 1, RequestDefaults(model="m", cache_salt="a"))
     assert body["cache_salt"] == "a"
     assert "cache_salt" not in BACKENDS[backend]().body(prompt, 1, RequestDefaults(model="m"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "events"),
+    [
+        ("openai", [{"choices": [{"text": "It "}]}, {"choices": [{"text": "rains."}]}]),
+        (
+            "openai-chat",
+            [
+                {"choices": [{"delta": {"reasoning_content": "Hm. "}}]},
+                {"choices": [{"delta": {"content": "It "}}]},
+                {"choices": [{"delta": {"content": "rains."}, "finish_reason": "stop"}]},
+            ],
+        ),
+        ("generate", [{"text": "It "}, {"text": "It rains."}]),
+    ],
+)
+def test_the_text_of_a_reply_is_kept_piece_by_piece_without_thoughts(backend: str, events: list[Any]) -> None:
+    sample = Sample()
+    take = BACKENDS[backend]().reader(sample)
+    for event in events:
+        take(msgspec.json.encode(event), 1.0)
+    assert "".join(sample.chunk_texts) == "It rains."
+    assert len(sample.chunk_texts) == len(sample.chunk_s)

@@ -16,8 +16,8 @@ from benchmarks.gpu.figures import Figure, table
 from benchmarks.gpu.limits import Limits
 from benchmarks.gpu.peers import against_peer
 from benchmarks.gpu.profiling import NUM_STEPS, on_device
-from benchmarks.gpu.served import write_tokenizer
 from benchmarks.gpu.sizes import FULL, PEER_CEILINGS, TINY
+from benchmarks.served import write_tokenizer
 from hiserve.ipc.messages import GateCounts
 from hiserve.models.builtin_shapes import shape_config
 from hiserve.text.tokenizer import Tokenizer
