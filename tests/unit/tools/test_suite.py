@@ -166,7 +166,7 @@ def test_the_log_of_a_gpu_run_says_what_ran_where_and_what_became_of_each_test(
     monkeypatch.setattr("sys.argv", ["gpu_suite", "--commit", "abc1234", "--output", str(log)])
     assert gpu_suite.main() == 1
     said = json.loads(log.read_text())
-    assert list(said) == ["date", "hardware", "versions", "commit", "command", "verdict", "counts", "tests"]
+    assert set(said) == {"date", "tool", "hardware", "versions", "commit", "command", "verdict", "counts", "tests"}
     assert (said["commit"], said["counts"]) == ("abc1234", {"passed": 2, "failed": 1, "skipped": 3})
     assert said["tests"][0] == {"name": "passed 0", "outcome": "passed", "seconds": 0.0} and len(said["tests"]) == 6
     assert said["versions"]["torch"] and said["hardware"]
