@@ -31,7 +31,6 @@ from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasuremen
 from hiserve.core.step_memory import step_memory
 from hiserve.engine.device_memory import await_memory
 from hiserve.engine.draft_costs import DraftTimer
-from hiserve.engine.draft_times import pack, unpack
 from hiserve.engine.drafting import open_proposer
 from hiserve.engine.executor import Executor
 from hiserve.engine.host_recovery import recover_host_pages
@@ -145,8 +144,7 @@ def _compose(
         page_size=page_size,
         namespace=namespace,
         startup_s=startup_s,
-        draft_costs=None if controller is None else controller.costs,
-        measurements=measurements if controller is None else replace(measurements, draft_times=pack(controller.costs)),
+        measurements=measurements if controller is None else replace(measurements, draft_costs=controller.costs),
     )
     return Engine(
         _planner(config, cache, model_config, controller),
@@ -194,10 +192,10 @@ def _controller(
     if len(tiers) == 1:
         return None
     warm_steps = WARM_TOKENS + config.cache.page_size if has_head else None  # it attends from the next page on
-    if measurements.draft_times is not None:
-        return DraftController(unpack(measurements.draft_times), warm_steps)
-    with torch.inference_mode():
-        costs = DraftTimer(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
+    costs = measurements.draft_costs
+    if costs is None:
+        with torch.inference_mode():
+            costs = DraftTimer(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
     return DraftController(costs, warm_steps)
 
 

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from hiserve.core.plan import BatchPlan, RowAdmit, TableWrites
 from hiserve.core.request import SamplingParams
+from hiserve.core.startup_measurements import FloatArray, StepCosts
 from hiserve.errors import ConfigError
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.gate import PendingLoads, admit
-from hiserve.spec.adaptive import FloatArray, StepCosts
 
 REPEATS = 2  # of which the fastest counts; one more comes first
 CPU_REPEATS = 1  # likewise: its steps are long, and its starts are to be short
@@ -77,11 +77,11 @@ class DraftTimer:
             draft[i] = max(0.0, more.drafts - follow[i, -1]) / max(1, most - 1)
         by_token = self._time_stored(sizes, most, verify[:, -1], follow[:, -1])
         return StepCosts(
-            rows=sizes,
-            tiers=np.array(tiers, dtype=np.int64),
-            verify=without_stalls(verify),
-            follow=without_stalls(follow),
-            draft=without_stalls(draft),
+            rows=sizes.tolist(),
+            tiers=list(tiers),
+            verify=without_stalls(verify).tolist(),
+            follow=without_stalls(follow).tolist(),
+            draft=without_stalls(draft).tolist(),
             verify_token=max(0.0, by_token.verify),
             draft_token=max(0.0, by_token.drafts),
             times_own_drafts=self._is_on_cpu,
@@ -102,7 +102,7 @@ class DraftTimer:
         if stored <= 0:
             return _Seconds(0.0, 0.0)
         took = self._time(int(sizes[at]), num_draft, 1, context)
-        return _Seconds((took.verify - verify[at]) / stored, (took.drafts - follow[at]) / stored)
+        return _Seconds(float(took.verify - verify[at]) / stored, float(took.drafts - follow[at]) / stored)
 
     def _num_places(self) -> int:
         return (self._rows.num_pages - 1) * self._rows.page_size

@@ -19,7 +19,6 @@ from hiserve.engine.waiting_queue import Request
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import Admit, GateCounts, WorkerStats
-from hiserve.spec.adaptive import StepCosts
 
 MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
 
@@ -70,7 +69,6 @@ class EngineFacts:
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
         startup_s: Seconds per start-up phase, in order.
-        draft_costs: What drafts cost; None where their number is not chosen step by step.
         measurements: For the worker after this one.
     """
 
@@ -80,7 +78,6 @@ class EngineFacts:
     page_size: int
     namespace: bytes
     startup_s: dict[str, float]
-    draft_costs: StepCosts | None = None
     measurements: StartupMeasurements = NO_MEASUREMENTS
 
 

@@ -21,6 +21,7 @@ from hiserve.core.machine import probe
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
@@ -30,7 +31,6 @@ from hiserve.llm.prompt_inputs import Prompt, as_batch, check_tokens
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.model_config import ModelConfig
 from hiserve.models.speculation import model_facts
-from hiserve.spec.adaptive import StepCosts
 from hiserve.text.chat_request import ChatRequest, check_text, parse_chat
 from hiserve.text.conversation_encoder import ConversationEncoder
 from hiserve.text.detokenizer import TokenBytes

@@ -19,6 +19,7 @@ from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
 from hiserve.engine.updates import RequestUpdates
@@ -26,7 +27,6 @@ from hiserve.errors import EngineError, HiserveError, UnavailableError
 from hiserve.ipc.cache_stats import TierName
 from hiserve.ipc.messages import Admit
 from hiserve.scheduler.client import EngineClient
-from hiserve.spec.adaptive import StepCosts
 
 CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
 
@@ -172,7 +172,7 @@ class InProcess:
     @property
     def draft_costs(self) -> StepCosts | None:
         """As the engine measured them."""
-        return self.engine.facts.draft_costs
+        return self.engine.facts.measurements.draft_costs
 
     def flush(self, tiers: tuple[TierName, ...]) -> int:
         """Empties tiers of the prefix cache."""

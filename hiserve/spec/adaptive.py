@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.core.plan import Int32Array
+from hiserve.core.startup_measurements import FloatArray, StepCosts
 from hiserve.spec.cold import Phase, Warmth
-
-FloatArray = NDArray[np.float64]
 
 MIN_GAIN = 0.05  # of a change, as a share of the tokens per second
 LEAST_GAIN = 0.01  # where nothing has changed for long: little lost for ever is much
@@ -28,61 +27,6 @@ TIME_RATE = 0.01  # of a new time, against those before it
 DRAFT_RATE = 0.2  # likewise, of further drafts: only probes tell their time
 MIN_S = 1e-9  # of a step, so that a clock that stood still can be told
 MAX_ERROR = 0.5  # of the logarithm of a time: a stall weighs no more
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepCosts:
-    """Seconds that the parts of a step take, measured at start.
-
-    Attributes:
-        rows: int64 ``[R]``, ascending. Rows of the batches that were measured; others cost what the next larger one does.
-        tiers: int64 ``[C]``, ascending from 0. Drafts a row that may be chosen; others cost likewise.
-        verify: float64 ``[R, C]``. A step that verifies that many drafts of each row, and few stored tokens.
-        follow: float64 ``[R, C]``. The draft forward behind that step, of which the first draft comes.
-        draft: float64 ``[R]``. Each further draft.
-        verify_token: What each stored token of any row adds to a step.
-        draft_token: What it adds to each draft forward.
-        times_own_drafts: A step's end is told after the drafts behind it were made, not before.
-    """
-
-    rows: NDArray[np.int64]
-    tiers: NDArray[np.int64]
-    verify: FloatArray
-    follow: FloatArray
-    draft: FloatArray
-    verify_token: float = 0.0
-    draft_token: float = 0.0
-    times_own_drafts: bool = False
-
-    @property
-    def max_draft(self) -> int:
-        """K, of the largest tier."""
-        return int(self.tiers[-1])
-
-    def bucket(self, num_rows: int) -> int:
-        """Returns which of the R batches stands for so many rows; the last for more than were measured."""
-        return int(np.searchsorted(self.rows[:-1], num_rows))
-
-    def tier(self, num_draft: int) -> int:
-        """Returns which of the C tiers stands for so many drafts."""
-        return int(np.searchsorted(self.tiers[:-1], num_draft))
-
-    def shares(self, bucket: int) -> FloatArray:
-        """Returns what taking part costs for each tier, of a step that nothing drafts for, float64 ``[C]``."""
-        plain = float(self.verify[bucket, 0])
-        shares: FloatArray = self.seconds(bucket, 0.0) / plain - 1
-        return shares
-
-    def further(self, bucket: int, num_stored: float) -> FloatArray:
-        """Returns what all drafts but the first take, float64 ``[C]``; ``num_stored`` is of all rows."""
-        further: FloatArray = np.maximum(self.tiers - 1, 0) * (self.draft[bucket] + self.draft_token * num_stored)
-        return further
-
-    def seconds(self, bucket: int, num_stored: float) -> FloatArray:
-        """Returns what it takes to make and verify each tier, float64 ``[C]``."""
-        stored = (self.verify_token + self.draft_token) * num_stored
-        seconds: FloatArray = self.verify[bucket] + self.follow[bucket] + stored
-        return seconds + self.further(bucket, num_stored)
 
 
 class Acceptance:
@@ -137,10 +81,11 @@ class Times:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._factors = np.zeros_like(costs.verify)  # logarithms
-        self._num_measured = np.zeros_like(costs.verify, dtype=np.int64)
-        self._draft_factors = np.zeros(costs.rows.size)  # logarithms
-        self._num_probed = np.zeros(costs.rows.size, dtype=np.int64)
+        shape = len(costs.rows), len(costs.tiers)
+        self._factors = np.zeros(shape)  # logarithms
+        self._num_measured = np.zeros(shape, dtype=np.int64)
+        self._draft_factors = np.zeros(shape[0])  # logarithms
+        self._num_probed = np.zeros(shape[0], dtype=np.int64)
 
     def expect(self, num_rows: int, mean_context: float) -> FloatArray:
         """Returns the seconds of making and verifying each tier, float64 ``[C]``."""
@@ -218,10 +163,11 @@ class DraftController:
         self._num_rows, self._price = 0, 0.0  # of a trial, for batches of so many rows
         self._times = Times(costs)
         self._acceptance = Acceptance(costs.max_draft)
-        self._credit = np.zeros(costs.tiers.size)  # steps that may be lost to probes
+        self._tiers = np.array(costs.tiers, np.int64)
+        self._credit = np.zeros(len(costs.tiers))  # steps that may be lost to probes
         # By the batches that were measured: what is best for one says little of what is for another.
-        self._kept = [0] * costs.rows.size
-        self._age = [DWELL_STEPS] * costs.rows.size
+        self._kept = [0] * len(costs.rows)
+        self._age = [DWELL_STEPS] * len(costs.rows)
         self._bucket = 0
 
     @property
@@ -237,7 +183,7 @@ class DraftController:
     @property
     def num_draft(self) -> int:
         """What is chosen for batches like the last, probes aside."""
-        return int(self._costs.tiers[self._kept[self._bucket]])
+        return self._costs.tiers[self._kept[self._bucket]]
 
     @property
     def is_cold(self) -> bool:
@@ -283,7 +229,7 @@ class DraftController:
                 self._acceptance.forget()
                 self._age[bucket] = DWELL_STEPS  # what it finds counts at once
             if phase is not Phase.WARM:
-                return min(most, int(self._costs.tiers[1])) if phase is Phase.TRIAL else 0
+                return min(most, self._costs.tiers[1]) if phase is Phase.TRIAL else 0
             # By the table alone: the few times of a trial may be those of stalls.
             if was is Phase.VERDICT and not self._pays(
                 allowed, self._costs.seconds(bucket, allowed.size * mean_context)
@@ -312,7 +258,7 @@ class DraftController:
         if age >= DWELL_STEPS and rates[best] > (1 + needed) * rates[kept]:
             self._kept[bucket], self._age[bucket] = best, 0
             return self.num_draft
-        return int(self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])])
+        return self._costs.tiers[self._probe(kept, seconds / seconds[kept] - tokens / tokens[kept])]
 
     def _pays(self, allowed: Int32Array, seconds: FloatArray) -> bool:
         """Whether any of the C tiers, which take so many seconds, gives more tokens per second than there are without a head."""
@@ -322,7 +268,7 @@ class DraftController:
 
     def _num_tiers(self, allowed: Int32Array) -> int:
         """Returns how many of the C tiers some row may have."""
-        return int(np.searchsorted(self._costs.tiers, allowed.max(initial=0), side="right"))
+        return bisect_right(self._costs.tiers, allowed.max(initial=0))
 
     def record(
         self, num_draft: Int32Array, counts: Int32Array, num_made: int, mean_context: float, seconds: float | None
@@ -356,7 +302,7 @@ class DraftController:
         """Returns the tokens that these rows emit of each tier, or what they may have of it, float64 ``[C]``."""
         tokens = np.full(self._costs.max_draft + 1, float(allowed.size))
         tokens[1:] += (_num_with(allowed, self._costs.max_draft) * self._acceptance.chances).cumsum()
-        return tokens[self._costs.tiers]
+        return tokens[self._tiers]
 
     def _gain(
         self, tier: int, num_draft: Int32Array, counts: Int32Array, mean_context: float, seconds: float | None

@@ -553,7 +553,7 @@ def test_drafts_tell_what_they_cost_where_their_number_is_chosen() -> None:
     with LLM(in_process=True, **fixed) as one, LLM(in_process=True, **chosen) as auto:
         assert one.draft_costs is None
         assert auto.draft_costs is not None
-        assert auto.draft_costs.tiers.tolist() == [0, 1, 2, 3, 5]
+        assert auto.draft_costs.tiers == [0, 1, 2, 3, 5]
 
 
 # --- two workers --------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.core.draft_use import DraftUse
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.models.model_config import NANO
-from hiserve.spec.adaptive import DraftController, StepCosts
+from hiserve.spec.adaptive import DraftController
 from tests.helpers.cache_paths import HOST, SETTINGS, answer, check, pool
 from tests.helpers.cold_heads import Scripted, counted, forwards_in_the_cold, proposer_of, script, shown_to
 from tests.helpers.dialogues import conversations, trained
 from tests.helpers.drafted import save_heads
+from tests.helpers.step_costs import step_costs
 from tests.helpers.tiered import check_whole, counts_of, engine_of, leave_device, rest
 
 STEPS, NUM_NEW = 3, 40
@@ -102,7 +104,7 @@ def table() -> StepCosts:
     rows, tiers = np.array([1, 4]), np.arange(STEPS + 1)
     verify = np.broadcast_to(1.0 + 0.1 * tiers, (2, STEPS + 1)).copy()
     follow = np.broadcast_to(np.where(tiers, 0.3, 0.2), (2, STEPS + 1)).copy()
-    return StepCosts(rows, tiers, verify, follow, np.full(2, 0.2))
+    return step_costs(rows, tiers, verify, follow, np.full(2, 0.2))
 
 
 def test_a_head_that_is_never_right_computes_hardly_anything(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from hiserve.config import Config
 from hiserve.core.cache_usage import COLD
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import TierName
-from hiserve.spec.adaptive import StepCosts
 
 Tokens = list[int]
 

@@ -10,8 +10,8 @@ import msgspec
 from hiserve.bench.spec.engine import BatchResult
 from hiserve.bench.spec.equality import Equality
 from hiserve.core.draft_use import DraftUse
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.errors import EngineError
-from hiserve.spec.adaptive import StepCosts
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,15 +136,15 @@ class CycleCost(msgspec.Struct, frozen=True, kw_only=True):
 def cycle_costs(costs: StepCosts) -> list[CycleCost]:
     """Returns the costs of all batches and numbers of drafts that were measured."""
     found = []
-    for bucket, batch in enumerate(costs.rows.tolist()):
-        for tier, steps in enumerate(costs.tiers.tolist()):
+    for bucket, batch in enumerate(costs.rows):
+        for tier, steps in enumerate(costs.tiers):
             found.append(
                 CycleCost(
                     batch=batch,
                     steps=steps,
-                    plain_s=float(costs.verify[bucket, 0]),
-                    verify_s=float(costs.verify[bucket, tier]),
-                    extend_s=float(costs.follow[bucket, tier]),
+                    plain_s=costs.verify[bucket][0],
+                    verify_s=costs.verify[bucket][tier],
+                    extend_s=costs.follow[bucket][tier],
                     draft_s=float(costs.further(bucket, 0.0)[tier]),
                 )
             )

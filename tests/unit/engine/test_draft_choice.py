@@ -15,9 +15,10 @@ from hiserve.engine.draft_choice import DraftCounts
 from hiserve.engine.loop import Engine
 from hiserve.engine.rows import RowState
 from hiserve.ipc.messages import Admit
-from hiserve.spec.adaptive import DraftController, StepCosts
+from hiserve.spec.adaptive import DraftController
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
+from tests.helpers.step_costs import step_costs
 from tests.helpers.steps import Steps
 
 PAGE = 4
@@ -33,7 +34,7 @@ class Scripted(DraftController):
 
     def __init__(self, chosen: list[int], *, times_own_drafts: bool = False) -> None:
         tiers, each = np.arange(4), np.ones((1, 4))
-        super().__init__(StepCosts(np.ones(1), tiers, each, each, np.ones(1), times_own_drafts=times_own_drafts))
+        super().__init__(step_costs(np.ones(1), tiers, each, each, np.ones(1), times_own_drafts=times_own_drafts))
         self._chosen = chosen
         self.allowed: list[list[int]] = []
         self.told: list[tuple[list[int], list[int], int, bool]] = []

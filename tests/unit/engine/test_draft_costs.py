@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from hiserve import LLM
+from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.draft_costs import DraftTimer, _Seconds, without_stalls
 from hiserve.errors import ConfigError
 from tests.helpers.cache_paths import SETTINGS, pool
@@ -23,14 +25,17 @@ def test_steps_are_measured_and_leave_no_trace() -> None:
         assert not rows.known_len.any() and not rows.computed_len.any()
         assert (rows.entry_owner < 0).all() and not rows.page_table.any()
         assert llm.generate("Two cappuccinos, please.")[0].outputs[0].drafts is not None
-    assert costs.rows.tolist() == [1, 4]
-    assert costs.tiers.tolist() == list(tiers)
-    assert costs.verify.shape == costs.follow.shape == (2, 3)
-    assert (costs.verify > 0).all() and (costs.follow > 0).all() and (costs.draft >= 0).all()
-    for each in (costs.verify, costs.follow):
+    assert costs.rows == [1, 4]
+    assert costs.tiers == list(tiers)
+    verify, follow = np.array(costs.verify), np.array(costs.follow)
+    assert verify.shape == follow.shape == (2, 3)
+    assert (verify > 0).all() and (follow > 0).all() and min(costs.draft) >= 0
+    for each in (verify, follow):
         assert (np.diff(each, axis=0) >= 0).all() and (np.diff(each, axis=1) >= 0).all(), "more takes no less"
     assert costs.times_own_drafts
     assert np.isfinite([costs.verify_token, costs.draft_token]).all()
+    measurements = StartupMeasurements(free_bytes=7, draft_costs=costs)  # a successor gets them unchanged
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(measurements), type=StartupMeasurements) == measurements
 
 
 def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +46,7 @@ def test_a_step_behind_which_nothing_is_drafted_costs_what_it_takes_then(monkeyp
     with LLM(**SETTINGS | pool(16) | {"host_cache_gib": 0, "spec": "ngram", "spec_steps": 3}) as llm:
         executor = engine_of(llm)._executor
         costs = DraftTimer(executor._runners, executor._rows).measure((0, 1, 3), 1)  # type: ignore[attr-defined]
-    assert costs.follow.tolist() == [[1.0, 4.0, 6.0]]
+    assert costs.follow == [[1.0, 4.0, 6.0]]
 
 
 def test_what_took_longer_than_more_of_the_same_was_held_up() -> None:

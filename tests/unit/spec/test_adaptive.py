@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.spec import adaptive
-from hiserve.spec.adaptive import DWELL_STEPS, Acceptance, DraftController, StepCosts, Times
+from hiserve.spec.adaptive import DWELL_STEPS, Acceptance, DraftController, Times
+from tests.helpers.step_costs import step_costs
 
 ROWS = np.array([1, 2, 4, 8, 16, 32, 48, 64, 96, 128])
 K = 5
@@ -26,19 +28,20 @@ def device(max_draft: int = K) -> StepCosts:
     tokens = ROWS[:, None] * (tiers + 1.0)
     verify = 5e-3 + 2e-5 * tokens + 6e-5 * np.maximum(tokens - 64, 0)
     further = 3e-4 + 1e-6 * ROWS
-    return StepCosts(ROWS, tiers, verify, 4e-4 + 2e-6 * tokens, further, verify_token=1e-8, draft_token=5e-10)
+    return step_costs(ROWS, tiers, verify, 4e-4 + 2e-6 * tokens, further, verify_token=1e-8, draft_token=5e-10)
 
 
 def plain(*seconds: float) -> StepCosts:
     """A device whose steps take so long, by the number of drafts; to make them takes nothing."""
     tiers = np.arange(len(seconds))
-    return StepCosts(np.array([1]), tiers, np.array([seconds]), np.zeros((1, tiers.size)), np.zeros(1))
+    return step_costs(np.array([1]), tiers, np.array([seconds]), np.zeros((1, tiers.size)), np.zeros(1))
 
 
 def wrong(factors: tuple[float, ...]) -> StepCosts:
     """What a bad measurement says of that device; a factor for each number of drafts."""
     costs = device()
-    return dataclasses.replace(costs, verify=costs.verify * factors, follow=costs.follow * factors)
+    verify, follow = np.array(costs.verify) * factors, np.array(costs.follow) * factors
+    return msgspec.structs.replace(costs, verify=verify.tolist(), follow=follow.tolist())
 
 
 @dataclass
@@ -234,7 +237,7 @@ def test_drafts_that_take_less_or_more_than_measured_are_found_out(
     rows: int, chances: tuple[float, ...], factor: float
 ) -> None:
     """Where a step's time is told with that of the drafts behind it: no time is that of one number of drafts alone."""
-    believed = dataclasses.replace(device(), draft=device().draft * factor)
+    believed = msgspec.structs.replace(device(), draft=[seconds * factor for seconds in device().draft])
     learning, after = Phase(1500, rows, chances), Phase(1000, rows, chances)
     assert run(learning, after, believed=believed, depth=0, drafts_count_before=True).shares[1] >= BAR
 
@@ -259,7 +262,7 @@ def test_changes_keep_their_distance() -> None:
 
 def test_what_one_batch_keeps_holds_no_other_back() -> None:
     """Where another number gains too little for a change, but is better."""
-    two = StepCosts(
+    two = step_costs(
         rows=np.array([1, 8]),
         tiers=np.array([0, 1]),
         verify=np.array([[1.0, 1.6], [1.0, 1.6]]),
@@ -356,8 +359,9 @@ def test_no_number_is_above_what_a_request_allows() -> None:
 def test_only_tiers_are_chosen() -> None:
     """The best of them where all have room for it, and the best that fits where the kept one does not."""
     every = device(7)
-    tiers = np.array([0, 1, 3, 7])
-    costs = dataclasses.replace(every, tiers=tiers, verify=every.verify[:, tiers], follow=every.follow[:, tiers])
+    tiers = [0, 1, 3, 7]
+    verify, follow = np.array(every.verify)[:, tiers], np.array(every.follow)[:, tiers]
+    costs = step_costs(every.rows, tiers, verify, follow, every.draft, verify_token=1e-8, draft_token=5e-10)
     controller = DraftController(costs)
     seen: dict[int, list[int]] = {2: [], 7: []}
     for step in range(2000):
@@ -445,7 +449,7 @@ def test_a_batch_costs_what_the_next_larger_one_that_was_measured_does() -> None
 
 def test_making_drafts_costs_a_forward_behind_the_step_and_one_for_each_further_draft() -> None:
     tiers, verify, follow = np.array([0, 1, 3]), np.array([[10.0, 11.0, 12.0]]), np.array([[1.0, 1.5, 2.0]])
-    costs = StepCosts(np.array([4]), tiers, verify, follow, np.array([0.5]), verify_token=1e-2, draft_token=1e-3)
+    costs = step_costs(np.array([4]), tiers, verify, follow, np.array([0.5]), verify_token=1e-2, draft_token=1e-3)
     expected = [10 + 1 + 1 + 0.1, 11 + 1 + 1.5 + 0.1, 12 + 1 + 2 + 2 * 0.5 + 3 * 0.1]
     np.testing.assert_allclose(costs.seconds(0, 100.0), expected)
     assert [costs.tier(num_draft) for num_draft in (0, 1, 2, 3)] == [0, 1, 2, 2]

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from hiserve.core.startup_measurements import StepCosts
 from hiserve.spec import cold
-from hiserve.spec.adaptive import DraftController, StepCosts
+from hiserve.spec.adaptive import DraftController
 from hiserve.spec.cold import COLD_AFTER, TRIAL_SHARE, Phase, Warmth
+from tests.helpers.step_costs import step_costs
 
 K, CONTEXT, WARM_STEPS = 5, 500.0, 32
 ROWS = np.array([1, 4, 16, 32, 128])
@@ -24,7 +26,7 @@ def device(keep_share: float) -> StepCosts:
     tokens = ROWS[:, None] * (tiers + 1.0)
     verify = 5e-3 + 6e-5 * np.maximum(tokens - 32, 0)
     follow = keep_share * verify[:, :1] * np.where(tiers, 1.5, 1.0)
-    return StepCosts(ROWS, tiers, verify, follow, 2e-4 + 1e-6 * ROWS)
+    return step_costs(ROWS, tiers, verify, follow, 2e-4 + 1e-6 * ROWS)
 
 
 @dataclass
@@ -62,13 +64,13 @@ class Run:
             self._following = 0 if stays_cold else controller.choose(allowed, CONTEXT)
             assert not (stays_cold and not controller.is_cold)
             assert not (controller.is_cold and self._following)
-            whole = float(costs.verify[bucket, num_draft])
+            whole = costs.verify[bucket][num_draft]
             if not controller.is_cold:
                 whole = float(costs.seconds(bucket, rows * CONTEXT)[num_draft])
             counts = 1 + np.cumprod(rng.random((rows, num_draft)) < chances[:num_draft], 1).sum(1)
             self.seconds.append(whole)
             self.tokens.append(float(counts.sum()))
-            self.plain.append(rows * whole / float(costs.verify[bucket, 0]))
+            self.plain.append(rows * whole / costs.verify[bucket][0])
             self.did.append("cold" if controller.is_cold else f"drafts {self._following}")
             told = whole * float(np.exp(self.noise * rng.standard_normal()))
             self._flying.append((np.full(rows, num_draft, np.int32), counts.astype(np.int32), told, controller.is_cold))

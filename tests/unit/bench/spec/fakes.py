@@ -13,7 +13,8 @@ from hiserve.bench.spec.engine import BatchResult, Tokens
 from hiserve.config import Config, make_config
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
-from hiserve.spec.adaptive import StepCosts
+from hiserve.core.startup_measurements import StepCosts
+from tests.helpers.step_costs import step_costs
 
 Reply = Callable[[Tokens], Tokens]
 PAGE = 4
@@ -101,7 +102,7 @@ def counting(prompt: Tokens) -> Tokens:
 
 
 def costs() -> StepCosts:
-    return StepCosts(
+    return step_costs(
         rows=np.array([1, 4]),
         tiers=np.array([0, 1, 3]),
         verify=np.array([[2.0, 2.5, 3.0], [4.0, 5.0, 7.0]]),
