@@ -9,32 +9,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from hiserve.core.forward import ForwardInputs
+
 _MODULES = {"cpu": "hiserve.kernels.step_reference", "cuda": "hiserve.kernels.step_triton"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepColumns:
-    """A plan on the device: B rows, T tokens in row order.
-
-    A row may be row 0, which pads batches, and then stand here several times.
-
-    Attributes:
-        rows: int64 ``[B]``.
-        num_new: int64 ``[B]``. Tokens to compute, drafts included; at least 1.
-        num_draft: int64 ``[B]``. Of these, how many are drafts; 0 where the row does not sample.
-        samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
-        max_len: int64 ``[B]``. Upper bound of the row's length after the step; at least ``num_new``.
-        token_rows: int64 ``[T]``. Which of the B rows a token belongs to.
-        offsets: int64 ``[T]``. The token's index among its row's new tokens.
-    """
-
-    rows: Tensor
-    num_new: Tensor
-    num_draft: Tensor
-    samples: Tensor
-    max_len: Tensor
-    token_rows: Tensor
-    offsets: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,32 +36,46 @@ class RowTensors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepMetadata:
-    """What the forward pass takes of B rows and T tokens; more in ``ForwardInputs``.
+class StepInputs:
+    """One step on the device: B rows, T tokens in row order; S rows sample, the next token of P tokens is scored.
+
+    A row may be row 0, which pads batches, and then stand here several times. The plan's columns come first; ``fill_inputs``
+    writes ``legal`` and, of ``forward``, all that depends on the rows: tokens, positions, slots, lengths, page tables. In a
+    graph every tensor stays where it is; before a replay only ``rows`` and ``max_len`` change.
 
     Attributes:
+        rows: int64 ``[B]``.
+        num_new: int64 ``[B]``. Tokens to compute, drafts included; at least 1.
+        num_draft: int64 ``[B]``. Of these, how many are drafts; 0 where the row does not sample.
+        samples: bool ``[B]``. The row reaches the end of what is known and emits tokens.
+        max_len: int64 ``[B]``. Upper bound of the row's length after the step; at least ``num_new``.
+        offsets: int64 ``[T]``. The token's index among its row's new tokens.
+        sampling: int64 ``[S]``. Which of the B rows sample.
+        width: Most tokens that a row may emit: each of the S rows has so many rows of logits, the last repeated where a
+            row has fewer drafts.
         legal: bool ``[B]``. Rows that passed the check; the others read and write the sink, from position 0.
-        kv_lens: int64 ``[B]``. Tokens a row attends over, this step's included.
-        page_table: int32 ``[B, W]``. Pages of each row; those past ``kv_lens`` mean nothing.
-        input_ids: int32 ``[T]``.
-        positions: int64 ``[T]``.
-        slots: int64 ``[T]``.
+        forward: The inputs of the model.
+        scored_tokens: int64 ``[P]``. Known tokens to score, in plan order: those that follow the tokens of
+            ``forward.logits_rows[S * width:]``. None when P is 0.
     """
 
+    rows: Tensor
+    num_new: Tensor
+    num_draft: Tensor
+    samples: Tensor
+    max_len: Tensor
+    offsets: Tensor
+    sampling: Tensor
+    width: int
     legal: Tensor
-    kv_lens: Tensor
-    page_table: Tensor
-    input_ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    forward: ForwardInputs
+    scored_tokens: Tensor | None = None
 
 
 class StepOps(Protocol):
     """Work of fixed shape that waits for nothing, and so can be recorded in a graph."""
 
-    def step_inputs(
-        self, columns: StepColumns, state: RowTensors, *, page_size: int, width: int, out: StepMetadata | None = None
-    ) -> StepMetadata:
+    def fill_inputs(self, inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
         """Checks the rows, and gathers the step's tokens, positions, slots and page tables.
 
         A row is legal if the slot of its last computed token agrees with its length, if every page it reads or writes is
@@ -92,12 +83,10 @@ class StepOps(Protocol):
         the end of what it knows, its drafts aside, and has places for all tokens that it may emit.
 
         Args:
-            columns: The plan.
+            inputs: Written; ``max_len`` is at most the places of its page table. Entries of this table past a row's
+                last page keep what they hold.
             state: The rows. Unchanged.
             page_size: Tokens per page.
-            width: W, entries of a row's page table; ``max_len`` is at most ``W * page_size``.
-            out: Where to write, W its own; None for new tensors. Entries of its page table past a row's last page
-                keep what they hold; in a new one they are the sink.
         """
 
     def accept(self, drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
@@ -113,27 +102,13 @@ class StepOps(Protocol):
             int64 ``[S]``, at least 1. That of an illegal row means nothing.
         """
 
-    def advance(
-        self,
-        rows: Tensor,
-        kv_lens: Tensor,
-        legal: Tensor,
-        num_draft: Tensor,
-        sampling: Tensor,
-        drawn: Tensor,
-        counts: Tensor,
-        state: RowTensors,
-    ) -> Tensor:
+    def advance(self, inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
         """Records in the rows what a step computed and emitted, and packs the outcome for the host.
 
         A row that failed the check forgets its tokens, so that a step already launched for it fails too.
 
         Args:
-            rows: int64 ``[B]``. Row 0 may stand there several times, and must have failed the check.
-            kv_lens: int64 ``[B]``. Lengths, drafts included.
-            legal: bool ``[B]``. Rows that passed the check.
-            num_draft: int64 ``[B]``.
-            sampling: int64 ``[S]``. Which of the B rows sampled, each at most once.
+            inputs: Filled. Row 0 may stand there several times, and must have failed the check.
             drawn: int64 ``[S, w]``. Row s emits the first ``counts[s]`` of them.
             counts: int64 ``[S]``, from ``accept``.
             state: The rows; changed.

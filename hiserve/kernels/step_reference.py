@@ -7,67 +7,52 @@ from torch import Tensor
 
 from hiserve.kernels.reference import SINK_PAGE, gumbel, is_last_loc_legal, is_table_owned, last_loc
 from hiserve.kernels.sampling import argmax
-from hiserve.kernels.step_ops import RowTensors, StepColumns, StepMetadata
+from hiserve.kernels.step_ops import RowTensors, StepInputs
 
 SAMPLE_STREAM = 0
 
 
-def step_inputs(
-    columns: StepColumns, state: RowTensors, *, page_size: int, width: int, out: StepMetadata | None = None
-) -> StepMetadata:
+def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
     """Checks the rows, and gathers the step's tokens, positions, slots and page tables."""
-    if out is not None:
-        width = out.page_table.shape[1]
-    table = state.page_table.index_select(0, columns.rows).narrow(1, 0, width)
-    computed_len = state.computed_len.index_select(0, columns.rows)
-    legal = _check(columns, state, table, computed_len, page_size)
+    forward = inputs.forward
+    width = forward.page_table.shape[1]
+    table = state.page_table.index_select(0, inputs.rows).narrow(1, 0, width)
+    computed_len = state.computed_len.index_select(0, inputs.rows)
+    legal = _check(inputs, state, table, computed_len, page_size)
     table = torch.where(legal[:, None], table, SINK_PAGE)  # an illegal row reads and writes the sink, from position 0
     computed_len = computed_len * legal
-    positions = computed_len.index_select(0, columns.token_rows) + columns.offsets
-    flat = columns.rows.index_select(0, columns.token_rows) * state.tokens.shape[1] + positions
-    pages = table[columns.token_rows, positions // page_size].long()
-    kv_lens = computed_len + columns.num_new
+    positions = computed_len.index_select(0, forward.token_rows) + inputs.offsets
+    flat = inputs.rows.index_select(0, forward.token_rows) * state.tokens.shape[1] + positions
+    pages = table[forward.token_rows, positions // page_size].long()
+    kv_lens = computed_len + inputs.num_new
     is_used = torch.arange(width, device=table.device) * page_size < kv_lens[:, None]
-    made = StepMetadata(
-        legal=legal,
-        kv_lens=kv_lens,
-        page_table=torch.where(is_used, table, SINK_PAGE if out is None else out.page_table),
-        input_ids=state.tokens.view(-1).index_select(0, flat),
-        positions=positions,
-        slots=pages * page_size + positions % page_size,
-    )
-    return made if out is None else _put(made, out)
+    inputs.legal.copy_(legal)
+    forward.kv_lens.copy_(kv_lens)
+    forward.page_table.copy_(torch.where(is_used, table, forward.page_table))
+    forward.input_ids.copy_(state.tokens.view(-1).index_select(0, flat))
+    forward.positions.copy_(positions)
+    forward.slots.copy_(pages * page_size + positions % page_size)
 
 
-def _check(columns: StepColumns, state: RowTensors, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
+def _check(inputs: StepInputs, state: RowTensors, table: Tensor, computed_len: Tensor, page_size: int) -> Tensor:
     """Whether each row may run: bool ``[B]``. Its slots are its own, and the plan fits its lengths."""
-    end = computed_len + columns.num_new
-    known_len = state.known_len.index_select(0, columns.rows)
-    owners = state.entry_owner.index_select(0, columns.rows).narrow(1, 0, table.shape[1])
+    end = computed_len + inputs.num_new
+    known_len = state.known_len.index_select(0, inputs.rows)
+    owners = state.entry_owner.index_select(0, inputs.rows).narrow(1, 0, table.shape[1])
     location = last_loc(table, computed_len, page_size)
     # The last token that a row may emit stands at ``end``.
     is_known = torch.where(
-        columns.samples,
-        (end - columns.num_draft == known_len) & (end < state.tokens.shape[1]),
+        inputs.samples,
+        (end - inputs.num_draft == known_len) & (end < state.tokens.shape[1]),
         end <= known_len,
     )
     return (
         is_last_loc_legal(location, computed_len, page_size, state.page_owner.shape[0] * page_size)
         & (computed_len >= 0)
         & is_table_owned(table, owners, state.page_owner, end, page_size)
-        & (end <= columns.max_len)
+        & (end <= inputs.max_len)
         & is_known
     )
-
-
-def _put(made: StepMetadata, out: StepMetadata) -> StepMetadata:
-    out.legal.copy_(made.legal)
-    out.kv_lens.copy_(made.kv_lens)
-    out.page_table.copy_(made.page_table)
-    out.input_ids.copy_(made.input_ids)
-    out.positions.copy_(made.positions)
-    out.slots.copy_(made.slots)
-    return out
 
 
 def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTensors) -> Tensor:
@@ -80,21 +65,13 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTe
     return agrees.to(torch.int64).cumprod(1).sum(1).add_(1)
 
 
-def advance(
-    rows: Tensor,
-    kv_lens: Tensor,
-    legal: Tensor,
-    num_draft: Tensor,
-    sampling: Tensor,
-    drawn: Tensor,
-    counts: Tensor,
-    state: RowTensors,
-) -> Tensor:
+def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
     """Records in the rows what a step computed and emitted, and packs the outcome for the host."""
+    rows, legal, sampling, kv_lens = inputs.rows, inputs.legal, inputs.sampling, inputs.forward.kv_lens
     counts = counts * legal.index_select(0, sampling)
     _write_tokens(rows.index_select(0, sampling), drawn, counts, state)
     num_refused = torch.zeros_like(kv_lens)
-    num_refused.index_copy_(0, sampling, num_draft.index_select(0, sampling) + 1 - counts)
+    num_refused.index_copy_(0, sampling, inputs.num_draft.index_select(0, sampling) + 1 - counts)
     known_len = state.known_len.index_select(0, rows).index_add_(0, sampling, counts)
     state.computed_len.index_copy_(0, rows, (kv_lens - num_refused) * legal)
     state.known_len.index_copy_(0, rows, known_len * legal)

@@ -10,9 +10,9 @@ from torch import Tensor
 from hiserve.kernels.draw import draw_free, greedy
 from hiserve.kernels.launch import await_previous, early_launch, start_next
 from hiserve.kernels.reference import SINK_PAGE
-from hiserve.kernels.step_ops import RowTensors, StepColumns, StepMetadata
+from hiserve.kernels.step_ops import RowTensors, StepInputs
 
-__all__ = ["accept", "advance", "draw_free", "greedy", "step_inputs"]
+__all__ = ["accept", "advance", "draw_free", "fill_inputs", "greedy"]
 
 _TABLE_BLOCK = 4096
 _TABLE_WARPS = 8
@@ -20,30 +20,27 @@ _TOKEN_BLOCK = 128
 _SAMPLING_BLOCK = 256
 
 
-def step_inputs(
-    columns: StepColumns, state: RowTensors, *, page_size: int, width: int, out: StepMetadata | None = None
-) -> StepMetadata:
+def fill_inputs(inputs: StepInputs, state: RowTensors, *, page_size: int) -> None:
     """Checks the rows, and gathers the step's tokens, positions, slots and page tables, in two launches."""
-    num_rows, num_tokens = columns.rows.shape[0], columns.token_rows.shape[0]
-    if out is None:
-        out = _new_metadata(num_rows, num_tokens, width, state.tokens.device)
+    forward = inputs.forward
+    num_rows, num_tokens = inputs.rows.shape[0], forward.token_rows.shape[0]
     early = early_launch(state.tokens.device)
     _check_rows[(num_rows,)](
-        columns.rows,
-        columns.num_new,
-        columns.num_draft,
-        columns.samples,
-        columns.max_len,
+        inputs.rows,
+        inputs.num_new,
+        inputs.num_draft,
+        inputs.samples,
+        inputs.max_len,
         state.computed_len,
         state.known_len,
         state.page_table,
         state.entry_owner,
         state.page_owner,
-        out.legal,
-        out.kv_lens,
-        out.page_table,
-        out.page_table.stride(0),
-        out.page_table.shape[1],
+        inputs.legal,
+        forward.kv_lens,
+        forward.page_table,
+        forward.page_table.stride(0),
+        forward.page_table.shape[1],
         state.page_table.shape[1],
         state.page_owner.shape[0],
         state.tokens.shape[1],
@@ -54,17 +51,17 @@ def step_inputs(
         **early,
     )
     _place_tokens[(triton.cdiv(num_tokens, _TOKEN_BLOCK),)](
-        columns.token_rows,
-        columns.offsets,
-        columns.rows,
-        columns.num_new,
-        out.kv_lens,
-        out.legal,
+        forward.token_rows,
+        inputs.offsets,
+        inputs.rows,
+        inputs.num_new,
+        forward.kv_lens,
+        inputs.legal,
         state.tokens,
         state.page_table,
-        out.input_ids,
-        out.positions,
-        out.slots,
+        forward.input_ids,
+        forward.positions,
+        forward.slots,
         num_tokens,
         state.page_table.shape[1],
         state.tokens.shape[1],
@@ -73,18 +70,6 @@ def step_inputs(
         BLOCK=_TOKEN_BLOCK,
         num_warps=_TOKEN_BLOCK // 32,
         **early,
-    )
-    return out
-
-
-def _new_metadata(num_rows: int, num_tokens: int, width: int, device: torch.device) -> StepMetadata:
-    return StepMetadata(
-        legal=torch.empty(num_rows, dtype=torch.bool, device=device),
-        kv_lens=torch.empty(num_rows, dtype=torch.int64, device=device),
-        page_table=torch.full((num_rows, width), SINK_PAGE, dtype=torch.int32, device=device),
-        input_ids=torch.empty(num_tokens, dtype=torch.int32, device=device),
-        positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
-        slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
     )
 
 
@@ -109,26 +94,18 @@ def accept(drawn: Tensor, sampling_rows: Tensor, num_draft: Tensor, state: RowTe
     return counts
 
 
-def advance(
-    rows: Tensor,
-    kv_lens: Tensor,
-    legal: Tensor,
-    num_draft: Tensor,
-    sampling: Tensor,
-    drawn: Tensor,
-    counts: Tensor,
-    state: RowTensors,
-) -> Tensor:
+def advance(inputs: StepInputs, drawn: Tensor, counts: Tensor, state: RowTensors) -> Tensor:
     """Records in the rows what a step computed and emitted, and packs the outcome for the host, in one launch."""
+    rows = inputs.rows
     assert drawn.is_contiguous(), f"tokens {drawn.stride()} apart"
     num_rows, (num_sampling, width) = rows.shape[0], drawn.shape
     words = torch.empty(num_rows + num_sampling + drawn.numel(), dtype=torch.int32, device=rows.device)
     _advance_rows[(num_rows,)](
         rows,
-        kv_lens,
-        legal,
-        num_draft,
-        sampling,
+        inputs.forward.kv_lens,
+        inputs.legal,
+        inputs.num_draft,
+        inputs.sampling,
         drawn,
         counts,
         state.computed_len,

@@ -8,8 +8,8 @@ from torch import Tensor
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.plan import BatchPlan
 from hiserve.errors import InvariantError
+from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.inputs import StepInputs
 
 
 class Canary:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hiserve.core.drafts import DraftChain, DraftStep, Proposer
+from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.capture import Capture, Graph
-from hiserve.runners.inputs import StepInputs
 
 # Drafts that are computed before anything is captured.
 NUM_REHEARSED = 2

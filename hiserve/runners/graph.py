@@ -14,12 +14,13 @@ from torch import Tensor
 from hiserve.attention.base import Attention
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan
+from hiserve.kernels.step_ops import StepInputs
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import NUM_REHEARSED, DraftCapture, DraftGraphs
 from hiserve.runners.gate import FullGraphs
-from hiserve.runners.inputs import BatchColumns, StepInputs, gather_inputs, uniform_columns
+from hiserve.runners.inputs import fill_inputs, uniform_inputs
 from hiserve.runners.step_output import DeviceOutput, LaunchedStep, draw, finish_step, record
 from hiserve.sampling.params import Drawing
 
@@ -34,19 +35,17 @@ class _CapturedStep:
     """Graphs of one bucket, and the tensors that they read and write.
 
     Attributes:
-        varying: int64 ``[2, rows]``: what changes between replays; see ``uniform_columns``.
-        columns: Around it; the rest of them is constant.
-        inputs: Written by the first graph.
+        varying: int64 ``[2, rows]``: what changes between replays; see ``uniform_inputs``.
+        inputs: Around it; filled by the first graph.
         logits: ``[rows * width, vocab_size]``, likewise.
         hidden_states: ``[rows * width, n]``, likewise; None where the model shows nothing.
-        forward: From the columns to the logits.
+        forward: From rows and plan to the logits.
         draws: Ways of drawing, each a graph from the logits to the words, and these, int32.
         attention: What the first graph attends with.
         drafts: What follows them; None where nothing does, or not as graphs.
     """
 
     varying: Tensor
-    columns: BatchColumns
     inputs: StepInputs
     logits: Tensor
     hidden_states: Tensor | None
@@ -157,18 +156,18 @@ class GraphRunner:
         numbers = torch.arange(1, num_rows + 1, device=rows.device)
         numbers.masked_fill_(numbers >= rows.known_len.shape[0], 0)
         varying = torch.stack((numbers, torch.full_like(numbers, self._width)))
-        columns = uniform_columns(varying, self._width, self._max_len)
         attention = self._attention.captured(num_rows, self._width)
         if attention is None:
             return None
-        inputs = gather_inputs(columns, rows)
+        inputs = uniform_inputs(varying, self._width, self._max_len, rows)
+        fill_inputs(inputs, rows)
         # It keeps these tensors, so all steps write into them. No row has stored anything here: exact lengths are those.
         bounds = inputs.forward.q_lens if attention.needs_host_lengths else inputs.forward.kv_bounds
         attention.plan(replace(inputs.forward, kv_bounds=bounds))
         made: dict[str, Tensor] = {}
 
         def forward() -> None:
-            gather_inputs(columns, rows, out=inputs)
+            fill_inputs(inputs, rows)
             outputs = self._model.forward(inputs.forward, self._layers, attention)
             made["logits"] = outputs.logits
             if outputs.hidden_states is not None:
@@ -202,9 +201,7 @@ class GraphRunner:
             _check_replay(graph, drawn, words[drawing])
         hidden_states = made.get("features")
         drafts = None if self._drafts is None else self._drafts.after(inputs, hidden_states)
-        return _CapturedStep(
-            varying, columns, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts
-        )
+        return _CapturedStep(varying, inputs, made["logits"], hidden_states, forward_graph, draws, attention, drafts)
 
     def run(self, plan: BatchPlan, bucket: int, drawing: Drawing) -> LaunchedStep:
         """Replays the graphs of a bucket on the current stream.

@@ -11,9 +11,9 @@ from torch import Tensor
 from hiserve.core.drafts import DraftStep
 from hiserve.core.plan import BatchPlan, Int32Array, Scores, StepResult
 from hiserve.core.step_memory import DRAWN_SLICE
+from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.draft_graphs import DraftGraphs
-from hiserve.runners.inputs import StepInputs
 from hiserve.sampling.params import Drawing
 from hiserve.sampling.sampler import sample
 from hiserve.sampling.score_packing import pack_scores
@@ -151,16 +151,7 @@ def record(inputs: StepInputs, drawn: Tensor, rows: DeviceRows) -> Tensor:
     sampling_rows = inputs.rows.index_select(0, inputs.sampling)
     num_draft = inputs.num_draft.index_select(0, inputs.sampling)
     counts = rows.ops.accept(drawn, sampling_rows, num_draft, rows.state)
-    return rows.ops.advance(
-        inputs.rows,
-        inputs.forward.kv_lens,
-        inputs.legal,
-        inputs.num_draft,
-        inputs.sampling,
-        drawn,
-        counts,
-        rows.state,
-    )
+    return rows.ops.advance(inputs, drawn, counts, rows.state)
 
 
 def draft_step(plan: BatchPlan, launched_step: LaunchedStep) -> DraftStep:

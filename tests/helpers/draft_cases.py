@@ -98,21 +98,19 @@ class DraftCase:
 def draft_case(generator: torch.Generator) -> DraftCase:
     """The rows of a step after it, the same rows legal; since then a page may have changed hands."""
     step = random_case(generator)
-    columns, state = step.columns, step.state
-    first = state.computed_len[columns.rows]
-    made = step_reference.step_inputs(columns, state, page_size=step.page_size, width=step.width)
+    made, state = step.unfilled(), step.state
+    first = state.computed_len[made.rows]
+    step_reference.fill_inputs(made, state, page_size=step.page_size)
     counts = step_reference.accept(step.drawn, step.sampling_rows, step.sampling_drafts, state)
-    step_reference.advance(
-        columns.rows, made.kv_lens, made.legal, columns.num_draft, step.sampling, step.drawn, counts, state
-    )
+    step_reference.advance(made, step.drawn, counts, state)
     _spoil(generator, state)
-    num_pages, num_tokens = len(state.page_owner), len(columns.token_rows)
-    num = columns.num_new + 1
+    num_pages, num_tokens = len(state.page_owner), len(made.offsets)
+    num = made.num_new + 1
     token_rows = torch.arange(len(num)).repeat_interleave(num)
     kept = torch.randn(len(state.tokens) + num_pages, NUM_FEATURES, generator=generator)
     kept[0] = kept[len(state.tokens)] = 0  # row 0 and the sink keep nothing
     num_rows = len(state.tokens)
-    taken_len = torch.zeros(num_rows, dtype=torch.int64).index_copy_(0, columns.rows, first)
+    taken_len = torch.zeros(num_rows, dtype=torch.int64).index_copy_(0, made.rows, first)
     taken_len[0] = 0
     progress = DraftProgress(
         is_drafted=(torch.rand(num_pages, generator=generator) < 0.7).float(),
@@ -121,13 +119,13 @@ def draft_case(generator: torch.Generator) -> DraftCase:
     )
     progress.is_drafted[0] = progress.start_page[0] = 0
     return DraftCase(
-        rows=columns.rows,
+        rows=made.rows,
         first=torch.where(made.legal, first, STALE),
         num=num,
         legal=made.legal,
         token_rows=token_rows,
         offsets=torch.cat([torch.arange(each) for each in num.tolist()]),
-        qo_indptr=torch.cat((torch.zeros(1), columns.num_new.cumsum(0))).to(torch.int32),
+        qo_indptr=torch.cat((torch.zeros(1), made.num_new.cumsum(0))).to(torch.int32),
         features=torch.randn(num_tokens, 2 * NUM_FEATURES, generator=generator)[:, :NUM_FEATURES],
         last=kept[: len(state.tokens)],
         page_hidden=kept[len(state.tokens) :],

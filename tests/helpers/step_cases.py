@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from hiserve.kernels.step_ops import RowTensors, StepColumns, StepMetadata
+from hiserve.core.forward import ForwardInputs
+from hiserve.kernels.step_ops import RowTensors, StepInputs
 
 NUM_ROWS, STALE = 7, -7
 
@@ -16,32 +17,38 @@ NUM_ROWS, STALE = 7, -7
 class StepCase:
     """A step: the plan, the rows before it, and what a model would draw."""
 
-    columns: StepColumns
+    inputs: StepInputs
     state: RowTensors
-    sampling: Tensor
     drawn: Tensor
     page_size: int
     width: int
 
     @property
     def sampling_rows(self) -> Tensor:
-        return self.columns.rows[self.sampling]
+        return self.inputs.rows[self.inputs.sampling]
 
     @property
     def sampling_drafts(self) -> Tensor:
-        return self.columns.num_draft[self.sampling]
+        return self.inputs.num_draft[self.inputs.sampling]
 
-    def old_metadata(self) -> StepMetadata:
-        """Buffers of a graph, with what an earlier step left in them."""
-        num_rows, num_tokens = len(self.columns.rows), len(self.columns.token_rows)
-        return StepMetadata(
-            legal=torch.ones(num_rows, dtype=torch.bool),
-            kv_lens=torch.full((num_rows,), STALE),
-            page_table=torch.full((num_rows, self.width), STALE, dtype=torch.int32),
-            input_ids=torch.full((num_tokens,), STALE, dtype=torch.int32),
-            positions=torch.full((num_tokens,), STALE),
-            slots=torch.full((num_tokens,), STALE),
-        )
+    def unfilled(self, *, is_stale: bool = False) -> StepInputs:
+        """Room for the inputs: new, or a graph's with what an earlier step left in it."""
+        forward, value = self.inputs.forward, STALE if is_stale else 0
+        rooms = {
+            name: torch.full_like(getattr(forward, name), value)
+            for name in ("kv_lens", "input_ids", "positions", "slots")
+        }
+        table = torch.full_like(forward.page_table, value)
+        legal = torch.ones_like(self.inputs.legal)
+        return replace(self.inputs, legal=legal, forward=replace(forward, page_table=table, **rooms))
+
+
+def filled(inputs: StepInputs) -> dict[str, Tensor]:
+    """What ``fill_inputs`` writes."""
+    forward = inputs.forward
+    return {"legal": inputs.legal} | {
+        name: getattr(forward, name) for name in ("kv_lens", "page_table", "input_ids", "positions", "slots")
+    }
 
 
 def copied(state: RowTensors) -> RowTensors:
@@ -129,27 +136,47 @@ def _case(
     token_rows = torch.arange(len(rows)).repeat_interleave(torch.tensor(num_new))
     sampling = torch.tensor(samples).nonzero()[:, 0]
     width = max(num_draft) + 1 + int(torch.randint(0, 2, (), generator=generator))
+    drawn = torch.randint(0, 2, (len(sampling), width), generator=generator)
+    lens, tables = torch.tensor(num_new), state.page_table.shape[1]
+    table_width = int(torch.randint(-(-max(max_len) // page_size), tables + 1, (), generator=generator))
+    num_tokens = int(lens.sum())
+    none = torch.zeros(num_tokens, dtype=torch.int64)
+    forward = ForwardInputs(
+        input_ids=none.to(torch.int32),
+        positions=none.clone(),
+        slots=none.clone(),
+        token_rows=token_rows,
+        qo_indptr=torch.cat((torch.zeros(1), lens.cumsum(0))).to(torch.int32),
+        kv_lens=torch.zeros_like(lens),
+        page_table=torch.zeros((len(rows), table_width), dtype=torch.int32),
+        logits_rows=none[:0],
+        q_lens=lens.int().numpy(),
+        kv_bounds=torch.tensor(max_len).int().numpy(),
+        max_kv_len=max(max_len),
+    )
     return StepCase(
-        columns=StepColumns(
+        inputs=StepInputs(
             rows=torch.tensor(rows),
-            num_new=torch.tensor(num_new),
+            num_new=lens,
             num_draft=torch.tensor(num_draft),
             samples=torch.tensor(samples),
             max_len=torch.tensor(max_len),
-            token_rows=token_rows,
             offsets=torch.cat([torch.arange(each) for each in num_new]),
+            sampling=sampling,
+            width=width,
+            legal=torch.zeros(len(rows), dtype=torch.bool),
+            forward=forward,
         ),
         state=state,
-        sampling=sampling,
-        drawn=torch.randint(0, 2, (len(sampling), width), generator=generator),
+        drawn=drawn,
         page_size=page_size,
-        width=int(torch.randint(-(-max(max_len) // page_size), state.page_table.shape[1] + 1, (), generator=generator)),
+        width=table_width,
     )
 
 
 def is_legal(case: StepCase, number: int) -> bool:
     """The rules for one row of a step, one by one."""
-    columns, state = case.columns, case.state
+    columns, state = case.inputs, case.state
     row, num_new = int(columns.rows[number]), int(columns.num_new[number])
     computed, known = int(state.computed_len[row]), int(state.known_len[row])
     end = computed + num_new

@@ -9,37 +9,36 @@ import pytest
 import torch
 
 from hiserve.kernels import step_reference as twins
-from hiserve.kernels.step_ops import step_ops_for
+from hiserve.kernels.step_ops import StepInputs, step_ops_for
 from tests.helpers.interpreted import run_interpreted
-from tests.helpers.step_cases import STALE, StepCase, copied, is_legal, num_emitted, random_case
+from tests.helpers.step_cases import STALE, StepCase, copied, filled, is_legal, num_emitted, random_case
 
 NUM_CASES = 150
 PROGRAM = """
 import torch
 from dataclasses import fields
 from hiserve.kernels import step_triton, step_reference
-from tests.helpers.step_cases import copied, random_case
+from tests.helpers.step_cases import copied, filled, random_case
 
 torch.set_num_threads(1)
 
 def same(ours, theirs, what):
-    for each in fields(ours):
-        assert torch.equal(getattr(ours, each.name), getattr(theirs, each.name)), (what, each.name, ours, theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), (what, name, ours, theirs)
 
-def run(ops, case, out):
-    state = copied(case.state)
-    made = ops.step_inputs(case.columns, state, page_size=case.page_size, width=case.width, out=out)
+def run(ops, case, is_stale):
+    state, made = copied(case.state), case.unfilled(is_stale=is_stale)
+    ops.fill_inputs(made, state, page_size=case.page_size)
     counts = ops.accept(case.drawn, case.sampling_rows, case.sampling_drafts, state)
-    columns = case.columns
-    words = ops.advance(columns.rows, made.kv_lens, made.legal, columns.num_draft, case.sampling, case.drawn, counts, state)
-    return made, counts, words, state
+    words = ops.advance(made, case.drawn, counts, state)
+    return filled(made), counts, words, {each.name: getattr(state, each.name) for each in fields(state)}
 
 generator = torch.Generator().manual_seed(SEED)
 step_triton._TABLE_BLOCK, step_triton._SAMPLING_BLOCK, step_triton._TOKEN_BLOCK = 2, 2, 32
 for number in range(NUM_CASES):
     case = random_case(generator)
-    made, counts, words, state = run(step_triton, case, case.old_metadata() if number % 2 else None)
-    twin_made, twin_counts, twin_words, twin_state = run(step_reference, case, case.old_metadata() if number % 2 else None)
+    made, counts, words, state = run(step_triton, case, number % 2 == 1)
+    twin_made, twin_counts, twin_words, twin_state = run(step_reference, case, number % 2 == 1)
     same(made, twin_made, number)
     same(state, twin_state, number)
     assert torch.equal(counts, twin_counts) and torch.equal(words, twin_words), (number, counts, twin_counts)
@@ -52,33 +51,36 @@ def cases(seed: int = 11) -> list[StepCase]:
     return [random_case(generator) for _ in range(NUM_CASES)]
 
 
-def inputs(case: StepCase) -> twins.StepMetadata:
-    return twins.step_inputs(case.columns, case.state, page_size=case.page_size, width=case.width)
+def inputs(case: StepCase, *, is_stale: bool = False) -> StepInputs:
+    made = case.unfilled(is_stale=is_stale)
+    twins.fill_inputs(made, case.state, page_size=case.page_size)
+    return made
 
 
 def test_rows_are_legal_by_the_rules_and_the_others_work_in_the_sink() -> None:
     seen: Counter[object] = Counter()
     for case in cases():
-        columns, made, token = case.columns, inputs(case), 0
-        for number, row in enumerate(columns.rows.tolist()):
+        made, token = inputs(case), 0
+        forward = made.forward
+        for number, row in enumerate(made.rows.tolist()):
             legal = is_legal(case, number)
             start = int(case.state.computed_len[row]) if legal else 0
-            end = start + int(columns.num_new[number])
+            end = start + int(made.num_new[number])
             pages = case.state.page_table[row].tolist() if legal else [0] * case.width
             num_used = -(-end // case.page_size)
             seen[legal] += 1
-            seen["drafts"] += legal and bool(columns.num_draft[number])
+            seen["drafts"] += legal and bool(made.num_draft[number])
             seen["full"] += legal and end == case.state.tokens.shape[1] - 1
             assert made.legal[number] == legal
-            assert made.kv_lens[number] == end
-            assert made.page_table[number].tolist() == pages[:num_used] + [0] * (case.width - num_used)
+            assert forward.kv_lens[number] == end
+            assert forward.page_table[number].tolist() == pages[:num_used] + [0] * (case.width - num_used)
             for position in range(start, end):
                 place = pages[position // case.page_size] * case.page_size + position % case.page_size
-                assert made.positions[token] == position
-                assert made.slots[token] == place
-                assert made.input_ids[token] == case.state.tokens[row, position]
+                assert forward.positions[token] == position
+                assert forward.slots[token] == place
+                assert forward.input_ids[token] == case.state.tokens[row, position]
                 token += 1
-        assert token == made.slots.shape[0]
+        assert token == forward.slots.shape[0]
     print(seen)
     assert min(seen[True], seen[False], seen["drafts"]) > 50
     assert seen["full"] > 10
@@ -86,22 +88,18 @@ def test_rows_are_legal_by_the_rules_and_the_others_work_in_the_sink() -> None:
 
 def test_buffers_of_a_graph_get_the_same_but_past_the_last_page_keep_theirs() -> None:
     for case in cases()[:40]:
-        fresh, out = inputs(case), case.old_metadata()
-        made = twins.step_inputs(case.columns, case.state, page_size=case.page_size, width=1, out=out)
-        assert made is out
-        for each in fields(out):
-            expected = getattr(fresh, each.name)
-            if each.name == "page_table":
-                is_used = torch.arange(case.width) * case.page_size < fresh.kv_lens[:, None]
-                expected = torch.where(is_used, expected, STALE)
-            assert torch.equal(getattr(out, each.name), expected), each.name
+        fresh, out = filled(inputs(case)), filled(inputs(case, is_stale=True))
+        is_used = torch.arange(case.width) * case.page_size < fresh["kv_lens"][:, None]
+        fresh["page_table"] = torch.where(is_used, fresh["page_table"], STALE)
+        for name, expected in fresh.items():
+            assert torch.equal(out[name], expected), name
 
 
 def test_a_row_emits_its_drafts_up_to_the_first_that_was_not_drawn() -> None:
     seen: Counter[int] = Counter()
     for case in cases():
         counts = twins.accept(case.drawn, case.sampling_rows, case.sampling_drafts, case.state).tolist()
-        wanted = [num_emitted(case, which) for which in range(len(case.sampling))]
+        wanted = [num_emitted(case, which) for which in range(len(case.drawn))]
         assert counts == wanted
         seen.update(wanted)
     print(seen)
@@ -112,24 +110,15 @@ def test_rows_advance_by_what_was_emitted_and_faulted_ones_forget() -> None:
     for case in cases():
         made, before = inputs(case), copied(case.state)
         counts = twins.accept(case.drawn, case.sampling_rows, case.sampling_drafts, case.state)
-        words = twins.advance(
-            case.columns.rows,
-            made.kv_lens,
-            made.legal,
-            case.columns.num_draft,
-            case.sampling,
-            case.drawn,
-            counts,
-            case.state,
-        )
+        words = twins.advance(made, case.drawn, counts, case.state)
         wanted = copied(before)
-        emitted = dict(zip(case.sampling.tolist(), range(len(case.sampling)), strict=True))
+        emitted = dict(zip(made.sampling.tolist(), range(len(case.drawn)), strict=True))
         word_counts = [0] * len(emitted)
-        for number, row in enumerate(case.columns.rows.tolist()):
+        for number, row in enumerate(made.rows.tolist()):
             if not made.legal[number]:
                 wanted.computed_len[row] = wanted.known_len[row] = 0
                 continue
-            wanted.computed_len[row] = made.kv_lens[number]
+            wanted.computed_len[row] = made.forward.kv_lens[number]
             if number in emitted:
                 which, known = emitted[number], int(before.known_len[row])
                 count = word_counts[which] = int(counts[which])

@@ -11,8 +11,9 @@ import torch
 import hiserve.kernels.step_reference
 from hiserve.core.plan import BatchPlan
 from hiserve.core.request import SamplingParams
+from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.inputs import StepInputs, build_inputs
+from hiserve.runners.inputs import build_inputs
 from hiserve.runners.step_output import record
 from tests.helpers.plans import HandPlanner, int32
 
