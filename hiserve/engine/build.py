@@ -29,19 +29,17 @@ from hiserve.core.kv_groups import CANARY, CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.core.step_memory import step_memory
-from hiserve.engine.device_memory import await_memory
 from hiserve.engine.draft_costs import DraftTimer
 from hiserve.engine.drafting import open_proposer
 from hiserve.engine.executor import Executor
 from hiserve.engine.host_recovery import recover_host_pages
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
-from hiserve.engine.memory_profile import CudaMemoryMeter, profile_steps
 from hiserve.engine.planner import Planner
 from hiserve.engine.runner_factory import make_runners
+from hiserve.engine.startup import CudaMemoryMeter, await_memory, compile_steps, profile_steps, warm_up_steps
 from hiserve.engine.tier_transfers import TierTransfers
 from hiserve.engine.transfer_factory import make_registrar, make_transfers
-from hiserve.engine.warmup import compile_steps, warm_up_steps
 from hiserve.errors import ResourceError
 from hiserve.models.attention_shapes import attention_shape
 from hiserve.models.builtin_shapes import read_model

@@ -69,6 +69,6 @@ ALLOWED = (
     ),
     Allowed("engine/executor.py", "Executor._nothing", "allocation", "of no elements, for a plan without rows"),
     Allowed("engine/executor.py", "_collect", "*", _OTHER_THREAD),
-    Allowed("engine/memory_profile.py", "CudaMemoryMeter.begin", "synchronize", _AT_START),
+    Allowed("engine/startup.py", "CudaMemoryMeter.begin", "synchronize", _AT_START),
     Allowed("engine/graph_check.py", "*", "*", _CHECKING),
 )

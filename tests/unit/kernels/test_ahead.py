@@ -23,8 +23,7 @@ from hiserve import LLM, kernels
 from hiserve.attention import backends
 from hiserve.core import resolve
 from hiserve.engine import build, runner_factory
-from hiserve.engine.memory_profile import profile_steps
-from hiserve.engine.warmup import compile_steps, warm_up_steps
+from hiserve.engine.startup import compile_steps, profile_steps, warm_up_steps
 from hiserve.kernels import ahead, draft_ops, fused, ops, step_ops
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.drafted import save_heads
