@@ -185,7 +185,7 @@ class Drive:
         cache: Any = self.engine._planner._cache
         while len(cache.ops):
             self.step()
-        pages = cache.allocate(np.zeros(cache.pages.num_free + cache.num_evictable, dtype=np.int32))
+        pages = cache.allocate(np.zeros(cache.device.pages.num_free + cache.device.num_evictable, dtype=np.int32))
         assert pages is not None
         cache.free(pages)
 

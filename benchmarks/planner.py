@@ -23,9 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import RESULTS, Record
-from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.core.plan import StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck
@@ -56,7 +54,6 @@ def decoding_planner(num_rows: int, num_steps: int, rng: np.random.Generator, *,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         namespace=b"bench",
-        eviction=LruEviction(),
         num_host_pages=num_pages if has_host else 0,
     )
     planner = Planner(
@@ -132,9 +129,7 @@ def measure_nodes(num_pages: int, num_nodes: int) -> dict[str, Any]:
     """Returns what it takes to publish a new node, to begin its store and to take in the end of that."""
     rng = np.random.default_rng(0)
     room = num_pages * num_nodes + 2
-    cache = PrefixCache(
-        num_pages=room, page_size=PAGE_SIZE, namespace=b"bench", eviction=LruEviction(), num_host_pages=room
-    )
+    cache = PrefixCache(num_pages=room, page_size=PAGE_SIZE, namespace=b"bench", num_host_pages=room)
     clock = time.thread_time_ns
     samples = []
     for step in range(1, num_nodes + 1):

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import RESULTS, Record
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import Int32Array
@@ -39,7 +38,7 @@ EVICT_BAR_MS = 1.0  # 100 of 10,000 leaves
 
 def new_cache(num_pages: int) -> PrefixCache:
     """Returns an empty index of the default kind."""
-    return PrefixCache(num_pages=num_pages, page_size=PAGE_SIZE, namespace=b"bench", eviction=LruEviction())
+    return PrefixCache(num_pages=num_pages, page_size=PAGE_SIZE, namespace=b"bench")
 
 
 def random_key(rng: np.random.Generator, num_pages: int) -> bytes:
@@ -145,7 +144,7 @@ def measure_evict(samples: int) -> dict[str, Any]:
             with cache.lock(cache.match(TENANT, b"")) as lock:
                 cache.insert(lock, random_key(rng, 1), take(cache, 1))
         cost_ms.append(1e3 * timed(partial(cache.allocate, wanted)))
-        assert cache.num_evicted == wanted.size
+        assert cache.device.num_evicted == wanted.size
     median = statistics.median(cost_ms)
     return {
         "what": f"evict {wanted.size} of {leaves} leaves (and take their pages)",

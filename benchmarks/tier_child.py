@@ -121,7 +121,7 @@ def answer(llm: LLM, watch: Watch, asked: dict[str, Any]) -> dict[str, Any]:
         "num_decoded": watch.num_decoded,
         "tree": str(Path(hiserve.__file__).parent.parent),
         "host_pages": pages_of(llm).num_pages - 1,
-        "evicted": engine_of(llm)._planner._cache.num_evicted,
+        "evicted": engine_of(llm)._planner._cache.device.num_evicted,
         "unfulfilled": {"prefetches": stats.prefetches.unfulfilled, "uploads": stats.uploads.unfulfilled},
     }
 

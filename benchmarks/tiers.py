@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.record import RESULTS, Record
 from benchmarks.tier_traces import ORDERS, Conversations, Turn, UnionLru
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import Tier
 from tests.helpers.copying import FILLER, add, copying_engine, run
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -161,7 +161,7 @@ def simulate(scale: Scale, ratio: float, requests: list[tuple[Turn, np.ndarray]]
         tokens=tokens,
         wanted=sum(wants[scale.warm_up :]),
         missing=sum(gaps[scale.warm_up :], Counter()),
-        num_evicted=cache.num_evicted,
+        num_evicted=cache.device.num_evicted,
         num_lost=cache.tiers.num_unbacked,
         num_stored=copies.stores.num_fulfilled,
         num_loaded=copies.loads.num_fulfilled,

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,40 @@ def test_importing_the_planning_half_and_the_front_end_loads_no_torch(module: st
     loaded = set(done.stdout.split())
     assert module in loaded
     assert not loaded & {"torch", "triton", "flashinfer", "transformers"}
+
+
+INDEX = ROOT / "hiserve/cache/index"
+
+
+def test_every_file_of_the_index_but_its_contract_is_protected() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (contract,) = [each for each in contracts if each["id"] == "index-one-contract"]
+    files = {f"hiserve.cache.index.{path.stem}" for path in INDEX.glob("*.py")} - {"hiserve.cache.index.__init__"}
+    assert files - set(contract["protected_modules"]) == {"hiserve.cache.index.prefix_cache"}
+    assert set(contract["protected_modules"]) <= files
+
+
+def parts_of_the_index() -> set[str]:
+    """What ``PrefixCache`` is made of: public for checks, and no part of the contract."""
+    tree = ast.parse((INDEX / "prefix_cache.py").read_text())
+    (init,) = [each for each in functions(tree) if each.name == "__init__"]
+    made = [node for node in ast.walk(init) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)]
+    targets = [target.attr for node in made for target in node.targets if isinstance(target, ast.Attribute)]
+    return {name for name in targets if not name.startswith("_")}
+
+
+def reached(text: str) -> set[str]:
+    """The parts of the index that a file reads on a ``cache``, past the contract."""
+    attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    names = [(node.attr, getattr(node.value, "attr", getattr(node.value, "id", ""))) for node in attributes]
+    return {attr for attr, value in names if value.endswith("cache") and attr in parts_of_the_index()}
+
+
+def test_nothing_reaches_into_the_index_past_its_contract() -> None:
+    users = [path for path in FILES if INDEX not in path.parents and "prefix_cache import" in path.read_text()]
+    assert len(users) >= 8
+    assert {named(path): parts for path in users if (parts := reached(path.read_text()))} == {}
+    assert reached("self._cache.tiers.clock += cache.device.pages.num_free") == {"tiers", "device"}
 
 
 def test_the_changelog_and_the_project_file_know_the_version() -> None:

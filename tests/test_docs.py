@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.cache.index.miss_reasons import MissReason
+from hiserve.cache.index.prefix_cache import MissReason
 from hiserve.runners.gate import Reason
 from tools import picture
 

@@ -16,6 +16,7 @@ class CopyKind(IntEnum):
     OFFLOAD = 1  # device to host
     PREFETCH = 2  # store to host
     UPLOAD = 3  # host to store
+    STAGE = 4  # device to host, on the way to the store: in the index alone, ordered as an OFFLOAD
 
 
 DEVICE_KINDS = (CopyKind.LOAD, CopyKind.OFFLOAD)

@@ -109,7 +109,7 @@ class Admission:
             return None
         with cache.lock(match, num_host, request.priority, request.account) as lock:
             need = int(self._rows.num_pages_for(np.array(request.tokens.size))) - lock.pages.size
-            if need > cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages():
+            if need > cache.num_available - self._rows.num_promised_pages():
                 return None
             if lock.host_pages.size:
                 self._host_loads.load(lock)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.cache.storage.cache_identity import check_unchanged, identity_of
 from hiserve.cache.storage.device import DevicePool
@@ -54,8 +53,6 @@ from hiserve.runners.dispatch import Dispatch
 from hiserve.spec.adaptive import DraftController
 
 logger = logging.getLogger(__name__)
-
-EVICTIONS: dict[str, type[LruEviction] | type[PriorityEviction]] = {"lru": LruEviction, "priority": PriorityEviction}
 
 LINGER_S = 1.5  # for checksums at the end, where pages outlive the server: less than a supervisor waits
 WARM_TOKENS = 16  # of a row, that a head which was cold attends over before its drafts are tried
@@ -272,14 +269,12 @@ def _runners(
 
 
 def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> PrefixCache:
-    eviction = EVICTIONS[config.cache.eviction]
     num_host_pages = 0 if segment is None else segment.layout.num_pages
     return PrefixCache(
         num_pages=known(config.cache.kv_pages),
         page_size=config.cache.page_size,
         namespace=namespace,
-        eviction=eviction(ON_DEVICE),
-        host_eviction=eviction(ON_HOST),
+        eviction=config.cache.eviction,
         num_host_pages=num_host_pages,
         num_ready_host_pages=None if segment is None else 1,
         max_upload_pages=0 if config.cache.store is None else max(1, num_host_pages // UPLOAD_SHARE),

@@ -260,8 +260,8 @@ class HostLoads:
 
     def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
         """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
-        num_filled, num_to_save = num_tokens // self._cache.page_size, self._cache.transfers.num_to_save
-        num_stores = 1 + self._cache.transfers.num_to_offload // NODES_PER_STORE + num_filled // PAGES_PER_STORE
+        num_filled, (num_queued, num_to_save) = num_tokens // self._cache.page_size, self._cache.offload_backlog
+        num_stores = 1 + num_queued // NODES_PER_STORE + num_filled // PAGES_PER_STORE
         if num_to_save:
             num_stores = MAX_STORES + num_filled // PAGES_PER_SAVE
         if not num_tokens:  # nobody waits for the plan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import Tier
 from hiserve.config import Config
 from hiserve.core.public_endpoints import endpoint_of
 from hiserve.ipc.channel import PublishChannel

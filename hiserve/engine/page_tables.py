@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.cache.index.allocator import SINK_PAGE
-from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.index.prefix_cache import SINK_PAGE, PrefixCache
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array, TableWrites
 
 
@@ -83,6 +82,6 @@ class PageTables:
             rows=rows[live].astype(np.int32),
             indices=indices[live].astype(np.int32),
             pages=pages,
-            owners=self._cache.pages.owner[pages],
+            owners=self._cache.page_owner[pages],
             are_new=are_new[live],
         )

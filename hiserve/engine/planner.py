@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config import StorePrefetch
 from hiserve.core.plan import MAX_SCORED_TOKENS, BatchPlan, BoolArray, Int64Array, RowAdmit, StepFault, StepResult
 from hiserve.core.request import FinishReason
@@ -23,7 +22,6 @@ from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
-from hiserve.engine.tree_outline import outline
 from hiserve.engine.updates import RequestUpdates
 from hiserve.engine.waiting_queue import Request, WaitingQueue
 from hiserve.errors import EngineError, ResourceError
@@ -158,7 +156,7 @@ class Planner:
 
     def inspect(self, depth: int) -> list[NodeFacts]:
         """Returns the radix tree from its roots to ``depth`` levels below them."""
-        return outline(self._cache.tree, depth)
+        return self._cache.outline(depth)
 
     @property
     def has_work(self) -> bool:
@@ -184,22 +182,22 @@ class Planner:
 
     def grow_host(self, num_pages: int) -> None:
         """Lets host pages below ``num_pages`` be used, besides those that were."""
-        if num_pages > self._cache.host.pages.num_ready:
-            self._cache.grow_host(num_pages)
+        self._cache.grow_host(num_pages)
 
     def stats(self, store: StoreStats | None = None, dropped: int = 0, gate: GateCounts | None = None) -> WorkerStats:
         """Returns gauges and counters as of now; what the arguments say is for others to count."""
+        counts = self._cache_counters.stats(store)
         return WorkerStats(
             running=self._rows.active.size,
             waiting=len(self._waiting),
-            free_pages=self._cache.pages.num_free,
-            evictable_pages=self._cache.num_evictable,
+            free_pages=counts.device.num_free,
+            evictable_pages=counts.device.num_evictable,
             steps=self._step_id,
-            evicted_pages=self._cache.num_evicted,
+            evicted_pages=counts.device.num_evicted,
             dropped_event_batches=dropped,
             graph_gate=gate or {},
             step_faults=dict(self._oom_recovery.counts),
-            cache=self._cache_counters.stats(store),
+            cache=counts,
             drafts=self._draft_counts.stats(),
             **self._admitter.counters,
             **self._counters,
@@ -208,7 +206,7 @@ class Planner:
     def in_flight(self) -> tuple[list[StepSnapshot], list[int]]:
         """Returns the steps whose results are not in, and the copies that have not ended, by number."""
         steps = [step.snapshot(self._rows) for step in self._in_flight]
-        return steps, [op.number for op in self._cache.ops]
+        return steps, self._cache.copies_in_flight()
 
     def take_report(self) -> RequestUpdates | None:
         """Returns what changed since the last call; None when nothing did."""
@@ -261,7 +259,7 @@ class Planner:
             lookups=lookups,
             host_release=self._cache.take_freed_host_pages(),
             table=state.tables.take_writes(),
-            relocation_version=self._cache.versions.relocation_version,
+            relocation_version=self._cache.relocation_version,
             may_replay=self._backoff.may_replay,
         )
         self._cache.begin_after(self._step_id)

@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hiserve.cache.index.miss_reasons import MissReason
-from hiserve.cache.index.node import NO_PAGES
-from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.store_sync import RunOp
+from hiserve.cache.index.prefix_cache import NO_PAGES, MissReason, PrefixCache, RunOp
 from hiserve.config import StorePrefetch
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, StoreLookup
 from hiserve.engine.cache_counters import HOST_FULL, CacheCounters
@@ -104,7 +101,7 @@ class StorePrefetcher:
     @property
     def has_work(self) -> bool:
         """Whether there is something to order, or an order that may soon be answered."""
-        if self._cache.uploads.has_uploads:
+        if self._cache.has_uploads:
             return True
         oldest = next(iter(self._open.values()), None)
         return oldest is not None and self._clock() - oldest.since < PATIENCE_S
@@ -112,7 +109,7 @@ class StorePrefetcher:
     @property
     def is_uploading(self) -> bool:
         """Whether pages wait for the store or are on their way there; not while it has answered nothing for long."""
-        if not (self._open or self._cache.uploads.num_waiting):
+        if not (self._open or self._cache.num_to_upload):
             return False
         oldest_s = min((order.since for order in self._open.values()), default=self._clock())
         return self._clock() - max(oldest_s, self._answered_s) < STALL_S
@@ -126,7 +123,7 @@ class StorePrefetcher:
             return
         wanted = self._wants[request.uid] = _PrefetchRequest(request, self._clock(), num_cached, digests)
         if self._is_behind():
-            self._cache.store_sync.count_unfulfilled(len(digests), "store_behind")
+            self._cache_counters.not_fetched(len(digests), "store_behind")
             wanted.is_over = True
         else:
             self._to_ask[request.uid] = wanted
@@ -169,7 +166,7 @@ class StorePrefetcher:
             uid = next(iter(self._to_ask))
             wanted = self._asked[uid] = self._to_ask.pop(uid)
             lookups.append(StoreLookup(uid, wanted.digests))
-        uploads, stages = self._cache.take_uploads()
+        uploads, stages = self._cache.begin_uploads()
         copies = [self._order(upload, CopyKind.UPLOAD) for upload in uploads] + stages
         self._open |= {stage.op: _PendingCopy(stage, self._clock()) for stage in stages}
         return tuple(lookups), (*copies, *self._begin_fetches())
@@ -180,7 +177,7 @@ class StorePrefetcher:
             wanted = self._asked.pop(uid)
             wanted.end, wanted.has_answer = wanted.num_cached + num_pages, True
             if wanted.is_over:
-                self._cache.store_sync.count_unfulfilled(num_pages, TOO_LATE)
+                self._cache_counters.not_fetched(num_pages, TOO_LATE)
             wanted.is_over |= not num_pages
 
     def complete(self, acks: Sequence[CopyAck]) -> list[CopyAck]:
@@ -192,18 +189,15 @@ class StorePrefetcher:
                 others.append(ack)
                 continue
             self._answered_s = self._clock()
-            if order.copy.kind is CopyKind.OFFLOAD:
-                self._cache.end_stage(ack.op, ok=ack.is_ok)
+            self._cache.complete(ack.op, ok=ack.is_ok, num_pages=ack.num_pages)
+            if order.copy.kind is CopyKind.OFFLOAD:  # of a page to be uploaded, which is counted then
                 continue
-            if order.copy.kind is CopyKind.UPLOAD:
-                self._cache.end_upload(ack.op)
-            else:
+            if order.copy.kind is CopyKind.PREFETCH:
                 self._end_prefetch(order, ack)
             self._cache_counters.ended(order.copy, ack)
         return others
 
     def _end_prefetch(self, order: _PendingCopy, ack: CopyAck) -> None:
-        self._cache.end_prefetch(ack.op, ack.num_pages)
         if ack.num_pages:
             self._costs.end_fetch(ack.num_pages * self._cache.page_size, ack.seconds)
         for wanted in self._wants.values():
@@ -259,14 +253,14 @@ class StorePrefetcher:
         if not wanted.num_cached <= num_here < wanted.end:
             wanted.is_over = True
             return None
-        arriving = self._cache.store_sync.arriving_by(wanted.digests[num_here - wanted.num_cached])
+        arriving = self._cache.prefetch_of(wanted.digests[num_here - wanted.num_cached])
         if arriving:
             wanted.op = arriving
             return None
-        num_pages = min(wanted.end - num_here, max_pages, self._cache.host.num_available)
+        num_pages = min(wanted.end - num_here, max_pages, self._cache.num_available_on_host)
         if not num_pages:
             has_just_begun = self._clock() - self._began_s < FIRST_PAGES_S
-            if self._cache.host.pages.num_ready > 1 or not has_just_begun:
+            if self._cache.stats().host.num_pages or not has_just_begun:
                 self._give_up(wanted, HOST_FULL)
             return None
         num_more = wanted.end - num_here - num_pages
@@ -298,6 +292,6 @@ class StorePrefetcher:
             num_here = self._note_arrived(wanted)
             order = self._open.get(op)
             num_coming = order.copy.host_pages.size if order is not None else 0
-            self._cache.store_sync.count_unfulfilled(max(0, wanted.end - num_here - num_coming), reason)
+            self._cache_counters.not_fetched(max(0, wanted.end - num_here - num_coming), reason)
         if op and not any(other.op == op for other in self._wants.values()):
             self._cache.abort_prefetch(op)

@@ -15,7 +15,7 @@ from hiserve.cache.storage.transfer import TransferEngine
 # The one table that turns a device into its engine: module and class. Those of CUDA need Triton.
 _ENGINES = {
     "cpu": ("hiserve.cache.storage.transfer", "ThreadTransfers"),
-    "cuda": ("hiserve.cache.storage.cuda_transfer", "StreamTransfers"),
+    "cuda": ("hiserve.cache.storage.cuda_transfer", "CudaTransfers"),
 }
 # Stores give way to everything else: what waits beyond this is dropped, and counted. Between the least and the most it is
 # a share of the device pool: pages on their way to the host are locked until they are there, so that this bounds what

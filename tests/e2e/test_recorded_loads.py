@@ -197,7 +197,7 @@ def test_a_load_that_fails_between_planning_and_launch_costs_time_and_nothing_el
         executor._runners, copier.wait = runners, lambda *_: None
         facts, submit, take_acks = runners.facts, executor.submit, copier.take_acks
         is_started, is_told, waiting = threading.Event(), threading.Event(), list[int]()
-        before = engine_of(llm)._planner._cache.versions.relocation_version
+        before = engine_of(llm)._planner._cache.tiers.relocation_version
 
         def note(plan: BatchPlan) -> Any:
             waiting.extend(plan.waits)
@@ -230,4 +230,4 @@ def test_a_load_that_fails_between_planning_and_launch_costs_time_and_nothing_el
         deferred = {"defer": {"load_failed": stats.deferred_steps}} if has_gate else {}
         assert {action: counts for action, counts in stats.graph_gate.items() if action == "defer"} == deferred
         assert stats.deferred_steps == has_gate
-        assert engine_of(llm)._planner._cache.versions.relocation_version == before + 1
+        assert engine_of(llm)._planner._cache.tiers.relocation_version == before + 1

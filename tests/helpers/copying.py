@@ -6,9 +6,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, LruEviction
-from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.tier import TierListener
+from hiserve.cache.index.eviction import EvictionOrder
+from hiserve.cache.index.prefix_cache import PrefixCache, TierListener
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
@@ -78,16 +77,15 @@ def copying_engine(
     max_len: int = 256,
     budget: int = 64,
     depth: int = 0,
-    policy: type[Eviction] = LruEviction,
+    eviction: EvictionOrder = "lru",
     listener: TierListener | None = None,
 ) -> tuple[Engine, CopyingExecutor, PrefixCache]:
     cache = PrefixCache(
         num_pages=num_pages,
         page_size=page_size,
         namespace=b"copying",
-        eviction=policy(ON_DEVICE),  # type: ignore[call-arg]
+        eviction=eviction,
         num_host_pages=num_host_pages,
-        host_eviction=policy(ON_HOST),  # type: ignore[call-arg]
         listener=listener,
     )
     planner = Planner(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.kv_event_sender import KvEventSender
@@ -48,7 +47,6 @@ def echo_engine(
         num_pages=num_pages,
         page_size=page_size,
         namespace=b"echo",
-        eviction=LruEviction(),
         listener=kv_events,
         num_host_pages=num_host_pages,
         host_admission=host_admission,

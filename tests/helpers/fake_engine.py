@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hiserve.cache.index.prefix_events import PrefixEvents
+from hiserve.cache.index.reports import PrefixEvents
 from hiserve.config import Config, known
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.digest import chain, namespace_digest, pack_tokens

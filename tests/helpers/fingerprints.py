@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hiserve import LLM
-from hiserve.cache.index.node import Node
+from hiserve.cache.index.radix import Node
 from hiserve.core.forward import LayerKV
 from tests.helpers.tiered import cache_of, engine_of
 

@@ -83,7 +83,7 @@ def check_whole(llm: LLM) -> None:
         assert copies.num_wanted == copies.num_fulfilled + sum(copies.unfulfilled.values()), copies
     squeeze(cache)
     squeeze_host(cache)
-    assert cache.pages.num_free == cache.pages.num_pages - 1
+    assert cache.device.pages.num_free == cache.device.pages.num_pages - 1
     assert cache.host.pages.num_free == cache.host.pages.num_ready - 1
     assert not cache.tree.roots
     cache.flush()  # heaps forget what they name and nobody has any more

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.locks import path
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock
-from hiserve.cache.index.tier import TierListener
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock, TierListener
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.transfers import PageCopy, PageRun
@@ -39,7 +37,6 @@ def new_cache(
         num_pages=num_pages,
         page_size=PAGE_SIZE,
         namespace=NAMESPACE,
-        eviction=LruEviction(),
         num_host_pages=num_host_pages,
         host_admission=admission,
         max_upload_pages=max_upload_pages,
@@ -85,7 +82,7 @@ def demoted(cache: PrefixCache, *pages: int, tenant: bytes = TENANT) -> None:
 
 def squeeze(cache: PrefixCache) -> None:
     """Evicts everything from the device that may go."""
-    cache.free(take(cache, cache.pages.num_free + cache.num_evictable))
+    cache.free(take(cache, cache.device.pages.num_free + cache.device.num_evictable))
 
 
 def squeeze_host(cache: PrefixCache) -> None:
@@ -136,7 +133,7 @@ def is_whole(cache: PrefixCache) -> bool:
     squeeze(cache)
     squeeze_host(cache)
     full = (
-        cache.pages.num_free == cache.pages.num_pages - 1,
+        cache.device.pages.num_free == cache.device.pages.num_pages - 1,
         cache.host.pages.num_free == cache.host.pages.num_ready - 1,
     )
     return all(full) and not cache.tree.roots and not len(cache.ops)

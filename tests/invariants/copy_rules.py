@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from hiserve.cache.index.prefix_cache import HostAdmission
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import HostAdmission, Tier
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_model import Place
@@ -89,7 +88,7 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
         end_stage(world, copy, ok=ok)
         take_uploads(world, random)
         return
-    relocations = world.cache.versions.relocation_version
+    relocations = world.cache.tiers.relocation_version
     lost = world.cache.complete(op, ok=ok)
     with pytest.raises(AssertionError, match="not in flight"):  # INV-22
         world.cache.complete(op, ok=ok)
@@ -102,7 +101,7 @@ def settle_op(world: World, op: int, *, ok: bool, random: Random, is_dropped: bo
         return
     expected = world.model.end_load(op, ok)
     assert {id(lock) for lock in lost} == {id(world.rows[number].lock) for number in expected}
-    assert world.cache.versions.relocation_version == relocations + bool(lost)  # INV-41
+    assert world.cache.tiers.relocation_version == relocations + bool(lost)  # INV-41
     for number in sorted(expected):
         world.recompute(world.rows[number])
     world.ran["loaded" if ok else "failed loads"] += 1
@@ -113,7 +112,7 @@ def take_uploads(world: World, random: Random) -> None:
     """What waits for the store is read on the host, or copied there first; parents before children, nothing twice."""
     model = world.model
     spare = world.spare()
-    uploads, stages = world.cache.take_uploads()
+    uploads, stages = world.cache.begin_uploads()
     assert not world.lose_host(spare) or stages, "pages left the host for nothing"
     staged = {op for op, each in model.ops.items() if each.kind == "upload"} - world.uploads.keys()
     for begun in sorted([*uploads, *stages], key=lambda each: each.op):
@@ -156,7 +155,7 @@ def end_stage(world: World, copy: PageCopy, *, ok: bool) -> None:
     """What arrived is uploaded from where it is, though nobody finds it there."""
     model = world.model
     ended = model.end(copy.op)
-    world.cache.end_stage(copy.op, ok=ok)
+    world.cache.uploads.end_stage(copy.op, ok=ok)
     if not ok:
         model.free_host |= set(ended.host_pages)
         world.ran["failed stages"] += 1
@@ -168,7 +167,7 @@ def end_stage(world: World, copy: PageCopy, *, ok: bool) -> None:
 def end_upload(world: World, random: Random) -> None:
     op = random.choice(list(world.uploads))
     world.streams.know(world.uploads.pop(op))
-    world.cache.end_upload(op)
+    world.cache.uploads.end_upload(op)
     world.model.end(op)
     world.ran["uploads"] += 1
 
@@ -226,7 +225,7 @@ def end_prefetch(world: World, random: Random) -> None:
     contents = tuple(run.key[i : i + world.page_bytes] for i in range(0, len(run.key), world.page_bytes))
     for i, page in enumerate(staged.host_pages):
         world.content[Page("host", page)] = (start[0], (*start[1], *contents[: i + 1])) if i < num_ok else None
-    num_new = world.cache.end_prefetch(op, num_ok)
+    num_new = world.cache.store_sync.end_prefetch(op, num_ok)
     world.ran["failed prefetches"] += num_ok < len(run.digests)
     if staged.is_lost or not model.is_host_ready(staged.end):
         assert num_new == 0
@@ -246,7 +245,7 @@ def flush(world: World, random: Random) -> None:
     world.is_cut = True
     held = {part for place in model.held.values() for part in parts(place)}
     if tier is not Tier.HOST:
-        assert world.cache.num_evictable == 0
+        assert world.cache.device.num_evictable == 0
     if tier is None:
         assert world.cache.host.num_evictable == 0 and model.places <= held
     if tier is Tier.HOST:

@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 
 from hiserve.cache.index.locks import path
-from hiserve.cache.index.node import Node
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.transfer_ops import TransferKind
+from hiserve.cache.index.radix import Node
+from hiserve.core.transfers import CopyKind
 
 
 def check_structure(cache: PrefixCache) -> None:
@@ -109,7 +109,7 @@ def inv_12_what_a_copy_uses_is_locked(cache: PrefixCache) -> None:
 def inv_14_the_eviction_queues_hold_the_evictable_leaves(cache: PrefixCache) -> None:
     nodes = list(cache.tree.nodes())
     for tier, is_evictable in ((cache.device, _on_device), (cache.host, _on_host)):
-        assert {id(node) for node in tier.eviction.leaves} == {id(node) for node in nodes if is_evictable(node)}
+        assert {id(node) for node in tier.eviction} == {id(node) for node in nodes if is_evictable(node)}
     assert {id(node) for node in cache.tiers.copies} == {id(node) for node in nodes if node.is_copy}
 
 
@@ -155,7 +155,7 @@ def inv_21_nodes_and_copies_agree(cache: PrefixCache) -> None:
     for node in nodes:
         if node.pending_op:
             op = cache.ops[node.pending_op]
-            assert op.kind is (TransferKind.LOAD if node.device_ready_op else TransferKind.OFFLOAD)
+            assert op.kind is (CopyKind.LOAD if node.device_ready_op else CopyKind.OFFLOAD)
             below = path(op.lock.node)
             assert any(step is node for step in below), "the copy does not hold its node"
     known = {id(node) for node in [*nodes, *cache.tree.roots.values()]}

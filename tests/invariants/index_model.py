@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from hiserve.cache.index.tenant_shares import MAX_IDLE_TURNOVERS
+from hiserve.cache.index.eviction import MAX_IDLE_TURNOVERS
 from hiserve.core.digest import namespace_digest
 
 Prefix = tuple[bytes, ...]  # the packed tokens of each page, first to last

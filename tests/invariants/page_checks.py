@@ -14,9 +14,9 @@ def check_pages(planner: Planner, cache: PrefixCache) -> None:
     rows.check()
     private = [rows.tables.pages[r, rows.num_published[r] : rows.tables.num_pages[r]] for r in rows.active.tolist()]
     tree = [node.pages for node in cache.tree.nodes()]
-    free = cache.pages.free_pages()
+    free = cache.device.pages.free_pages()
     everything = np.concatenate([free, *private, *tree])
-    assert np.array_equal(np.sort(everything), np.arange(1, cache.pages.num_pages))
+    assert np.array_equal(np.sort(everything), np.arange(1, cache.device.pages.num_pages))
     unlocked = sum(node.pages.size for node in cache.tree.nodes() if node.num_locks == 0)
-    assert unlocked == cache.num_evictable
-    assert free.size == cache.pages.num_free
+    assert unlocked == cache.device.num_evictable
+    assert free.size == cache.device.pages.num_free

@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from hiserve.cache.index.miss_reasons import MissReason
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixLock
+from hiserve.cache.index.prefix_cache import HostAdmission, MissReason, PrefixLock
 from hiserve.core.transfers import CopyKind
 from tests.invariants import copy_rules
 from tests.invariants.index_model import Prefix
@@ -144,7 +143,7 @@ def publish_row(world: World, row: Row, count: int) -> None:
     pages = row.private[:count]
     first = len(row.table) - len(row.steps)
     content = tuple(row.contents[first : first + len(pages)])
-    relocations, epoch = world.cache.versions.relocation_version, world.cache.versions.tree_epoch
+    relocations, epoch = world.cache.tiers.relocation_version, world.cache.tiers.tree_epoch
     before = set(world.model.device)
     canonical = world.cache.insert(row.lock, b"".join(content), ints(pages), max(row.steps[:count])).tolist()
     places = world.model.places
@@ -154,8 +153,8 @@ def publish_row(world: World, row: Row, count: int) -> None:
     row.table[first : first + len(canonical)] = canonical
     del row.steps[: len(canonical)]
     moved = canonical != pages[: len(canonical)]
-    assert world.cache.versions.relocation_version == relocations + moved  # INV-41
-    assert (world.cache.versions.tree_epoch > epoch) == (set(world.model.device) != before)
+    assert world.cache.tiers.relocation_version == relocations + moved  # INV-41
+    assert (world.cache.tiers.tree_epoch > epoch) == (set(world.model.device) != before)
     world.ran["relocated"] += moved
     world.ran["behind a load"] += len(canonical) < len(pages)
 

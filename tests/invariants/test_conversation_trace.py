@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.request import SamplingParams
 from hiserve.engine.loop import Engine, EngineFacts
@@ -54,7 +53,7 @@ def requests() -> list[tuple[np.ndarray, int]]:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_cached_tokens_of_a_trace_equal_an_endless_prefix_set(depth: int) -> None:
-    cache = PrefixCache(num_pages=NUM_PAGES, page_size=PAGE, namespace=b"trace", eviction=LruEviction())
+    cache = PrefixCache(num_pages=NUM_PAGES, page_size=PAGE, namespace=b"trace")
     planner = Planner(cache=cache, max_rows=2, max_len=MAX_LEN, max_batched_tokens=1024, eos_token_ids=())
     engine = Engine(
         planner, CopyingExecutor(num_host_pages=0), depth, EngineFacts(2, MAX_LEN, NUM_PAGES - 1, PAGE, b"trace", {})

@@ -21,9 +21,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.node import Node
 from hiserve.cache.index.prefix_cache import Match, PrefixCache, PrefixLock
+from hiserve.cache.index.radix import Node
 from tests.invariants import kv_checks
 from tests.invariants.index_checks import check_structure
 from tests.invariants.index_model import IndexModel, Place, Prefix, page_tokens, prefixes
@@ -60,7 +59,6 @@ class IndexMachine(RuleBasedStateMachine):
             num_pages=num_pages,
             page_size=self.page_size,
             namespace=NAMESPACE,
-            eviction=LruEviction(),
             listener=self.told.events,
         )
         self.model = IndexModel(num_pages)
@@ -106,7 +104,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def lock_remembered(self, pick: int) -> None:
         match, tenant, prefix = self.remembered.pop(pick % len(self.remembered))
-        if match.tree_epoch == self.cache.versions.tree_epoch:
+        if match.tree_epoch == self.cache.tiers.tree_epoch:
             self.locked(self.cache.lock(match), tenant, prefix)
             self.ran["remembered"] += 1
         else:
@@ -117,23 +115,23 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(wanted=st.lists(st.integers(0, 22), max_size=7))
     def take(self, wanted: list[int]) -> None:
         self.steps += 1
-        epoch, evictable = self.cache.versions.tree_epoch, self.cache.num_evictable
+        epoch, evictable = self.cache.tiers.tree_epoch, self.cache.device.num_evictable
         short = len(wanted) - len(self.model.free)
         pages = self.cache.allocate(np.array(wanted, dtype=np.int32))
         if short > len(self.model.evictable()):
-            assert pages is None and self.cache.num_evictable == evictable
+            assert pages is None and self.cache.device.num_evictable == evictable
             self.ran["refused"] += 1
             return
         evicted = self.model.evict(max(0, short))
         self.ran["evicted"] += len(evicted)
         assert pages is not None and pages.dtype == np.int32
-        assert (self.cache.versions.tree_epoch > epoch) == bool(evicted)
+        assert (self.cache.tiers.tree_epoch > epoch) == bool(evicted)
         for i, (page, wish) in enumerate(zip(pages.tolist(), wanted, strict=True)):
             if wish in self.model.free and wish not in wanted[:i]:
                 assert page == wish, f"page {wish} was free, {page} was given"
         self.inv_20_taken_pages_were_free(pages.tolist())
         self.model.private += pages.tolist()
-        assert (np.diff(np.append(self.last_owner, self.cache.pages.owner[pages])) == 1).all()
+        assert (np.diff(np.append(self.last_owner, self.cache.device.pages.owner[pages])) == 1).all()
         self.last_owner += len(pages)
 
     @precondition(lambda self: self.receipts)
@@ -148,13 +146,13 @@ class IndexMachine(RuleBasedStateMachine):
         tenant, prefix = self.model.held[number]
         for part, page in zip(prefixes((*prefix, *content))[len(prefix) :], pages, strict=True):
             self.content[page] = (tenant, part)
-        epoch, relocations = self.cache.versions.tree_epoch, self.cache.versions.relocation_version
+        epoch, relocations = self.cache.tiers.tree_epoch, self.cache.tiers.relocation_version
         key = b"".join(content)
         canonical = self.cache.insert(self.receipts[number], key, np.array(pages, dtype=np.int32)).tolist()
         known = set(self.model.cached.values())
         assert canonical == self.model.publish(number, content, pages)
         is_new = not set(canonical) <= known
-        assert (self.cache.versions.tree_epoch > epoch) == is_new
+        assert (self.cache.tiers.tree_epoch > epoch) == is_new
         moved = canonical != pages
         self.inv_41_relocation_version_grows_iff_a_page_moved(relocations, moved)
         self.ran["published"] += is_new
@@ -200,7 +198,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         count = len(self.model.evictable())
-        epoch = self.cache.versions.tree_epoch
+        epoch = self.cache.tiers.tree_epoch
         assert self.cache.flush() == count
         self.model.evict(count)
         self.inv_37_flush_leaves_only_what_is_locked(epoch, count)
@@ -237,27 +235,27 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def inv_12_locked_pages_stay(self) -> None:
         found = dict(self.tree_pages())
-        free = set(self.cache.pages.free_pages().tolist())
+        free = set(self.cache.device.pages.free_pages().tolist())
         assert all(found[place] == self.model.cached[place] not in free for place in self.model.locked())
 
     @invariant()
     def inv_16_the_evictable_count_is_right(self) -> None:
         unlocked = sum(node.pages.size for node in self.cache.tree.nodes() if node.num_locks == 0)
-        assert self.cache.num_evictable == unlocked == len(self.model.evictable())
+        assert self.cache.device.num_evictable == unlocked == len(self.model.evictable())
 
     @invariant()
     def inv_17_free_evictable_protected_and_private_make_the_pool(self) -> None:
-        free = self.cache.pages.num_free
-        assert free == self.cache.pages.free_pages().size == len(self.model.free)
+        free = self.cache.device.pages.num_free
+        assert free == self.cache.device.pages.free_pages().size == len(self.model.free)
         protected, private = len(self.model.locked()), len(self.model.private)
-        assert free + self.cache.num_evictable + protected + private == self.model.num_pages - 1
+        assert free + self.cache.device.num_evictable + protected + private == self.model.num_pages - 1
 
     @invariant()
     def inv_19_no_page_has_two_owners_and_the_sink_none(self) -> None:
         in_tree = [page for _, page in self.tree_pages()]
-        free = self.cache.pages.free_pages().tolist()
+        free = self.cache.device.pages.free_pages().tolist()
         assert sorted(in_tree + self.model.private + free) == list(range(1, self.model.num_pages))
-        stack = self.cache.pages._stack[: self.cache.pages._top].tolist()
+        stack = self.cache.device.pages._stack[: self.cache.device.pages._top].tolist()
         assert len(set(stack)) == len(stack) and set(free) <= set(stack) and 0 not in stack
 
     @invariant()
@@ -309,18 +307,18 @@ class IndexMachine(RuleBasedStateMachine):
         self.ran["removed events"] += len(removed)
 
     def inv_37_flush_leaves_only_what_is_locked(self, epoch: int, count: int) -> None:
-        assert self.cache.num_evictable == 0 and set(self.model.cached) == self.model.locked()
-        assert (self.cache.versions.tree_epoch > epoch) == bool(count)
+        assert self.cache.device.num_evictable == 0 and set(self.model.cached) == self.model.locked()
+        assert (self.cache.tiers.tree_epoch > epoch) == bool(count)
 
     def inv_41_relocation_version_grows_iff_a_page_moved(self, before: int, moved: bool) -> None:
-        assert self.cache.versions.relocation_version == before + moved
+        assert self.cache.tiers.relocation_version == before + moved
 
     def inv_13_idle_means_nothing_is_locked_or_lost(self) -> None:
         assert all(node.num_locks == 0 for node in self.cache.tree.nodes())
-        assert self.cache.num_evictable == len(self.model.cached)
+        assert self.cache.device.num_evictable == len(self.model.cached)
         self.flush()
         assert not self.cache.tree.roots
-        assert self.cache.pages.free_pages().tolist() == list(range(1, self.model.num_pages))
+        assert self.cache.device.pages.free_pages().tolist() == list(range(1, self.model.num_pages))
         self.take_events()
         assert not self.replica
 

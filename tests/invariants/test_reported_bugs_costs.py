@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import ON_DEVICE, LruEviction, PriorityEviction
-from hiserve.cache.index.node import Node
+from hiserve.cache.index.eviction import ON_DEVICE, Eviction, EvictionOrder
 from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.index.radix import Node
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.tiers import backed, demoted, key, load, lock, new_cache, serve, take
@@ -106,9 +106,9 @@ def test_tc_83_a_chain_of_chunks_is_stored_by_one_order() -> None:
     assert len(cache.begin_offloads(1000)) == 1
 
 
-@pytest.mark.parametrize("policy", [LruEviction, PriorityEviction])
+@pytest.mark.parametrize("order", ["lru", "priority"])
 def test_tc_84_eviction_looks_at_what_it_evicts_and_not_at_every_leaf(
-    policy: type[LruEviction] | type[PriorityEviction],
+    order: EvictionOrder,
 ) -> None:
     num_looks = 0
 
@@ -117,11 +117,12 @@ def test_tc_84_eviction_looks_at_what_it_evicts_and_not_at_every_leaf(
         num_looks += 1
         return ON_DEVICE(node)
 
-    cache = PrefixCache(num_pages=5001, page_size=2, namespace=b"", eviction=policy(look))
+    cache = PrefixCache(num_pages=5001, page_size=2, namespace=b"", eviction=order)
+    cache.device.eviction = Eviction(order, look)
     for leaf in range(5000):
         cache.release(serve(cache, 10 + leaf))
     take(cache, 1)  # what libraries import at their first use is no cost of eviction
-    assert cache.pages.num_free == 0
+    assert cache.device.pages.num_free == 0
     num_looks = 0
     assert num_calls(lambda: take(cache, 100)) < 100 * 40
     assert num_looks <= 2 * 100

@@ -154,4 +154,4 @@ def test_tc_10_the_last_page_of_rejected_tokens_is_returned(page_size: int, num_
             assert (rows.tables.num_pages[rows.active] <= -(-most // page_size)).all()
     assert num_ended == num_requests
     assert executor.num_drafted - executor.num_accepted > num_requests
-    assert cache.pages.num_free + cache.num_evictable == cache.pages.num_pages - 1
+    assert cache.device.pages.num_free + cache.device.num_evictable == cache.device.pages.num_pages - 1

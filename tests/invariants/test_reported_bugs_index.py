@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.miss_reasons import MissReason
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import HostAdmission, MissReason, PrefixCache, Tier
 from tests.helpers.tiers import (
     PAGE_SIZE,
     TENANT,
@@ -39,11 +37,11 @@ def cache() -> PrefixCache:
 
 
 def end_uploads(cache: PrefixCache) -> None:
-    uploads, stages = cache.take_uploads()
+    uploads, stages = cache.begin_uploads()
     for upload in uploads:
-        cache.end_upload(upload.op)
+        cache.uploads.end_upload(upload.op)
     for stage in stages:
-        cache.end_stage(stage.op, ok=False)
+        cache.uploads.end_stage(stage.op, ok=False)
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (4,), (3, 1), (1, 2, 3, 4), (4, 3, 2, 1)])
@@ -55,11 +53,11 @@ def test_tc_22_a_split_of_a_pending_store_keeps_it_on_every_fragment(cuts: tuple
     for cut in cuts:
         cache.release(lock(cache, *PREFIX[:cut]))
         check_structure(cache)
-    assert set(states(cache).split()) == {"DW"} and cache.num_evictable == 0
+    assert set(states(cache).split()) == {"DW"} and cache.device.num_evictable == 0
     cache.complete(copy.op, ok=is_ok)
     check_structure(cache)
     assert set(states(cache).split()) == {"DH" if is_ok else "D"}
-    uploads, stages = cache.take_uploads()
+    uploads, stages = cache.begin_uploads()
     if is_ok:
         assert [upload.run.digests for upload in uploads] == [digests(*PREFIX)]
         squeeze(cache)
@@ -67,10 +65,10 @@ def test_tc_22_a_split_of_a_pending_store_keeps_it_on_every_fragment(cuts: tuple
             cache.release(lock(cache, *PREFIX[:cut]))
         squeeze_host(cache)
         assert cached(cache, *PREFIX) == (0, 5), "an upload still reads these pages"
-        cache.end_upload(uploads[0].op)
+        cache.uploads.end_upload(uploads[0].op)
     else:
         assert not uploads and [stage.run.digests for stage in stages if stage.run] == [digests(*PREFIX)]
-        cache.end_stage(stages[0].op, ok=False)
+        cache.uploads.end_stage(stages[0].op, ok=False)
     assert is_whole(cache)
 
 
@@ -82,7 +80,7 @@ def test_tc_23_what_is_loaded_begins_after_the_device_and_ends_at_the_match(on_d
     host = lock(cache, *PREFIX).node.host_pages.tolist()
     cache = new_cache(num_pages=7)
     backed(cache, *PREFIX)
-    cache.free(take(cache, cache.pages.num_free + 5 - on_device))
+    cache.free(take(cache, cache.device.pages.num_free + 5 - on_device))
     assert cached(cache, *PREFIX) == (on_device, 5 - on_device)
     match = cache.match(TENANT, prompt(*PREFIX[:wanted], 9))
     receipt = cache.lock(match, match.num_host_tokens)
@@ -104,7 +102,7 @@ def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: PrefixCache)
     assert begun is not None and begun.run.digests == digests(1, 2, 3, 4)[2:]
     squeeze_host(cache)
     assert cached(cache, 1, 2) == (0, 2), "the place that the prefetch continues was evicted"
-    assert cache.end_prefetch(begun.op, 2) == 2
+    assert cache.store_sync.end_prefetch(begun.op, 2) == 2
     check_structure(cache)
     assert cached(cache, 1, 2, 3, 4) == (0, 4)
     cache.tiers.allocate_host(cache.host.pages.num_free + 1)
@@ -113,7 +111,7 @@ def test_tc_25_what_a_prefetch_continues_is_no_leaf_any_more(cache: PrefixCache)
 
 def test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody(cache: PrefixCache) -> None:
     demoted(cache, 1, 2, 3)
-    free, free_host = cache.pages.num_free, cache.host.pages.num_free
+    free, free_host = cache.device.pages.num_free, cache.host.pages.num_free
     first, copy = load(cache, 1, 2, 3)
     second = lock(cache, 1, 2, 9)
     assert second.pages.tolist() == copy.device_pages[:2].tolist() and second.ops == {copy.op}
@@ -121,7 +119,7 @@ def test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody(cac
     assert {id(receipt) for receipt in lost} == {id(first), id(second)}
     assert first.pages.size == second.pages.size == 0 and not first.ops and not second.ops
     assert cached(cache, 1, 2, 3) == (0, 0)
-    assert (cache.pages.num_free, cache.host.pages.num_free) == (free, free_host + 3)
+    assert (cache.device.pages.num_free, cache.host.pages.num_free) == (free, free_host + 3)
     cache.insert(first, key(1, 2, 3), take(cache, 3))
     cache.insert(second, key(1, 2, 9), take(cache, 3))
     assert cached(cache, 1, 2, 3) == cached(cache, 1, 2, 9) == (3, 0)
@@ -172,7 +170,7 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
         op, used = copy.op, {*copy.host_pages.tolist()}
         if how == "upload":
             cache.complete(op, ok=True)
-            op = cache.take_uploads()[0][0].op
+            op = cache.begin_uploads()[0][0].op
     else:
         begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
         assert begun is not None
@@ -187,11 +185,11 @@ def test_tc_42_host_pages_are_freed_once_at_whatever_step_a_request_ends(how: st
     assert used.isdisjoint(cache.host.pages.free_pages().tolist()), "a copy still uses these pages"
     check_structure(cache)
     if how == "upload":
-        cache.end_upload(op)
+        cache.uploads.end_upload(op)
     elif how.startswith(("load", "store")):
         cache.complete(op, ok="fails" not in how)
     else:
-        cache.end_prefetch(op, 0 if "fails" in how else 1)
+        cache.store_sync.end_prefetch(op, 0 if "fails" in how else 1)
     assert cached(cache, 1, 2, 3)[1] == 0 or not is_flushed
     with pytest.raises(AssertionError, match="not in flight"):
         cache.complete(op, ok=True)
@@ -204,7 +202,7 @@ def test_tc_42_a_page_that_a_store_reads_outlives_two_flushes(cache: PrefixCache
     (copy,) = cache.begin_offloads(99)
     cache.flush(Tier.HOST)
     cache.flush()
-    assert set(copy.device_pages.tolist()).isdisjoint(cache.pages.free_pages().tolist())
+    assert set(copy.device_pages.tolist()).isdisjoint(cache.device.pages.free_pages().tolist())
     cache.complete(copy.op, ok=True)
     assert is_whole(cache)
 
@@ -216,8 +214,8 @@ def test_tc_44_a_prefetch_that_hangs_is_given_up_and_keeps_nobody_from_another(c
     assert cache.explain(TENANT, prompt(1, 2), 0).reason is MissReason.COLD
     again = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert again is not None and set(again.run.pages.tolist()).isdisjoint(hung.run.pages.tolist())
-    assert cache.end_prefetch(again.op, 2) == 2
-    assert cache.end_prefetch(hung.op, 2) == 0, "what came too late was found"
+    assert cache.store_sync.end_prefetch(again.op, 2) == 2
+    assert cache.store_sync.end_prefetch(hung.op, 2) == 0, "what came too late was found"
     assert cached(cache, 1, 2) == (0, 2)
     assert is_whole(cache)
 
@@ -259,12 +257,12 @@ def test_tc_46_pages_that_copies_use_are_waited_for(cache: PrefixCache) -> None:
     cache.release(receipt)
     cache.release(serve(cache, 7, 8, 9))
     (outward,) = cache.begin_offloads(99)
-    assert cache.pages.num_free == cache.num_evictable == 0
+    assert cache.device.pages.num_free == cache.device.num_evictable == 0
     assert cache.allocate(np.zeros(1, dtype=np.int32)) is None, "a page was freed under a copy"
     cache.complete(inward.op, ok=True)
-    assert cache.num_evictable == 3
+    assert cache.device.num_evictable == 3
     cache.complete(outward.op, ok=False)
-    assert cache.num_evictable == 6
+    assert cache.device.num_evictable == 6
     assert take(cache, 6).size == 6
 
 
@@ -285,7 +283,7 @@ def test_tc_70_other_tenants_find_nothing_on_any_tier(cache: PrefixCache) -> Non
     demoted(cache, 1, 2)
     backed(cache, 3, 4)
     begun = cache.begin_prefetch(TENANT, prompt(5, 6), 9)
-    assert begun is not None and cache.end_prefetch(begun.op, 2) == 2
+    assert begun is not None and cache.store_sync.end_prefetch(begun.op, 2) == 2
     pages = np.array([30, 31], dtype=np.int32)
     assert cache.recover([run_of(pages, 7, 8)]) == 2
     for prefix in ((1, 2), (3, 4), (5, 6), (7, 8)):
@@ -293,7 +291,7 @@ def test_tc_70_other_tenants_find_nothing_on_any_tier(cache: PrefixCache) -> Non
         assert cached(cache, *prefix, tenant=b"other") == (0, 0)
     other = cache.begin_prefetch(b"other", prompt(5, 6), 9)
     assert other is not None and set(other.run.digests).isdisjoint(digests(5, 6))
-    assert cache.end_prefetch(other.op, 1) == 1
+    assert cache.store_sync.end_prefetch(other.op, 1) == 1
     assert cached(cache, 5, 6, tenant=b"other") == (0, 1)
 
 
@@ -310,11 +308,11 @@ def test_tc_70_a_hit_of_another_tenant_is_no_second_use() -> None:
 def test_tc_42_a_page_that_a_load_and_an_upload_read_is_free_when_both_have_ended() -> None:
     cache = new_cache(max_upload_pages=99)
     demoted(cache, 1, 2)
-    ((upload,), _) = cache.take_uploads()
+    ((upload,), _) = cache.begin_uploads()
     receipt, copy = load(cache, 1, 2)
     cache.release(receipt)
     cache.flush()
     cache.complete(copy.op, ok=True)
     assert set(upload.run.pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
-    cache.end_upload(upload.op)
+    cache.uploads.end_upload(upload.op)
     assert is_whole(cache)

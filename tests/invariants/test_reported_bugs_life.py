@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import Tier
 from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_keys import KEY_BYTES
@@ -36,14 +36,14 @@ def test_tc_40_a_loop_that_only_decodes_takes_acks_and_returns_what_copies_held(
     add(engine, 2, tokens(2, 3), max_tokens=100)
     for _ in range(5):
         engine.step()
-    locked = cache.device.pages.num_pages - 1 - cache.pages.num_free - cache.num_evictable
+    locked = cache.device.pages.num_pages - 1 - cache.device.pages.num_free - cache.device.num_evictable
     assert executor.open, "no store is in flight"
     executor.holds = False
     num_decodes = len(executor.plans)
     for _ in range(3):
         engine.step()
     assert all(plan.num_tokens == 1 for plan in executor.plans[num_decodes:] if plan.rows.size)
-    now = cache.device.pages.num_pages - 1 - cache.pages.num_free - cache.num_evictable
+    now = cache.device.pages.num_pages - 1 - cache.device.pages.num_free - cache.device.num_evictable
     assert now <= locked - 5 + 1, "the store of a request that has ended keeps its pages"
     assert engine.stats().running == 1
 
@@ -58,7 +58,10 @@ def test_tc_41_an_engine_without_requests_has_work_until_its_copies_are_answered
     assert engine.has_work and executor.open
     executor.holds = False
     run(engine, max_turns=5)
-    assert not len(cache.ops) and cache.num_evictable == cache.pages.num_pages - 1 - cache.pages.num_free
+    assert (
+        not len(cache.ops)
+        and cache.device.num_evictable == cache.device.pages.num_pages - 1 - cache.device.pages.num_free
+    )
 
 
 @pytest.mark.parametrize("turn", range(8))
@@ -78,7 +81,7 @@ def test_tc_42_a_request_aborted_at_any_step_leaves_nothing_held(turn: int, fail
     run(engine, max_turns=50)
     assert any(copy.kind is CopyKind.LOAD for copy in executor.copies) or not turn
     engine.flush()
-    assert cache.pages.num_free == cache.pages.num_pages - 1
+    assert cache.device.pages.num_free == cache.device.pages.num_pages - 1
     assert cache.host.pages.num_free == cache.host.pages.num_pages - 1
     assert not cache.tree.roots
 
@@ -94,7 +97,7 @@ def test_tc_43_prefetches_without_end_keep_no_memory(tmp_path: Path) -> None:
         begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3), 9)
         assert begun is not None
         found = store.get(keys, [memoryview(segment.pages[page]) for page in begun.run.pages])
-        assert cache.end_prefetch(begun.op, found) == 3
+        assert cache.store_sync.end_prefetch(begun.op, found) == 3
         squeeze_host(cache)
         cache.take_events(Tier.HOST)
         cache.take_freed_host_pages()

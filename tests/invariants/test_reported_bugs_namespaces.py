@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.records import Records
@@ -78,9 +77,7 @@ def model(tmp_path: Path) -> Model:
 
 
 def new_cache(namespace: bytes) -> PrefixCache:
-    return PrefixCache(
-        num_pages=20, page_size=PAGE_SIZE, namespace=namespace, eviction=LruEviction(), num_host_pages=20
-    )
+    return PrefixCache(num_pages=20, page_size=PAGE_SIZE, namespace=namespace, num_host_pages=20)
 
 
 def keys_of(root: bytes) -> list[bytes]:

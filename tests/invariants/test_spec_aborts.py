@@ -154,7 +154,9 @@ class Cycle:
             else:
                 assert said == expected, f"request {uid}"
         assert not self.cache.locks.prefix_locks
-        assert self.cache.pages.num_free + self.cache.num_evictable == self.cache.pages.num_pages - 1
+        assert (
+            self.cache.device.pages.num_free + self.cache.device.num_evictable == self.cache.device.pages.num_pages - 1
+        )
 
 
 @pytest.mark.parametrize(

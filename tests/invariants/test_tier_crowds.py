@@ -12,11 +12,8 @@ from random import Random
 
 import numpy as np
 
-from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
 from hiserve.cache.index.locks import path
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock
-from hiserve.cache.index.store_sync import RunOp
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, PrefixLock, RunOp, Tier
 from hiserve.core.transfers import PageCopy
 from tests.helpers.tiers import NAMESPACE, PAGE_SIZE, is_whole, key, prompt, run_of
 from tests.invariants.index_checks import check_structure
@@ -46,13 +43,12 @@ class Crowd:
 
     def __init__(self, random: Random) -> None:
         self.random, self.ran = random, Counter[str]()
-        num_host_pages, kind = random.choice((3, 6, 12, 30)), random.choice((LruEviction, PriorityEviction))
+        num_host_pages, order = random.choice((3, 6, 12, 30)), random.choice(("lru", "priority"))
         self.cache = PrefixCache(
             num_pages=random.choice((10, 20, 40)),
             page_size=PAGE_SIZE,
             namespace=NAMESPACE,
-            eviction=kind(ON_DEVICE),
-            host_eviction=kind(ON_HOST),
+            eviction=order,
             num_host_pages=num_host_pages,
             num_ready_host_pages=random.choice((None, 1)),
             host_admission=random.choice(list(HostAdmission)),
@@ -135,7 +131,7 @@ class Crowd:
                 self.cache.release(row[0])
 
     def take_uploads(self) -> None:
-        uploads, stages = self.cache.take_uploads()
+        uploads, stages = self.cache.begin_uploads()
         self.uploads += uploads
         self.stages += stages
         self.ran["uploads"] += len(uploads)
@@ -143,12 +139,12 @@ class Crowd:
 
     def end_upload(self) -> None:
         if self.uploads:
-            self.cache.end_upload(self.uploads.pop(self.random.randrange(len(self.uploads))).op)
+            self.cache.uploads.end_upload(self.uploads.pop(self.random.randrange(len(self.uploads))).op)
 
     def end_stage(self, *, ok: bool | None = None) -> None:
         if self.stages:
             stage = self.stages.pop(self.random.randrange(len(self.stages)))
-            self.cache.end_stage(stage.op, ok=self.random.random() < 0.8 if ok is None else ok)
+            self.cache.uploads.end_stage(stage.op, ok=self.random.random() < 0.8 if ok is None else ok)
 
     def begin_prefetch(self) -> None:
         tenant, most = self.random.choice(list(ACCOUNTS)), self.random.randint(1, 4)
@@ -160,7 +156,7 @@ class Crowd:
             fetch = self.fetches.pop(self.random.randrange(len(self.fetches)))
             if self.random.random() < 0.2:
                 self.cache.abort_prefetch(fetch.op)
-            self.cache.end_prefetch(fetch.op, self.random.randint(0, fetch.run.pages.size))
+            self.cache.store_sync.end_prefetch(fetch.op, self.random.randint(0, fetch.run.pages.size))
 
     def flush(self) -> None:
         self.cache.flush(self.random.choice((None, *Tier)))
@@ -196,7 +192,7 @@ def test_nothing_is_counted_twice_and_everything_ends() -> None:
         for number in range(1, NUM_STEPS):
             crowd.step(number)
         crowd.finish()
-        ran += crowd.ran + Counter({"evictions": crowd.cache.num_evicted})
+        ran += crowd.ran + Counter({"evictions": crowd.cache.device.num_evicted})
         ran["host evictions"] += crowd.cache.host.num_evicted
     print(ran)
     assert all(ran[name] >= 5 for name in ("loads", "stores", "uploads", "stages", "evictions", "host evictions"))

@@ -42,8 +42,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hiserve.cache.index.miss_reasons import MissReason
-from hiserve.cache.index.prefix_cache import HostAdmission
+from hiserve.cache.index.prefix_cache import HostAdmission, MissReason
 from tests.invariants import copy_rules, request_rules
 from tests.invariants.tier_world import Setting, World
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction, PriorityEviction
 from tests.helpers.copying import FILLER, add, copying_engine, run
 from tests.invariants.test_conversation_trace import MAX_LEN, PAGE, requests
 
@@ -96,7 +95,7 @@ def test_a_trace_finds_on_each_tier_what_the_account_says(
         max_rows=2,
         max_len=MAX_LEN,
         budget=1024,
-        policy=PriorityEviction if by_priority else LruEviction,
+        eviction="priority" if by_priority else "lru",
     )
     oracle = TierOracle(num_pages, num_host_pages, by_priority)
     totals = np.zeros(2, dtype=np.int64)
@@ -114,6 +113,6 @@ def test_a_trace_finds_on_each_tier_what_the_account_says(
         assert sum(wanted) + num_computed == prompt.size
         executor.plans.clear()
     print(f"{totals} of the prompts' tokens found on device and host")
-    assert cache.num_evicted > 1000 and totals[0] > 0
+    assert cache.device.num_evicted > 1000 and totals[0] > 0
     assert bool(totals[1]) == bool(num_host_pages)
-    assert cache.tiers.num_unbacked == (0 if num_host_pages else cache.num_evicted)
+    assert cache.tiers.num_unbacked == (0 if num_host_pages else cache.device.num_evicted)

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import xxhash
 
 from hiserve.cache.index.locks import PrefixLock, path
-from hiserve.cache.index.node import Node, NodeState
-from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import PrefixCache, Tier
+from hiserve.cache.index.radix import Node, NodeState
 from tests.invariants.index_model import IndexModel, Place, Prefix
 from tests.invariants.tier_model import TierModel, parts
 
@@ -100,15 +99,17 @@ def inv_12_what_is_held_stays(cache: PrefixCache, model: TierModel) -> None:
 
 
 def inv_16_the_evictable_counts_agree_with_the_model(cache: PrefixCache, model: TierModel) -> None:
-    assert cache.num_evictable == len(model.evictable())
+    assert cache.device.num_evictable == len(model.evictable())
     assert cache.host.num_evictable == len(model.host_evictable())
 
 
 def inv_17_free_evictable_protected_and_private_make_the_device_pool(cache: PrefixCache, model: TierModel) -> None:
-    assert set(cache.pages.free_pages().tolist()) == model.free and cache.pages.num_free == len(model.free)
+    assert set(cache.device.pages.free_pages().tolist()) == model.free and cache.device.pages.num_free == len(
+        model.free
+    )
     orphans = sum(len(op.orphans) for op in model.ops.values())
     protected = len(model.device.keys() & model.locked())
-    total = cache.pages.num_free + cache.num_evictable + protected + len(model.private) + orphans
+    total = cache.device.pages.num_free + cache.device.num_evictable + protected + len(model.private) + orphans
     assert total == model.num_pages - 1
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, LruEviction, PriorityEviction
-from hiserve.cache.index.prefix_cache import HostAdmission, Match, PrefixCache, PrefixLock
-from hiserve.cache.index.tier import Tier
-from hiserve.cache.index.uploads import RESERVED_SHARE
+from hiserve.cache.index.prefix_cache import HostAdmission, Match, PrefixCache, PrefixLock, Tier
+from hiserve.cache.index.store_sync import RESERVED_SHARE
 from hiserve.core.transfers import CopyKind, PageCopy, PageRun
 from tests.invariants import kv_checks, tier_checks
 from tests.invariants.index_checks import check_structure
@@ -90,17 +88,16 @@ class World:
 
     def begin(self) -> None:
         """A process begins."""
-        model, policy = self.model, PriorityEviction if self.setting.by_priority else LruEviction
+        model = self.model
         self.routers = kv_checks.Told(self.page_size)
         self.cache = PrefixCache(
             num_pages=model.num_pages,
             page_size=self.page_size,
             namespace=NAMESPACE,
-            eviction=policy(ON_DEVICE),
+            eviction="priority" if self.setting.by_priority else "lru",
             num_host_pages=model.num_host_pages,
             num_ready_host_pages=model.num_ready,
             host_admission=self.setting.admission,
-            host_eviction=policy(ON_HOST),
             max_upload_pages=self.max_upload,
             listener=self.routers.events,
         )
@@ -268,7 +265,7 @@ class World:
         assert all(not root.num_locks and not root.num_host_locks for root in self.cache.tree.roots.values())
         self.cache.flush()
         assert not self.cache.tree.roots and len(self.cache.ops) == 0
-        assert self.cache.pages.num_free == self.model.num_pages - 1
+        assert self.cache.device.pages.num_free == self.model.num_pages - 1
         assert self.cache.host.pages.num_free == self.model.num_ready - 1
         self.ran["ordered accesses"] += self.streams.num_checked
 

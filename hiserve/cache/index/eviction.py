@@ -1,4 +1,4 @@
-"""Which unlocked leaf loses its pages first."""
+"""Which page goes first: leaves in order, what each tenant may keep, and what the device keeps ready to lose."""
 
 from __future__ import annotations
 
@@ -6,130 +6,24 @@ import heapq
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Literal
 
-from hiserve.cache.index.node import Node
+from hiserve.cache.index.allocator import PageAllocator
+from hiserve.cache.index.radix import Node
+
+EvictionOrder = Literal["lru", "priority"]
 
 ON_DEVICE: Callable[[Node], bool] = attrgetter("is_evictable")
 ON_HOST: Callable[[Node], bool] = attrgetter("is_host_evictable")
 
+MAX_OWNERS = 64  # with shares of their own; all others have one together
+MAX_IDLE_TURNOVERS = 32  # a tenant that sends nothing while the tier changes hands so often has no share any more
 
-class Eviction(Protocol):
-    """A persistent structure over the evictable leaves of one tier; never rebuilt per call.
-
-    Attributes:
-        leaves: By owner, in the order in which they go.
-        age: A node's place among those of equal ``Node.turn``.
-    """
-
-    leaves: OwnedHeaps
-    age: Callable[[Node], Any]
-
-    def add(self, node: Node) -> None:
-        """Records that ``node`` became evictable, or was used while it was."""
-
-    def pop(self) -> Node | None:
-        """Returns the next victim, whoever owns it, and forgets it; None when nothing is evictable."""
-
-
-class LruEviction:
-    """Least recently used first, by the tree's logical clock; what would be lost after what lies elsewhere, too.
-
-    Args:
-        is_victim: What makes a node evictable; ``ON_DEVICE`` or ``ON_HOST``.
-    """
-
-    age: Callable[[Node], Any] = attrgetter("last_used")
-
-    def __init__(self, is_victim: Callable[[Node], bool] = ON_DEVICE) -> None:
-        self.leaves = OwnedHeaps(attrgetter("turn", "last_used"), is_victim)
-
-    def add(self, node: Node) -> None:
-        """Records that ``node`` became evictable, or was used while it was. O(log n)."""
-        self.leaves.add(node)
-
-    def pop(self) -> Node | None:
-        """Returns the least recently used evictable leaf and forgets it. O(log n) amortised."""
-        return self.leaves.pop()
-
-
-class PriorityEviction:
-    """What only requests of low priority used first; of the same priority, as ``LruEviction``.
-
-    Args:
-        is_victim: What makes a node evictable; ``ON_DEVICE`` or ``ON_HOST``.
-    """
-
-    age: Callable[[Node], Any] = attrgetter("priority", "last_used")
-
-    def __init__(self, is_victim: Callable[[Node], bool] = ON_DEVICE) -> None:
-        self.leaves = OwnedHeaps(attrgetter("priority", "turn", "last_used"), is_victim)
-
-    def add(self, node: Node) -> None:
-        """Records that ``node`` became evictable, or was used while it was. O(log n)."""
-        self.leaves.add(node)
-
-    def pop(self) -> Node | None:
-        """Returns the evictable leaf of the lowest priority and forgets it. O(log n) amortised."""
-        return self.leaves.pop()
-
-
-class OwnedHeaps:
-    """Leaves by rank, those of each owner apart.
-
-    Args:
-        rank: A node's place.
-        is_victim: What makes a node one of them.
-    """
-
-    def __init__(self, rank: Callable[[Node], Any], is_victim: Callable[[Node], bool]) -> None:
-        self._rank = rank
-        self._is_victim = is_victim
-        self._heaps: dict[bytes, LeafHeap] = {}
-
-    def __len__(self) -> int:
-        """Returns the number of entries, those out of date included."""
-        return sum(len(heap) for heap in self._heaps.values())
-
-    def __iter__(self) -> Iterator[Node]:
-        """Walks the nodes whose entries count (for checks)."""
-        return (node for heap in self._heaps.values() for node in heap)
-
-    def add(self, node: Node) -> None:
-        """Records that ``node`` became one of them, or changed its place. O(log n)."""
-        heap = self._heaps.get(node.owner)
-        if heap is None:
-            heap = self._heaps[node.owner] = LeafHeap(self._rank, partial(self._is_leaf_of, node.owner))
-        heap.add(node)
-
-    def _is_leaf_of(self, owner: bytes, node: Node) -> bool:
-        """Whether a node is one of them, and still the owner's (see ``Tiers.hand_over``)."""
-        return node.owner == owner and self._is_victim(node)
-
-    def sweep(self) -> None:
-        """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""
-        for owner, heap in list(self._heaps.items()):
-            heap.sweep()
-            if not len(heap):
-                del self._heaps[owner]
-
-    def head(self, owner: bytes) -> Any:
-        """Returns the lowest rank of an owner's leaves, or None. O(log n) amortised."""
-        heap = self._heaps.get(owner)
-        head = heap.head() if heap is not None else None
-        if heap is not None and head is None:
-            del self._heaps[owner]
-        return head
-
-    def pop(self, owner: bytes | None = None) -> Node | None:
-        """Returns the first leaf of an owner, or of all, and forgets it."""
-        if owner is None and len(self._heaps) == 1:
-            (owner,) = self._heaps
-        elif owner is None:
-            heads = [(head, each) for each in list(self._heaps) if (head := self.head(each)) is not None]
-            owner = min(heads)[1] if heads else b""
-        heap = self._heaps.get(owner)
-        return None if heap is None else heap.pop()
+STEPS = 2  # an offload that one step begins has ended when the step after the next takes pages
+# What is remembered of a large step fades by so much at each smaller one: for the least, the most. The least follows what
+# steps take closely: pages kept ready for longer cost more hits than the pages that a sudden large step loses.
+FADE = (1 / 2, 1 / 512)
+DEVICE_SHARE, HOST_SHARE = 4, 2  # of the pages of a tier, one in so many may be spare: both tiers hold them
 
 
 class LeafHeap:
@@ -191,3 +85,273 @@ class LeafHeap:
         latest = {id(entry[2]): entry for entry in self._heap if self._counts(entry)}
         self._heap = sorted(latest.values(), key=lambda entry: entry[:2])
         self._sweep_at = max(1024, 2 * len(self._heap))
+
+
+class OwnedHeaps:
+    """Leaves by rank, those of each owner apart.
+
+    Args:
+        rank: A node's place.
+        is_victim: What makes a node one of them.
+    """
+
+    def __init__(self, rank: Callable[[Node], Any], is_victim: Callable[[Node], bool]) -> None:
+        self._rank = rank
+        self._is_victim = is_victim
+        self._heaps: dict[bytes, LeafHeap] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of entries, those out of date included."""
+        return sum(len(heap) for heap in self._heaps.values())
+
+    def __iter__(self) -> Iterator[Node]:
+        """Walks the nodes whose entries count (for checks)."""
+        return (node for heap in self._heaps.values() for node in heap)
+
+    def add(self, node: Node) -> None:
+        """Records that ``node`` became one of them, or changed its place. O(log n)."""
+        heap = self._heaps.get(node.owner)
+        if heap is None:
+            heap = self._heaps[node.owner] = LeafHeap(self._rank, partial(self._is_leaf_of, node.owner))
+        heap.add(node)
+
+    def _is_leaf_of(self, owner: bytes, node: Node) -> bool:
+        """Whether a node is one of them, and still the owner's (see ``Tiers.hand_over``)."""
+        return node.owner == owner and self._is_victim(node)
+
+    def sweep(self) -> None:
+        """Drops all entries that are out of date, and so the nodes that they keep from being freed. O(n log n)."""
+        for owner, heap in list(self._heaps.items()):
+            heap.sweep()
+            if not len(heap):
+                del self._heaps[owner]
+
+    def head(self, owner: bytes) -> Any:
+        """Returns the lowest rank of an owner's leaves, or None. O(log n) amortised."""
+        heap = self._heaps.get(owner)
+        head = heap.head() if heap is not None else None
+        if heap is not None and head is None:
+            del self._heaps[owner]
+        return head
+
+    def pop(self, owner: bytes | None = None) -> Node | None:
+        """Returns the first leaf of an owner, or of all, and forgets it."""
+        if owner is None and len(self._heaps) == 1:
+            (owner,) = self._heaps
+        elif owner is None:
+            heads = [(head, each) for each in list(self._heaps) if (head := self.head(each)) is not None]
+            owner = min(heads)[1] if heads else b""
+        heap = self._heaps.get(owner)
+        return None if heap is None else heap.pop()
+
+
+class Eviction(OwnedHeaps):
+    """The leaves that one tier may lose, by owner; persistent, never rebuilt per call.
+
+    ``lru`` evicts the least recently used leaf first, by the tree's logical clock; ``priority`` first looks at the highest
+    priority of the requests that used a leaf. In both, pages that lie elsewhere too go before the last copies.
+
+    Args:
+        order: Of the leaves.
+        is_victim: ``ON_DEVICE`` or ``ON_HOST``.
+
+    Attributes:
+        age: A node's place among those of equal ``Node.turn``.
+    """
+
+    def __init__(self, order: EvictionOrder = "lru", is_victim: Callable[[Node], bool] = ON_DEVICE) -> None:
+        first = ("priority",) if order == "priority" else ()
+        super().__init__(attrgetter(*first, "turn", "last_used"), is_victim)
+        self.age: Callable[[Node], Any] = attrgetter(*first, "last_used")
+
+
+class TenantShares:
+    """Keeps tenants from evicting each other below their shares.
+
+    A share is the tier's pages by the number of tenants that have some and were seen lately. Who has more than
+    that gives first, least recently used pages first; what a tenant leaves of its share is lent, because nobody gives
+    anything while pages are free.
+
+    Args:
+        pages: The tier's.
+    """
+
+    def __init__(self, pages: PageAllocator) -> None:
+        self._pages = pages
+        self._held: dict[bytes, int] = {}
+        self._seen: dict[bytes, int] = {}
+        self._num_given = 0
+
+    @property
+    def held(self) -> dict[bytes, int]:
+        """Pages of each owner that has some."""
+        return self._held
+
+    def charge(self, owner: bytes, count: int) -> None:
+        """An owner has ``count`` pages more, or less."""
+        held = self._held.get(owner, 0) + count
+        assert held >= 0, f"{-held} pages more were given up than {owner.hex()} had"
+        if held:
+            self._held[owner] = held
+        else:
+            self._held.pop(owner, None)
+        if count < 0:
+            self._num_given -= count
+        elif owner not in self._seen:
+            self._seen[owner] = self._num_given
+
+    def see(self, owner: bytes) -> None:
+        """A request of an owner came."""
+        self._seen[owner] = self._num_given
+        if len(self._seen) > 4 * MAX_OWNERS:
+            self._seen = {each: seen for each, seen in self._seen.items() if each in self._held or each == owner}
+
+    def next(self, leaves: OwnedHeaps) -> Iterator[tuple[Node, int]]:
+        """Takes leaves in the order in which they should go.
+
+        The caller charges what goes before it asks for the next. With one owner, this is the order of its leaves.
+
+        Yields:
+            A leaf, and how many of its pages its owner should give at most.
+        """
+        if len(self._held) <= 1:
+            while (leaf := leaves.pop()) is not None:
+                yield leaf, leaf.num_pages
+            return
+        for floors in self._floors():
+            heads: list[tuple[Any, bytes]] = [(leaves.head(owner), owner) for owner in floors]
+            heads = [each for each in heads if each[0] is not None]
+            heapq.heapify(heads)
+            while heads:
+                owner = heads[0][1]
+                excess = self._held.get(owner, 0) - floors[owner]
+                found = leaves.pop(owner) if excess > 0 else None
+                if found is not None:
+                    yield found, excess
+                head = leaves.head(owner) if found is not None else None
+                if head is None:
+                    heapq.heappop(heads)
+                else:
+                    heapq.heapreplace(heads, (head, owner))
+
+    def _floors(self) -> Iterator[dict[bytes, int]]:
+        """Tells down to what each owner gives: its share; where that is not enough, the mean, then nothing."""
+        capacity = self._pages.num_ready - 1
+        since = self._num_given - MAX_IDLE_TURNOVERS * capacity
+        active = {owner for owner in self._held if self._seen[owner] >= since}
+        share = capacity // max(1, len(active))
+        yield {owner: share if owner in active else 0 for owner in self._held}
+        mean = sum(self._held.values()) // max(1, len(self._held))
+        yield dict.fromkeys(self._held, mean)
+        yield dict.fromkeys(self._held, 0)
+
+
+class EvictionReserve:
+    """The next victims of the device, as far as the host has them or does not want them.
+
+    What is on both tiers is a page less for something else. So other pages leave the host only for the sake of as many
+    spare ones as the last steps took; as many as the largest steps took become spare where the host has room anyway.
+
+    Args:
+        pages: The device's.
+        host_pages: The host's.
+        eviction: The device's.
+        shares: The device's.
+        is_kept: Whether there is a host tier; else there is no reserve.
+        on_change: Called with each node that became spare or ceased to be: its rank has changed.
+
+    Attributes:
+        num_pages: Spare pages.
+        num_taken: Device pages taken so far.
+    """
+
+    def __init__(
+        self,
+        pages: PageAllocator,
+        host_pages: PageAllocator,
+        eviction: Eviction,
+        shares: TenantShares,
+        *,
+        is_kept: bool,
+        on_change: Callable[[Node], object],
+    ) -> None:
+        self._pages = pages
+        self._host_pages = host_pages
+        self._shares = shares
+        self._is_kept = is_kept
+        self._on_change = on_change
+        self._candidates = OwnedHeaps(eviction.age, lambda node: node.is_candidate)
+        self._demand = [0.0, 0.0]
+        self._num_seen = 0
+        self.num_pages = 0
+        self.num_taken = 0
+
+    @property
+    def num_short(self) -> int:
+        """Pages that should be spare, or free, and are not: another page may go for them."""
+        return self._short(self._demand[0])
+
+    @property
+    def num_wanted(self) -> int:
+        """Pages that should be spare if nothing has to go for them."""
+        return self._short(STEPS * self._demand[1])
+
+    def _short(self, wanted: float) -> int:
+        most = min(self._pages.num_pages // DEVICE_SHARE, self._host_pages.num_ready // HOST_SHARE)
+        return max(0, min(int(wanted), most) - self.num_pages - self._pages.num_free)
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether there may be leaves to take into it."""
+        return len(self._candidates) > 0
+
+    def end_step(self) -> bool:
+        """A step was planned, which took what it needed; returns whether it took anything."""
+        num_taken = self.num_taken - self._num_seen
+        self._num_seen = self.num_taken
+        if num_taken:
+            self._demand = [max(num_taken, (1 - fade) * each) for fade, each in zip(FADE, self._demand, strict=True)]
+        return num_taken > 0
+
+    def add(self, node: Node) -> None:
+        """Records that a leaf became evictable, or was used while it was."""
+        if self._is_kept and not node.is_spare:
+            self._candidates.add(node)
+
+    def sweep(self) -> None:
+        """Drops leaves that are none any more."""
+        self._candidates.sweep()
+
+    def next(self) -> Node | None:
+        """Returns the leaf that goes next of those that are not spare, and forgets it."""
+        return next((leaf for leaf, _ in self._shares.next(self._candidates)), None)
+
+    def mark(self, leaf: Node) -> None:
+        """Makes a leaf spare that may go at no loss, and what was used with it and goes after it."""
+        marked = [leaf]
+        while (parent := marked[-1].parent) is not None and self._goes_with(parent, leaf):
+            marked.append(parent)
+        for node in marked:
+            node.is_spare = True
+            self.num_pages += node.num_pages
+            self._on_change(node)
+
+    def leave(self, node: Node, count: int | None = None) -> None:
+        """A node was used, or loses its last ``count`` pages, or all."""
+        if node.is_spare:
+            self.num_pages -= node.num_pages if count is None else count
+            node.is_spare = count is not None and count < node.num_pages
+            if not node.is_spare:
+                self._on_change(node)
+
+    def leave_path(self, node: Node) -> None:
+        """A node may not go at no loss any more, nor what would have gone after it."""
+        step: Node | None = node
+        while step is not None and step.is_spare:
+            self.leave(step)
+            step = step.parent
+
+    @staticmethod
+    def _goes_with(parent: Node, leaf: Node) -> bool:
+        is_last = parent.num_device_children == 1 and not parent.num_locks and parent.last_used == leaf.last_used
+        return is_last and not (parent.is_root or parent.is_spare or parent.is_unbacked)

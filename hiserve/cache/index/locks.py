@@ -7,7 +7,7 @@ from types import TracebackType
 
 import numpy as np
 
-from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.radix import NO_PAGES, Node
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
-from hiserve.cache.index.node import Node
-from hiserve.cache.index.radix import RadixTree
+from hiserve.cache.index.radix import Node, RadixTree
 
 MAX_LOST = 65_536  # digests remembered: about 10 MiB
 MAX_SIBLINGS = 32  # compared with a prompt that continues none of them

@@ -1,71 +1,74 @@
-"""The only door to the index: match, lock, take, publish, copy between tiers, release, flush."""
+"""The contract of the index: every operation, what it changes, and how long its result is valid."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 
-from hiserve.cache.index.detach import SubtreeRemoval
-from hiserve.cache.index.eviction import ON_HOST, Eviction, LruEviction
-from hiserve.cache.index.locks import Locks, PrefixLock, path
-from hiserve.cache.index.miss_reasons import Miss, explain
-from hiserve.cache.index.node import Node
-from hiserve.cache.index.radix import RadixTree
-from hiserve.cache.index.store_sync import RunOp, StoreSync
-from hiserve.cache.index.tier import Tier, TierListener, TierPages
-from hiserve.cache.index.tiers import CacheTiers
-from hiserve.cache.index.transfer_ops import TransferOps
+from hiserve.cache.index.allocator import SINK_PAGE
+from hiserve.cache.index.eviction import ON_DEVICE, ON_HOST, Eviction, EvictionOrder
+from hiserve.cache.index.locks import Locks, PrefixLock
+from hiserve.cache.index.miss_reasons import Miss, MissReason, explain
+from hiserve.cache.index.prefixes import HostAdmission, Match, Prefixes
+from hiserve.cache.index.radix import NO_PAGES, STEP_SHIFT, RadixTree
+from hiserve.cache.index.reports import PrefixCacheStats, Tier, TierListener, outline
+from hiserve.cache.index.store_sync import RunOp, StoreSync, Uploads
+from hiserve.cache.index.tiers import CacheTiers, TierPages
+from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOps
 from hiserve.cache.index.transfers import MANY_COPIES, Transfers
-from hiserve.cache.index.uploads import Uploads
-from hiserve.core.digest import Chain, chain, namespace_digest
+from hiserve.core.digest import Chain, chain
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import PageCopy, PageRun
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun
+from hiserve.ipc.cache_stats import NodeFacts
 
-__all__ = ["HostAdmission", "Match", "PrefixCache", "PrefixLock"]
-
-
-class HostAdmission(StrEnum):
-    """Which pages are stored on the host."""
-
-    WRITE_THROUGH = "write_through"  # every published page
-    SELECTIVE = "write_through_selective"  # those that a second request uses
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
-    """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands.
-
-    Attributes:
-        num_tokens: Tokens covered on the device, or on their way there: a whole number of pages.
-        num_host_tokens: Tokens after those that the host alone has, likewise.
-        tree_epoch: Epoch of the tree at the time of the match.
-    """
-
-    num_tokens: int
-    num_host_tokens: int
-    tree_epoch: int
-    _node: Node
-    _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
+# All that the rest of the package may name of the index.
+__all__ = [
+    "NO_PAGES",
+    "SINK_PAGE",
+    "HostAdmission",
+    "Match",
+    "Miss",
+    "MissReason",
+    "PrefixCache",
+    "PrefixCacheStats",
+    "PrefixLock",
+    "RunOp",
+    "Tier",
+    "TierListener",
+]
 
 
 class PrefixCache:
-    """Owns the pages and the tree; the planner sees nothing below it.
+    """Which page of which tier holds which prefix. Integers only, one thread.
+
+    It copies nothing: ``begin_*`` returns orders, and ``complete`` takes their ends. A digest, a page number or a count that
+    an operation returns holds until the next operation that changes the index, unless its docstring says more.
+
+        prefixes    match, lock, insert, release, ensure_backed, explain
+        pages       allocate, free
+        host        begin_load, begin_offloads, complete
+        store       missing, begin_prefetch, abort_prefetch, begin_uploads, complete
+        lifecycle   recover, grow_host, begin_after, flush
+        reports     stats, outline, take_events, take_freed_host_pages
 
     Args:
         num_pages: Pages in the device pool, the sink included.
         page_size: Tokens per page.
         namespace: Base digest of everything that keeps caches apart but the tenant.
-        eviction: Decides which unlocked leaf goes first on the device.
+        eviction: Order in which unlocked leaves leave each tier.
         num_host_pages: Pages in the host pool, page 0 included; 0 without a host tier.
         num_ready_host_pages: Pages below this can be used already; all, unless given. See ``grow_host``.
         host_admission: Which pages are stored on the host.
-        host_eviction: Decides which goes first there (``LruEviction(ON_HOST)`` unless given).
         max_upload_pages: Host pages that uploads to a store may keep from eviction; 0 without a store.
-        listener: Hears which pages each tier has.
+        listener: Called with every change of the pages that each tier has.
         link: Makes the digests of pages (``core.digest.chain_of``).
+
+    Attributes:
+        page_owner: int32 ``[num_pages]``, live. Number of each page's last allocation; see ``PageAllocator.owner``.
+        num_arrived: By kind, LOAD and OFFLOAD, live: pages that ended copies brought to where they can be found.
+
+    The parts (``tree`` to ``uploads``) are for checks: no other package reads them (``tests/test_architecture.py``).
     """
 
     def __init__(
@@ -74,121 +77,75 @@ class PrefixCache:
         num_pages: int,
         page_size: int,
         namespace: bytes,
-        eviction: Eviction,
+        eviction: EvictionOrder = "lru",
         num_host_pages: int = 0,
         num_ready_host_pages: int | None = None,
         host_admission: HostAdmission = HostAdmission.WRITE_THROUGH,
-        host_eviction: Eviction | None = None,
         max_upload_pages: int = 0,
         listener: TierListener | None = None,
         link: Chain = chain,
     ) -> None:
         self.page_size = page_size
         self.namespace = namespace
-        self.tree = RadixTree(page_size, link)
         self._listener = listener
-        self.device = TierPages(Tier.DEVICE, num_pages, eviction, listener=listener)
+        self._has_host = num_host_pages > 0
+        self.tree = RadixTree(page_size, link)
+        self.device = TierPages(Tier.DEVICE, num_pages, Eviction(eviction, ON_DEVICE), listener=listener)
         ready = num_ready_host_pages if num_host_pages else 1  # page 0 alone: nothing to hand out
-        self.host = TierPages(Tier.HOST, max(num_host_pages, 2), host_eviction or LruEviction(ON_HOST), ready, listener)
-        self.tiers = CacheTiers(self.tree, self.device, self.host, has_host=num_host_pages > 0)
+        self.host = TierPages(Tier.HOST, max(num_host_pages, 2), Eviction(eviction, ON_HOST), ready, listener)
+        self.tiers = CacheTiers(self.tree, self.device, self.host, has_host=self._has_host)
         self.locks = Locks(self.tiers)
         self.ops = TransferOps(self.tiers)
+        self._removal = SubtreeRemoval(self.tiers, self.locks, self.ops)
         self.store_sync = StoreSync(self.tiers, self.locks, self.ops)
         self.uploads = Uploads(self.tiers, self.locks, self.ops, max_upload_pages)
-        self._removal = SubtreeRemoval(self.tiers, self.locks, self.ops)
         uploads = self.uploads if host_admission is HostAdmission.SELECTIVE else None
         self.transfers = Transfers(self.tiers, self.locks, self.ops, self._removal, uploads)
-        self.pages = self.device.pages
-        self.versions = self.tiers.versions
-        self._has_host = num_host_pages > 0
-        self._writes_through = num_host_pages > 0 and host_admission is HostAdmission.WRITE_THROUGH
-        self._offloads_hits = num_host_pages > 0 and host_admission is HostAdmission.SELECTIVE
-
-    @property
-    def num_evictable(self) -> int:
-        """Device pages that ``allocate`` could free."""
-        return self.device.num_evictable
-
-    @property
-    def num_evicted(self) -> int:
-        """Device pages freed so far."""
-        return self.device.num_evicted
+        admission = host_admission if self._has_host else None
+        self._prefixes = Prefixes(namespace, self.tiers, self.locks, self.ops, self.transfers, self.uploads, admission)
+        self.page_owner = self.device.pages.owner
+        self.num_arrived = self.transfers.num_arrived
 
     # --- prefixes -------------------------------------------------------------------------
 
     def match(self, tenant: bytes, key: bytes) -> Match:
-        """Finds the longest cached prefix, leaving at least the last token to compute.
+        """Finds the longest cached prefix of a prompt, leaving at least its last token to compute.
 
-        Changes nothing. ``key`` is the whole prompt, packed.
+        Changes nothing. The result is valid until the tree changes in a way that matters (``Match.tree_epoch``).
+
+        Args:
+            tenant: Whose prompt: tenants do not see each other's pages.
+            key: The whole prompt, packed int32.
         """
-        node, node_pages, num_pages = self.tree.find(self._root(tenant), self._usable(key))
-        num_beyond = node.num_pages - node_pages
-        num_host_pages = -num_beyond
-        step: Node | None = node
-        while step is not None and step.is_on_host_only:
-            num_host_pages += step.num_pages
-            step = step.parent
-        num_host_pages = max(0, num_host_pages)
-        return Match(
-            num_tokens=(num_pages - num_host_pages) * self.page_size,
-            num_host_tokens=num_host_pages * self.page_size,
-            tree_epoch=self.versions.tree_epoch,
-            _node=node,
-            _num_beyond=num_beyond,
-        )
+        return self._prefixes.match(tenant, key)
 
     def lock(
         self, match: Match, num_host_tokens: int = 0, priority: int = 0, account: bytes | None = None
     ) -> PrefixLock:
-        """Keeps a matched prefix from eviction until the receipt is released.
+        """Keeps a matched prefix from eviction on every tier until ``release``, and counts as a use of it.
+
+        The lock stays valid across splits, loads and evictions of others. ``flush`` spares its pages; a load that fails
+        shortens it (``complete`` returns it then).
 
         Args:
             match: Of this epoch.
-            num_host_tokens: Whole pages of the host part to hold: to be loaded before anything is published below.
-            priority: The request's, which stays with all it uses; only ``PriorityEviction`` looks at it.
+            num_host_tokens: Whole pages of the host part to lock too: to be loaded before anything is inserted below.
+            priority: The request's, which stays with every page it uses; only the eviction order ``priority`` reads it.
             account: Whose share of the pages they take (see ``TenantShares``); None is a share of the tenant's own.
         """
-        assert match.tree_epoch == self.versions.tree_epoch, "the tree changed since the match; match again"
-        assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self.page_size == 0
-        node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self.page_size)
-        *_, root = path(node)
-        self.tiers.hand_over(root, root.digests[0] if account is None else account)
-        self.device.shares.see(root.owner)
-        self.host.shares.see(root.owner)
-        lock = self.locks.issue(node, self.release, priority)
-        if self.ops.num_loads:
-            for number in {step.device_ready_op for step in path(node)} - {0}:
-                self.transfers.wait(lock, self.ops[number])
-        if self._offloads_hits:
-            self.transfers.enqueue(node)
-        return lock
+        return self._prefixes.lock(match, num_host_tokens, priority, account)
 
     def release(self, lock: PrefixLock) -> None:
-        """Returns a lock. Exactly once per receipt."""
-        assert lock.is_open, "this lock was released before"
-        lock.is_open = False
-        self.locks.drop(lock.path_lock)
+        """Returns a lock, exactly once. Its pages stay cached and may be evicted from now on."""
+        self._prefixes.release(lock)
 
     def ensure_backed(self, lock: PrefixLock) -> None:
-        """Wishes what a receipt holds on the host, whatever the host admission: its row is about to lose it."""
+        """Queues a locked prefix for offload, whatever the host admission: the device is about to lose it."""
         if self._has_host:
             self.transfers.enqueue(lock.node)
 
-    def allocate(self, wanted: Int32Array) -> Int32Array | None:
-        """Takes one page per entry of ``wanted`` (see ``PageAllocator.allocate``), evicting if need be.
-
-        Returns:
-            int32 ``[n]`` pages, or None when free and evictable pages together do not suffice
-            (then nothing was evicted).
-        """
-        return self.tiers.allocate(wanted)
-
-    def free(self, pages: Int32Array) -> None:
-        """Returns pages that were never published."""
-        self.tiers.free(pages)
-
     def insert(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int = 0) -> Int32Array:
-        """Makes computed full pages findable, below what ``lock`` holds.
+        """Makes computed full pages findable below a locked prefix, and moves the lock to their end.
 
         Where the device already has the same tokens, the caller's copies are freed and the tree's pages are used instead:
         a relocation of a live request. Where the host alone has them, the caller's pages become their copy on the device.
@@ -196,48 +153,17 @@ class PrefixCache:
         Args:
             lock: Lock on the prefix before ``key``; moves on to its end.
             key: Packed tokens of the new pages.
-            pages: int32 ``[p]``. Where they were computed; owned by the caller until now.
+            pages: int32 ``[p]``. Where they were computed; the caller's until now, immutable from now on.
             step: The step whose forward writes the last of them.
 
         Returns:
-            int32 ``[q]``. The pages to use from now on; ``pages`` itself when none moved. ``q < p`` only while
-            the page after them is being loaded: the rest is the caller's still, to be published again later.
+            int32 ``[q]``. The pages to use while the lock is held; ``pages`` itself when none moved. ``q < p`` only while
+            the page after them is being loaded: the rest is the caller's still, to be inserted again later.
         """
-        page_bytes = self.tree.page_bytes
-        assert lock.is_open and len(key) == pages.size * page_bytes
-        assert not lock.host_pages.size, f"{lock.host_pages.size} host pages were neither loaded nor released"
-        canonical = pages
-        moved: list[Int32Array] = []
-        done = 0
-        while done < canonical.size:
-            children = lock.node.children
-            child = children.get(key[done * page_bytes : (done + 1) * page_bytes]) if children else None
-            if child is None:
-                self._insert_pages(lock, key[done * page_bytes :], canonical[done:], step)
-                break
-            if child.device_ready_op:
-                canonical = canonical[:done]
-                break
-            shared = self.tree.common_pages(child.key, key, done * page_bytes)
-            if shared < child.num_pages:
-                child = self.tree.split(child, shared)
-            self.locks.move_on(lock.path_lock, child)
-            ours = canonical[done : done + shared]
-            if child.is_on_host_only:
-                self.tiers.put_on_device(child, ours.copy(), step=step)
-            else:
-                moved.append(ours)
-                canonical = np.concatenate((canonical[:done], child.pages, canonical[done + shared :]))
-            if self._offloads_hits:
-                self.transfers.enqueue(child)
-            done += shared
-        if moved:
-            self.tiers.free(np.concatenate(moved))
-            self.versions.relocation_version += 1
-        return canonical
+        return self._prefixes.insert(lock, key, pages, step)
 
     def explain(self, tenant: bytes, key: bytes, num_used: int, *, is_in_store: bool = False) -> Miss:
-        """Returns why a prompt was not found any further than the ``num_used`` tokens that were taken from the cache.
+        """Returns why no more than ``num_used`` tokens of a prompt were taken from the cache. Changes nothing.
 
         Args:
             tenant: Whose prompt.
@@ -247,22 +173,48 @@ class PrefixCache:
         """
         return explain(
             self.tree,
-            self._root(tenant),
-            self._usable(key),
+            self._prefixes.root(tenant),
+            self._prefixes.usable(key),
             num_used=num_used,
             lost=self.tiers.lost,
             is_arriving=self.store_sync.is_arriving,
             is_in_store=is_in_store,
         )
 
-    # --- tiers ----------------------------------------------------------------------------
+    # --- pages ----------------------------------------------------------------------------
 
-    def begin_after(self, step_id: int) -> None:
-        """Tells that a step was planned: what is freed from now on may be touched by its forward still."""
-        self.tiers.begin_after(step_id)
+    @property
+    def num_available(self) -> int:
+        """Device pages that ``allocate`` could return now."""
+        return self.device.num_available
+
+    def allocate(self, wanted: Int32Array) -> Int32Array | None:
+        """Takes one device page per entry of ``wanted`` (see ``PageAllocator.allocate``), evicting leaves if need be.
+
+        Returns:
+            int32 ``[n]`` pages, the caller's until ``free`` or ``insert``; or None when free and evictable pages together
+            do not suffice (then nothing was evicted).
+        """
+        return self.tiers.allocate(wanted)
+
+    def free(self, pages: Int32Array) -> None:
+        """Returns device pages that were allocated and never inserted; forwards in flight may still touch them."""
+        self.tiers.free(pages)
+
+    @property
+    def relocation_version(self) -> int:
+        """Grows when the address of bytes that a live request owns changes: its page table is stale then."""
+        return self.tiers.relocation_version
+
+    # --- device and host ------------------------------------------------------------------
 
     def begin_load(self, lock: PrefixLock, pages: Int32Array) -> PageCopy:
-        """Loads the host part of a receipt to device pages that were taken for it; see ``Transfers.begin_load``."""
+        """Begins to load the host part of a lock; every match finds it on the device from now on.
+
+        Args:
+            lock: Still has its host part. Waits for the load afterwards (``lock.ops``), until ``complete``.
+            pages: int32 ``[h]``. One for each of ``lock.host_pages``, allocated by the caller; the cache's from now on.
+        """
         return self.transfers.begin_load(lock, pages)
 
     @property
@@ -270,26 +222,73 @@ class PrefixCache:
         """Whether ``begin_offloads`` has anything to do."""
         return self.transfers.has_offloads
 
+    @property
+    def offload_backlog(self) -> tuple[int, int]:
+        """Nodes that wait for their offload, and pages that the device would lose soon and must offload first."""
+        return self.transfers.num_to_offload, self.transfers.num_to_save
+
     def begin_offloads(
         self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
     ) -> list[PageCopy]:
-        """Begins to store up to ``max_pages`` pages on the host; see ``Transfers.begin_offloads``."""
+        """Begins offloads: first the pages that the device would lose next, then, while host pages are free, new pages.
+
+        New pages go in the order of their wishes, parents before children; on a full host they stay on the device alone
+        until they are among the next to go. Both copies stay until ``complete``. Call it once per step.
+
+        Args:
+            max_pages: Of all copies together.
+            max_copies: Orders.
+            is_worth: Whether that many pages are loaded sooner than computed; others are not offloaded before eviction.
+                None is always.
+        """
         return self.transfers.begin_offloads(max_pages, max_copies, is_worth)
 
-    def complete(self, op: int, *, ok: bool) -> list[PrefixLock]:
-        """Takes in the end of a load or a store; returns the receipts that lost pages. See ``Transfers.complete``."""
-        return self.transfers.complete(op, ok=ok)
+    def complete(self, op: int, *, ok: bool, num_pages: int = 0) -> list[PrefixLock]:
+        """Ends a copy of any kind, each exactly once: nothing of it reads or writes any page from now on.
+
+        Pages that arrived can be found where they are; pages of a load that failed leave the cache.
+
+        Args:
+            op: ``PageCopy.op`` or ``RunOp.op``.
+            ok: Whether all bytes arrived.
+            num_pages: Leading pages of a PREFETCH that arrived.
+
+        Returns:
+            The locks that lost pages because a load failed. Their rows must be computed again from where ``lock.pages``
+            end now.
+        """
+        match self.ops[op].kind:
+            case CopyKind.PREFETCH:
+                self.store_sync.end_prefetch(op, num_pages)
+            case CopyKind.STAGE:
+                self.uploads.end_stage(op, ok=ok)
+            case CopyKind.UPLOAD:
+                self.uploads.end_upload(op)
+            case _:
+                return self.transfers.complete(op, ok=ok)
+        return []
+
+    def copies_in_flight(self) -> list[int]:
+        """Returns the numbers of the copies that have not ended."""
+        return [op.number for op in self.ops]
+
+    # --- store ----------------------------------------------------------------------------
+
+    @property
+    def num_available_on_host(self) -> int:
+        """Host pages that a prefetch could take now."""
+        return self.host.num_available
 
     def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
-        """Returns how many pages of a prompt are cached, and the digests of those after them that might be."""
-        match = self.match(tenant, key)
-        node, num_cached = match._node, (match.num_tokens + match.num_host_tokens) // self.page_size
-        used = node.num_pages - match._num_beyond
-        rest = self._usable(key)[num_cached * self.tree.page_bytes :]
-        return num_cached, self.tree.chain(node.digests[used - 1 if used else 0], rest)
+        """Returns how many pages of a prompt are cached, and the digests of the next ones. Changes nothing."""
+        return self._prefixes.missing(tenant, key)
+
+    def prefetch_of(self, digest: bytes) -> int:
+        """Returns the prefetch that brings a page to a place that still exists, or 0. Changes nothing."""
+        return self.store_sync.arriving_by(digest)
 
     def begin_prefetch(self, tenant: bytes, key: bytes, max_pages: int, num_more: int = 0) -> RunOp | None:
-        """Makes room on the host for up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
+        """Takes host pages for up to ``max_pages`` pages that a store has after the cached prefix of a prompt.
 
         Args:
             tenant: Whose prompt.
@@ -298,51 +297,60 @@ class PrefixCache:
             num_more: Pages that the store has after those, to be counted as left out when there is no place for these.
 
         Returns:
-            What to read where, or None when there is nothing to read or no place for it.
+            The store's keys and the host pages to fill, which stay taken until ``complete``; or None: the rest of the
+            prompt is no page, is on its way, or has no place (``PrefixCacheStats.not_prefetched``).
         """
-        usable = self._usable(key)
-        match = self.match(tenant, key)
-        start = match.num_tokens + match.num_host_tokens
-        wanted = usable[4 * start :][: max_pages * self.tree.page_bytes]
-        return self.store_sync.begin_prefetch(self._end_of(match, 0), wanted, num_more) if wanted else None
-
-    def end_prefetch(self, op: int, num_pages: int) -> int:
-        """Takes in how many leading pages arrived; returns how many can be found now that could not before."""
-        return self.store_sync.end_prefetch(op, num_pages)
+        rest = self._prefixes.rest_of(tenant, key, max_pages)
+        return None if rest is None else self.store_sync.begin_prefetch(*rest, num_more)
 
     def abort_prefetch(self, op: int) -> None:
-        """Gives a prefetch up; ``end_prefetch`` must still tell when nobody writes to its pages any more."""
+        """Unlocks the prefix that a prefetch continues; its pages arrive nowhere, and stay taken until ``complete``."""
         self.store_sync.abort_prefetch(op)
 
-    def take_uploads(self) -> tuple[list[RunOp], list[PageCopy]]:
-        """Begins uploads, and copies to the host for those of pages that it lacks; see ``Uploads.take``."""
-        return self.uploads.take()
+    @property
+    def has_uploads(self) -> bool:
+        """Whether ``begin_uploads`` has anything to do."""
+        return self.uploads.has_uploads
 
-    def end_stage(self, op: int, *, ok: bool) -> None:
-        """Takes in how a copy to the host ended that is to be uploaded from there."""
-        self.uploads.end_stage(op, ok=ok)
+    @property
+    def num_to_upload(self) -> int:
+        """Pages whose upload has not begun."""
+        return self.uploads.num_waiting
 
-    def end_upload(self, op: int) -> None:
-        """Takes in that nobody reads the pages of an upload any more."""
-        self.uploads.end_upload(op)
-
-    def recover(self, runs: Iterable[PageRun]) -> int:
-        """Makes pages findable that a former process left on the host.
-
-        Args:
-            runs: Parents first; their pages are ready and free.
+    def begin_uploads(self) -> tuple[list[RunOp], list[PageCopy]]:
+        """Begins to give the store new pages, parents before children, each once.
 
         Returns:
-            Pages adopted. Those whose parents are missing, or that are here already, are given back.
+            Uploads from host pages, and copies of pages that a full host lacks to staging pages there. Both keep their
+            pages until ``complete``; the end of a copy makes an upload, which a later call returns.
+        """
+        return self.uploads.take()
+
+    # --- lifecycle ------------------------------------------------------------------------
+
+    def recover(self, runs: Iterable[PageRun]) -> int:
+        """Makes pages findable that a former process left on the host; returns how many.
+
+        Args:
+            runs: Parents first; their pages are ready and free. Those without a parent, and those cached already, are
+                freed.
         """
         return self.store_sync.recover(runs)
 
     def grow_host(self, num_ready_pages: int) -> None:
-        """Makes the host pages below ``num_ready_pages`` usable."""
-        self.host.pages.grow(num_ready_pages)
+        """Makes the host pages below ``num_ready_pages`` usable; fewer than before change nothing."""
+        if num_ready_pages > self.host.pages.num_ready:
+            self.host.pages.grow(num_ready_pages)
+
+    def begin_after(self, step_id: int) -> None:
+        """Records that a step was planned: its forward may still touch every page in use now."""
+        self.tiers.clock = max(self.tiers.clock, step_id << STEP_SHIFT)
 
     def flush(self, tier: Tier | None = None) -> int:
-        """Empties a tier, or both, but for what receipts hold; returns how many pages became free at once."""
+        """Empties a tier, or both, but for locked pages; returns how many pages became free at once.
+
+        Pages that copies use follow when these end.
+        """
         num_freed = self._removal.flush(tier)
         self.transfers.sweep()
         if tier is None and self._listener is not None:
@@ -350,51 +358,32 @@ class PrefixCache:
             self.tiers.notify_all()
         return num_freed
 
+    # --- reports --------------------------------------------------------------------------
+
+    def stats(self) -> PrefixCacheStats:
+        """Returns every count as of now. Changes nothing."""
+        return PrefixCacheStats(
+            device=self.device.stats(),
+            host=self.host.stats(),
+            num_begun=self.ops.num_begun,
+            num_in_flight=self.ops.num_in_flight,
+            num_unbacked=self.tiers.num_unbacked,
+            num_without_room=self.transfers.num_without_room,
+            num_not_uploaded=self.uploads.num_not_uploaded,
+            num_prefetches_wanted=self.store_sync.num_wanted,
+            num_prefetched=self.store_sync.num_prefetched,
+            not_prefetched=self.store_sync.unfulfilled,
+        )
+
+    def outline(self, depth: int) -> list[NodeFacts]:
+        """Returns the roots and ``depth`` levels of nodes below them, of each level those used last. Changes nothing."""
+        return outline(self.tree, depth)
+
     def take_events(self, tier: Tier = Tier.DEVICE) -> tuple[bytes, bytes]:
         """Returns (published, removed) page digests of a tier since the last call, 16 bytes each."""
         return (self.device if tier is Tier.DEVICE else self.host).events.take()
 
     def take_freed_host_pages(self) -> Int32Array:
-        """Returns the host pages given back since the last call, to be forgotten before any later copy is started."""
+        """Returns the host pages freed since the last call, to be forgotten before any later copy is started."""
         freed, self.tiers.freed_host = self.tiers.freed_host, []
         return np.concatenate(freed) if freed else np.empty(0, dtype=np.int32)
-
-    # --- inside ---------------------------------------------------------------------------
-
-    def _root(self, tenant: bytes) -> Node:
-        return self.tree.root(namespace_digest(self.namespace, tenant))
-
-    def _usable(self, key: bytes) -> bytes:
-        """Returns the whole pages of a prompt that leave its last token out."""
-        usable = max(0, len(key) // 4 - 1) // self.page_size * self.tree.page_bytes
-        return key[:usable]
-
-    def _end_of(self, match: Match, num_less: int) -> Node:
-        """Returns the node that ends ``num_less`` pages before the match does, cutting one if need be."""
-        node, num_beyond = match._node, match._num_beyond + num_less
-        while node.parent is not None and num_beyond >= node.num_pages:  # or another lock cut this node since
-            num_beyond -= node.num_pages
-            node = node.parent
-        if node.is_root:
-            return self.tree.keep_root(node)
-        return self.tree.split(node, node.num_pages - num_beyond) if num_beyond else node
-
-    def _insert_pages(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int) -> None:
-        path_lock = lock.path_lock
-        node = path_lock.node
-        is_chosen = self._offloads_hits and node.is_wanted  # what is new below it was not used twice
-        in_place = not is_chosen and node.priority == path_lock.priority
-        end, _ = self.tree.extend(node, key, pages, in_place=in_place)
-        if end is not node:
-            end.num_locks = 1
-            end.priority = path_lock.priority
-            path_lock.node = end
-            self.tiers.clock += 1
-            self.locks.touch(end)
-        self.device.shares.charge(end.owner, pages.size)
-        end.written_step = step
-        self.device.insert(end, end.num_pages - pages.size)
-        self.versions.tree_epoch += 1
-        if self._writes_through:
-            self.transfers.enqueue(end)
-            self.uploads.offer(end, end.digests[-pages.size :])

@@ -1,17 +1,26 @@
-"""Pages that come to the host from beyond it: prefetched from a store, or adopted at start."""
+"""Pages between host and store: prefetched, recovered at start, and uploaded, past a full host if need be."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from hiserve.cache.index.locks import Locks, path, raise_priority
-from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.radix import NO_PAGES, Node
 from hiserve.cache.index.tiers import CacheTiers
-from hiserve.cache.index.transfer_ops import TransferKind, TransferOps
+from hiserve.cache.index.transfer_ops import TransferOps
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import PageRun
+from hiserve.core.transfers import CopyKind, PageCopy, PageRun
+
+MAX_RUN_PAGES = 256  # of one upload
+MAX_STAGED_PAGES = 64  # host pages taken for what passes through them
+RESERVED_SHARE = 8  # of the host pages, one in so many is left for those, up to as many
+MAX_LOOKED = 64  # nodes that one call looks at
+
+Part = tuple[Node, int, int]  # pages of a node: the first, and the end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +37,7 @@ class RunOp:
 
 
 class StoreSync:
-    """Begins and ends prefetches, and adopts what a former process left.
+    """Begins and ends prefetches, and recovers the pages of a former process.
 
     Args:
         tiers: What lies where.
@@ -38,7 +47,7 @@ class StoreSync:
     Attributes:
         num_wanted: Pages that prefetches were begun, or could not be begun, for.
         num_prefetched: Of them, those that can be found now.
-        unfulfilled: Of them, the others that were settled, by reason.
+        unfulfilled: Of them, the others that are not on their way, by reason.
     """
 
     def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps) -> None:
@@ -60,21 +69,16 @@ class StoreSync:
         number = self._arriving.get(digest, 0)
         return 0 if number and self._ops[number].lock.is_lost else number
 
-    def count_unfulfilled(self, num_pages: int, reason: str) -> None:
-        """Counts pages that were wanted from a store and that nobody began to prefetch."""
-        self.num_wanted += num_pages
-        self.unfulfilled[reason] += num_pages
-
     def begin_prefetch(self, end: Node, key: bytes, num_more: int = 0) -> RunOp | None:
-        """Makes room for pages that a store has.
+        """Makes room for pages that a store has; see ``PrefixCache``.
 
         Args:
-            end: Where the prefix ends that is here already.
+            end: Where the cached prefix ends.
             key: Packed tokens of the pages that follow.
             num_more: Pages that the store has after those; left out with them when it cannot begin.
 
         Returns:
-            What to read, or None: the host has no room, the end is not on the host, or the first page is on its
+            The pages to read, or None: the host has no room, the end is not on the host, or the first page is on its
             way already. ``unfulfilled`` counts pages that were left out.
         """
         digests = self._tiers.tree.chain(end.digests[-1], key)
@@ -84,11 +88,12 @@ class StoreSync:
         refusal = self._refusal(end, digests[0], count)
         self.unfulfilled[refusal or "host_full"] += len(digests) - (0 if refusal else count)
         if refusal:
-            self.count_unfulfilled(num_more, refusal)
+            self.num_wanted += num_more
+            self.unfulfilled[refusal] += num_more
             self._locks.drop(path_lock)
             return None
         pages = self._tiers.allocate_host(count)
-        op = self._ops.begin(TransferKind.PREFETCH, path_lock, pages)
+        op = self._ops.begin(CopyKind.PREFETCH, path_lock, pages)
         *_, root = path(end)
         run = PageRun(
             pages=pages,
@@ -102,11 +107,7 @@ class StoreSync:
         return RunOp(op.number, run)
 
     def end_prefetch(self, number: int, num_pages: int) -> int:
-        """Takes in how many leading pages of a prefetch arrived; nobody writes to the others any more.
-
-        Returns:
-            Pages that can be found now and could not before.
-        """
+        """Ends a prefetch of which so many leading pages arrived; returns how many can be found that could not before."""
         op, run = self._ops.end(number), self._runs.pop(number)
         for digest in run.digests:
             if self._arriving.get(digest) == number:
@@ -127,16 +128,16 @@ class StoreSync:
         return num_new
 
     def abort_prefetch(self, number: int) -> None:
-        """Lets go of the place that a prefetch continues. Its pages stay taken until ``end_prefetch``, which drops them."""
+        """See ``PrefixCache``; ``end_prefetch`` drops the pages."""
         op = self._ops[number]
-        assert op.kind is TransferKind.PREFETCH, f"op {number} is no prefetch"
+        assert op.kind is CopyKind.PREFETCH, f"op {number} is no prefetch"
         *_, root = path(op.lock.node)
         self._locks.drop(op.lock)
         op.lock = self._locks.lock_host(self._tiers.tree.keep_root(root))
         op.lock.is_lost = True
 
     def recover(self, runs: Iterable[PageRun]) -> int:
-        """Makes pages findable that a former process left on the host; see ``PrefixCache.recover``."""
+        """See ``PrefixCache``."""
         tiers = self._tiers
         ends: dict[bytes, Node] = {}
         num_adopted = 0
@@ -156,11 +157,7 @@ class StoreSync:
         return num_adopted
 
     def insert(self, node: Node, key: bytes, digests: list[bytes], pages: Int32Array) -> int:
-        """Adds host pages below a node, or to nodes that are on the device alone; gives back those that are there.
-
-        Returns:
-            How many were added.
-        """
+        """Adds host pages below a node, or to nodes of the device alone, and frees the others; returns how many it added."""
         tiers, tree = self._tiers, self._tiers.tree
         start, num_new = 0, 0
         spare: list[Int32Array] = []
@@ -207,7 +204,186 @@ class StoreSync:
         # The only node of the path that may be waiting for eviction was used just now, too.
         tiers.queue(next(step for step in path(parent) if not step.is_on_host_only))
         tiers.queue(child)
-        tiers.versions.tree_epoch += 1
+        tiers.tree_epoch += 1
+
+
+class Uploads:
+    """Gives a store every page that is offered, parents before children, each once.
+
+    A page waits (``LostPages.awaited``) until its copy to the store begins, which reads it on the host. A page that the
+    host lacks, and has no free page for, is staged: copied to a host page that no match finds, and from there to the
+    store.
+
+    Args:
+        tiers: What lies where.
+        locks: Keep pages that are read.
+        ops: The copies in flight.
+        max_pages: Host pages that uploads may keep from eviction; 0 without a store.
+
+    Attributes:
+        num_not_staged: Pages that were to be staged and did not reach the host.
+    """
+
+    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps, max_pages: int) -> None:
+        self._tiers = tiers
+        self._locks = locks
+        self._ops = ops
+        self._max_pages = max_pages
+        num_reserved = max(1, min(MAX_STAGED_PAGES, max_pages, tiers.host.pages.num_pages // RESERVED_SHARE))
+        tiers.host.num_reserved = num_reserved if max_pages else 0
+        self._awaited = tiers.lost.awaited
+        self._queue: OrderedDict[Node, None] = OrderedDict()
+        self._sweep_at = 1024
+        self._stuck_at = -1  # nothing can begin before more ops than these have ended
+        self._num_pages = 0  # of ops in flight
+        self._stages: dict[int, PageRun] = {}
+        self._staged: dict[int, int] = {}  # pages of uploads that nobody finds, by op
+        self._uploads: list[RunOp] = []
+        self._copies: list[PageCopy] = []
+        self.num_not_staged = 0
+
+    @property
+    def has_uploads(self) -> bool:
+        """Whether ``take`` has anything to begin or to return."""
+        is_stuck = self._stuck_at == self._ops.num_ended
+        return bool(self._uploads) or (bool(self._queue) and not is_stuck and self._num_pages < self._max_pages)
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages of which the copy to the store has not begun; not those on their way to the host for it."""
+        return len(self._awaited) + sum(upload.run.pages.size for upload in self._uploads)
+
+    @property
+    def num_not_uploaded(self) -> int:
+        """Pages that were offered and of which no copy to the store began, nor will."""
+        return self._tiers.lost.num_awaited_lost + self.num_not_staged
+
+    def offer(self, end: Node, digests: list[bytes]) -> None:
+        """Takes in new pages, the last ones down to the end of a node; without a store nothing happens."""
+        if not self._max_pages:
+            return
+        self._awaited.update(digests)
+        self._queue[end] = None
+        self._stuck_at = -1
+        if len(self._queue) >= self._sweep_at:
+            self._queue = OrderedDict.fromkeys(node for node in self._queue if self._waiting(node))
+            self._sweep_at = max(1024, 2 * len(self._queue))
+
+    def take(self) -> tuple[list[RunOp], list[PageCopy]]:
+        """Begins the uploads and stages that can begin; see ``PrefixCache.begin_uploads``."""
+        for _ in range(min(len(self._queue), MAX_LOOKED)):
+            room = min(self._max_pages - self._num_pages, MAX_RUN_PAGES)
+            if room <= 0:
+                break
+            node, _ = self._queue.popitem(last=False)
+            parts = self._waiting(node)
+            if not parts:
+                continue
+            if is_ready_on_host(parts[0][0]):
+                self._upload(_leading(parts, room, on_host=True))
+            elif self._must_stage(node, parts[0][0]):
+                host = self._tiers.host
+                room = min(room, host.pages.num_free + host.num_evictable, MAX_STAGED_PAGES - self._num_staged)
+                if room > 0:
+                    self._stage(_leading(parts, room, on_host=False))
+            if self._waiting(node):
+                self._queue[node] = None
+        uploads, copies = self._uploads, self._copies
+        self._uploads, self._copies = [], []
+        self._stuck_at = -1 if uploads or copies else self._ops.num_ended
+        return uploads, copies
+
+    def end_stage(self, number: int, *, ok: bool) -> None:
+        """Ends a copy to the host; pages that arrived are uploaded from there."""
+        tiers, op, run = self._tiers, self._ops.end(number), self._stages.pop(number)
+        if ok:
+            *_, root = path(op.lock.node)
+            upload = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(tiers.tree.keep_root(root)), run.pages)
+            upload.deferred_host_frees.append(run.pages)  # nobody else gives them back
+            self._staged[upload.number] = run.pages.size
+            self._uploads.append(RunOp(upload.number, run))
+        else:
+            tiers.free_host(run.pages)
+            self._num_pages -= run.pages.size
+            self.num_not_staged += run.pages.size
+        self._locks.drop(op.lock)
+
+    def end_upload(self, number: int) -> None:
+        """Ends an upload: its pages are not read any more."""
+        op = self._ops.end(number)
+        assert op.kind is CopyKind.UPLOAD, f"op {number} is no upload"
+        self._staged.pop(number, None)
+        self._num_pages -= op.host_pages.size
+        self._locks.drop(op.lock)
+
+    @property
+    def _num_staged(self) -> int:
+        return sum(run.pages.size for run in self._stages.values()) + sum(self._staged.values())
+
+    def _waiting(self, node: Node) -> list[Part]:
+        """Returns the pages that wait at the end of a path, or of the rest of it, first to last."""
+        while not node.num_pages and node.parent is not None:
+            node = node.parent
+        parts: list[Part] = []
+        while node.parent is not None and node.digests[-1] in self._awaited:
+            start = node.num_pages - 1
+            while start and node.digests[start - 1] in self._awaited:
+                start -= 1
+            parts.append((node, start, node.num_pages))
+            if start:
+                break
+            node = node.parent
+        return parts[::-1]
+
+    def _must_stage(self, end: Node, node: Node) -> bool:
+        """Whether the device alone has a node, and the host will not have it soon."""
+        host = self._tiers.host
+        is_next = end.is_queued and host.pages.num_free > host.num_reserved
+        return not (node.pending_op or node.host_pages.size or is_next)
+
+    def _upload(self, parts: list[Part]) -> None:
+        run = self._run_of(parts, np.concatenate([node.host_pages[start:end] for node, start, end in parts]))
+        op = self._ops.begin(CopyKind.UPLOAD, self._locks.lock_host(parts[-1][0]), run.pages)
+        self._uploads.append(RunOp(op.number, run))
+
+    def _stage(self, parts: list[Part]) -> None:
+        pages = np.concatenate([node.pages[start:end] for node, start, end in parts])
+        after_step = max(node.written_step for node, _, _ in parts)
+        path_lock = self._locks.lock(parts[-1][0], is_use=False)
+        run = self._run_of(parts, self._tiers.allocate_host(pages.size, num_left=0))
+        op = self._ops.begin(CopyKind.STAGE, path_lock, run.pages, pages)
+        self._stages[op.number] = run
+        self._copies.append(PageCopy(op.number, CopyKind.OFFLOAD, pages, run.pages, after_step, run))
+
+    def _run_of(self, parts: list[Part], pages: Int32Array) -> PageRun:
+        """Takes pages off the wait, and returns their contents."""
+        first, start, _ = parts[0]
+        assert first.parent is not None
+        *_, root = path(first)
+        page_bytes = self._tiers.tree.page_bytes
+        digests = [digest for node, start, end in parts for digest in node.digests[start:end]]
+        self._awaited.difference_update(digests)
+        self._num_pages += pages.size
+        return PageRun(
+            pages=pages,
+            namespace=root.digests[0],
+            parent=first.digests[start - 1] if start else first.parent.digests[-1],
+            digests=digests,
+            key=b"".join(node.key[start * page_bytes : end * page_bytes] for node, start, end in parts),
+        )
+
+
+def _leading(parts: list[Part], room: int, *, on_host: bool) -> list[Part]:
+    """Returns the first ``room`` pages, as far as the host has them or, likewise, the device alone."""
+    leading: list[Part] = []
+    for node, start, end in parts:
+        is_there = is_ready_on_host(node) if on_host else not (node.host_pages.size or node.pending_op)
+        if not (room and is_there):
+            break
+        end = min(end, start + room)
+        leading.append((node, start, end))
+        room -= end - start
+    return leading
 
 
 def is_ready_on_host(node: Node) -> bool:

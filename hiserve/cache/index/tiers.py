@@ -1,42 +1,123 @@
-"""What lies on which tier: pages taken, demoted and evicted, and what may go."""
+"""The pages of both tiers under the tree: taken, demoted, evicted and given back."""
 
 from __future__ import annotations
 
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hiserve.cache.index.eviction import LeafHeap
-from hiserve.cache.index.eviction_reserve import EvictionReserve
+from hiserve.cache.index.allocator import PageAllocator
+from hiserve.cache.index.eviction import MAX_OWNERS, Eviction, EvictionReserve, LeafHeap, TenantShares
 from hiserve.cache.index.miss_reasons import LostPages
-from hiserve.cache.index.node import NO_PAGES, Node
-from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
-from hiserve.cache.index.tenant_shares import MAX_OWNERS
-from hiserve.cache.index.tier import TierPages
-from hiserve.cache.index.versions import Versions
+from hiserve.cache.index.radix import MAX_NODE_PAGES, NO_PAGES, STEP_SHIFT, Node, RadixTree
+from hiserve.cache.index.reports import PrefixEvents, Tier, TierListener
 from hiserve.core.plan import Int32Array
+from hiserve.ipc.cache_stats import TierStats
 
-STEP_SHIFT = 32  # the clock's upper half is the step, its lower half counts within
+
+class TierPages:
+    """The pages of one tier.
+
+    Args:
+        tier: Which.
+        num_pages: Pages in the pool, page 0 included, which is never handed out.
+        eviction: Holds every node of the tier that may lose its tail.
+        num_ready: Pages below this can be used already; all, unless given.
+        listener: Gets every change at once, with the tokens.
+
+    Attributes:
+        pages: Which are free.
+        shares: How many pages each tenant has, and whose go next.
+        events: Pages that became readable or ceased to be, until they are taken.
+        num_evictable: Pages that eviction could free, in time.
+        num_evicted: Pages that it freed so far.
+        num_reserved: Of the free and evictable pages, those left for staged uploads (see ``Uploads``).
+        last_step: int64 ``[num_pages]``. Of a free page, the last step whose forward may touch it.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        num_pages: int,
+        eviction: Eviction,
+        num_ready: int | None = None,
+        listener: TierListener | None = None,
+    ) -> None:
+        self._tier = tier
+        self._listener = listener
+        self.pages = PageAllocator(num_pages, num_ready)
+        self.eviction = eviction
+        self.shares = TenantShares(self.pages)
+        self.events = PrefixEvents()
+        self.num_evictable = 0
+        self.num_evicted = 0
+        self.num_reserved = 0
+        self.last_step: NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that may be taken to cache something."""
+        return max(0, self.pages.num_free + self.num_evictable - self.num_reserved)
+
+    @property
+    def num_unused(self) -> int:
+        """Of them, those that are free."""
+        return max(0, self.pages.num_free - self.num_reserved)
+
+    def stats(self) -> TierStats:
+        """Returns the counts; page 0 is not counted."""
+        pages = self.pages
+        return TierStats(pages.num_ready - 1, pages.num_free, self.num_evictable, self.num_evicted)
+
+    def insert(self, node: Node, start: int = 0) -> None:
+        """Records that the pages of a node, from the one at ``start`` on, can be read here."""
+        self.events.publish(node.digests[start:])
+        self.notify(node, start)
+
+    def notify(self, node: Node, start: int = 0) -> None:
+        """Tells the listener alone."""
+        if self._listener is not None:
+            assert node.parent is not None
+            parent = None if node.parent.is_root else node.parent.digests[-1]
+            if start:
+                parent = node.digests[start - 1]
+            key = node.key[start * len(node.key) // node.num_pages :]
+            self._listener.stored(self._tier, parent, node.digests[start:], key)
+
+    def remove(self, digests: list[bytes]) -> None:
+        """Records that pages cannot be read here any more."""
+        self.events.remove(digests)
+        if self._listener is not None:
+            self._listener.removed(self._tier, digests)
+
+    def free(self, pages: Int32Array, last_step: NDArray[np.int64] | int) -> None:
+        """Returns pages; forwards up to ``last_step`` may still touch them."""
+        self.last_step[pages] = last_step
+        self.pages.free(pages)
 
 
 class CacheTiers:
     """The tree and the pages of both tiers under it.
 
     Args:
-        tree: Who shares which prefix.
-        device: Its pages on the device.
-        host: Its pages on the host; without a host tier, a pool in which no page is ready.
+        tree: The prefixes.
+        device: Their pages on the device.
+        host: Their pages on the host; without a host tier, a pool in which no page is ready.
         has_host: Whether there is a host tier.
 
     Attributes:
-        reserve: What the device can lose at no loss; grows only if there is a host tier.
+        reserve: The leaves that the device can lose at no loss; grows only if there is a host tier.
         copies: Nodes whose end the host may forget because the device has it, too: spare ones last, the others as
             they were used, the last one first.
-        versions: Both counters.
-        clock: Logical time, ``step << 32 | count``: a node's last use also tells the last step whose forward
-            may touch its pages, because a forward reads only what a lock holds.
+        tree_epoch: Grows when the result of a match could change (insert, load, demote, evict, flush): a match made
+            under another epoch must be made again.
+        relocation_version: Grows when the device address of bytes that a live request owns changes: its copy gave way
+            to another's, or a load that was to bring them failed. Ordinary allocation and release leave it alone.
+        clock: Logical time, ``step << 32 | count``: a node's last use includes the last step whose forward
+            may touch its pages, because a forward reads only locked pages.
         lost: Pages that were cached and are no more.
-        freed_host: Host pages given back since somebody last asked.
+        freed_host: Host pages given back since ``take_freed_host_pages``.
         num_unbacked: Pages evicted from the device that were nowhere else.
     """
 
@@ -44,9 +125,12 @@ class CacheTiers:
         self.tree = tree
         self.device = device
         self.host = host
-        self.reserve = EvictionReserve(device, host, is_kept=has_host, on_change=self.queue_copy)
+        self.reserve = EvictionReserve(
+            device.pages, host.pages, device.eviction, device.shares, is_kept=has_host, on_change=self.queue_copy
+        )
         self.copies = LeafHeap(lambda node: (node.is_spare, -node.last_used), attrgetter("is_copy"))
-        self.versions = Versions()
+        self.tree_epoch = 1
+        self.relocation_version = 1
         self.clock = 0
         self.lost = LostPages()
         self.freed_host: list[Int32Array] = []
@@ -56,10 +140,6 @@ class CacheTiers:
     def step(self) -> int:
         """The last step that was planned."""
         return self.clock >> STEP_SHIFT
-
-    def begin_after(self, step_id: int) -> None:
-        """Tells that this step is planned: its forward may touch whatever is in use now."""
-        self.clock = max(self.clock, step_id << STEP_SHIFT)
 
     def allocate(self, wanted: Int32Array) -> Int32Array | None:
         """Takes device pages, evicting if need be; None, and nothing evicted, when there are too few."""
@@ -74,12 +154,7 @@ class CacheTiers:
         return taken
 
     def allocate_host(self, count: int, *, num_left: int | None = None) -> Int32Array:
-        """Takes ``count`` host pages, evicting if need be; there must be so many available.
-
-        Args:
-            count: Pages.
-            num_left: Pages that are to stay free, as far as eviction can help; those that are reserved unless given.
-        """
+        """Takes ``count`` host pages, evicting if need be; there must be so many available. See ``make_host_room``."""
         self.make_host_room(count, num_left=num_left)
         if self.host.pages.num_free < count:
             self._forget_copies(count - self.host.pages.num_free, and_spare=True)
@@ -89,18 +164,18 @@ class CacheTiers:
 
     @property
     def has_idle_host_pages(self) -> bool:
-        """Whether the host has pages that are free, or that the device has, too, and does not count on."""
+        """Whether the host has pages that are free, or copies of the device's that are not spare."""
         return self.host.num_unused > 0 or ((head := self.copies.head()) is not None and not head[0])
 
     def make_host_room(self, count: int, *, num_left: int | None = None, evicts: bool = True) -> int:
-        """Frees host pages until ``count`` are free, but none of what the device counts on; returns how many there are.
+        """Frees host pages until ``count`` are free, no copies of spare nodes; returns how many there are.
 
-        What the device has, too, goes first: so the host holds what the device does not.
+        Copies of the device's pages go first: so the host holds what the device does not.
 
         Args:
             count: Pages wanted.
-            num_left: Pages that are to stay free besides; those that are reserved unless given.
-            evicts: Whether what is nowhere else may go.
+            num_left: Pages that stay free besides; ``num_reserved`` unless given.
+            evicts: Whether last copies may go.
         """
         num_left = self.host.num_reserved if num_left is None else num_left
         while (short := count + num_left - self.host.pages.num_free) > 0:
@@ -118,13 +193,13 @@ class CacheTiers:
         self.freed_host.append(pages)
 
     def evict(self, count: int) -> None:
-        """Frees ``count`` device pages, as ``TenantShares`` and the eviction's order say, last page of a leaf first."""
-        self.versions.tree_epoch += 1
+        """Frees ``count`` device pages in the order of ``TenantShares`` and the eviction, last page of a leaf first."""
+        self.tree_epoch += 1
         self.device.num_evictable -= count
         self.device.num_evicted += count
         freed: list[Int32Array] = []
         steps: list[int] = []
-        for leaf, most in self.device.shares.next(self.device.eviction.leaves):
+        for leaf, most in self.device.shares.next(self.device.eviction):
             steps.append(leaf.last_used >> STEP_SHIFT)
             share = min(count, most, leaf.num_pages)
             freed.append(self._demote(leaf, share) if leaf.host_pages.size else self._delete(leaf, share))
@@ -136,10 +211,10 @@ class CacheTiers:
 
     def _evict_host(self, count: int) -> int:
         """Frees up to ``count`` pages of the next leaf that lies on the host alone; returns how many."""
-        leaf, most = next(self.host.shares.next(self.host.eviction.leaves), (None, 0))
+        leaf, most = next(self.host.shares.next(self.host.eviction), (None, 0))
         if leaf is None:
             return 0
-        self.versions.tree_epoch += 1
+        self.tree_epoch += 1
         parent, owner = leaf.parent, leaf.owner
         assert parent is not None
         _, pages, digests = self.tree.trim(leaf, min(count, most, leaf.num_pages))
@@ -169,7 +244,7 @@ class CacheTiers:
         return num_freed
 
     def put_on_host(self, node: Node, pages: Int32Array, ready_op: int = 0) -> None:
-        """Gives a node that lies on the device alone a copy on the host, which a store fills unless it is there."""
+        """Gives a node of the device alone host pages, which an offload fills unless ``ready_op`` is 0."""
         assert not node.host_pages.size and pages.size == node.num_pages and node.parent is not None
         node.host_pages = pages
         node.host_ready_op = ready_op
@@ -181,7 +256,7 @@ class CacheTiers:
             self.host.insert(node)
 
     def take_off_host(self, node: Node) -> Int32Array:
-        """Takes the host copy from a node that stays on the device; returns its pages, which are the caller's now."""
+        """Takes the host pages from a node that stays on the device, and returns them."""
         pages, node.host_pages = node.host_pages, NO_PAGES
         assert pages.size and node.parent is not None
         if not node.host_ready_op:
@@ -196,7 +271,7 @@ class CacheTiers:
         return pages
 
     def queue(self, node: Node) -> None:
-        """Offers a node that lost a child, a hold or a tier to eviction, or drops a root of which nothing is left."""
+        """Offers a node that lost a child, a lock or a tier to eviction, or drops an empty root."""
         if node.parent is None:
             self.tree.drop_root_if_unused(node)
             return
@@ -209,17 +284,17 @@ class CacheTiers:
             self.queue_copy(node)
 
     def queue_copy(self, node: Node) -> None:
-        """Offers a node to be forgotten by the host, if it is one that may be."""
+        """Lets the host forget a node if the device has it too."""
         if node.is_copy:
             self.copies.add(node)
 
     def mark_spare(self, leaf: Node) -> None:
-        """Counts a leaf of the device among what may go at no loss, before all others."""
+        """Makes a leaf of the device spare: it goes before all others, at no loss."""
         self.reserve.mark(leaf)
         self.device.eviction.add(leaf)
 
     def hand_over(self, root: Node, owner: bytes) -> None:
-        """Gives a tree that nobody owned to an owner, if there is a share for it; what it holds counts for that from now on."""
+        """Charges a tree without owner, and all that it holds, to an owner that can have a share."""
         if root.owner or (owner not in self.device.shares.held and len(self.device.shares.held) >= MAX_OWNERS):
             return
         root.owner = owner
@@ -234,20 +309,20 @@ class CacheTiers:
             stack.extend(node.children.values())
 
     def put_on_device(self, node: Node, pages: Int32Array, *, ready_op: int = 0, step: int = 0) -> None:
-        """Gives a locked node that lies on the host alone a copy on the device, which a load or a step fills."""
+        """Gives a locked node of the host alone device pages, which a load or a step fills."""
         assert node.is_on_host_only and node.num_locks and pages.size == node.num_pages and node.parent is not None
         node.pages = pages
         node.device_ready_op = ready_op
         node.written_step = step
         node.parent.num_device_children += 1
         self.device.shares.charge(node.owner, pages.size)
-        self.versions.tree_epoch += 1
+        self.tree_epoch += 1
         if not ready_op:
             self.device.insert(node)
         self.queue_copy(node)
 
     def notify_all(self) -> None:
-        """Tells the listener of every page that can be read, parents first."""
+        """Reports every page that can be read to the listener, parents first."""
         for node in self.tree.nodes():
             if node.pages.size and not node.device_ready_op:
                 self.device.notify(node)
@@ -255,7 +330,7 @@ class CacheTiers:
                 self.host.notify(node)
 
     def join(self, node: Node) -> None:
-        """Joins a node with its parent where nothing tells them apart, so that paths stay short."""
+        """Joins a node with its parent if they differ in nothing, so that paths stay short."""
         parent = node.parent
         if (
             parent is None
@@ -274,7 +349,7 @@ class CacheTiers:
         ):
             return
         self.tree.join(node)
-        self.versions.tree_epoch += 1
+        self.tree_epoch += 1
 
     def _delete(self, leaf: Node, count: int) -> Int32Array:
         parent = leaf.parent

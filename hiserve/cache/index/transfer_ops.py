@@ -1,47 +1,38 @@
-"""Copies in flight: their numbers, what they hold, and the pages that outlive the tree because of them."""
+"""Copies in flight: their numbers, the pages they use, and the removal of nodes that they or locks still refer to."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 
-from hiserve.cache.index.locks import PathLock, PrefixLock
-from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.locks import Locks, PathLock, PrefixLock, path
+from hiserve.cache.index.radix import NO_PAGES, Node, clear
+from hiserve.cache.index.reports import Tier
 from hiserve.cache.index.tiers import CacheTiers
 from hiserve.core.plan import Int32Array
-
-
-class TransferKind(IntEnum):
-    """Where the bytes of an op go."""
-
-    LOAD = 0  # host to device
-    OFFLOAD = 1  # device to host
-    PREFETCH = 2  # store to host
-    UPLOAD = 3  # host to store
-    STAGE = 4  # device to host, on the way to the store
+from hiserve.core.transfers import CopyKind
 
 
 @dataclass(slots=True, eq=False)
 class TransferOp:
-    """A copy that was begun and not settled.
+    """A copy that was begun and has not ended.
 
     Attributes:
         number: Monotone from 1.
         kind: Where its bytes go.
         lock: Keeps its nodes, and ends at the last of them.
         host_pages: int32 ``[n]``. Its pages on the host.
-        read_pages: int32 ``[n]``. Pages on the device that it reads: of a store or a stage.
-        readers: Receipts that wait for it; of a load.
-        blocked: Nodes that can be stored when it is settled.
+        read_pages: int32 ``[n]``. Pages on the device that an offload or a stage reads.
+        readers: Locks that wait for a load.
+        blocked: Nodes that can be offloaded when it has ended.
         deferred_frees: Device pages that left the tree while it read or wrote them.
         deferred_host_frees: Likewise on the host.
     """
 
     number: int
-    kind: TransferKind
+    kind: CopyKind
     lock: PathLock
     host_pages: Int32Array
     read_pages: Int32Array
@@ -54,11 +45,11 @@ class TransferOp:
 class TransferOps:
     """Every op in flight, by number.
 
-    The tree refers to an op by the numbers in its nodes, an op to the tree by its hold alone. So what a flush or a
-    failure takes out of the tree is out of reach of every op begun before: all it finds at its end are its orphans.
+    The tree refers to an op by the numbers in its nodes, an op to the tree by its lock alone. So no op reaches a node that
+    a flush or a failure took out of the tree: on completion only the deferred frees remain.
 
     Args:
-        tiers: Where orphans go back to.
+        tiers: Get the freed pages.
 
     Attributes:
         num_loads: Loads in flight.
@@ -71,11 +62,12 @@ class TransferOps:
         self._ops: dict[int, TransferOp] = {}
         self._last = 0
         self.num_loads = 0
-        self.num_begun = dict.fromkeys(TransferKind, 0)
-        self.num_in_flight = dict.fromkeys(TransferKind, 0)
+        self.num_begun = dict.fromkeys(CopyKind, 0)
+        self.num_in_flight = dict.fromkeys(CopyKind, 0)
 
     def __getitem__(self, number: int) -> TransferOp:
         """Returns an op in flight."""
+        assert number in self._ops, f"op {number} is not in flight; {self._last} were begun"
         return self._ops[number]
 
     def __contains__(self, number: int) -> bool:
@@ -96,22 +88,22 @@ class TransferOps:
         return self._last - len(self._ops)
 
     def begin(
-        self, kind: TransferKind, path_lock: PathLock, host_pages: Int32Array, read_pages: Int32Array = NO_PAGES
+        self, kind: CopyKind, path_lock: PathLock, host_pages: Int32Array, read_pages: Int32Array = NO_PAGES
     ) -> TransferOp:
         """Numbers a new op."""
         self._last += 1
         op = TransferOp(self._last, kind, path_lock, host_pages, read_pages)
         self._ops[op.number] = op
-        self.num_loads += kind is TransferKind.LOAD
+        self.num_loads += kind is CopyKind.LOAD
         self.num_begun[kind] += host_pages.size
         self.num_in_flight[kind] += host_pages.size
         return op
 
     def end(self, number: int) -> TransferOp:
-        """Forgets an op that reads and writes no more; each exactly once. Its orphans are free, or another op's."""
-        assert number in self._ops, f"op {number} is not in flight; {self._last} were begun"
-        op = self._ops.pop(number)
-        self.num_loads -= op.kind is TransferKind.LOAD
+        """Forgets an op that reads and writes no more, each exactly once, and frees the pages that waited for its end."""
+        op = self[number]
+        del self._ops[number]
+        self.num_loads -= op.kind is CopyKind.LOAD
         self.num_in_flight[op.kind] -= op.host_pages.size
         for pages in op.deferred_frees:
             self._free_device(pages)
@@ -130,7 +122,7 @@ class TransferOps:
             self.free_host(node.host_pages)
 
     def forget_host(self, node: Node) -> None:
-        """Takes the host copy from a node that stays on the device; a store that fills it fills nobody's pages."""
+        """Takes the host pages from a node that stays on the device, at the end of the offload that fills them if there is one."""
         op = node.pending_op
         pages = self._tiers.take_off_host(node)
         if op:
@@ -141,7 +133,7 @@ class TransferOps:
             self._tiers.queue(node)
 
     def _free_device(self, pages: Int32Array) -> None:
-        """Frees device pages of no node in flight; a stage, or a store that a flush made pointless, may still read them."""
+        """Frees device pages of no node in flight; a stage, or an offload that a flush cut off, may still read them."""
         for op in self._ops.values():
             if op.read_pages.size and pages.size:
                 is_read = np.isin(pages, op.read_pages)
@@ -153,7 +145,7 @@ class TransferOps:
     def free_host(self, pages: Int32Array) -> None:
         """Frees host pages that no copy to or from the device uses; an upload may still read them."""
         for op in self._ops.values():
-            if op.kind is TransferKind.UPLOAD and pages.size:
+            if op.kind is CopyKind.UPLOAD and pages.size:
                 is_read = np.isin(pages, op.host_pages)
                 if is_read.any():  # of runs of nothing, each end would hand ever more on
                     op.deferred_host_frees.append(pages[is_read])
@@ -161,8 +153,99 @@ class TransferOps:
         self._tiers.free_host(pages)
 
 
+class SubtreeRemoval:
+    """Cuts off nodes that may be locked, or in use by copies: those that failed to load, and those that are flushed.
+
+    Args:
+        tiers: What lies where.
+        locks: Those on removed nodes move to the rest of their paths.
+        ops: Free the pages that they still use when they end.
+    """
+
+    def __init__(self, tiers: CacheTiers, locks: Locks, ops: TransferOps) -> None:
+        self._tiers = tiers
+        self._locks = locks
+        self._ops = ops
+
+    def detach(self, top: Node) -> list[PrefixLock]:
+        """Removes a node and all below it; nothing of it can be found any more.
+
+        Returns:
+            The locks that lost pages; they end now where the rest of their prefix ends.
+        """
+        tiers, parent = self._tiers, top.parent
+        assert parent is not None, "a root cannot be cut off"
+        was_queued = parent.is_evictable
+        tiers.tree_epoch += 1
+        tiers.tree.unlink(top)
+        gone = [top]
+        for node in gone:
+            gone.extend(node.children.values())
+        lost = self._locks.cut(set(gone), parent)
+        for node in gone:
+            self._forget(node)
+            clear(node)
+        if not was_queued:
+            tiers.queue(parent)
+        tiers.queue_copy(parent)
+        return lost
+
+    def flush(self, tier: Tier | None) -> int:
+        """See ``PrefixCache.flush``; copies in flight bring nothing any more."""
+        tiers, device, host = self._tiers, self._tiers.device, self._tiers.host
+        if tier is Tier.DEVICE:
+            count = device.num_evictable
+            if count:
+                tiers.evict(count)
+            return count
+        num_free, num_free_host = device.pages.num_free, host.pages.num_free
+        kept = {node for lock in self._locks.prefix_locks for node in path(lock.node)}
+        for root in list(tiers.tree.roots.values()):
+            self._cut_below(root, kept, spares_device=tier is Tier.HOST)
+        to_load = {node for each in self._locks.prefix_locks if each.node.is_on_host_only for node in path(each.node)}
+        for node in tiers.tree.nodes():
+            if node.host_pages.size and node not in to_load:
+                self._ops.forget_host(node)
+                tiers.tree_epoch += 1
+        for op in self._ops:
+            if op.lock.is_host:
+                self._locks.shorten(op.lock)
+                op.lock.is_lost |= op.kind is CopyKind.PREFETCH
+        for leaves in (device.eviction, host.eviction, tiers.reserve, tiers.copies):
+            leaves.sweep()
+        num_freed = device.pages.num_free - num_free
+        device.num_evicted += num_freed
+        return num_freed + host.pages.num_free - num_free_host
+
+    def _cut_below(self, root: Node, kept: set[Node], *, spares_device: bool) -> None:
+        stack = [root]
+        while stack:
+            for child in list(stack.pop().children.values()):
+                if child in kept or (spares_device and child.pages.size):
+                    stack.append(child)
+                else:
+                    self.detach(child)
+
+    def _forget(self, node: Node) -> None:
+        """Takes a node out of all counts and gives its pages back."""
+        device, host = self._tiers.device, self._tiers.host
+        self._tiers.lost.add(node.digests)
+        if node.num_locks == 0:
+            device.num_evictable -= node.pages.size
+            if node.num_host_locks == 0:
+                host.num_evictable -= node.host_pages.size
+        device.shares.charge(node.owner, -node.pages.size)
+        host.shares.charge(node.owner, -node.host_pages.size)
+        self._tiers.reserve.leave(node)
+        if node.pages.size and not node.device_ready_op:
+            device.remove(node.digests)
+        if node.host_pages.size and not node.host_ready_op:
+            host.remove(node.digests)
+        self._ops.free(node)
+
+
 def nodes_in(op: TransferOp) -> list[Node]:
-    """Returns the nodes that wait for a load or a store, first to last; splits may have made more of them."""
+    """Returns the nodes that wait for a load or an offload, first to last; splits may have made more of them."""
     nodes: list[Node] = []
     step: Node | None = op.lock.node
     while step is not None and step.pending_op == op.number:

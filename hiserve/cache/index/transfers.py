@@ -1,4 +1,4 @@
-"""Copies between device and host: which nodes are loaded and stored, and what their end changes."""
+"""Copies between device and host: which nodes are loaded and offloaded, and what their end changes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,35 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hiserve.cache.index.detach import SubtreeRemoval
 from hiserve.cache.index.locks import Locks, PrefixLock, path
-from hiserve.cache.index.node import NO_PAGES, Node
+from hiserve.cache.index.radix import NO_PAGES, Node
+from hiserve.cache.index.store_sync import Uploads
 from hiserve.cache.index.tiers import CacheTiers
-from hiserve.cache.index.transfer_ops import TransferKind, TransferOp, TransferOps, nodes_in
-from hiserve.cache.index.uploads import Uploads
+from hiserve.cache.index.transfer_ops import SubtreeRemoval, TransferOp, TransferOps, nodes_in
 from hiserve.core.plan import Int32Array
-from hiserve.core.transfers import CopyKind, PageCopy, PageRun
+from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun
 
 MANY_COPIES = 1 << 30
-MIN_SWEEP = 64  # wishes: fewer are kept, also those of nodes that left the tree
+MIN_SWEEP = 64  # queued nodes: fewer are kept, also those that left the tree
 
 
 class Transfers:
-    """Begins and ends loads and stores.
+    """Begins and ends loads and offloads.
 
-    A node is stored only below what is ready on the host, or together with it: a store that fails leaves
+    A node is offloaded only below nodes that are ready on the host, or together with them: an offload that fails leaves
     nothing on the host below a gap.
 
     Args:
         tiers: What lies where.
         locks: Keep the nodes of a copy where they are.
         ops: The copies in flight.
-        removal: Takes out what failed to load.
-        uploads: Is offered what was stored; None where it is offered what is published.
+        removal: Takes out nodes that failed to load.
+        uploads: Is offered offloaded pages; None where it is offered inserted ones.
 
     Attributes:
-        num_loaded: Pages that reached the device.
-        num_not_loaded: Pages of loads that failed.
-        num_offloaded: Pages that reached the host.
-        num_not_offloaded: Pages of stores that failed.
-        num_without_room: Pages that were not stored because no host page could be freed.
+        num_arrived: By kind, LOAD and OFFLOAD: pages that can be found where they were copied to.
+        num_failed: Likewise: pages that were to be found there, and whose copy failed.
+        num_without_room: Pages that were not offloaded because no host page could be freed.
     """
 
     def __init__(
@@ -53,10 +50,8 @@ class Transfers:
         self._sweep_at = MIN_SWEEP
         self._saves: dict[int, int] = {}
         self._is_stuck = False  # until something changes, no host page is idle for the next leaf
-        self.num_loaded = 0
-        self.num_not_loaded = 0
-        self.num_offloaded = 0
-        self.num_not_offloaded = 0
+        self.num_arrived = dict.fromkeys(DEVICE_KINDS, 0)
+        self.num_failed = dict.fromkeys(DEVICE_KINDS, 0)
         self.num_without_room = 0
 
     @property
@@ -69,7 +64,7 @@ class Transfers:
 
     @property
     def num_to_offload(self) -> int:
-        """Nodes that wait to be stored; some may have left the tree."""
+        """Nodes that wait to be offloaded; some may have left the tree."""
         return len(self._queue)
 
     @property
@@ -82,7 +77,7 @@ class Transfers:
         return self._tiers.reserve.num_short > sum(self._saves.values())
 
     def enqueue(self, node: Node) -> None:
-        """Wishes a node, and what is above it, on the host; where it is already, nothing happens."""
+        """Queues a node and its ancestors for offload, if the host lacks them."""
         node = _surviving(node)
         step: Node | None = node
         while step is not None and step.num_pages and not step.host_pages.size and not step.is_wanted:
@@ -96,7 +91,7 @@ class Transfers:
             self.sweep()
 
     def sweep(self) -> None:
-        """Drops nodes that left the tree; they give their place to what is left above them."""
+        """Drops nodes that left the tree; the rest of their paths takes their place."""
         queue, self._queue = self._queue, deque()
         self._sweep_at = 2 * len(queue)
         for node in queue:
@@ -106,18 +101,13 @@ class Transfers:
         self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
 
     def begin_load(self, lock: PrefixLock, pages: Int32Array) -> PageCopy:
-        """Loads the host part of a receipt; whoever matches it from now on finds it on the device.
-
-        Args:
-            lock: Still holds its host part. Waits for the load afterwards (``ops``).
-            pages: int32 ``[h]``. One for each of ``lock.host_pages``, taken by the caller.
-        """
+        """See ``PrefixCache``."""
         tiers, host_pages = self._tiers, lock.host_pages
         assert lock.is_open and pages.size == host_pages.size > 0, f"{pages.size} pages for {host_pages.size}"
         nodes = [node for node in path(lock.node) if node.is_on_host_only]
         assert sum(node.num_pages for node in nodes) == pages.size, "the prefix came to the device; match again"
         pages = pages.copy()
-        op = self._ops.begin(TransferKind.LOAD, self._locks.lock(lock.node), host_pages)
+        op = self._ops.begin(CopyKind.LOAD, self._locks.lock(lock.node), host_pages)
         end = pages.size
         for node in nodes:
             tiers.put_on_device(node, pages[end - node.num_pages : end].copy(), ready_op=op.number)
@@ -129,24 +119,17 @@ class Transfers:
         return PageCopy(op.number, CopyKind.LOAD, pages, host_pages, after_step)
 
     def wait(self, lock: PrefixLock, op: TransferOp) -> None:
-        """Lets a receipt wait for a load."""
+        """Lets a lock wait for a load."""
         lock.ops.add(op.number)
         op.readers.append(lock)
 
     def begin_offloads(
         self, max_pages: int, max_copies: int = MANY_COPIES, is_worth: Callable[[int], bool] | None = None
     ) -> list[PageCopy]:
-        """Begins to store pages: first what the device would lose next, then, while host pages are free, what is new.
+        """See ``PrefixCache``.
 
-        What is new goes oldest wish first and parents before children. What does not have its turn grows meanwhile: a
-        row's pages are stored several at a time then, for the price of one. Where the host is full it stays on the
-        device alone until it is among the next to go.
-
-        Args:
-            max_pages: To store, all together.
-            max_copies: Orders to make of them.
-            is_worth: Whether so many pages, once they have left the device, are sooner back by a load than by
-                computing them; if not, they are not stored for the sake of that. None is always.
+        A node that does not have its turn grows meanwhile: a row's pages are offloaded several at a time then, for the
+        price of one.
         """
         copies = self._save(max_pages, max_copies, is_worth)
         self._is_stuck &= not self._tiers.reserve.end_step()
@@ -165,7 +148,7 @@ class Transfers:
         return copies
 
     def _save(self, max_pages: int, max_copies: int, is_worth: Callable[[int], bool] | None) -> list[PageCopy]:
-        """Stores what the device would lose next, until the reserve is as large as it should be."""
+        """Offloads the pages that the device would lose next, until the reserve is as large as it should be."""
         tiers, reserve = self._tiers, self._tiers.reserve
         copies: list[PageCopy] = []
         while max_pages > 0 and len(copies) < max_copies and self.num_to_save:
@@ -201,28 +184,19 @@ class Transfers:
         return copies
 
     def _want(self, node: Node, *, is_wanted: bool) -> None:
-        """Changes whether the host is to have a node, and with it when the node goes."""
+        """Changes whether the host is to have a node, and with it when the device evicts the node."""
         self._tiers.reserve.leave_path(node)
         node.is_wanted = is_wanted
         if node.is_evictable:
             self._tiers.queue(node)
 
     def complete(self, number: int, *, ok: bool) -> list[PrefixLock]:
-        """Takes in the end of a load or a store.
-
-        Args:
-            number: The op's; each exactly once.
-            ok: Whether all bytes arrived.
-
-        Returns:
-            The receipts that lost pages because a load failed. Their rows must be computed again from where
-            ``lock.pages`` end now.
-        """
+        """Ends a load or an offload; see ``PrefixCache``."""
         op = self._ops.end(number)
         self._is_stuck = False
         nodes = nodes_in(op)
         lost: list[PrefixLock] = []
-        if op.kind is TransferKind.LOAD:
+        if op.kind is CopyKind.LOAD:
             for lock in op.readers:
                 lock.ops.discard(number)
             if ok:
@@ -235,7 +209,7 @@ class Transfers:
             if ok and self._uploads is not None and nodes:
                 self._uploads.offer(nodes[-1], [digest for node in nodes for digest in node.digests])
         self._locks.drop(op.lock)
-        if op.kind is TransferKind.OFFLOAD and ok:
+        if op.kind is CopyKind.OFFLOAD and ok:
             for node in nodes:
                 self._tiers.join(node)
         for node in op.blocked:
@@ -245,13 +219,13 @@ class Transfers:
         return lost
 
     def _offload(self, chain: list[Node], room: int) -> PageCopy:
-        """Stores the first ``room`` pages of a run of nodes; the rest, if any, waits for them."""
+        """Offloads the first ``room`` pages of a run of nodes; the rest, if any, waits for them."""
         tiers = self._tiers
         last = chain[-1]
         chain = self._leading(chain, room)
         pages = chain[0].pages if len(chain) == 1 else np.concatenate([node.pages for node in chain])
         host_pages = tiers.allocate_host(pages.size)
-        op = self._ops.begin(TransferKind.OFFLOAD, self._locks.lock(chain[-1], is_use=False), host_pages, pages)
+        op = self._ops.begin(CopyKind.OFFLOAD, self._locks.lock(chain[-1], is_use=False), host_pages, pages)
         start = 0
         for node in chain:
             tiers.put_on_host(node, host_pages[start : start + node.num_pages].copy(), op.number)
@@ -289,12 +263,12 @@ class Transfers:
         for node in nodes:
             node.device_ready_op = 0
             self._tiers.device.insert(node)
-            self.num_loaded += node.num_pages
+            self.num_arrived[CopyKind.LOAD] += node.num_pages
 
     def _fail_load(self, nodes: list[Node]) -> list[PrefixLock]:
-        """Takes out nodes whose bytes never came, with all below; what the host had is not to be trusted either."""
+        """Removes nodes whose bytes never came, with all below; their host copies are not to be trusted either."""
         for node in nodes:
-            self.num_not_loaded += node.num_pages
+            self.num_failed[CopyKind.LOAD] += node.num_pages
             self._tiers.free(node.pages)
             self._tiers.device.shares.charge(node.owner, -node.num_pages)
             node.pages = NO_PAGES
@@ -302,7 +276,7 @@ class Transfers:
             assert node.parent is not None
             node.parent.num_device_children -= 1
         lost = self._removal.detach(nodes[0])
-        self._tiers.versions.relocation_version += bool(lost)
+        self._tiers.relocation_version += bool(lost)
         return lost
 
     def _end_offload(self, nodes: list[Node], *, ok: bool) -> None:
@@ -310,15 +284,15 @@ class Transfers:
             if ok:
                 node.host_ready_op = 0
                 self._tiers.host.insert(node)
-                self.num_offloaded += node.num_pages
+                self.num_arrived[CopyKind.OFFLOAD] += node.num_pages
             else:
                 self._tiers.free_host(self._tiers.take_off_host(node))
                 node.is_wanted = False
-                self.num_not_offloaded += node.num_pages
+                self.num_failed[CopyKind.OFFLOAD] += node.num_pages
 
 
 def _surviving(node: Node) -> Node:
-    """Returns the node, or what is left above it when it left the tree."""
+    """Returns the node; when it left the tree, the end of the rest of its path."""
     while not node.num_pages and node.parent is not None:
         node = node.parent
     return node
@@ -335,7 +309,7 @@ def _unbacked(node: Node) -> list[Node]:
 
 
 def _blocking(chain: list[Node]) -> int:
-    """Returns an op that must end before these nodes can be stored, or 0."""
+    """Returns an op that must end before these nodes can be offloaded, or 0."""
     if not chain:
         return 0
     assert chain[0].parent is not None

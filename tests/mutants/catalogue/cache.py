@@ -1,6 +1,6 @@
 """The cache index: pages, locks, eviction, versions, shares."""
 
-from hiserve.cache.index import allocator, eviction, miss_reasons, prefix_cache, radix, tenant_shares, tiers, transfers
+from hiserve.cache.index import allocator, eviction, miss_reasons, prefixes, radix, tiers, transfers
 from hiserve.cache.storage import cache_identity
 from hiserve.core import digest
 from tests.unit.cache import test_allocator, test_eviction, test_miss_reasons, test_prefix_cache, test_radix, test_tenant_shares, test_tiers
@@ -23,11 +23,11 @@ with radix.RadixTree.common_pages, test_radix.test_find_stops_where_tokens_diffe
     "INV 3: half a page matches"
     self.common_tokens(edge, key, offset) // self.page_size
     -(-self.common_tokens(edge, key, offset) // self.page_size)
-with prefix_cache.PrefixCache._usable, test_prefix_cache.test_the_last_token_of_a_prompt_is_left_to_compute:
+with prefixes.Prefixes.usable, test_prefix_cache.test_the_last_token_of_a_prompt_is_left_to_compute:
     "INV 4: the last token of a prompt comes from the cache"
     len(key) // 4 - 1
     len(key) // 4
-with prefix_cache.PrefixCache.release, test_prefix_cache.test_a_receipt_is_released_once:
+with prefixes.Prefixes.release, test_prefix_cache.test_a_receipt_is_released_once:
     "INV 5: a lock is released twice"
     assert lock.is_open, "this lock was released before"
     pass
@@ -39,21 +39,21 @@ with eviction.LeafHeap._counts, test_eviction.test_what_is_locked_has_children_o
     "INV 6: a locked leaf is evicted"
     bool(self._rank(node) == rank) and self._is_victim(node)
     bool(self._rank(node) == rank)
-with prefix_cache.PrefixCache._root, test_prefix_cache.test_tenants_and_namespaces_do_not_see_each_other:
+with prefixes.Prefixes.root, test_prefix_cache.test_tenants_and_namespaces_do_not_see_each_other:
     "INV 7, TC-70: tenants share cached pages"
-    namespace_digest(self.namespace, tenant)
-    namespace_digest(self.namespace)
-with prefix_cache.PrefixCache.insert, test_prefix_cache.test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used:
+    namespace_digest(self._namespace, tenant)
+    namespace_digest(self._namespace)
+with prefixes.Prefixes.insert, test_prefix_cache.test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used:
     "INV 8: moving a page of a running row does not raise relocation_version"
-    self.versions.relocation_version += 1
+    self._tiers.relocation_version += 1
     pass
 with transfers.Transfers._fail_load, test_tiers.test_a_load_that_fails_takes_what_was_computed_from_it:
     "INV 8: losing pages of a failed load does not raise relocation_version"
-    self._tiers.versions.relocation_version += bool(lost)
+    self._tiers.relocation_version += bool(lost)
     pass
 with tiers.CacheTiers.evict, test_prefix_cache.test_taking_free_pages_makes_no_match_stale_but_eviction_does:
     "INV 8: eviction does not raise tree_epoch"
-    self.versions.tree_epoch += 1
+    self.tree_epoch += 1
     pass
 with tiers.CacheTiers._delete, test_prefix_cache.test_events_name_pages_that_came_and_went_since_last_asked:
     "INV 14: evicted pages send no event"
@@ -67,7 +67,7 @@ with cache_identity.identify, test_host_segment.test_digests_know_the_secret_of_
     "digests do not contain the secret"
     server_secret(config, directory)
     b""
-with tenant_shares.TenantShares.next, test_tenant_shares:
+with eviction.TenantShares.next, test_tenant_shares:
     "INV 70: tenants have no share of a tier"
     len(self._held) <= 1
     len(self._held) <= 1000

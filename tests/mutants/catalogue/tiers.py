@@ -1,6 +1,6 @@
 """Copies between tiers: loads, offloads, prefetches, uploads."""
 
-from hiserve.cache.index import eviction, locks, prefix_cache, radix, store_sync, tiers, transfer_ops, transfers, uploads
+from hiserve.cache.index import eviction, locks, prefixes, radix, store_sync, tiers, transfer_ops, transfers
 from hiserve.cache.storage import page_streams, transfer, transfer_queue
 from hiserve.engine import cache_counters, rows, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
@@ -8,7 +8,7 @@ from tests.unit.cache import test_tiers, test_uploads
 from tests.unit.engine import test_cache_counters, test_executor_faults
 from tests.unit.storage import test_page_streams
 
-with prefix_cache.PrefixCache.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
+with prefixes.Prefixes.match, test_reported_bugs_index.test_tc_62_prompts_around_whole_pages_on_either_tier:
     "TC-62: pages of the host count as cached on the device"
     -num_beyond
     0
@@ -56,7 +56,7 @@ with store_sync.StoreSync.arriving_by, test_reported_bugs_index.test_tc_44_a_pre
     "TC-44: a prefetch that was given up counts as in flight"
     0 if number and self._ops[number].lock.is_lost else number
     number
-with prefix_cache.PrefixCache._insert_pages, test_reported_bugs_index.test_tc_45_every_chunk_of_a_prefill_is_stored:
+with prefixes.Prefixes._insert_pages, test_reported_bugs_index.test_tc_45_every_chunk_of_a_prefill_is_stored:
     "TC-45: the pages of a chunk are not offloaded"
     self._writes_through
     self._writes_through and end is node
@@ -86,11 +86,11 @@ with transfers.Transfers.begin_load, test_tiers.test_a_load_waits_for_the_last_f
     "INV 26: a load does not wait for the forwards that read its pages"
     int(tiers.device.last_step[pages].max())
     0
-with prefix_cache.PrefixCache.lock, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
+with prefixes.Prefixes.lock, test_reported_bugs_index.test_tc_26_pages_of_a_load_that_fails_are_freed_once_and_found_by_nobody:
     "INV 26: a hit on a page being loaded does not wait for the load"
-    self.ops.num_loads
+    self._ops.num_loads
     False
-with cache_counters._end, test_cache_counters.test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight:
+with cache_counters.CacheCounters.ended, test_cache_counters.test_every_wanted_page_is_fulfilled_unfulfilled_or_in_flight:
     "INV 30: pages of a failed load are in no counter"
     ended.unfulfilled[ack.reason or PLACE_LOST] += num_lost
     ended.unfulfilled[PLACE_LOST] += num_lost if ack.is_ok else 0
@@ -98,7 +98,7 @@ with tiers.CacheTiers.put_on_device, test_tiers.test_events_tell_what_each_tier_
     "INV 33: an event announces a load before it has arrived"
     not ready_op
     True
-with uploads.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
+with store_sync.Uploads._must_stage, test_uploads.test_a_full_host_is_passed_by:
     "uploads stop when the host is full"
     not (node.pending_op or node.host_pages.size or is_next)
     False

@@ -27,8 +27,8 @@ with budget.allocate_tokens, test_budget.test_a_row_that_may_have_reached_its_li
     ahead - computed
 with admission.Admission._admit, test_planner_pages.test_admission_leaves_the_pages_that_running_rows_will_need:
     "admission ignores pages promised to running rows"
-    cache.pages.num_free + cache.num_evictable - self._rows.num_promised_pages()
-    cache.pages.num_free + cache.num_evictable
+    cache.num_available - self._rows.num_promised_pages()
+    cache.num_available
 with planner._InFlight.is_current, test_planner.test_a_late_result_never_reaches_the_next_tenant_of_a_row:
     "INV 46: a late result reaches the next request of a row"
     state.generation[self.rows] == self.generations

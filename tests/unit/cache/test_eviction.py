@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiserve.cache.index.eviction import LruEviction, PriorityEviction
-from hiserve.cache.index.node import NO_PAGES, Node, make_root
+from hiserve.cache.index.eviction import Eviction
+from hiserve.cache.index.radix import NO_PAGES, Node, make_root
 
 ROOT = make_root(b"namespace")
 
@@ -17,21 +17,21 @@ def leaf(last_used: int) -> Node:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    eviction, nodes = LruEviction(), [leaf(used) for used in (3, 1, 2)]
+    eviction, nodes = Eviction(), [leaf(used) for used in (3, 1, 2)]
     for node in nodes:
         eviction.add(node)
     assert [eviction.pop() for _ in range(4)] == [nodes[1], nodes[2], nodes[0], None]
 
 
 def test_of_equally_old_ones_the_first_added_goes_first() -> None:
-    eviction, nodes = LruEviction(), [leaf(1) for _ in range(3)]
+    eviction, nodes = Eviction(), [leaf(1) for _ in range(3)]
     for node in nodes:
         eviction.add(node)
     assert [eviction.pop() for _ in range(3)] == nodes
 
 
 def test_use_moves_a_node_to_the_back() -> None:
-    eviction, old, new = LruEviction(), leaf(1), leaf(2)
+    eviction, old, new = Eviction(), leaf(1), leaf(2)
     eviction.add(old)
     eviction.add(new)
     old.last_used = 3
@@ -40,7 +40,7 @@ def test_use_moves_a_node_to_the_back() -> None:
 
 
 def test_what_is_locked_has_children_or_is_gone_is_passed_over() -> None:
-    eviction, locked, parent, gone, victim = LruEviction(), leaf(1), leaf(2), leaf(3), leaf(4)
+    eviction, locked, parent, gone, victim = Eviction(), leaf(1), leaf(2), leaf(3), leaf(4)
     for node in (locked, parent, gone, victim):
         eviction.add(node)
     locked.num_locks = 1
@@ -50,17 +50,17 @@ def test_what_is_locked_has_children_or_is_gone_is_passed_over() -> None:
 
 
 def test_the_heap_stays_bounded_under_endless_use() -> None:
-    eviction, nodes = LruEviction(), [leaf(0) for _ in range(10)]
+    eviction, nodes = Eviction(), [leaf(0) for _ in range(10)]
     for clock in range(1, 20_000):
         node = nodes[clock % 10]
         node.last_used = clock
         eviction.add(node)
-    assert len(eviction.leaves) <= 1024
+    assert len(eviction) <= 1024
     assert [eviction.pop() for _ in range(11)] == [*nodes, None]
 
 
 def test_a_sweep_keeps_what_nobody_used_since() -> None:
-    eviction, idle, busy = LruEviction(), [leaf(used) for used in range(1, 6)], leaf(6)
+    eviction, idle, busy = Eviction(), [leaf(used) for used in range(1, 6)], leaf(6)
     for node in idle:
         eviction.add(node)
     for clock in range(6, 5000):
@@ -70,12 +70,12 @@ def test_a_sweep_keeps_what_nobody_used_since() -> None:
 
 
 def test_the_heap_stays_within_twice_the_leaves_when_they_are_many() -> None:
-    eviction, nodes = LruEviction(), [leaf(0) for _ in range(3000)]
+    eviction, nodes = Eviction(), [leaf(0) for _ in range(3000)]
     for clock in range(1, 30_000):
         node = nodes[clock % 3000]
         node.last_used = clock
         eviction.add(node)
-        assert len(eviction.leaves) <= 6000
+        assert len(eviction) <= 6000
     popped = [eviction.pop() for _ in range(3001)]
     assert popped == [*nodes, None]
 
@@ -90,7 +90,7 @@ def important(priority: int, last_used: int) -> Node:
 
 
 def test_the_lowest_priority_goes_first_and_of_equals_the_least_recently_used() -> None:
-    eviction = PriorityEviction()
+    eviction = Eviction("priority")
     nodes = [important(*rank) for rank in ((0, 9), (5, 1), (0, 3), (-2, 8), (5, 0))]
     for node in nodes:
         eviction.add(node)
@@ -98,7 +98,7 @@ def test_the_lowest_priority_goes_first_and_of_equals_the_least_recently_used() 
 
 
 def test_a_node_that_a_request_of_higher_priority_used_goes_later() -> None:
-    eviction, risen, other = PriorityEviction(), important(0, 1), important(1, 0)
+    eviction, risen, other = Eviction("priority"), important(0, 1), important(1, 0)
     eviction.add(risen)
     eviction.add(other)
     risen.priority, risen.last_used = 2, 3
@@ -107,7 +107,7 @@ def test_a_node_that_a_request_of_higher_priority_used_goes_later() -> None:
 
 
 def test_lru_does_not_look_at_priorities() -> None:
-    eviction, nodes = LruEviction(), [important(9, 1), important(0, 2)]
+    eviction, nodes = Eviction(), [important(9, 1), important(0, 2)]
     for node in nodes:
         eviction.add(node)
     assert [eviction.pop(), eviction.pop()] == nodes

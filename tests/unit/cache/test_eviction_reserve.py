@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiserve.cache.index.eviction_reserve import DEVICE_SHARE, STEPS
+from hiserve.cache.index.eviction import DEVICE_SHARE, STEPS
 from tests.helpers.tiers import new_cache, serve, take
 
 
@@ -28,7 +28,7 @@ def test_a_small_host_bounds_what_is_spare_and_free_pages_count() -> None:
     reserve = cache.tiers.reserve
     take(cache, 395)
     reserve.end_step()
-    assert reserve.num_short == 20 // 2 - cache.pages.num_free == 6
+    assert reserve.num_short == 20 // 2 - cache.device.pages.num_free == 6
 
 
 def test_without_a_host_nothing_is_kept_for_later() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.miss_reasons import Miss, MissReason, RecentDigests
-from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.index.miss_reasons import Miss, RecentDigests
+from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, Tier
 from hiserve.cache.index.radix import RadixTree
-from hiserve.cache.index.tier import Tier
 from hiserve.core.digest import pack_tokens
 from tests.helpers.tiers import (
     PAGE_SIZE,
@@ -101,14 +100,14 @@ def test_an_evicted_tail_is_remembered_too() -> None:
     cache = new_cache(num_pages=5, num_host_pages=0)
     cache.release(serve(cache, 1, 2, 3))
     for left in (2, 1):
-        cache.free(take(cache, cache.pages.num_free + 1))
+        cache.free(take(cache, cache.device.pages.num_free + 1))
         assert miss(cache, 1, 2, 3) == ("evicted", left * PAGE_SIZE)
 
 
 def test_what_comes_from_the_store_is_in_flight(cache: PrefixCache) -> None:
     begun = cache.begin_prefetch(TENANT, prompt(1, 2), 1)
     assert begun is not None and miss(cache, 1, 2) == ("in_flight", 0)
-    cache.end_prefetch(begun.op, 1)
+    cache.store_sync.end_prefetch(begun.op, 1)
     assert miss(cache, 1, 2) == ("cold", 2)
 
 
@@ -122,7 +121,7 @@ def test_what_a_store_has_and_nobody_brought_is_neither_cold_nor_evicted(cache: 
     assert reason(1, num_used=2) is MissReason.PAGE_REMAINDER
     begun = cache.begin_prefetch(TENANT, prompt(1, 2), 1)
     assert begun is not None and reason(1, 2, num_used=2) is MissReason.IN_FLIGHT
-    cache.end_prefetch(begun.op, 0)
+    cache.store_sync.end_prefetch(begun.op, 0)
 
 
 @pytest.mark.parametrize("way", ["flush", "flush of the host", "eviction"])

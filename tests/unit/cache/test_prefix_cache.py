@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
 from hiserve.cache.index.radix import MAX_NODE_PAGES
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
@@ -26,7 +25,7 @@ def prompt(*pages: int) -> bytes:
 
 
 def new_cache(num_pages: int = 32, namespace: bytes = b"model") -> PrefixCache:
-    return PrefixCache(num_pages=num_pages, page_size=PAGE_SIZE, namespace=namespace, eviction=LruEviction())
+    return PrefixCache(num_pages=num_pages, page_size=PAGE_SIZE, namespace=namespace)
 
 
 def take(cache: PrefixCache, count: int) -> Int32Array:
@@ -96,7 +95,7 @@ def test_a_match_from_before_the_tree_changed_is_refused(cache: PrefixCache) -> 
         change()
         with pytest.raises(AssertionError, match="match again"):
             cache.lock(match)
-    assert cache.num_evictable == 0 and not cache.tree.roots
+    assert cache.device.num_evictable == 0 and not cache.tree.roots
 
 
 def test_taking_free_pages_makes_no_match_stale_but_eviction_does() -> None:
@@ -117,7 +116,7 @@ def test_an_older_match_survives_splits_by_other_locks(cache: PrefixCache) -> No
     assert [lock.pages.size for lock in receipts] == [2, 4, 1, 3, 5, 0, 2]
     for lock in receipts:
         cache.release(lock)
-    assert cache.num_evictable == 5
+    assert cache.device.num_evictable == 5
 
 
 def test_a_lock_holds_across_splits_of_its_node() -> None:
@@ -125,18 +124,18 @@ def test_a_lock_holds_across_splits_of_its_node() -> None:
     whole = serve(cache, 1, 2, 3, 4)
     for pages in [(1, 2, 3), (1,), (1, 2)]:
         cache.release(cache.lock(cache.match(TENANT, prompt(*pages))))
-    assert cache.num_evictable == 0 and cache.allocate(np.zeros(1, dtype=np.int32)) is None
+    assert cache.device.num_evictable == 0 and cache.allocate(np.zeros(1, dtype=np.int32)) is None
     cache.release(whole)
-    assert cache.num_evictable == 4 and all(node.num_locks == 0 for node in cache.tree.nodes())
+    assert cache.device.num_evictable == 4 and all(node.num_locks == 0 for node in cache.tree.nodes())
 
 
 def test_two_locks_are_two_releases(cache: PrefixCache) -> None:
     first = serve(cache, 1, 2)
     second = cache.lock(cache.match(TENANT, prompt(1, 2)))
     cache.release(first)
-    assert cache.num_evictable == 0
+    assert cache.device.num_evictable == 0
     cache.release(second)
-    assert cache.num_evictable == 2
+    assert cache.device.num_evictable == 2
 
 
 def test_a_receipt_is_released_once(cache: PrefixCache) -> None:
@@ -144,7 +143,7 @@ def test_a_receipt_is_released_once(cache: PrefixCache) -> None:
     cache.release(first)
     with pytest.raises(AssertionError, match="released before"):
         cache.release(first)
-    assert second.is_open and cache.num_evictable == 0
+    assert second.is_open and cache.device.num_evictable == 0
 
 
 def test_leaving_a_lock_releases_it(cache: PrefixCache) -> None:
@@ -160,14 +159,14 @@ def test_an_error_inside_a_lock_returns_it_even_if_kept(cache: PrefixCache) -> N
         with pytest.raises(KeyError), lock:
             raise KeyError
         assert not lock.is_open
-    assert cache.num_evictable == 1
+    assert cache.device.num_evictable == 1
 
 
 def test_a_kept_lock_outlives_its_block(cache: PrefixCache) -> None:
     cache.release(serve(cache, 1))
     with cache.lock(cache.match(TENANT, prompt(1))) as lock:
         assert lock.detach() is lock
-    assert lock.is_open and cache.num_evictable == 0
+    assert lock.is_open and cache.device.num_evictable == 0
     cache.release(lock)
 
 
@@ -203,49 +202,49 @@ def test_a_match_of_a_root_that_was_dropped_and_made_again_leads_to_the_new_one(
 
 def test_published_pages_are_found_at_once_and_count_as_locked(cache: PrefixCache) -> None:
     lock = serve(cache, 1, 2)
-    assert (cached(cache, 1, 2), cache.num_evictable) == (2, 0)
+    assert (cached(cache, 1, 2), cache.device.num_evictable) == (2, 0)
     cache.insert(lock, key(3), take(cache, 1))
-    assert (cached(cache, 1, 2, 3), cache.num_evictable) == (3, 0)
+    assert (cached(cache, 1, 2, 3), cache.device.num_evictable) == (3, 0)
     cache.release(lock)
-    assert cache.num_evictable == 3
+    assert cache.device.num_evictable == 3
 
 
 def test_new_pages_are_used_as_they_are_and_move_nothing(cache: PrefixCache) -> None:
-    epoch, relocations = cache.versions.tree_epoch, cache.versions.relocation_version
+    epoch, relocations = cache.tiers.tree_epoch, cache.tiers.relocation_version
     lock, pages = cache.lock(cache.match(TENANT, prompt(1, 2))), take(cache, 2)
     assert cache.insert(lock, key(1, 2), pages).tolist() == pages.tolist()
-    assert cache.versions.tree_epoch > epoch and cache.versions.relocation_version == relocations
+    assert cache.tiers.tree_epoch > epoch and cache.tiers.relocation_version == relocations
 
 
 def test_copies_of_cached_pages_are_given_back_and_the_cached_ones_used() -> None:
     cache = new_cache()
     late = cache.lock(cache.match(TENANT, prompt(1, 2, 3)))
     serve(cache, 1, 2, 9)
-    copies, free = take(cache, 3), cache.pages.num_free
+    copies, free = take(cache, 3), cache.device.pages.num_free
     with cache.lock(cache.match(TENANT, prompt(1, 2, 9))) as lock:
         there = lock.pages[:2].tolist()
-    relocations = cache.versions.relocation_version
+    relocations = cache.tiers.relocation_version
     assert cache.insert(late, key(1, 2, 3), copies).tolist() == [*there, copies[2]]
-    assert cache.versions.relocation_version == relocations + 1
-    assert cache.pages.num_free == free + 2 and set(copies[:2]) <= set(cache.pages.free_pages())
+    assert cache.tiers.relocation_version == relocations + 1
+    assert cache.device.pages.num_free == free + 2 and set(copies[:2]) <= set(cache.device.pages.free_pages())
     assert cached(cache, 1, 2, 3) == cached(cache, 1, 2, 9) == 3
 
 
 def test_publishing_under_unlocked_pages_locks_them(cache: PrefixCache) -> None:
     late = cache.lock(cache.match(TENANT, prompt(1, 2)))
     cache.release(serve(cache, 1, 2, 3))
-    assert cache.num_evictable == 3
+    assert cache.device.num_evictable == 3
     cache.insert(late, key(1, 2), take(cache, 2))
-    assert cache.num_evictable == 1
+    assert cache.device.num_evictable == 1
     cache.flush()
     assert cached(cache, 1, 2, 3) == 2
 
 
 def test_publishing_nothing_changes_nothing(cache: PrefixCache) -> None:
     lock = serve(cache, 1)
-    versions = cache.versions.tree_epoch, cache.versions.relocation_version
+    versions = cache.tiers.tree_epoch, cache.tiers.relocation_version
     assert cache.insert(lock, b"", np.empty(0, dtype=np.int32)).size == 0
-    assert (cache.versions.tree_epoch, cache.versions.relocation_version) == versions
+    assert (cache.tiers.tree_epoch, cache.tiers.relocation_version) == versions
 
 
 def test_publishing_needs_an_open_receipt_and_a_page_for_each_page_of_the_key(cache: PrefixCache) -> None:
@@ -269,7 +268,7 @@ def test_a_node_that_two_hold_is_not_grown_under_the_other(cache: PrefixCache) -
     first, second = serve(cache, 1), serve(cache, 1)
     cache.insert(first, key(2), take(cache, 1))
     cache.release(first)
-    assert cache.num_evictable == 1, "the other's lock covers its own prefix only"
+    assert cache.device.num_evictable == 1, "the other's lock covers its own prefix only"
     cache.insert(second, key(3), take(cache, 1))
     cache.flush()
     assert (cached(cache, 1, 3), cached(cache, 1, 2)) == (2, 1)
@@ -279,9 +278,9 @@ def test_taking_more_than_can_be_freed_is_an_answer_and_evicts_nothing() -> None
     cache = new_cache(num_pages=6)
     cache.release(serve(cache, 1, 2))
     held = serve(cache, 3)
-    epoch = cache.versions.tree_epoch
+    epoch = cache.tiers.tree_epoch
     assert cache.allocate(np.zeros(5, dtype=np.int32)) is None
-    assert (cached(cache, 1, 2), cache.pages.num_free, cache.versions.tree_epoch) == (2, 2, epoch)
+    assert (cached(cache, 1, 2), cache.device.pages.num_free, cache.tiers.tree_epoch) == (2, 2, epoch)
     assert sorted(take(cache, 4)) == [1, 2, 4, 5]
     assert (cached(cache, 1, 2), cached(cache, 3)) == (0, 1)
     cache.release(held)
@@ -292,8 +291,8 @@ def test_only_what_is_short_is_evicted_from_the_tail_of_a_leaf() -> None:
     cache.release(serve(cache, 1, 2, 3, 4, 5))
     for left in (4, 3, 2):
         take(cache, 1)
-        assert (cached(cache, 1, 2, 3, 4, 5), cache.num_evictable) == (left, left)
-    assert cache.num_evicted == 3
+        assert (cached(cache, 1, 2, 3, 4, 5), cache.device.num_evictable) == (left, left)
+    assert cache.device.num_evicted == 3
 
 
 def test_the_least_recently_used_prefix_goes_first() -> None:
@@ -329,13 +328,13 @@ def test_a_shared_prefix_goes_after_its_branches() -> None:
 def test_a_wish_reaches_the_allocator_and_owners_are_kept(cache: PrefixCache) -> None:
     pages = cache.allocate(np.array([9, 0], dtype=np.int32))
     assert pages is not None and pages.tolist() == [9, 1]
-    assert cache.pages.owner[pages].tolist() == [1, 2]
+    assert cache.device.pages.owner[pages].tolist() == [1, 2]
 
 
 def test_unpublished_pages_go_back_once(cache: PrefixCache) -> None:
     pages = take(cache, 2)
     cache.free(pages)
-    assert cache.pages.num_free == 31
+    assert cache.device.pages.num_free == 31
     with pytest.raises(AssertionError, match="not all in use"):
         cache.free(pages)
 
@@ -345,18 +344,18 @@ def test_flush_empties_all_but_what_is_locked(cache: PrefixCache) -> None:
     cache.release(serve(cache, 1, 2, 3, 4))
     cache.release(serve(cache, 5, tenant=b"other"))
     assert cache.flush() == 3
-    assert (cached(cache, 1, 2, 3, 4), cache.num_evicted, cache.pages.num_free) == (2, 3, 29)
-    epoch = cache.versions.tree_epoch
-    assert cache.flush() == 0 and cache.versions.tree_epoch == epoch
+    assert (cached(cache, 1, 2, 3, 4), cache.device.num_evicted, cache.device.pages.num_free) == (2, 3, 29)
+    epoch = cache.tiers.tree_epoch
+    assert cache.flush() == 0 and cache.tiers.tree_epoch == epoch
     cache.release(held)
-    assert cache.flush() == 2 and cache.pages.num_free == 31 and not cache.tree.roots
+    assert cache.flush() == 2 and cache.device.pages.num_free == 31 and not cache.tree.roots
 
 
 def test_endless_use_of_one_prefix_keeps_the_eviction_queue_small(cache: PrefixCache) -> None:
     cache.release(serve(cache, 1, 2))
     for _ in range(3000):
         cache.release(cache.lock(cache.match(TENANT, prompt(1, 2))))
-    assert len(cache.device.eviction.leaves) <= 1024  # type: ignore[attr-defined]
+    assert len(cache.device.eviction) <= 1024  # type: ignore[attr-defined]
     assert cache.flush() == 2
 
 
@@ -371,7 +370,7 @@ def test_events_name_pages_that_came_and_went_since_last_asked(cache: PrefixCach
     assert published == b"" and sorted(removed[i : i + 16] for i in range(0, len(removed), 16)) == sorted(digests)
     cache.release(serve(cache, 1, 2, 3))
     cache.take_events()
-    take(cache, cache.pages.num_free + 1)
+    take(cache, cache.device.pages.num_free + 1)
     assert cache.take_events() == (b"", digests[-1])
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.node import Node
-from hiserve.cache.index.radix import MAX_NODE_PAGES, RadixTree
+from hiserve.cache.index.radix import MAX_NODE_PAGES, Node, RadixTree
 from hiserve.core.digest import chain, pack_tokens
 
 PAGE_SIZE = 2

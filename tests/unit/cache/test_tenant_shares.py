@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hiserve.cache.index.eviction import MAX_IDLE_TURNOVERS, MAX_OWNERS
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.tenant_shares import MAX_IDLE_TURNOVERS, MAX_OWNERS
 from tests.helpers.tiers import cached, lock, new_cache, run_of, serve, store, take
 from tests.invariants.tier_model import ints
 

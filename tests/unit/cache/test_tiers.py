@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
-from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
+from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache, Tier
 from hiserve.cache.index.radix import MAX_NODE_PAGES
-from hiserve.cache.index.tier import Tier
 from hiserve.core.digest import namespace_digest
 from hiserve.core.transfers import CopyKind
 from tests.helpers.tiers import (
@@ -54,7 +52,7 @@ def test_published_pages_are_stored_with_a_record_of_what_they_are(cache: Prefix
     assert copy.run.namespace == copy.run.parent == namespace_digest(NAMESPACE, TENANT)
     assert states(cache) == "DW" and cached(cache, 1, 2, 3) == (3, 0)
     cache.complete(copy.op, ok=True)
-    assert states(cache) == "DH" and cache.transfers.num_offloaded == 3
+    assert states(cache) == "DH" and cache.num_arrived[CopyKind.OFFLOAD] == 3
     cache.release(receipt)
 
 
@@ -71,13 +69,13 @@ def test_what_is_stored_survives_on_the_host_what_is_not_does_not(cache: PrefixC
     cache.release(serve(cache, 3, 4))
     squeeze(cache)
     assert (cached(cache, 1, 2), cached(cache, 3, 4)) == ((0, 2), (0, 0))
-    assert (cache.num_evicted, cache.tiers.num_unbacked) == (4, 2)
+    assert (cache.device.num_evicted, cache.tiers.num_unbacked) == (4, 2)
 
 
 def test_eviction_takes_only_what_is_short_off_the_device(cache: PrefixCache) -> None:
     backed(cache, 1, 2, 3, 4)
     for left in (3, 2, 1, 0):
-        cache.free(take(cache, cache.pages.num_free + 1))
+        cache.free(take(cache, cache.device.pages.num_free + 1))
         assert cached(cache, 1, 2, 3, 4) == (left, 4 - left)
         check_structure(cache)
     assert states(cache) == "H", "what was taken off page by page is one run again"
@@ -116,9 +114,9 @@ def test_a_parent_that_others_published_goes_with_its_child(cache: PrefixCache) 
 def test_a_store_that_fails_leaves_the_page_on_the_device_alone(cache: PrefixCache) -> None:
     cache.release(serve(cache, 1, 2))
     (copy,) = cache.begin_offloads(99)
-    assert cache.num_evictable == 0
+    assert cache.device.num_evictable == 0
     cache.complete(copy.op, ok=False)
-    assert (states(cache), cache.num_evictable, cache.transfers.num_not_offloaded) == ("D", 2, 2)
+    assert (states(cache), cache.device.num_evictable, cache.transfers.num_failed[CopyKind.OFFLOAD]) == ("D", 2, 2)
     assert cache.host.pages.num_free == 31 and cache.take_events(Tier.HOST) == (b"", b"")
     assert cache.begin_offloads(99) == [], "it is not tried again for its own sake"
 
@@ -153,7 +151,7 @@ def test_pages_do_not_die_while_the_host_has_room() -> None:
             cache.release(serve(cache, 10 * turn + page))
         for copy in cache.begin_offloads(99, 3):
             cache.complete(copy.op, ok=True)
-    assert cache.num_evicted > 40 and cache.tiers.num_unbacked == 0
+    assert cache.device.num_evicted > 40 and cache.tiers.num_unbacked == 0
 
 
 def test_what_is_not_worth_a_copy_is_lost_and_asks_no_more() -> None:
@@ -162,7 +160,7 @@ def test_what_is_not_worth_a_copy_is_lost_and_asks_no_more() -> None:
         cache.release(serve(cache, page))
         for copy in cache.begin_offloads(99, is_worth=lambda num_pages: False):
             cache.complete(copy.op, ok=True)
-    assert cache.transfers.num_offloaded == 2 and not cache.has_offloads
+    assert cache.num_arrived[CopyKind.OFFLOAD] == 2 and not cache.has_offloads
 
 
 def test_what_finds_no_place_on_a_host_that_is_held_is_counted_and_lost() -> None:
@@ -230,7 +228,7 @@ def test_storing_a_page_is_no_use_of_it() -> None:
     (first, second) = cache.begin_offloads(99)
     cache.complete(second.op, ok=True)
     cache.complete(first.op, ok=True)
-    cache.free(take(cache, cache.pages.num_free + 1))
+    cache.free(take(cache, cache.device.pages.num_free + 1))
     assert (cached(cache, 1), cached(cache, 2)) == ((0, 1), (1, 0))
 
 
@@ -309,7 +307,7 @@ def test_after_a_flush_no_list_keeps_a_node_that_is_gone(cache: PrefixCache) -> 
     for page in range(5):
         backed(cache, page)
         cache.release(serve(cache, page, 50 + page))
-    lists = cache.device.eviction.leaves, cache.host.eviction.leaves, cache.tiers.copies, cache.transfers._queue
+    lists = cache.device.eviction, cache.host.eviction, cache.tiers.copies, cache.transfers._queue
     assert all(len(each) > 0 for each in lists) and cache.tiers.reserve.has_candidates
     cache.flush()
     assert not any(len(each) for each in lists[:3])
@@ -352,10 +350,10 @@ def test_nodes_that_somebody_tells_apart_stay_apart(cache: PrefixCache) -> None:
 
 def test_a_load_puts_pages_on_the_device_at_once_for_those_who_wait(cache: PrefixCache) -> None:
     demoted(cache, 1, 2, 3)
-    epoch = cache.versions.tree_epoch
+    epoch = cache.tiers.tree_epoch
     receipt, copy = load(cache, 1, 2, 3)
     assert (states(cache), copy.kind, copy.run) == ("HL", CopyKind.LOAD, None)
-    assert cache.versions.tree_epoch > epoch and cached(cache, 1, 2, 3) == (3, 0)
+    assert cache.tiers.tree_epoch > epoch and cached(cache, 1, 2, 3) == (3, 0)
     assert receipt.ops == {copy.op} and receipt.pages.tolist() == copy.device_pages.tolist()
     other = lock(cache, 1, 9)
     assert other.ops == {copy.op} and other.host_pages.size == 0
@@ -455,11 +453,11 @@ def test_a_load_that_fails_takes_what_was_computed_from_it(cache: PrefixCache) -
     cache.insert(receipt, key(3), take(cache, 1))
     assert cache.begin_offloads(99) == [], "it may be computed from nothing"
     keeper = lock(cache, 9)
-    relocations = cache.versions.relocation_version
+    relocations = cache.tiers.relocation_version
     assert cache.complete(copy.op, ok=False) == [receipt]
     assert receipt.pages.size == 0 and receipt.node.is_root and cached(cache, 1, 2, 3) == (0, 0)
-    assert cache.versions.relocation_version == relocations + 1
-    assert cache.transfers.num_not_loaded == 2
+    assert cache.tiers.relocation_version == relocations + 1
+    assert cache.transfers.num_failed[CopyKind.LOAD] == 2
     cache.release(receipt)
     cache.release(keeper)
     assert is_whole(cache)
@@ -467,7 +465,7 @@ def test_a_load_that_fails_takes_what_was_computed_from_it(cache: PrefixCache) -
 
 def test_a_load_that_fails_costs_nobody_the_prefix_before_it(cache: PrefixCache) -> None:
     backed(cache, 1, 2, 3)
-    cache.free(take(cache, cache.pages.num_free + 2))
+    cache.free(take(cache, cache.device.pages.num_free + 2))
     bystander = lock(cache, 1)
     receipt, copy = load(cache, 1, 2, 3)
     before = bystander.pages.tolist()
@@ -500,7 +498,7 @@ def test_a_failed_load_frees_the_pages_of_a_load_below_it_when_that_ends(cache: 
     upper = cache.begin_load(first, take(cache, 1))
     second, lower = load(cache, 1, 2)
     cache.complete(upper.op, ok=False)
-    free = set(cache.pages.free_pages().tolist())
+    free = set(cache.device.pages.free_pages().tolist())
     assert set(upper.device_pages.tolist()) <= free and free.isdisjoint(lower.device_pages.tolist())
     assert not second.ops and second.pages.size == 0
     assert cache.complete(lower.op, ok=True) == []
@@ -513,10 +511,10 @@ def test_a_failed_load_frees_the_pages_of_a_load_below_it_when_that_ends(cache: 
 def test_publishing_over_host_pages_gives_them_a_device_copy_and_moves_nothing(cache: PrefixCache) -> None:
     demoted(cache, 1, 2, 3)
     receipt = cache.lock(cache.match(TENANT, prompt(0)))
-    pages, relocations = take(cache, 2), cache.versions.relocation_version
+    pages, relocations = take(cache, 2), cache.tiers.relocation_version
     assert cache.insert(receipt, key(1, 2), pages) is pages
     assert (states(cache), cached(cache, 1, 2, 3)) == ("DH H", (2, 1))
-    assert cache.versions.relocation_version == relocations
+    assert cache.tiers.relocation_version == relocations
     cache.release(receipt)
     check_structure(cache)
 
@@ -527,7 +525,7 @@ def test_publishing_stops_before_pages_that_are_being_loaded(cache: PrefixCache)
     receipt, copy = load(cache, 1, 2)
     pages = take(cache, 3)
     assert cache.insert(late, key(1, 2, 3), pages).size == 0
-    assert cache.num_evictable == 0 and late.node.is_root
+    assert cache.device.num_evictable == 0 and late.node.is_root
     cache.complete(copy.op, ok=True)
     canonical = cache.insert(late, key(1, 2, 3), pages)
     assert canonical.tolist() == [*copy.device_pages.tolist(), pages[2]]
@@ -573,7 +571,7 @@ def test_what_was_in_flight_before_a_flush_ends_in_nothing(cache: PrefixCache) -
     cache.release(serve(cache, 5))
     for op in (inward.op, outward.op):
         cache.complete(op, ok=True)
-    assert begun is not None and cache.end_prefetch(begun.op, 1) == 0
+    assert begun is not None and cache.store_sync.end_prefetch(begun.op, 1) == 0
     assert (cached(cache, 1, 2), cached(cache, 5), cached(cache, 8)) == ((0, 0), (1, 0), (0, 0))
     assert states(cache) == "D" and cache.take_events(Tier.HOST)[0] == b""
     assert is_whole(cache)
@@ -626,7 +624,7 @@ def test_a_prefetch_brings_the_pages_that_follow_and_tells_what_it_left_out() ->
     begun = cache.begin_prefetch(TENANT, prompt(1, 2, 3, 4, 5, 6), 4)
     assert begun is not None and begun.run.digests == digests(1, 2, 3, 4)[1:] and begun.run.parent == digests(1)[0]
     assert cache.begin_prefetch(TENANT, prompt(1, 2), 4) is None
-    assert cache.end_prefetch(begun.op, 2) == 2
+    assert cache.store_sync.end_prefetch(begun.op, 2) == 2
     assert cached(cache, 1, 2, 3, 4) == (0, 3)
     store_sync = cache.store_sync
     assert store_sync.unfulfilled == {"host_full": 1, "in_flight": 1, "not_delivered": 1, "here_already": 0}
@@ -658,7 +656,7 @@ def test_prefetched_pages_that_were_computed_meanwhile_are_given_back_or_used(ca
     store(cache)
     cache.release(serve(cache, 1, 2))
     free = cache.host.pages.num_free
-    assert cache.end_prefetch(begun.op, 3) == 2
+    assert cache.store_sync.end_prefetch(begun.op, 3) == 2
     assert cache.host.pages.num_free == free + 1, "the host had the first"
     assert cached(cache, 1, 2, 3) == (2, 1) and cache.begin_offloads(99) == []
     assert cache.store_sync.unfulfilled["here_already"] == 1
@@ -671,7 +669,7 @@ def test_a_place_just_prefetched_is_not_the_next_to_go() -> None:
     backed(cache, 1)
     backed(cache, 2)
     begun = cache.begin_prefetch(TENANT, prompt(1, 5), 9)
-    assert begun is not None and cache.end_prefetch(begun.op, 1) == 1
+    assert begun is not None and cache.store_sync.end_prefetch(begun.op, 1) == 1
     cache.free(take(cache, 2))
     assert (cached(cache, 1), cached(cache, 2)) == ((1, 0), (0, 1))
     cache.free(take(cache, 3))
@@ -686,7 +684,7 @@ def test_an_aborted_prefetch_lets_go_of_its_place_but_not_of_its_pages(cache: Pr
     squeeze_host(cache)
     assert cached(cache, 1) == (0, 0)
     assert set(begun.run.pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
-    assert cache.end_prefetch(begun.op, 1) == 0
+    assert cache.store_sync.end_prefetch(begun.op, 1) == 0
     assert cache.store_sync.unfulfilled["place_lost"] == 1 and is_whole(cache)
 
 
@@ -699,7 +697,7 @@ def test_what_is_on_its_way_to_a_place_that_is_gone_can_be_fetched_again(cache: 
     other = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert again is not None and other is not None
     for run in (begun, again, other):
-        cache.end_prefetch(run.op, run.run.pages.size)
+        cache.store_sync.end_prefetch(run.op, run.run.pages.size)
     assert cached(cache, 1, 2) == (0, 2) and cached(cache, 2) == (0, 1)
     assert not cache.store_sync.is_arriving(other.run.digests[0])
 
@@ -711,17 +709,17 @@ def test_an_abandoned_place_is_no_place_for_what_arrives(cache: PrefixCache) -> 
     assert not cache.store_sync.is_arriving(begun.run.digests[1])
     again = cache.begin_prefetch(TENANT, prompt(1, 2), 9)
     assert again is not None
-    assert cache.end_prefetch(begun.op, 2) == 0 and cache.store_sync.is_arriving(again.run.digests[0])
-    assert cache.end_prefetch(again.op, 2) == 2
+    assert cache.store_sync.end_prefetch(begun.op, 2) == 0 and cache.store_sync.is_arriving(again.run.digests[0])
+    assert cache.store_sync.end_prefetch(again.op, 2) == 2
 
 
 def test_uploads_keep_their_pages_and_are_as_many_as_they_may() -> None:
     cache = new_cache(max_upload_pages=2)
     backed(cache, 1, 2)
     backed(cache, 3)
-    ((upload,), _) = cache.take_uploads()
+    ((upload,), _) = cache.begin_uploads()
     assert upload.run.digests == digests(1, 2) and cache.uploads.num_waiting == 1
-    assert cache.take_uploads() == ([], [])
+    assert cache.begin_uploads() == ([], [])
     assert not cache.uploads.has_uploads
     squeeze(cache)
     squeeze_host(cache)
@@ -729,21 +727,21 @@ def test_uploads_keep_their_pages_and_are_as_many_as_they_may() -> None:
     assert (cache.uploads.num_waiting, cache.uploads.num_not_uploaded) == (0, 1)
     with pytest.raises(AssertionError, match="no prefetch"):
         cache.abort_prefetch(upload.op)
-    cache.end_upload(upload.op)
+    cache.uploads.end_upload(upload.op)
     backed(cache, 4, 5)
-    assert len(cache.take_uploads()[0]) == 1
+    assert len(cache.begin_uploads()[0]) == 1
 
 
 def test_a_host_page_that_is_being_uploaded_outlives_a_flush_and_its_request() -> None:
     cache = new_cache(max_upload_pages=9)
     receipt = serve(cache, 1, 2)
     store(cache)
-    ((upload,), _) = cache.take_uploads()
+    ((upload,), _) = cache.begin_uploads()
     cache.flush()
     cache.release(receipt)
     squeeze(cache)
     assert set(upload.run.pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
-    cache.end_upload(upload.op)
+    cache.uploads.end_upload(upload.op)
     assert is_whole(cache)
 
 
@@ -773,7 +771,6 @@ def test_adopted_pages_must_be_free_and_ready(page: int) -> None:
         num_pages=4,
         page_size=2,
         namespace=NAMESPACE,
-        eviction=LruEviction(),
         num_host_pages=32,
         num_ready_host_pages=16,
     )
@@ -787,7 +784,6 @@ def test_host_pages_can_be_used_when_they_are_ready() -> None:
         num_pages=16,
         page_size=2,
         namespace=NAMESPACE,
-        eviction=LruEviction(),
         num_host_pages=16,
         num_ready_host_pages=1,
     )
@@ -798,8 +794,10 @@ def test_host_pages_can_be_used_when_they_are_ready() -> None:
     assert [copy.host_pages.tolist() for copy in cache.begin_offloads(99)] == [[1, 2, 3]]
     cache.grow_host(16)
     assert cache.host.pages.num_free == 12
+    cache.grow_host(15)
+    assert cache.host.pages.num_ready == 16
     with pytest.raises(AssertionError):
-        cache.grow_host(15)
+        cache.host.pages.grow(15)
 
 
 def test_what_is_published_before_a_host_page_is_ready_waits_for_one() -> None:
@@ -807,7 +805,6 @@ def test_what_is_published_before_a_host_page_is_ready_waits_for_one() -> None:
         num_pages=8,
         page_size=PAGE_SIZE,
         namespace=NAMESPACE,
-        eviction=LruEviction(),
         num_host_pages=8,
         num_ready_host_pages=1,
     )
@@ -828,7 +825,7 @@ def test_device_pages_that_a_pointless_store_reads_are_not_handed_out(cache: Pre
     cache.flush(Tier.HOST)
     cache.flush()
     assert not list(cache.tree.nodes())
-    assert set(copy.device_pages.tolist()).isdisjoint(cache.pages.free_pages().tolist())
+    assert set(copy.device_pages.tolist()).isdisjoint(cache.device.pages.free_pages().tolist())
     assert set(copy.host_pages.tolist()).isdisjoint(cache.host.pages.free_pages().tolist())
     cache.complete(copy.op, ok=True)
     assert is_whole(cache)

@@ -421,7 +421,6 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
 
 
 def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
-    from hiserve.cache.index.eviction import LruEviction
     from hiserve.cache.index.prefix_cache import PrefixCache
     from hiserve.engine.rows import RowState
     from hiserve.runners.device_rows import DeviceRows
@@ -431,7 +430,7 @@ def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
             make_config(max_running_requests=7, max_model_len=500, kv_pages=600, page_size=page_size), NANO, LAPTOP
         )
         device = DeviceRows(7, 500, page_size, 600, "cpu")
-        cache = PrefixCache(num_pages=600, page_size=page_size, namespace=b"", eviction=LruEviction())
+        cache = PrefixCache(num_pages=600, page_size=page_size, namespace=b"")
         host = RowState(cache, 7, 500)
         tables = (device.tokens, device.page_table, device.entry_owner, host.tokens, host.tables.pages)
         assert sum(table.nbytes for table in tables) == resolved.memory["token and page tables"]

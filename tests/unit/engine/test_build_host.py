@@ -19,7 +19,6 @@ import torch
 from hiserve import LLM, SamplingParams
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import Attention, AttentionShape
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.storage.cache_identity import identity_of
 from hiserve.cache.storage.host import HostPool
@@ -101,7 +100,6 @@ def new_cache() -> PrefixCache:
         num_pages=8,
         page_size=PAGE_SIZE,
         namespace=NAMESPACE,
-        eviction=LruEviction(),
         num_host_pages=NUM_PAGES,
         num_ready_host_pages=1,
     )

@@ -7,9 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
-from hiserve.cache.index.store_sync import RunOp
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock, RunOp, Tier
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
 from hiserve.engine.cache_counters import CacheCounters
@@ -72,7 +70,7 @@ class Traffic:
         match = cache.match(b"tenant", prompt(*pages))
         wanted = match.num_host_tokens if self.random.random() < 0.8 else 0
         left = (match.num_host_tokens - wanted) // cache.page_size
-        if cache.pages.num_free + cache.num_evictable < 2 * len(pages):
+        if cache.device.pages.num_free + cache.device.num_evictable < 2 * len(pages):
             return
         lock = cache.lock(match, wanted)
         self.cache_counters.left(left)
@@ -95,7 +93,7 @@ class Traffic:
             self._begin(copy)
 
     def _upload(self) -> None:
-        uploads, stages = self.cache.take_uploads()
+        uploads, stages = self.cache.begin_uploads()
         for run in uploads:
             self._begin_run(CopyKind.UPLOAD, run)
         for stage in stages:
@@ -114,13 +112,13 @@ class Traffic:
         arrived = size if not reason else self.random.randint(0, size)
         ack = CopyAck(copy.op, reason, PAGE_BYTES * (size if not reason else 0), 0.5, arrived)
         if copy.op in self.stages:
-            self.cache.end_stage(copy.op, ok=ack.is_ok)
+            self.cache.uploads.end_stage(copy.op, ok=ack.is_ok)
             return
         match copy.kind:
             case CopyKind.PREFETCH:
-                self.cache.end_prefetch(copy.op, arrived)
+                self.cache.store_sync.end_prefetch(copy.op, arrived)
             case CopyKind.UPLOAD:
-                self.cache.end_upload(copy.op)
+                self.cache.uploads.end_upload(copy.op)
             case _:
                 for lock in self.cache.complete(copy.op, ok=ack.is_ok):
                     self.receipts.remove(lock)

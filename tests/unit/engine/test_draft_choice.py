@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.cache_usage import SOURCES, CacheUse
 from hiserve.core.draft_use import DraftStats, DraftUse
@@ -163,7 +162,7 @@ def run(engine: Engine, uid: int, tokens: np.ndarray, max_tokens: int, **spec: o
 
 
 def rows_of(max_rows: int) -> RowState:
-    cache = PrefixCache(num_pages=20, page_size=PAGE, namespace=b"", eviction=LruEviction())
+    cache = PrefixCache(num_pages=20, page_size=PAGE, namespace=b"")
     return RowState(cache, max_rows, max_len=16, num_ahead=NUM_DRAFT)
 
 

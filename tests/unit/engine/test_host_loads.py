@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.transfers import STORE_LANES
 from hiserve.engine.cache_counters import CacheCounters
@@ -129,7 +128,7 @@ PAGE = 4
 
 @pytest.mark.parametrize(("num_nodes", "num_stores"), [(1, 1), (127, 1), (128, 2), (300, 3), (1000, 4)])
 def test_the_more_nodes_wait_the_more_of_them_a_plan_stores(num_nodes: int, num_stores: int) -> None:
-    cache = PrefixCache(num_pages=1100, page_size=PAGE, namespace=b"n", eviction=LruEviction(), num_host_pages=1100)
+    cache = PrefixCache(num_pages=1100, page_size=PAGE, namespace=b"n", num_host_pages=1100)
     for number in range(num_nodes):
         publish(cache, number, 1)
     assert len(loading_of(cache).take(num_tokens=1)) == num_stores
@@ -138,7 +137,7 @@ def test_the_more_nodes_wait_the_more_of_them_a_plan_stores(num_nodes: int, num_
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(1, 64), (64 * PAGE, 64), (200 * PAGE, 200), (512 * PAGE, 512)])
 def test_as_many_pages_are_stored_as_a_step_fills(num_tokens: int, num_pages: int) -> None:
     """Else prompts of several chunks are evicted before they are on the host."""
-    cache = PrefixCache(num_pages=1100, page_size=PAGE, namespace=b"n", eviction=LruEviction(), num_host_pages=1100)
+    cache = PrefixCache(num_pages=1100, page_size=PAGE, namespace=b"n", num_host_pages=1100)
     for number in range(8):
         publish(cache, number, 128)
     copies = loading_of(cache).take(num_tokens)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.index.tier import Tier
+from hiserve.cache.index.prefix_cache import PrefixCache, Tier
 from hiserve.config import make_config
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind

@@ -206,7 +206,7 @@ def test_an_aborted_running_request_gives_its_pages_back_and_says_nothing_more()
     steps.planner.abort([1])
     steps.take_report()
     assert steps.ends == {1: FinishReason.ABORT}
-    assert steps.cache.pages.num_free + steps.cache.num_evictable == 10
+    assert steps.cache.device.pages.num_free + steps.cache.device.num_evictable == 10
     steps.commit()
     assert late.samples.tolist() == [True]
     assert steps.said == {1: oracle(prompt(18, seed=1), 1)}
@@ -302,7 +302,7 @@ def test_nobody_waits_for_a_preempted_row() -> None:
     steps.add(3, prompt(16), max_tokens=2)
     steps.plan()
     assert steps.running() == [1, 2]
-    assert steps.cache.pages.num_free == 0
+    assert steps.cache.device.pages.num_free == 0
     plan = steps.plan()  # 1 wants a page: 2 loses its row while its prompt is in flight
     assert steps.running() == [1]
     assert plan.release.size == 1

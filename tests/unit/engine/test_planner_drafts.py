@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from hiserve.cache.index.eviction import LruEviction
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import BatchPlan, StepResult
@@ -62,7 +61,7 @@ class Model:
     def __init__(self, *, depth: int, num_draft: int, budget: int, num_pages: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.max_len, self.num_draft, self.budget, self.depth = 40, num_draft, budget, depth
-        cache = PrefixCache(num_pages=num_pages, page_size=PAGE, namespace=b"model", eviction=LruEviction())
+        cache = PrefixCache(num_pages=num_pages, page_size=PAGE, namespace=b"model")
         self.planner = Planner(
             cache=cache,
             max_rows=4,

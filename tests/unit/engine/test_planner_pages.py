@@ -99,8 +99,8 @@ def test_what_was_computed_after_a_stop_is_not_published() -> None:
     assert steps.ends == {1: FinishReason.STOP}
     known = np.append(prompt(5), [11, 8, 12, 13])
     assert num_findable(steps, known) == 4
-    assert steps.cache.num_evictable == 1
-    assert steps.cache.pages.num_free == 28
+    assert steps.cache.device.num_evictable == 1
+    assert steps.cache.device.pages.num_free == 28
 
 
 def test_a_reply_is_cached_for_the_next_turn() -> None:
@@ -141,19 +141,19 @@ def relocated() -> tuple[Steps, int, int, int]:
     steps.step()
     row, canonical = steps.row(2), int(steps.rows.tables.pages[steps.row(1), 0])
     assert steps.rows.tables.pages[row, 0] != canonical
-    before, free = steps.cache.versions.relocation_version, steps.cache.pages.num_free
+    before, free = steps.cache.tiers.relocation_version, steps.cache.device.pages.num_free
     growth = steps.plan()
     steps.commit()
     assert steps.rows.tables.pages[row, 0] == canonical
-    assert steps.cache.versions.relocation_version == growth.relocation_version + 1 == before + 1
-    assert steps.cache.pages.num_free == free - len(writes(growth)) + 1
+    assert steps.cache.tiers.relocation_version == growth.relocation_version + 1 == before + 1
+    assert steps.cache.device.pages.num_free == free - len(writes(growth)) + 1
     return steps, row, canonical, owner
 
 
 def test_filling_a_page_that_is_cached_already_moves_the_row_to_the_cached_one() -> None:
     steps, row, canonical, owner = relocated()
     plan = steps.plan()
-    assert plan.relocation_version == steps.cache.versions.relocation_version
+    assert plan.relocation_version == steps.cache.tiers.relocation_version
     assert (row, 0, canonical, owner) in writes(plan)
     assert [entry[:2] for entry in writes(steps.plan())].count((row, 0)) == 0
     steps.finish()
@@ -178,7 +178,7 @@ def test_a_page_reaches_the_device_with_the_number_of_its_allocation_each_time()
     steps.add(1, prompt(9), max_tokens=9)
     first = writes(steps.step())
     assert [index for _, index, *_ in first] == [0, 1, 2]
-    assert [owner for *_, owner in first] == steps.cache.pages.owner[steps.rows.tables.pages[1, :3]].tolist()
+    assert [owner for *_, owner in first] == steps.cache.device.pages.owner[steps.rows.tables.pages[1, :3]].tolist()
     steps.finish()
     steps.add(2, np.append(prompt(9), 5), max_tokens=2)
     again = writes(steps.step())
@@ -256,7 +256,7 @@ def test_admission_counts_the_pages_it_hits_and_locks() -> None:
     steps = Steps(num_pages=6, budget=64)
     steps.add(1, prompt(16), max_tokens=1)
     steps.finish()
-    assert steps.cache.num_evictable == 4
+    assert steps.cache.device.num_evictable == 4
     steps.add(2, np.append(prompt(16), 7).astype(np.int32), max_tokens=3)  # 4 pages hit, one more to take
     steps.finish()
     assert steps.cached[2] == 16

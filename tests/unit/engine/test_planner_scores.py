@@ -108,14 +108,14 @@ def test_a_scored_prompt_is_computed_whole_though_it_is_cached_and_takes_no_more
     steps = Steps(num_pages=30, budget=64)
     steps.add(1, prompt(18), 1)
     steps.finish()
-    free = steps.cache.pages.num_free
+    free = steps.cache.device.pages.num_free
     sampling = steps.add(2, prompt(18), 2, prompt_logprobs=0)
     for _ in range(depth):
         steps.plan()
     steps.finish()
     assert steps.cached == {1: 0, 2: 0}
     assert steps.scores[2] == oracle_scores(prompt(18), oracle(prompt(18), 2), sampling)
-    assert steps.cache.pages.num_free == free
+    assert steps.cache.device.pages.num_free == free
 
 
 def test_a_scored_prompt_is_published_for_others() -> None:

@@ -1,7 +1,8 @@
-"""How many bytes of stores may wait, with each size of the device pool."""
+"""Which engine copies for each device, and how many bytes of stores may wait with each size of its pool."""
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,12 @@ def test_stores_that_wait_lock_an_eighth_of_the_device_pool_or_what_a_long_order
     monkeypatch.setitem(transfer_factory._ENGINES, device, ("anywhere", "Engine"))
     transfer_factory.make_transfers(device, SimpleNamespace(num_bytes=pool_gib * GIB), object())  # type: ignore[arg-type]
     assert told["max_queued_bytes"] == queued_gib * GIB
+
+
+@pytest.mark.parametrize("device", transfer_factory._ENGINES)
+def test_the_engine_of_each_device_exists(device: str) -> None:
+    module, name = transfer_factory._ENGINES[device]
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_a_pool_knows_its_bytes() -> None:

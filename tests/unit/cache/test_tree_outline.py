@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.engine.tree_outline import MAX_NODES, outline
+from hiserve.cache.index.reports import MAX_NODES, outline
 from tests.helpers.tiers import backed, demoted, digests, load, new_cache, serve, squeeze, store
 
 

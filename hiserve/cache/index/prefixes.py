@@ -1,0 +1,205 @@
+"""Prefixes of prompts: found, locked, and extended by the pages that were computed for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from hiserve.cache.index.locks import Locks, PrefixLock, path
+from hiserve.cache.index.radix import Node
+from hiserve.cache.index.store_sync import Uploads
+from hiserve.cache.index.tiers import CacheTiers
+from hiserve.cache.index.transfer_ops import TransferOps
+from hiserve.cache.index.transfers import Transfers
+from hiserve.core.digest import namespace_digest
+from hiserve.core.plan import Int32Array
+
+
+class HostAdmission(StrEnum):
+    """Which pages are stored on the host."""
+
+    WRITE_THROUGH = "write_through"  # every published page
+    SELECTIVE = "write_through_selective"  # those that a second request uses
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """The longest cached prefix of a prompt. Valid while ``tree_epoch`` stands.
+
+    Attributes:
+        num_tokens: Tokens covered on the device, or on their way there: a whole number of pages.
+        num_host_tokens: Tokens after those that the host alone has, likewise.
+        tree_epoch: Epoch of the tree at the time of the match.
+    """
+
+    num_tokens: int
+    num_host_tokens: int
+    tree_epoch: int
+    _node: Node
+    _num_beyond: int  # pages of the node after the match: a split leaves a node's end where it is
+
+
+class Prefixes:
+    """Implements the operations of ``PrefixCache`` on prefixes, whose docstrings are the contract.
+
+    Args:
+        namespace: As of ``PrefixCache``.
+        tiers: The tree and where its pages lie.
+        locks: Every lock.
+        ops: The copies in flight.
+        transfers: Queues new and used pages for their offload.
+        uploads: Is offered every inserted page that the host admission writes through.
+        host_admission: Which pages are offloaded; None without a host tier.
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        tiers: CacheTiers,
+        locks: Locks,
+        ops: TransferOps,
+        transfers: Transfers,
+        uploads: Uploads,
+        host_admission: HostAdmission | None,
+    ) -> None:
+        self._namespace = namespace
+        self._tiers = tiers
+        self._tree = tiers.tree
+        self._locks = locks
+        self._ops = ops
+        self._transfers = transfers
+        self._uploads = uploads
+        self._writes_through = host_admission is HostAdmission.WRITE_THROUGH
+        self._offloads_hits = host_admission is HostAdmission.SELECTIVE
+
+    def match(self, tenant: bytes, key: bytes) -> Match:
+        """See ``PrefixCache``."""
+        node, node_pages, num_pages = self._tree.find(self.root(tenant), self.usable(key))
+        num_beyond = node.num_pages - node_pages
+        num_host_pages = -num_beyond
+        step: Node | None = node
+        while step is not None and step.is_on_host_only:
+            num_host_pages += step.num_pages
+            step = step.parent
+        num_host_pages = max(0, num_host_pages)
+        return Match(
+            num_tokens=(num_pages - num_host_pages) * self._tree.page_size,
+            num_host_tokens=num_host_pages * self._tree.page_size,
+            tree_epoch=self._tiers.tree_epoch,
+            _node=node,
+            _num_beyond=num_beyond,
+        )
+
+    def lock(self, match: Match, num_host_tokens: int, priority: int, account: bytes | None) -> PrefixLock:
+        """See ``PrefixCache``."""
+        assert match.tree_epoch == self._tiers.tree_epoch, "the tree changed since the match; match again"
+        assert 0 <= num_host_tokens <= match.num_host_tokens and num_host_tokens % self._tree.page_size == 0
+        node = self._end_of(match, (match.num_host_tokens - num_host_tokens) // self._tree.page_size)
+        *_, root = path(node)
+        self._tiers.hand_over(root, root.digests[0] if account is None else account)
+        self._tiers.device.shares.see(root.owner)
+        self._tiers.host.shares.see(root.owner)
+        lock = self._locks.issue(node, self.release, priority)
+        if self._ops.num_loads:
+            for number in {step.device_ready_op for step in path(node)} - {0}:
+                self._transfers.wait(lock, self._ops[number])
+        if self._offloads_hits:
+            self._transfers.enqueue(node)
+        return lock
+
+    def release(self, lock: PrefixLock) -> None:
+        """See ``PrefixCache``."""
+        assert lock.is_open, "this lock was released before"
+        lock.is_open = False
+        self._locks.drop(lock.path_lock)
+
+    def insert(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int) -> Int32Array:
+        """See ``PrefixCache``."""
+        page_bytes = self._tree.page_bytes
+        assert lock.is_open and len(key) == pages.size * page_bytes
+        assert not lock.host_pages.size, f"{lock.host_pages.size} host pages were neither loaded nor released"
+        canonical = pages
+        moved: list[Int32Array] = []
+        done = 0
+        while done < canonical.size:
+            children = lock.node.children
+            child = children.get(key[done * page_bytes : (done + 1) * page_bytes]) if children else None
+            if child is None:
+                self._insert_pages(lock, key[done * page_bytes :], canonical[done:], step)
+                break
+            if child.device_ready_op:
+                canonical = canonical[:done]
+                break
+            shared = self._tree.common_pages(child.key, key, done * page_bytes)
+            if shared < child.num_pages:
+                child = self._tree.split(child, shared)
+            self._locks.move_on(lock.path_lock, child)
+            ours = canonical[done : done + shared]
+            if child.is_on_host_only:
+                self._tiers.put_on_device(child, ours.copy(), step=step)
+            else:
+                moved.append(ours)
+                canonical = np.concatenate((canonical[:done], child.pages, canonical[done + shared :]))
+            if self._offloads_hits:
+                self._transfers.enqueue(child)
+            done += shared
+        if moved:
+            self._tiers.free(np.concatenate(moved))
+            self._tiers.relocation_version += 1
+        return canonical
+
+    def missing(self, tenant: bytes, key: bytes) -> tuple[int, list[bytes]]:
+        """See ``PrefixCache``."""
+        match = self.match(tenant, key)
+        node, num_cached = match._node, (match.num_tokens + match.num_host_tokens) // self._tree.page_size
+        used = node.num_pages - match._num_beyond
+        rest = self.usable(key)[num_cached * self._tree.page_bytes :]
+        return num_cached, self._tree.chain(node.digests[used - 1 if used else 0], rest)
+
+    def rest_of(self, tenant: bytes, key: bytes, max_pages: int) -> tuple[Node, bytes] | None:
+        """Returns where the cached prefix of a prompt ends, and the tokens of up to ``max_pages`` pages after it, if any."""
+        match = self.match(tenant, key)
+        start = match.num_tokens + match.num_host_tokens
+        rest = self.usable(key)[4 * start :][: max_pages * self._tree.page_bytes]
+        return (self._end_of(match, 0), rest) if rest else None
+
+    def root(self, tenant: bytes) -> Node:
+        """Returns the root of a tenant's prompts, or an empty one that the tree does not keep yet."""
+        return self._tree.root(namespace_digest(self._namespace, tenant))
+
+    def usable(self, key: bytes) -> bytes:
+        """Returns the whole pages of a prompt that leave its last token out."""
+        usable = max(0, len(key) // 4 - 1) // self._tree.page_size * self._tree.page_bytes
+        return key[:usable]
+
+    def _end_of(self, match: Match, num_less: int) -> Node:
+        """Returns the node that ends ``num_less`` pages before the match does, cutting one if need be."""
+        node, num_beyond = match._node, match._num_beyond + num_less
+        while node.parent is not None and num_beyond >= node.num_pages:  # or another lock cut this node since
+            num_beyond -= node.num_pages
+            node = node.parent
+        if node.is_root:
+            return self._tree.keep_root(node)
+        return self._tree.split(node, node.num_pages - num_beyond) if num_beyond else node
+
+    def _insert_pages(self, lock: PrefixLock, key: bytes, pages: Int32Array, step: int) -> None:
+        path_lock = lock.path_lock
+        node = path_lock.node
+        is_chosen = self._offloads_hits and node.is_wanted  # what is new below it was not used twice
+        in_place = not is_chosen and node.priority == path_lock.priority
+        end, _ = self._tree.extend(node, key, pages, in_place=in_place)
+        if end is not node:
+            end.num_locks = 1
+            end.priority = path_lock.priority
+            path_lock.node = end
+            self._tiers.clock += 1
+            self._locks.touch(end)
+        self._tiers.device.shares.charge(end.owner, pages.size)
+        end.written_step = step
+        self._tiers.device.insert(end, end.num_pages - pages.size)
+        self._tiers.tree_epoch += 1
+        if self._writes_through:
+            self._transfers.enqueue(end)
+            self._uploads.offer(end, end.digests[-pages.size :])

@@ -1,0 +1,139 @@
+"""Facts about the index for others: which pages came and went, counts, and the shape of the tree, never tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import nlargest
+from operator import attrgetter
+from typing import Protocol
+
+from hiserve.cache.index.radix import STEP_SHIFT, Node, RadixTree
+from hiserve.core.transfers import CopyKind
+from hiserve.ipc.cache_stats import NodeFacts, TierStats
+
+MAX_NODES = 64  # of a level
+SHOWN_DIGEST_BYTES = 8
+
+
+class Tier(StrEnum):
+    """Where pages lie."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+class TierListener(Protocol):
+    """Called, in order, for every page that a tier can give from now on, or cannot any more."""
+
+    def stored(self, tier: Tier, parent: bytes | None, digests: list[bytes], key: bytes) -> None:
+        """A run of pages can be read.
+
+        Args:
+            tier: Where.
+            parent: Digest of the page before the run, which the tier has, too; None at the start of a prefix.
+            digests: Of the run.
+            key: Its packed tokens.
+        """
+
+    def removed(self, tier: Tier, digests: list[bytes]) -> None:
+        """Pages cannot be read any more. The list changes after the call."""
+
+    def cleared(self) -> None:
+        """Nothing can be read on any tier any more, but for pages stored from now on."""
+
+
+class PrefixEvents:
+    """Collects digests of published and removed pages, in order, until they are taken.
+
+    A page that comes and goes, or goes and comes back, between two takes is in neither list; a page's parent stands before
+    it in ``published`` or was reported earlier.
+    """
+
+    def __init__(self) -> None:
+        self._published: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+
+    def publish(self, digests: list[bytes]) -> None:
+        """Records pages that a match finds from now on."""
+        _move(digests, self._removed, self._published)
+
+    def remove(self, digests: list[bytes]) -> None:
+        """Records pages that a match no longer finds."""
+        _move(digests, self._published, self._removed)
+
+    def take(self) -> tuple[bytes, bytes]:
+        """Returns (published, removed) as joined 16-byte digests, and starts afresh."""
+        taken = b"".join(self._published), b"".join(self._removed)
+        self._published.clear()
+        self._removed.clear()
+        return taken
+
+
+def _move(digests: list[bytes], undone: dict[bytes, None], done: dict[bytes, None]) -> None:
+    """Adds digests to ``done``, but for those that only undo an event that was not taken yet."""
+    if len(digests) > 1 and undone.keys().isdisjoint(digests):
+        done.update(dict.fromkeys(digests))
+        return
+    for digest in digests:
+        if undone.pop(digest, done) is done:
+            done[digest] = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheStats:
+    """Counts of the index. Gauges hold for the moment of the call; all others never fall.
+
+    Attributes:
+        device: Pages of the device tier, page 0 not counted.
+        host: Pages of the host tier; all 0 without one.
+        num_begun: Pages of all copies so far, by kind.
+        num_in_flight: Of them, those of copies that have not ended, by kind.
+        num_unbacked: Pages evicted from the device that were nowhere else.
+        num_without_room: Pages that were not offloaded because no host page could be freed.
+        num_not_uploaded: Pages that a store was to have, and of which no upload began, nor will.
+        num_prefetches_wanted: Pages that a prefetch was asked for.
+        num_prefetched: Of them, those that can be found now.
+        not_prefetched: Of them, the others whose prefetch ended or was refused, by reason.
+    """
+
+    device: TierStats
+    host: TierStats
+    num_begun: Mapping[CopyKind, int]
+    num_in_flight: Mapping[CopyKind, int]
+    num_unbacked: int
+    num_without_room: int
+    num_not_uploaded: int
+    num_prefetches_wanted: int
+    num_prefetched: int
+    not_prefetched: Mapping[str, int]
+
+
+def outline(tree: RadixTree, depth: int) -> list[NodeFacts]:
+    """Returns the roots and ``depth`` levels below them, parents first; of each level the ``MAX_NODES`` used last."""
+    shown: list[NodeFacts] = []
+    level = list(tree.roots.values())
+    for at in range(depth + 1):
+        level = nlargest(MAX_NODES, level, key=attrgetter("last_used"))
+        shown += [_facts(node, at) for node in level]
+        level = [child for node in level for child in node.children.values()]
+    return shown
+
+
+def _facts(node: Node, depth: int) -> NodeFacts:
+    return NodeFacts(
+        digest=_name(node),
+        parent="" if node.parent is None else _name(node.parent),
+        depth=depth,
+        num_tokens=len(node.key) // 4,
+        state="" if node.is_root else node.state.name,
+        num_locks=node.num_locks,
+        num_host_locks=node.num_host_locks,
+        last_step=node.last_used >> STEP_SHIFT,
+        num_children=len(node.children),
+    )
+
+
+def _name(node: Node) -> str:
+    return node.digests[-1][:SHOWN_DIGEST_BYTES].hex()
