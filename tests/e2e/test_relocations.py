@@ -89,7 +89,7 @@ class Lagging:
     ) -> None:
         engine: Any = engine_of(llm)
         self._executor, engine._executor = engine._executor, self
-        self._versions = cache_of(llm).versions
+        self._cache = cache_of(llm)
         self._keeps_order, self._has_versions, self._loses_entry = keeps_order, has_versions, loses_entry
         self._planned: deque[tuple[BatchPlan, int]] = deque()
         self._done: dict[int, StepResult] = {}
@@ -126,7 +126,7 @@ class Lagging:
     def _result(self, step_id: int) -> StepResult:
         while step_id not in self._done:
             plan, version = self._planned.popleft()
-            self.num_moved += bool(plan.rows.size) and self._versions.relocation_version > version
+            self.num_moved += bool(plan.rows.size) and self._cache.relocation_version > version
             self._done[plan.step_id] = self._executor.submit(plan).result()
         return self._done.pop(step_id)
 
