@@ -1,10 +1,14 @@
-"""The order of a row's lengths, which ``check`` asserts after each step of other tests."""
+"""The order of a row's lengths, which ``check`` asserts after each step of other tests, and who writes them."""
 
 from __future__ import annotations
+
+import ast
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hiserve.engine import rows as module
 from tests.helpers.steps import Steps
 
 PAGE = 4
@@ -70,3 +74,29 @@ def test_lengths_are_in_order_from_admission_to_release(num_draft: int) -> None:
     rows.check()
     assert not rows.active.size
     assert len(steps.said[1]) == len(steps.said[2]) == 20
+
+
+def written(path: Path, columns: set[str], base: str) -> set[str]:
+    """Columns that a file assigns to, whole or in part, by line; ``base`` is what their owner's name ends with."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for each in (part for target in targets for part in getattr(target, "elts", [target])):
+            column = each.value if isinstance(each, ast.Subscript) else each
+            if not isinstance(column, ast.Attribute) or column.attr not in columns:
+                continue
+            if ast.unparse(column.value).endswith(base):
+                found.add(f"{path.name}:{column.lineno} {column.attr}")
+    return found
+
+
+def test_no_other_file_of_the_engine_writes_a_column(tmp_path: Path) -> None:
+    state = in_flight(0).rows
+    columns = {name for name, value in vars(state).items() if isinstance(value, np.ndarray)}
+    home = Path(module.__file__)
+    assert len(written(home, columns, "self")) > len(columns) > 15
+    planted = tmp_path / "planted.py"
+    planted.write_text("state.known[row] += 1\nnum = state.known.sum()\nself._rows.uid[row], state.known = 1, 2\n")
+    paths = [planted, *(path for path in home.parent.glob("*.py") if path != home)]
+    found = {line for path in paths for base in ("state", "rows") for line in written(path, columns, base)}
+    assert found == {"planted.py:1 known", "planted.py:3 known", "planted.py:3 uid"}
