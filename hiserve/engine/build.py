@@ -31,14 +31,12 @@ from hiserve.core.step_memory import step_memory
 from hiserve.engine.draft_costs import DraftTimer
 from hiserve.engine.drafting import open_proposer
 from hiserve.engine.executor import Executor
-from hiserve.engine.host_recovery import recover_host_pages
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
 from hiserve.engine.runner_factory import make_runners
 from hiserve.engine.startup import CudaMemoryMeter, await_memory, compile_steps, profile_steps, warm_up_steps
-from hiserve.engine.tier_transfers import TierTransfers
-from hiserve.engine.transfer_factory import make_registrar, make_transfers
+from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
 from hiserve.errors import ResourceError
 from hiserve.models.attention_shapes import attention_shape
 from hiserve.models.builtin_shapes import read_model

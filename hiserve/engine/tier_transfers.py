@@ -1,12 +1,20 @@
-"""Carries out the copies between tiers that plans order."""
+"""The tiers below the device, for the executor: their start on each device, and the copies that plans order."""
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
+from hiserve.cache.index.prefix_cache import PrefixCache
+from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
+from hiserve.cache.storage.pinning import CudaRegistrar
+from hiserve.cache.storage.prefault import Registrar
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.plan import BatchPlan
@@ -14,7 +22,72 @@ from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.runners.gate import PendingLoads
 
+logger = logging.getLogger(__name__)
+
+TOUCH_TIMEOUT_S = 600.0
 MAX_FAILED = 1024  # loads whose failure is remembered: more than plans can be submitted that still wait for one
+# The one table that turns a device into its engine: module and class. Those of CUDA need Triton.
+_ENGINES = {
+    "cpu": ("hiserve.cache.storage.transfer", "ThreadTransfers"),
+    "cuda": ("hiserve.cache.storage.cuda_transfer", "CudaTransfers"),
+}
+# Stores give way to everything else: what waits beyond this is dropped, and counted. Between the least and the most it is
+# a share of the device pool: pages on their way to the host are locked until they are there, so that this bounds what
+# eviction cannot have. The most holds what a few steps of prompts write, 0.94 GB each on an H200 with a model of 0.6B; the
+# least has room for a long order where the pool is small.
+_LEAST_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+_MAX_QUEUED_STORE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+_QUEUED_SHARE = 8  # one in so many bytes of the pool
+_MAX_STORE_BYTES_PER_S = {"cpu": 4e9, "cuda": 20e9}
+
+
+def make_registrar(device: str) -> Registrar | None:
+    """Returns what pins host memory for a device, ``cpu`` or ``cuda``; None where nothing must."""
+    return CudaRegistrar(torch.cuda.current_device()) if device == "cuda" else None
+
+
+def make_transfers(device: str, pool: DevicePool, host: HostPool) -> TransferEngine:
+    """Returns the engine between both pools; close it before them.
+
+    Args:
+        device: ``cpu`` or ``cuda``; there the current device is that of the pool.
+        pool: On the device.
+        host: With the registrar of the device.
+    """
+    module, name = _ENGINES[device]
+    make = getattr(importlib.import_module(module), name)
+    engine: TransferEngine = make(
+        pool,
+        host,
+        max_queued_bytes=_max_queued_bytes(device, pool),
+        max_store_bytes_per_s=_MAX_STORE_BYTES_PER_S[device],
+    )
+    return engine
+
+
+def _max_queued_bytes(device: str, pool: DevicePool) -> int:
+    share = pool.num_bytes // _QUEUED_SHARE
+    return max(_LEAST_QUEUED_STORE_BYTES[device], min(_MAX_QUEUED_STORE_BYTES[device], share))
+
+
+def recover_host_pages(host: HostPool, cache: PrefixCache) -> int:
+    """Inserts the valid pages of the segment into the index, once their memory is ready; other pages may follow later.
+
+    Args:
+        host: Just made; its records must not have been used.
+        cache: Just made, with no host page ready.
+
+    Returns:
+        Recovered pages; none where their memory cannot be had any more.
+    """
+    runs = host.recover()
+    if runs and not host.prefault.wait(1 + max(int(run.pages.max()) for run in runs), TOUCH_TIMEOUT_S):
+        host.clear()
+        runs = []
+    cache.grow_host(max(1, host.num_ready_pages))
+    num_pages = cache.recover(runs)
+    logger.info("adopted %d of %d pages of the host cache", num_pages, host.num_pages - 1)
+    return num_pages
 
 
 class TierTransfers:

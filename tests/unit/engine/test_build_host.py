@@ -31,8 +31,7 @@ from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy
 from hiserve.engine import build, runner_factory, worker
 from hiserve.engine.build import build_engine
-from hiserve.engine.host_recovery import recover_host_pages
-from hiserve.engine.tier_transfers import TierTransfers
+from hiserve.engine.tier_transfers import TierTransfers, recover_host_pages
 from hiserve.errors import ConfigError
 from hiserve.models.model_config import find_model
 from tests.helpers.host import NAMESPACE, PAGE_SIZE, fill, make_layout, make_run, told

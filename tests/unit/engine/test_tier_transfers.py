@@ -1,24 +1,29 @@
-"""The copier tells the gate how loads stand; what a store has to say ends the wait of an idle engine."""
+"""The copier tells the gate how loads stand; which engine copies for each device; a store's answer ends the wait of an idle engine."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hiserve.cache.storage.sim_store import SimStore
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.core.transfers import CopyKind, PageCopy, StoreLookup
+from hiserve.engine import tier_transfers
 from hiserve.engine.tier_transfers import TierTransfers
 from tests.helpers.host import make_run
-from tests.helpers.transfers import THREAD, TransferBench, ints
+from tests.helpers.transfers import GROUPS, THREAD, TransferBench, ints
 from tests.unit.runners.test_gate import make_plan
 
 BROKEN = 3
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -88,3 +93,34 @@ def test_an_answer_of_the_store_ends_the_wait_for_copies(bench: TransferBench) -
             bench.engine.wake()
     assert copier.take_found() == [(7, 0)]
     beyond.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "pool_gib", "queued_gib"), [("cuda", 1, 1), ("cuda", 16, 2), ("cuda", 100, 4), ("cpu", 100, 0.25)]
+)
+def test_stores_that_wait_lock_an_eighth_of_the_device_pool_or_what_a_long_order_takes(
+    monkeypatch: pytest.MonkeyPatch, device: str, pool_gib: int, queued_gib: float
+) -> None:
+    told: dict[str, Any] = {}
+
+    def make(pool: object, host: object, **options: Any) -> object:
+        told.update(options)
+        return object()
+
+    monkeypatch.setattr(tier_transfers.importlib, "import_module", lambda name: SimpleNamespace(Engine=make))
+    monkeypatch.setitem(tier_transfers._ENGINES, device, ("anywhere", "Engine"))
+    tier_transfers.make_transfers(device, SimpleNamespace(num_bytes=pool_gib * GIB), object())  # type: ignore[arg-type]
+    assert told["max_queued_bytes"] == queued_gib * GIB
+
+
+@pytest.mark.parametrize("device", tier_transfers._ENGINES)
+def test_the_engine_of_each_device_exists(device: str) -> None:
+    module, name = tier_transfers._ENGINES[device]
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_a_pool_knows_its_bytes() -> None:
+    bench = TransferBench(THREAD)
+    slots = bench.num_pages * bench.host.layout.page_size
+    assert bench.device.num_bytes == slots * sum(group.slot_bytes for group in GROUPS)
+    bench.close()
