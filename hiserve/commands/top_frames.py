@@ -1,196 +1,156 @@
-"""What ``hiserve top`` reads from a server, and how fast it grows."""
+"""What ``hiserve top`` reads from a server: ``/metrics``, and ``/server_info`` for its workers."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from hiserve.bench.cache.copy_counts import CacheStatsReply, ReplicaCacheStats, sum_copies
-from hiserve.bench.scrape import Series, increases, total
 from hiserve.errors import UnavailableError
-from hiserve.ipc.cache_stats import CopyStats
+from hiserve.ipc.cache_stats import CacheStats
 
-TIERS = ("device", "host", "store")
-# What a replica tells of the store as a whole.
-SHARED = ("num_pages", "num_bytes")
-# Rates are those of so many seconds.
-WINDOW_S = 10.0
-_T = TypeVar("_T")
+PREFIX = "hiserve:"
+WINDOW_S = 10.0  # of rates
+Series = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class TopStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The shown part of ``WorkerStats``."""
+
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    generated_tokens: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    cache: CacheStats = CacheStats()
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker in ``/server_info``.
-
-    Attributes:
-        replica: Index from 0.
-        pid: Process id.
-        incarnation: Grows with each restart.
-        num_pages: KV pages.
-        stats: Gauges and counters by name.
-    """
+    """The shown part of ``WorkerFacts``."""
 
     replica: int = 0
     pid: int = 0
     incarnation: int = 0
     num_pages: int = 0
-    stats: dict[str, Any] = {}
+    stats: TopStats = TopStats()
 
 
-class ServerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """As much of ``/server_info`` as is shown."""
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The shown part of ``/server_info``."""
 
     version: str = ""
     served_model_name: str = ""
     not_ready_because: str | None = None
     engine_error: str | None = None
-    num_queued: int = 0
     config: dict[str, dict[str, Any] | None] = {}
-    memory_bytes: dict[str, float] = {}
     workers: list[WorkerInfo] = []
 
 
-class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of ``/get_load``."""
-
-    num_reqs: int = 0
-    num_waiting_reqs: int = 0
-    num_tokens: int = 0
-
-
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was read at one time; what the server does not show is empty.
+class Frame(NamedTuple):
+    """The state of a server at one time.
 
     Attributes:
-        at_s: When, by ``time.monotonic``.
-        info: What ``/server_info`` says, or None.
-        load: What ``/get_load`` says.
-        caches: What ``/cache/stats`` says.
-        counters: Those of ``/metrics``.
-        hidden: HTTP status of each path that gave nothing.
+        at_s: By ``time.monotonic``.
+        info: None if the server does not show it.
+        series: Labels and values of each metric of ``/metrics``, by its name without ``hiserve:`` and ``_total``.
+        hidden: Sentences about what the server does not show.
     """
 
     at_s: float
-    info: ServerStatus | None
-    load: list[WorkerLoad]
-    caches: list[ReplicaCacheStats]
-    counters: Series
-    hidden: dict[str, int]
+    info: ServerInfo | None
+    series: Series
+    hidden: tuple[str, ...] = ()
 
     @property
     def workers(self) -> list[WorkerInfo]:
         """The workers, if the server shows them."""
         return self.info.workers if self.info else []
 
-    def stat(self, name: str) -> float:
-        """Sums a gauge or counter of all workers."""
-        return sum(number(worker.stats, name) for worker in self.workers)
+    def worker(self, replica: int) -> TopStats:
+        """Returns a worker's counters; zeros if it is not there."""
+        return next((worker.stats for worker in self.workers if worker.replica == replica), TopStats())
 
-    def counter(self, name: str, **labels: str) -> float:
-        """Sums a counter of ``/metrics``; one that is not there is 0."""
-        return total(self.counters, name, **labels) or 0.0
-
-    def tier(self, name: str) -> Mapping[str, float]:
-        """Sums the numbers of a tier over all replicas; empty for a tier that is not there.
-
-        What a store holds is not summed: all replicas share it. Without ``/cache/stats``, the device's are those that the workers tell.
-        """
+    def by(self, label: str, name: str, **where: str) -> dict[str, float]:
+        """Sums the series of a metric with the labels ``where``, by the values of a label; the largest first."""
         found: dict[str, float] = defaultdict(float)
-        for replica in self.caches:
-            tier = replica.tiers.get(name) or {}
-            for key in tier:
-                is_shared = name == "store" and key in SHARED
-                found[key] = max(found[key], number(tier, key)) if is_shared else found[key] + number(tier, key)
-        if not found and name == "device" and self.workers:
-            names = {"num_free": "free_pages", "num_evictable": "evictable_pages", "num_evicted": "evicted_pages"}
-            found.update({key: self.stat(stat) for key, stat in names.items()})
-            found["num_pages"] = sum(worker.num_pages for worker in self.workers)
-        return found
+        for labels, value in self.series.get(name, ()):
+            if where.items() <= labels.items():
+                found[labels.get(label, "")] += value
+        return {key: found[key] for key in sorted(found, key=found.__getitem__, reverse=True)}
 
-    def copies(self, kind: str) -> CopyStats:
-        """Sums the copies of one kind over all replicas."""
-        return sum_copies(self.caches, kind)
+    def value(self, name: str, **where: str) -> float:
+        """Sums the series of a metric with these labels; 0 if there is none."""
+        return sum(self.by("", name, **where).values())
 
-    def store_errors(self) -> list[str]:
-        """Returns the last error that each replica met in the store, if it met any."""
-        stores = [replica.tiers.get("store") or {} for replica in self.caches]
-        return [error for store in stores if (error := str(store.get("last_error", "")))]
-
-    def verdicts(self, verdict: str) -> Counter[str]:
-        """Sums the steps of all workers with this verdict of the gate, by reason."""
-        found: Counter[str] = Counter()
-        for worker in self.workers:
-            found.update(worker.stats.get("graph_gate", {}).get(verdict, {}))
-        return found
-
-    def misses(self) -> Counter[str]:
-        """Sums the requests that missed over all replicas, by reason."""
-        found: Counter[str] = Counter()
-        for replica in self.caches:
-            found.update(replica.misses)
-        return found
+    def pages(self, name: str, **where: str) -> float:
+        """Returns the same in pages, for a metric that counts tokens."""
+        sizes = [labels["page_size"] for labels, _ in self.series.get("cache_config_info", ()) if "page_size" in labels]
+        return self.value(name, **where) / int(sizes[0] if sizes else 1)
 
 
-class FrameReader:
-    """Asks a server.
+def read_frame(client: httpx.Client) -> Frame:
+    """Asks a server for its state.
 
     Args:
-        client: Bound to it, with the key if one is needed.
+        client: Bound to the server, with the key if one is needed.
+
+    Raises:
+        UnavailableError: The server cannot be reached, or is not hiserve.
     """
-
-    def __init__(self, client: httpx.Client) -> None:
-        self._client = client
-
-    def read(self) -> Frame:
-        """Asks for everything once.
-
-        Raises:
-            UnavailableError: The server cannot be reached, or is none of ours.
-        """
-        hidden: dict[str, int] = {}
-        info = self._ask("/server_info", ServerStatus, hidden)
-        load = self._ask("/get_load", list[WorkerLoad], hidden)
-        caches = self._ask("/cache/stats", CacheStatsReply, hidden)
-        metrics = self._get("/metrics")
-        if info is None and load is None:
-            raise UnavailableError(
-                f"{self._client.base_url} shows neither /server_info (status {hidden['/server_info']}) nor /get_load "
-                f"({hidden['/get_load']}). Give a key with --api-key-file, or another --url."
-            )
-        return Frame(
-            at_s=time.monotonic(),
-            info=info,
-            load=load or [],
-            caches=caches.replicas if caches else [],
-            counters=increases(b"", metrics.content if metrics.status_code == 200 else b""),
-            hidden=hidden,
+    answers = {path: _get(client, path) for path in ("/server_info", "/metrics")}
+    info, metrics = answers.values()
+    if metrics.status_code != 200 and info.status_code != 200:
+        codes = ", ".join(f"{path} answers {answer.status_code}" for path, answer in answers.items())
+        raise UnavailableError(
+            f"{client.base_url} shows nothing: {codes}. Give a key with --api-key-file, or another --url."
         )
+    hidden = [f"{path} {_refusal(answer)}" for path, answer in answers.items() if answer.status_code != 200]
+    try:
+        read = msgspec.json.decode(info.content, type=ServerInfo, strict=False) if info.status_code == 200 else None
+    except msgspec.DecodeError as error:
+        raise UnavailableError(f"/server_info of {client.base_url} is not hiserve's: {error}.") from None
+    try:
+        series = read_series(metrics.text) if metrics.status_code == 200 else {}
+    except ValueError as error:
+        raise UnavailableError(f"/metrics of {client.base_url} is not hiserve's: {error}.") from None
+    if metrics.status_code == 200 and "prompt_tokens" not in series:
+        hidden.append("/metrics shows requests and cache to the admin key alone")
+    return Frame(time.monotonic(), read, series, tuple(hidden))
 
-    def _ask(self, path: str, kind: type[_T], hidden: dict[str, int]) -> _T | None:
-        answer = self._get(path)
-        if answer.status_code == 200:
-            try:
-                return msgspec.json.decode(answer.content, type=kind, strict=False)
-            except msgspec.DecodeError as error:
-                raise UnavailableError(
-                    f"{path} of {self._client.base_url} is not as hiserve words it: {error}."
-                ) from None
-        hidden[path] = answer.status_code
-        return None
 
-    def _get(self, path: str) -> httpx.Response:
-        try:
-            return self._client.get(path)
-        except httpx.HTTPError as error:
-            raise UnavailableError(f"cannot reach the server at {self._client.base_url}: {error}.") from None
+def read_series(text: str) -> Series:
+    """Returns the series of hiserve in a text of Prometheus.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    series: Series = defaultdict(list)
+    for family in text_string_to_metric_families(text):
+        for name, labels, value, *_ in family.samples:
+            if name.startswith(PREFIX):
+                series[name.removeprefix(PREFIX).removesuffix("_total")].append((labels, value))
+    return series
+
+
+def _refusal(answer: httpx.Response) -> str:
+    return "needs the admin key" if answer.status_code in (401, 403) else f"answers {answer.status_code}"
+
+
+def _get(client: httpx.Client, path: str) -> httpx.Response:
+    try:
+        return client.get(path)
+    except httpx.HTTPError as error:
+        raise UnavailableError(f"cannot reach the server at {client.base_url}: {error}.") from None
 
 
 class FrameHistory:
-    """The frames of the last seconds.
+    """The frames of the last ``WINDOW_S`` seconds.
 
     Attributes:
         newest: The last one.
@@ -201,25 +161,19 @@ class FrameHistory:
         self._frames = deque([first])
 
     def add(self, frame: Frame) -> None:
-        """Adds a frame; forgets those that are too old, but for one."""
+        """Adds a frame; drops those that are too old, but for one."""
         self.newest = frame
         self._frames.append(frame)
         while len(self._frames) > 2 and self._frames[1].at_s <= frame.at_s - WINDOW_S:
             self._frames.popleft()
 
     def growth(self, value: Callable[[Frame], float]) -> float | None:
-        """Returns by how much something grew in the last seconds; None with a single frame, 0 when it fell."""
+        """Returns the growth of a number in this time; None with a single frame, 0 if it fell."""
         if len(self._frames) < 2:
             return None
         return max(0.0, value(self.newest) - value(self._frames[0]))
 
     def rate(self, value: Callable[[Frame], float]) -> float | None:
-        """Returns the same per second."""
+        """Returns the growth per second."""
         grown = self.growth(value)
         return None if grown is None else grown / max(self.newest.at_s - self._frames[0].at_s, 1e-9)
-
-
-def number(found: dict[str, Any], name: str) -> float:
-    """Returns a number by name; 0 when there is none."""
-    value = found.get(name)
-    return value if isinstance(value, int | float) else 0

@@ -11,45 +11,68 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from hiserve import cli
-from hiserve.bench.cache.copy_counts import ReplicaCacheStats
 from hiserve.commands import serve
-from hiserve.commands.top_board import draw
-from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, ServerStatus, WorkerLoad
-from hiserve.ipc.cache_stats import CopyStats
+from hiserve.commands.top import draw
+from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, ServerInfo, read_series
+from hiserve.core.draft_use import DraftStats, DraftUse
+from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
+from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
+from hiserve.server.metrics import Metrics
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import Asked, FakeServer, Handler, Out
 from tests.helpers.running import Running
 from tests.unit.server.conftest import make_server, reply_script
 
-STATS = {"running": 2, "waiting": 1, "free_pages": 10, "evictable_pages": 50, "steps": 100, "generated_tokens": 40}
-WORKER = {"replica": 0, "pid": 77, "incarnation": 3, "num_pages": 100, "stats": STATS, "startup_s": {}}
-INFO = {"version": "9.9", "served_model_name": "tiny", "not_ready_because": None, "workers": [WORKER], "config": {}}
-TIER = {"num_pages": 200, "num_ready": 160, "num_free": 40, "num_evictable": 80, "num_evicted": 7}
-STORE = {"num_pages": 321, "num_bytes": 5 << 30, "num_hits": 9, "num_refused": 0, "num_evicted": 4, "last_error": ""}
-LOADS = {
-    "num_wanted": 30,
-    "num_fulfilled": 20,
-    "num_in_flight": 4,
-    "unfulfilled": {"broken": 6},
-    "num_bytes": 2 * 10**9,
-}
-CACHE = {
-    "replica": 0,
-    "incarnation": 3,
-    "tiers": {"device": TIER, "host": TIER | {"num_evicted": 8}, "store": STORE},
-    "loads": LOADS | {"seconds": 0.5, "something_new": [1]},
-    "misses": {"cold": 5, "evicted": 9},
-}
-METRICS = """hiserve:prompt_tokens_total{model_name="m"} 1000.0
-hiserve:prefix_cache_queries_total{model_name="m"} 1000.0
-hiserve:prefix_cache_hits_total{model_name="m"} 600.0
-hiserve:cached_tokens_total{cache_source="device",model_name="m"} 400.0
-hiserve:cached_tokens_total{cache_source="host",model_name="m"} 200.0
-"""
+TIER = TierStats(num_pages=160, num_free=40, num_evictable=80, num_evicted=7)
+STORE = StoreStats(num_pages=321, num_bytes=5 << 30, num_hits=9, num_evicted=4)
+LOADS = CopyStats(30, 20, 4, {"broken": 6}, num_bytes=2 * 10**9, seconds=0.5)
+CACHE = CacheStats(
+    device=TIER,
+    host=msgspec.structs.replace(TIER, num_evicted=8),
+    store=STORE,
+    loads=LOADS,
+    misses={"cold": 5, "evicted": 9},
+)
+STATS = WorkerStats(
+    running=2, waiting=1, free_pages=10, evictable_pages=50, steps=100, generated_tokens=40, cache=CACHE
+)
+PAGE = 16
+
+
+def workers(stats: WorkerStats, num_pages: int = 100) -> list[WorkerFacts]:
+    """Two workers with the same numbers."""
+    return [WorkerFacts(replica, 77 + replica, 3, {}, num_pages, stats) for replica in (0, 1)]
+
+
+def info(of: list[WorkerFacts], **more: Any) -> dict[str, Any]:
+    """``/server_info``, as far as the board reads it."""
+    shown: list[dict[str, Any]] = msgspec.to_builtins(of)
+    for worker in shown:
+        worker["stats"] |= {"drafts": "shown in other words", "something_new": [1]}
+    return {"version": "9.9", "served_model_name": "tiny", "not_ready_because": None, "workers": shown, **more}
+
+
+def metrics(of: list[WorkerFacts]) -> bytes:
+    """``/metrics``, as a server with these workers writes it."""
+    counted = Metrics("tiny", page_size=PAGE, compat="vllm")
+    counted.prompt_tokens.inc(1000)
+    counted.prefix_queries.inc(1000)
+    counted.prefix_hits.inc(600)
+    counted.cached_tokens["device"].inc(400)
+    counted.cached_tokens["host"].inc(200)
+    counted.observe(Status(ticket=1, queued=1, queued_tokens=10, workers=of))
+    return counted.render()
+
+
+def showing(stats: WorkerStats, num_pages: int = 100, **more: Any) -> dict[str, tuple[int, Any]]:
+    """The answers of a server."""
+    of = workers(stats, num_pages)
+    return {"server_info": (200, info(of, **more)), "metrics": (200, metrics(of))}
 
 
 def answering(status: int, content: Any) -> Handler:
@@ -60,12 +83,7 @@ def answering(status: int, content: Any) -> Handler:
 
 
 def routes(**changed: tuple[int, Any]) -> dict[str, Handler]:
-    given = {
-        "server_info": (200, INFO),
-        "get_load": (200, [{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 3, "num_tokens": 64}]),
-        "cache/stats": (200, {"replicas": [CACHE, CACHE | {"replica": 1}]}),
-        "metrics": (200, METRICS.encode()),
-    }
+    given = showing(STATS, config={"cache": {"store": "file:/x"}})
     return {f"/{path}": answering(*answer) for path, answer in (given | changed).items()}
 
 
@@ -94,8 +112,9 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
     out = words(capsys)
     for text in (
         "hiserve 9.9, tiny",
-        "2 running, 3 waiting",
-        "80 160 80 14 – 40.0%",  # the device of both replicas, what is not ready left out: 320 - 160 - 80
+        "4 running, 3 waiting",
+        "per second – – – – in all 1,000 600 0 200",
+        "80 160 80 14 – 40.0%",  # the device of both replicas
         "80 160 80 16 – 20.0%",
         "store 5.00 GiB 321 8 – 0.0%",  # one store that both share, emptied by each of them
         "pages of the store: delivered 18 requests that missed",
@@ -104,6 +123,7 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
         "host → device – – 40 8 4.00",
         "host → device, pages not copied: broken 12",
         "0 3 2 1 – – 10 of 100 50 77",
+        "1 3 2 1 – – 10 of 100 50 78",
     ):
         assert text in out, text
     assert "device → host" not in out
@@ -111,38 +131,49 @@ async def test_one_frame_shows_tiers_hits_copies_requests_and_workers(capsys: An
 
 async def test_a_terminal_of_80_columns_cuts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    large = dict.fromkeys(TIER, 1234567) | {"num_pages": 4_000_000, "num_ready": 4_000_000}
-    copies = LOADS | {"num_fulfilled": 12_345_678, "num_in_flight": 1234, "seconds": 0.5}
-    cache = CACHE | {"tiers": {"device": large, "host": large, "store": STORE}}
-    cache |= dict.fromkeys(("loads", "stores", "prefetches", "uploads"), copies)
-    stats = STATS | {"free_pages": 1_000_000, "evictable_pages": 1_000_000, "running": 512, "waiting": 1024}
-    info = INFO | {"workers": [WORKER | {"num_pages": 4_000_000, "stats": stats}]}
-    changed = {"cache/stats": (200, {"replicas": [cache]}), "server_info": (200, info)}
-    async with serving(**changed) as server:
+    large = TierStats(num_pages=2_469_134, num_free=617_284, num_evictable=617_284, num_evicted=617_284)
+    copies = msgspec.structs.replace(LOADS, num_wanted=6_172_839, num_fulfilled=6_172_839, num_in_flight=617)
+    cache = CacheStats(large, large, STORE, loads=copies, stores=copies, prefetches=copies, uploads=copies)
+    stats = msgspec.structs.replace(
+        STATS, free_pages=1_000_000, evictable_pages=1_000_000, running=512, waiting=1024, cache=cache
+    )
+    async with serving(**showing(stats, 4_000_000)) as server:
         assert await top("--url", server.url, "--once") == 0
     out = capsys.readouterr().out
     assert "…" not in out, out
     assert max(map(len, out.splitlines())) <= 80
     said = " ".join(out.split())
-    for text in ("evicted: device 1,234,567, host 1,234,567, store 4", "1,234,567 1,234,567", "12,345,678 1,234 4.00"):
+    for text in ("evicted: device 1,234,568, host 1,234,568, store 8", "1,234,568 1,234,568", "12,345,678 1,234 4.00"):
         assert text in said, (text, out)
     assert "512 1,024 – – 1,000,000 of 4,000,000" in said, out
 
 
 async def test_what_a_server_does_not_show_is_said_and_the_rest_is_shown(capsys: Any) -> None:
     refusal = {"error": {"message": "no"}}
-    changed = {"server_info": (403, refusal), "cache/stats": (404, refusal), "metrics": (404, b"")}
-    async with serving(**changed) as server:
+    async with serving(server_info=(403, refusal)) as server:
         assert await top("--url", server.url, "--once") == 0
     out = words(capsys)
-    assert "/server_info needs the admin key" in out and "/cache/stats answers 404" in out
-    assert "2 running, 3 waiting" in out and "no copies" in out
+    assert "/server_info needs the admin key" in out and "workers" not in out
+    assert "4 running, 3 waiting" in out and "80 160 80 14 – 40.0%" in out
+    async with serving(metrics=(404, b"")) as server:
+        assert await top("--url", server.url, "--once") == 0
+    out = words(capsys)
+    assert "/metrics answers 404" in out and "no copies" in out and "10 of 100" in out
+
+
+async def test_without_the_admin_key_the_public_metrics_are_shown(capsys: Any) -> None:
+    counted = Metrics("tiny", page_size=PAGE, compat="none")
+    counted.observe(Status(ticket=1, queued=1, queued_tokens=10, workers=workers(STATS)))
+    async with serving(server_info=(401, {}), metrics=(200, counted.render(is_whole=False))) as server:
+        assert await top("--url", server.url, "--once") == 0
+    out = words(capsys)
+    assert "4 running, 3 waiting" in out
+    assert "/metrics shows requests and cache to the admin key alone" in out
 
 
 async def test_how_steps_were_run_is_shown_where_graphs_are_replayed(capsys: Any) -> None:
     async def shown(**counts: dict[str, int]) -> str:
-        workers = [WORKER | {"stats": STATS | {"graph_gate": counts}}] * 2
-        async with serving(server_info=(200, INFO | {"workers": workers})) as server:
+        async with serving(**showing(msgspec.structs.replace(STATS, graph_gate=counts))) as server:
             assert await top("--url", server.url, "--once") == 0
         return words(capsys)
 
@@ -152,23 +183,14 @@ async def test_how_steps_were_run_is_shown_where_graphs_are_replayed(capsys: Any
 
 
 async def test_what_became_of_drafts_is_shown_where_there_are_any(capsys: Any) -> None:
-    counts = "".join(
-        f'hiserve:spec_decode_num_{name}_total{{cache_source="{source}",model_name="m"}} {count}\n'
-        for source in ("cold", "host")
-        for name, count in (("drafts", 500.0), ("draft_tokens", 1500.0), ("accepted_tokens", 700.0))
-    )
-    async with serving(metrics=(200, (METRICS + counts).encode())) as server:
+    use = DraftUse(verify_steps=250, proposed=750, accepted_per_position=(200, 150))
+    stats = msgspec.structs.replace(STATS, drafts=DraftStats({"cold": use, "host": use}))
+    async with serving(**showing(stats)) as server:
         assert await top("--url", server.url, "--once") == 0
     assert "drafts: 1,400 of 3,000 accepted, 2.40 tokens a verifying step" in words(capsys)
     async with serving() as server:
         assert await top("--url", server.url, "--once") == 0
     assert "drafts" not in words(capsys)
-
-
-async def test_without_cache_stats_the_device_is_what_the_workers_tell(capsys: Any) -> None:
-    async with serving(**{"cache/stats": (404, {})}) as server:
-        assert await top("--url", server.url, "--once") == 0
-    assert "40 50 10 0 – 40.0%" in words(capsys)
 
 
 async def test_the_key_is_sent(tmp_path: Path) -> None:
@@ -182,9 +204,9 @@ async def test_the_key_is_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"server_info": (401, {}), "get_load": (401, {})}, "Give a key with --api-key-file"),
+        ({"server_info": (401, {}), "metrics": (401, {})}, "Give a key with --api-key-file"),
         ({"server_info": (200, {"workers": 3})}, "/server_info"),
-        ({"get_load": (200, b"<html>")}, "/get_load"),
+        ({"metrics": (200, b"<html>")}, "/metrics"),
     ],
 )
 async def test_a_server_of_another_kind_is_told_in_one_line(changed: Any, said: str, capsys: Any) -> None:
@@ -209,7 +231,7 @@ async def test_no_server_and_wrong_options_are_told(capsys: Any) -> None:
 async def test_the_board_ends_when_the_server_has_gone_and_says_so(capsys: Any) -> None:
     async with serving() as server:
         running = asyncio.create_task(top("--url", server.url, "--interval-s", "0.05"))
-        while len(server.asked) < 9:  # two frames and more
+        while len(server.asked) < 5 and not running.done():  # two frames and more
             await asyncio.sleep(0.01)
     assert await running == 1
     assert "the server has gone away: cannot reach" in capsys.readouterr().err
@@ -219,7 +241,7 @@ async def test_ctrl_c_ends_the_board_without_a_word_of_error() -> None:
     async with serving() as server:
         command = [sys.executable, "-m", "hiserve.cli", "top", "--url", server.url, "--interval-s", "0.05"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            while len(server.asked) < 9:
+            while len(server.asked) < 5 and process.poll() is None:
                 await asyncio.sleep(0.02)
             process.send_signal(signal.SIGINT)
             out, err = await asyncio.to_thread(process.communicate, timeout=30)
@@ -241,14 +263,21 @@ async def test_the_real_application_is_shown(capsys: Any) -> None:
 # --- rates ------------------------------------------------------------------------------------
 
 
-def frame(at: float, *, asked: float = 0.0, host: float = 0.0, loads: CopyStats | None = None) -> Frame:
-    counters = {
-        "hiserve:prefix_cache_queries_total{}": asked,
-        'hiserve:cached_tokens_total{cache_source="host"}': host,
-        "hiserve:generation_tokens_total{}": host,
-    }
-    caches = [ReplicaCacheStats(tiers={"host": TIER}, loads=loads or CopyStats())]
-    return Frame(at_s=at, info=None, load=[WorkerLoad()], caches=caches, counters=counters, hidden={})
+SERIES = """\
+hiserve:cache_config_info{{page_size="16"}} 1
+hiserve:prefix_cache_queries_total {asked}
+hiserve:cached_tokens_total{{cache_source="host"}} {host}
+hiserve:generation_tokens_total {host}
+"""
+
+
+def frame(at: float, *, asked: float = 0.0, host: float = 0.0, loads: CopyStats | None = None, more: str = "") -> Frame:
+    text = SERIES.format(asked=asked, host=host) + more
+    if loads is not None:
+        of = workers(WorkerStats(cache=CacheStats(loads=loads)))[:1]
+        copied = [line for line in metrics(of).decode().splitlines() if 'copy="load"' in line]
+        text += "".join(line + "\n" for line in copied if not line.startswith("#"))
+    return Frame(at, None, read_series(text))
 
 
 def shown(history: FrameHistory) -> str:
@@ -273,21 +302,22 @@ def test_only_the_last_seconds_count_and_one_frame_before_them() -> None:
     history = FrameHistory(frame(0))
     for second in range(1, 31):
         history.add(frame(second, host=second if second < 20 else 20 + 10 * (second - 20)))
-    assert history.rate(lambda each: each.counter("cached_tokens_total")) == pytest.approx(100 / WINDOW_S)
+    assert history.rate(lambda each: each.value("cached_tokens")) == pytest.approx(100 / WINDOW_S)
 
 
 def test_a_counter_that_fell_did_not_grow() -> None:
     history = FrameHistory(frame(0, host=50))
-    assert history.rate(lambda each: each.counter("cached_tokens_total")) is None
+    assert history.rate(lambda each: each.value("cached_tokens")) is None
     history.add(frame(1, host=3))
-    assert history.growth(lambda each: each.counter("cached_tokens_total")) == 0.0
+    assert history.growth(lambda each: each.value("cached_tokens")) == 0.0
 
 
 def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None:
     def board(**store: Any) -> str:
-        info = ServerStatus(config={"cache": {"store_gib": 2.5}})
-        caches = [ReplicaCacheStats(tiers={"store": store})]
-        return shown(FrameHistory(Frame(at_s=0, info=info, load=[], caches=caches, counters={}, hidden={})))
+        of = workers(WorkerStats(cache=CacheStats(store=StoreStats(**store))))
+        config = {"cache": {"store": "file:/x", "store_gib": 2.5}}
+        read = msgspec.convert(info(of[:1], config=config), ServerInfo)
+        return shown(FrameHistory(Frame(0, read, read_series(metrics(of[:1]).decode()))))
 
     assert "store 0.00 of 2.5 GiB 0 0 " in board(num_pages=0, num_bytes=0)
     assert "none asked for or written yet" in board(num_pages=0, num_bytes=0)
@@ -297,11 +327,9 @@ def test_a_store_shows_its_size_of_what_it_may_have_and_its_last_error() -> None
 
 
 def test_a_bar_shows_what_is_there_however_little() -> None:
-    tier = {"num_pages": 10_000, "num_free": 9_997, "num_evictable": 2}
-    history = FrameHistory(
-        Frame(at_s=0, info=None, load=[], caches=[ReplicaCacheStats(tiers={"host": tier})], counters={}, hidden={})
-    )
-    out = shown(history)
+    counts = {"held": 1, "evictable": 2, "free": 9_997}
+    text = [f'hiserve:cache_pages{{tier="host",state="{state}"}} {count}\n' for state, count in counts.items()]
+    out = shown(FrameHistory(frame(0, more="".join(text))))
     bar = next(word for word in out.split() if "·" in word and len(word) > 5)
     assert (bar.count("█"), bar.count("▒"), len(bar)) == (1, 1, 36)
 
