@@ -14,15 +14,13 @@ from hiserve.config import Runner
 from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.models.decoder import Decoder
-from hiserve.runners.buckets import mixed_buckets, row_buckets, token_buckets
 from hiserve.runners.canary import Canary
-from hiserve.runners.capture import Capture
+from hiserve.runners.capture import Capture, mixed_buckets, row_buckets, token_buckets
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.runners.draft_graphs import DraftCapture
-from hiserve.runners.eager import EagerRunner
+from hiserve.runners.eager import EagerRunner, LogitsHead
 from hiserve.runners.graph import GraphRunner
-from hiserve.runners.logits_head import LogitsHead
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 

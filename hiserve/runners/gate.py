@@ -1,7 +1,8 @@
-"""The gate: every step passes it before its forward is launched, and nobody else decides how it may be.
+"""The gate: every step passes it before its forward is launched, and it alone decides how the step runs.
 
-In this order. What it would read failed to arrive: it is deferred, for an eager forward would read the same. Loads that it reads are on their way: it is launched behind them, on the device. No graph was captured that
-computes it: it runs eagerly. Else a graph is replayed. A flush needs no verdict: it leaves the pages of running rows alone.
+Checks run in this order. (1) A load that the step reads has failed: the step is deferred, since an eager forward would read
+the same bytes. (2) Loads that it reads are open: the device waits for them before the step, whatever follows. (3) No captured
+graph covers the step: it runs eagerly. (4) Else a graph is replayed. A flush leaves the pages of running rows alone.
 """
 
 from __future__ import annotations
@@ -21,26 +22,24 @@ class Action(Enum):
 
     REPLAY = "replay"  # as a graph
     EAGER = "eager"  # op by op
-    DEFER = "defer"  # not at all; it is planned again
+    DEFER = "defer"  # the step does not run; it is planned again
 
 
 class Reason(Enum):
-    """Why, in one word for a counter."""
+    """Why, in one word for a counter. Each occurs in a whole engine (``tests/e2e/test_gate_reasons.py``)."""
 
     # Replayed: as which graph.
     DECODE = "decode"  # one token in each row
     VERIFY = "verify"  # the same number of tokens in each row, all but the first of them drafts
     MIXED = "mixed"  # rows that decode and a few prompts, up to the last attention
     PIECEWISE = "piecewise"  # anything, with breaks at attention
-    # Deferred: what it would read is not there.
+    # Deferred: bytes that it would read are missing.
     LOAD_FAILED = "load_failed"  # between planning and launch, where a thread launches
     # Eager, whatever the step.
     GRAPHS_OFF = "graphs_off"  # nothing was captured
-    STEP_FAILED = "step_failed"  # a replay of it has
-    STRICT_LOAD = "strict_load"  # any load is under way, and the gate is strict
-    STRICT_RELOCATION = (
-        "strict_relocation"  # a page of a live row has moved since the step before was planned, likewise
-    )
+    STEP_FAILED = "step_failed"  # a replay of it ran out of memory
+    STRICT_LOAD = "strict_load"  # the gate is strict, and any load is open
+    STRICT_RELOCATION = "strict_relocation"  # likewise, and a page of a live row moved after the last step was planned
     # Eager: no graph covers the step.
     WIDTH = "width"  # tokens per row, or not the same in each row
     ROWS = "rows"
@@ -70,10 +69,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class PendingLoads:
-    """How loads stand.
+    """The state of loads.
 
     Attributes:
-        open: Ops that were started and whose end nobody has taken.
+        open: Ops that were started and whose end was not processed yet.
         failed: Ops that ended without their bytes.
         last_started: The latest that was started: ops of loads start in their order. 0 is none.
     """
@@ -160,8 +159,7 @@ class StepFacts:
         num_decode: Rows up to the last that has one token before its drafts.
         decode_width: Most tokens of one of those.
         max_len: Upper bound of the longest row after the step, in tokens.
-        sampling: Name of the way of drawing that gives all its rows what they ask for.
-        may_replay: The planner has nothing against it.
+        sampling: Name of the variant that draws as all of its rows ask.
     """
 
     num_rows: int
@@ -171,7 +169,6 @@ class StepFacts:
     decode_width: int
     max_len: int
     sampling: str = ""
-    may_replay: bool = True
 
     @classmethod
     def of(cls, plan: BatchPlan, *, sampling: str = "") -> StepFacts:
@@ -191,27 +188,26 @@ class StepFacts:
             decode_width=int(num_new[:num_decode].max(initial=0)),
             max_len=0 if is_empty else int(plan.max_len.max()),
             sampling=sampling,
-            may_replay=plan.may_replay,
         )
 
 
 def admit(
     plan: BatchPlan, loads: PendingLoads, coverage: Coverage, step: StepFacts, *, has_moved: bool = False
 ) -> Decision:
-    """Decides over a step. Total: every plan gets exactly one verdict.
+    """Decides how a step runs. Total: every plan gets exactly one decision.
 
     Args:
         plan: Applied to the rows already, its copies started.
-        loads: How loads stand; those that the plan waits for were started.
+        loads: The state of loads; those that the plan waits for were started.
         coverage: What was captured.
-        step: The plan's own facts, and those of who runs it.
-        has_moved: A page of a live row has moved since the step before this one was planned, which may still run.
+        step: Facts of the plan and of the rows' sampling.
+        has_moved: A page of a live row moved after the previous step was planned, and that step may still run.
     """
     assert all(op <= loads.last_started for op in plan.waits), f"step {plan.step_id} waits for loads that never started"
     if any(op in loads.failed for op in plan.waits):
         return Decision(Action.DEFER, Reason.LOAD_FAILED)
     waits = tuple(op for op in plan.waits if op in loads.open)
-    refusal = _refusal(loads, coverage, step, has_moved)
+    refusal = _refusal(plan, loads, coverage, has_moved)
     if refusal is not None:
         return Decision(Action.EAGER, refusal, waits, sampling=step.sampling)
     full = _full(coverage, step)
@@ -227,11 +223,11 @@ def admit(
     return Decision(Action.EAGER, piecewise if full is Reason.WIDTH else full, waits, sampling=step.sampling)
 
 
-def _refusal(loads: PendingLoads, coverage: Coverage, step: StepFacts, has_moved: bool) -> Reason | None:
-    """Why no graph may be replayed, of whatever kind."""
+def _refusal(plan: BatchPlan, loads: PendingLoads, coverage: Coverage, has_moved: bool) -> Reason | None:
+    """Returns why no graph of any kind may be replayed; None if one may."""
     reasons = (
         (Reason.GRAPHS_OFF, not (coverage.full or coverage.mixed or coverage.piecewise)),
-        (Reason.STEP_FAILED, not step.may_replay),
+        (Reason.STEP_FAILED, not plan.may_replay),
         (Reason.STRICT_LOAD, coverage.is_strict and bool(loads.open)),
         (Reason.STRICT_RELOCATION, coverage.is_strict and has_moved),
     )

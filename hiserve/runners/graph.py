@@ -89,6 +89,7 @@ class GraphRunner:
         buckets: tuple[int, ...],
         drafts: DraftCapture | None = None,
     ) -> None:
+        assert max_len <= rows.max_len, f"graphs of rows of {max_len} tokens; a row holds {rows.max_len}"
         self._model = model
         self._layers = layers
         self._attention = attention

@@ -16,8 +16,8 @@ from hiserve.core.request import SamplingParams
 from hiserve.engine.executor import Executor
 from hiserve.runners.capture import Capture
 from hiserve.runners.dispatch import Dispatch
+from hiserve.runners.eager import LogitsHead
 from hiserve.runners.graph import GraphRunner
-from hiserve.runners.logits_head import LogitsHead
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
 from tests.helpers.attention import NO_PAGE

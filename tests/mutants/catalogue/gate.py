@@ -25,5 +25,5 @@ with gate._full, test_gate.test_a_step_is_replayed_exactly_when_every_limit_of_s
     False
 with gate._refusal, test_gate.test_a_step_that_may_not_be_replayed_runs_eagerly:
     "INV 47: the graph of a step that ran out of memory is replayed"
-    not step.may_replay
+    not plan.may_replay
     False

@@ -453,7 +453,7 @@ def test_graphs_are_paid_for_only_where_they_are_captured() -> None:
 
 
 def test_graphs_of_every_size_keep_their_page_tables() -> None:
-    from hiserve.runners.buckets import row_buckets
+    from hiserve.runners.capture import row_buckets
 
     memory = [resolve(make_config(page_size=size, max_running_requests=64), LARGE, SERVER).memory for size in (1, 16)]
     in_a_step, in_graphs = (
@@ -491,7 +491,7 @@ def test_what_drafts_take_is_shown_and_the_pool_leaves_room_for_it() -> None:
 
 
 def test_drafts_of_every_number_keep_their_logits_for_each_size_of_graph() -> None:
-    from hiserve.runners.buckets import row_buckets
+    from hiserve.runners.capture import row_buckets
 
     drafting = {steps: with_drafts(spec_steps=steps, max_running_requests=64) for steps in (1, 3)}
     logits = sum(row_buckets(64)) * 128_256 * 2
@@ -525,7 +525,7 @@ def test_sizes_of_graphs_are_no_more_than_planned() -> None:
         ROW_GRAPHS,
         TOKEN_BUCKETS,
     )
-    from hiserve.runners.buckets import row_buckets, token_buckets
+    from hiserve.runners.capture import row_buckets, token_buckets
     from hiserve.runners.draft_graphs import NUM_REHEARSED
     from hiserve.runners.graph import DRAWINGS
 

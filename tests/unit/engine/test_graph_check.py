@@ -22,7 +22,7 @@ from hiserve.engine.graph_check import LATE_ROW, NUM_WARM, STEPS, WIDTH, Checked
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.model_config import NANO
 from hiserve.models.speculation import model_facts
-from hiserve.runners.buckets import row_buckets, token_buckets
+from hiserve.runners.capture import row_buckets, token_buckets
 from tests.helpers.drafted import save_heads
 
 
