@@ -21,8 +21,8 @@ from hiserve.core.transfers import CopyKind
 from hiserve.engine.build import build_engine
 from hiserve.ipc.messages import Admit
 from hiserve.models.builtin_shapes import read_model
+from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.speculation import model_facts
 
 READY_TIMEOUT_S = 120.0
 

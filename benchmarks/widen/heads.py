@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.widen.target import Widened, wide_sizes, write_json
-from hiserve.models.hub import SINGLE
+from hiserve.models.checkpoint import SINGLE
 
 MAX_DRAFT_VOCAB = 32_000  # of an EAGLE-3 head, as the published ones for large vocabularies have it
 KINDS = ("eagle3", "mtp")

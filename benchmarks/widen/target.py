@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.widen.places import Places
 from benchmarks.widen.tensors import Filler
+from hiserve.models.checkpoint import INDEX, SINGLE
 from hiserve.models.generation_config import read_generation
-from hiserve.models.hub import INDEX, SINGLE
 from hiserve.models.model_config import ModelConfig, parse_config, read_model_config
 from hiserve.models.names import TensorSource, parameter_table
 

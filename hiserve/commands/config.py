@@ -12,7 +12,7 @@ from hiserve.core.devices import least_memory
 from hiserve.core.machine import probe
 from hiserve.core.resolve import GIB, resolve
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.speculation import model_facts
+from hiserve.models.draft_config import model_facts
 
 
 def run(config: Config) -> int:

@@ -28,7 +28,7 @@ from hiserve.core.resolve import GIB, Machine, resolve
 from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, HiserveError
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.speculation import model_facts
+from hiserve.models.draft_config import model_facts
 
 Level = Literal["ok", "note", "fail"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}

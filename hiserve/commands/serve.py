@@ -32,8 +32,8 @@ from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ResourceError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.config_fields import read_json
+from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.speculation import model_facts
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
 from hiserve.server.connection import HttpConnection

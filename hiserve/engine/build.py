@@ -38,13 +38,11 @@ from hiserve.engine.runner_factory import make_runners
 from hiserve.engine.startup import CudaMemoryMeter, await_memory, compile_steps, profile_steps, warm_up_steps
 from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
 from hiserve.errors import ResourceError
-from hiserve.models.attention_shapes import attention_shape
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.decoder import Decoder, load_decoder
-from hiserve.models.draft_config import DraftConfig
+from hiserve.models.decoder import Decoder, attention_shape, load_decoder
+from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.draft_heads import DraftHead, load_draft
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.canary import Canary
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch

@@ -10,9 +10,8 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.config import Config
 from hiserve.core.drafts import Proposer
 from hiserve.kernels.draft_ops import draft_ops_for
-from hiserve.models.attention_shapes import draft_attention_shape
 from hiserve.models.draft_config import DraftConfig
-from hiserve.models.draft_heads import DraftHead
+from hiserve.models.draft_heads import DraftHead, draft_attention_shape
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.spec.head import DraftPool, HeadProposer
 from hiserve.spec.ngram import NgramProposer

@@ -30,13 +30,11 @@ from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners
 from hiserve.ipc.graph_report import GraphReport, StepCheck
 from hiserve.ipc.messages import GateCounts
-from hiserve.models.attention_shapes import attention_shape
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.decoder import Decoder, load_decoder
-from hiserve.models.draft_config import DraftConfig
+from hiserve.models.decoder import Decoder, attention_shape, load_decoder
+from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.draft_heads import DraftHead, load_draft
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.speculation import page_groups, read_draft
 from hiserve.runners.device_rows import DeviceRows
 
 PROMPT_LEN, WIDTH, CHUNK_LEN, MAX_LEN = 16, 4, 61, 128

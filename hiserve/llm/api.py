@@ -29,8 +29,8 @@ from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Process
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.llm.prompt_inputs import Prompt, as_batch, check_tokens
 from hiserve.models.builtin_shapes import read_model
+from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.speculation import model_facts
 from hiserve.text.chat_request import ChatRequest, check_text, parse_chat
 from hiserve.text.conversation_encoder import ConversationEncoder
 from hiserve.text.detokenizer import TokenBytes

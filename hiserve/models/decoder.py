@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hiserve.attention.base import Attention
+from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, ForwardOutputs, LayerKV
 from hiserve.kernels.ops import Ops, ops_for
 from hiserve.layers.attention import SelfAttention
@@ -244,3 +244,22 @@ def load_decoder(
     """
     parameters = load_parameters(folder, config, getattr(torch, dtype), torch.device(device), load_format)
     return Decoder(config, parameters, config.context_length if max_len is None else max_len, aux_layers)
+
+
+def attention_shape(config: ModelConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
+    """Returns the shape of the attention in every layer.
+
+    Args:
+        config: Of the model.
+        dtype: Of queries, keys and values.
+        page_size: Tokens per page.
+    """
+    return AttentionShape(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        windows=config.windows,
+    )

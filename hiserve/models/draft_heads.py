@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hiserve.attention.base import Attention
+from hiserve.attention.base import Attention, AttentionShape
 from hiserve.core.forward import ForwardInputs, LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.errors import ModelError
@@ -18,11 +18,11 @@ from hiserve.layers.embedding import Embedding
 from hiserve.layers.linear import Linear
 from hiserve.layers.norm import RMSNorm
 from hiserve.layers.rotary import Rotary
-from hiserve.models.decoder import Decoder, Layer, load_decoder, make_layer
+from hiserve.models.decoder import Decoder, Layer, attention_shape, load_decoder, make_layer
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.draft_formats import Head
-from hiserve.models.draft_weights import load_head_parameters
 from hiserve.models.frequencies import rotary_frequencies
+from hiserve.models.weights import load_head_parameters
 
 
 class DraftHead(Protocol):
@@ -280,3 +280,8 @@ def _head(draft: DraftConfig) -> Head:
 
 def _ops(target: Decoder) -> Ops:
     return ops_for(target.embedding.weight.device)
+
+
+def draft_attention_shape(draft: DraftConfig, *, dtype: torch.dtype, page_size: int) -> AttentionShape:
+    """As ``attention_shape``, of a draft model or head. A head hides position 0: no hidden state precedes the first token."""
+    return replace(attention_shape(draft.model, dtype=dtype, page_size=page_size), hides_first=draft.head is not None)

@@ -12,12 +12,18 @@ from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.resolve import ModelFacts
 from hiserve.core.step_memory import StepShape
 from hiserve.errors import ModelError
-from hiserve.models.config_fields import ConfigFields, convert, read_json, refuse_oversize, respell
+from hiserve.models.checkpoint import Download, fetch, is_hub_name
+from hiserve.models.config_fields import (
+    ConfigFields,
+    convert,
+    read_json,
+    read_windows,
+    refuse_oversize,
+    respell,
+)
 from hiserve.models.family import FAMILIES
 from hiserve.models.generation_config import GenerationConfig, SamplingDefaults, as_ids, read_generation
-from hiserve.models.hub import Download, fetch, is_hub_name
 from hiserve.models.rope import RopeConfig, read_rope, stretched_context
-from hiserve.models.windows import read_windows
 
 NANO = "hiserve-nano"
 

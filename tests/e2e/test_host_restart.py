@@ -27,7 +27,7 @@ from hiserve.core.resolve import resolve
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
 from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.speculation import model_facts
+from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.identity import identified
 

@@ -18,7 +18,7 @@ from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.speculation import model_facts
+from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.processes import wait_dead
 

@@ -12,8 +12,8 @@ from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
 from hiserve.engine.graph_check import GRAPHS, check_graphs
 from hiserve.models.builtin_shapes import read_model
+from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import NANO
-from hiserve.models.speculation import model_facts
 from tests.helpers.drafted import save_heads
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,7 @@ from hiserve.cache.storage.device import DevicePool
 from hiserve.config import Runner
 from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners
-from hiserve.models.attention_shapes import attention_shape
-from hiserve.models.decoder import load_decoder
+from hiserve.models.decoder import attention_shape, load_decoder
 from hiserve.models.model_config import read_model_config
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch

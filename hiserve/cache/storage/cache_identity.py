@@ -15,9 +15,8 @@ from hiserve.config.identity import CacheIdentity, FileStamp
 from hiserve.core.kv_groups import debug_groups
 from hiserve.errors import ConfigError
 from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
-from hiserve.models.draft_config import DraftConfig
+from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.model_config import ModelConfig
-from hiserve.models.speculation import page_groups, read_draft
 
 
 def identify(config: Config, folder: Path, model: ModelConfig, directory: Path = SHARED_MEMORY) -> Config:

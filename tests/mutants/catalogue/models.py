@@ -1,6 +1,6 @@
 """Models, their configurations and weights."""
 
-from hiserve.models import decoder, model_config, weights, windows
+from hiserve.models import config_fields, decoder, model_config, weights
 from tests.e2e import test_transformers_oracle
 from tests.unit.models import test_model_config, test_weights
 
@@ -16,7 +16,7 @@ with weights.compare, test_weights.test_a_missing_tensor_is_named:
     "a checkpoint may lack a tensor"
     raise ModelError(f"{str(folder)!r} lacks {_named(missing)}. Is the download complete?", param=param)
     pass
-with windows.read_windows, test_model_config.test_windows_are_those_that_a_request_could_outgrow:
+with config_fields.read_windows, test_model_config.test_windows_are_those_that_a_request_could_outgrow:
     "INV 67: all layers have a window although some attend to everything"
     tuple(window if each else None for each in slides)
     (window,) * len(slides)

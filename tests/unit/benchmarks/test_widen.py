@@ -25,8 +25,8 @@ from benchmarks.widen.plan import head_bytes, largest_bytes, target_bytes
 from benchmarks.widen.target import Widened, parameters, widen, write, write_shards
 from hiserve import LLM, SamplingParams
 from hiserve.models.builtin_shapes import SHAPES
+from hiserve.models.checkpoint import INDEX
 from hiserve.models.draft_config import DraftKind, find_draft
-from hiserve.models.hub import INDEX
 from hiserve.models.model_config import NANO, ModelConfig, find_model, read_model_config
 from hiserve.models.weights import load_parameters
 from tests.helpers.draft_heads import Drafter, make_head, save_head

@@ -20,8 +20,8 @@ from hiserve.engine import graph_check
 from hiserve.engine.executor import Executor
 from hiserve.engine.graph_check import LATE_ROW, NUM_WARM, STEPS, WIDTH, CheckedEngine, LoadedModel, load
 from hiserve.models.builtin_shapes import read_model
+from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import NANO
-from hiserve.models.speculation import model_facts
 from hiserve.runners.capture import row_buckets, token_buckets
 from tests.helpers.drafted import save_heads
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hiserve.kernels import reference
-from hiserve.models.attention_shapes import attention_shape
-from hiserve.models.decoder import load_decoder
+from hiserve.models.decoder import attention_shape, load_decoder
 from hiserve.models.model_config import read_model_config
 from tests.helpers.draft_heads import MAX_LEN, Paged
 from tests.helpers.models import save_llama

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hiserve.errors import ModelError
 from hiserve.models.draft_config import DraftConfig, DraftKind, find_draft
-from hiserve.models.draft_weights import load_head_parameters
 from hiserve.models.model_config import read_model_config
+from hiserve.models.weights import load_head_parameters
 from tests.helpers.draft_heads import SHAPE, edit, make_head, make_target, save_head, save_target
 from tools.nano.head_files import published
 from tools.nano.heads import Eagle3Head, MTPHead

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import errors
 
 from hiserve.errors import ModelError
-from hiserve.models.hub import PATTERNS, is_hub_name
+from hiserve.models.checkpoint import PATTERNS, is_hub_name
 from hiserve.models.model_config import NANO, find_model
 
 NAME = "owner/some-model_1.5"
