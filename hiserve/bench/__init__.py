@@ -1,1 +1,1 @@
-"""Load generators, data sets, metrics and plots behind ``hiserve bench``. Never reaches torch."""
+"""Load generators, data sets, metrics and plots of ``hiserve bench``. Never imports torch."""

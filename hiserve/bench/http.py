@@ -187,7 +187,7 @@ class _Connection(asyncio.Protocol):
         if self._bytes_per_s is not None and self._transport is not None:
             self._transport.pause_reading()
             asyncio.get_running_loop().call_later(len(data) / self._bytes_per_s, self._read_on)
-        if self._done is None:  # bytes that nobody asked for
+        if self._done is None:  # bytes without a request
             self.close()
             return
         try:
@@ -214,7 +214,7 @@ class _Connection(asyncio.Protocol):
     # What the parser calls.
 
     def on_header(self, name: bytes, _: bytes) -> None:
-        """Learns whether the response tells its own end."""
+        """Notes whether the response has a length or chunks of its own."""
         self._is_framed = self._is_framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:

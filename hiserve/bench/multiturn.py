@@ -83,5 +83,5 @@ def _known(sample: Sample, request_length: int, page_size: int) -> int:
 
 
 def num_without_ids(run: Run) -> int:
-    """Counts replies whose token ids the server did not tell: they are missing from the chats' later prompts."""
+    """Counts replies without token ids: they are missing from the chats' later prompts."""
     return sum(not sample.error and sample.num_output > 0 and not sample.output_ids for sample in run.samples)

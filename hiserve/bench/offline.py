@@ -1,4 +1,4 @@
-"""Throughput of an engine behind the offline API, which is given to it."""
+"""Throughput of an engine through the offline API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result file: what ran where, every figure, and the raw samples behind them."""
+"""The result file: command, machine, every figure, and the raw samples."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from hiserve.bench.workload import Sample
 
 # Called after each of the things that are counted, with what has been measured so far, in words.
 Advance: TypeAlias = Callable[[str], None]
-# Called with how many there are, None if nobody knows.
+# Called with the total; None if it is unknown.
 Begin: TypeAlias = Callable[[int | None], Advance]
 
 

@@ -16,7 +16,7 @@ PAGE_SIZE_LABELS = ("page_size", "block_size")
 
 
 async def scrape(pool: Pool) -> bytes:
-    """Returns the metrics as text; empty when the server has none, or shows this key none that tell of requests.
+    """Returns the metrics as text; empty when the server has none, or shows this key none about requests.
 
     Raises:
         UnavailableError: The server cannot be reached.
@@ -26,7 +26,7 @@ async def scrape(pool: Pool) -> bytes:
 
 
 def page_size_of(text: bytes) -> int | None:
-    """Returns the tokens per page that a server tells in its ``cache_config_info``, or None."""
+    """Returns the tokens per page in a server's ``cache_config_info``, or None."""
     for name, labels, _ in _samples(text):
         if name.endswith("cache_config_info"):
             for label in PAGE_SIZE_LABELS:

@@ -48,7 +48,7 @@ def peak_in_flight(samples: Sequence[Sample]) -> int:
 def token_arrivals(samples: Sequence[Sample]) -> tuple[Floats, Floats]:
     """Returns when output arrived, and how many tokens each time.
 
-    Where the server told no running count, a request's tokens are spread evenly over its chunks.
+    Without running counts from the server, a request's tokens are spread evenly over its chunks.
     """
     times: list[float] = []
     tokens: list[float] = []

@@ -14,7 +14,7 @@ from hiserve.bench.workload import Prompt, Sample
 # Takes the data of one event and the time it arrived.
 Reader = Callable[[bytes, float], None]
 
-# How much a server is asked to count, from least to most.
+# How much a server counts, from least to most.
 NO_USAGE, FINAL_USAGE, RUNNING_USAGE = range(3)
 
 
@@ -108,7 +108,7 @@ class OpenAIBackend:
         return not isinstance(prompt, np.ndarray if self._is_chat else list)
 
     def body(self, prompt: Prompt, max_tokens: int, asking: RequestDefaults) -> dict[str, Any]:
-        """Words a request; what is not asked for is not mentioned."""
+        """Builds a request; options without a value are left out."""
         body: dict[str, Any] = {"model": asking.model}
         if self._is_chat:
             body["messages"] = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]

@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         num_ok: Those that ended well; all figures but ``errors`` are about these.
         num_silent: Of these, those that brought no text; they have no TTFT and no TPOT.
         num_prompt: Prompt tokens.
-        num_cached: Of these, from the prefix cache, or None if the server does not tell.
+        num_cached: Of these, from the prefix cache, or None if the server does not report it.
         has_usage: Token counts are the server's; otherwise a chunk counts as a token.
         steady: Output throughput without ramp and tail, or None for a run without output.
         peak_in_flight: Most requests in flight at once.
@@ -81,7 +81,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cached_share(self) -> float | None:
-        """Share of prompt tokens that came from the prefix cache, or None if the server does not tell."""
+        """Share of prompt tokens that came from the prefix cache, or None if the server does not report it."""
         return None if self.num_cached is None else self.num_cached / max(1, self.num_prompt)
 
 
@@ -91,7 +91,7 @@ def values_of(measure: Callable[[Sample], float | None], samples: Iterable[Sampl
 
 
 def cached_tokens(samples: Sequence[Sample]) -> int | None:
-    """Returns the prompt tokens from the prefix cache; None if the server does not tell, or without requests."""
+    """Returns the prompt tokens from the prefix cache; None if the server does not report them, or without requests."""
     is_told = bool(samples) and all(sample.num_cached >= 0 for sample in samples)
     return sum(sample.num_cached for sample in samples) if is_told else None
 
@@ -123,7 +123,7 @@ def chunk_gaps_s(sample: Sample) -> list[float]:
 
 
 def token_gaps_s(sample: Sample) -> list[float] | None:
-    """Returns the seconds between tokens, those of one chunk evenly spaced; None when they cannot be told."""
+    """Returns the seconds between tokens, those of one chunk evenly spaced; None if they are unknown."""
     counts = list(sample.chunk_tokens)
     if -1 in counts:
         if len(counts) != sample.num_output:

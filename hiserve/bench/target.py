@@ -19,14 +19,14 @@ from hiserve.models.model_config import NANO, find_model, read_model_config
 from hiserve.text.tokenizer import Tokenizer
 
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
-# Characters of the text whose tokens the server counts when it has no /tokenize.
+# Characters of the text that a server without /tokenize counts as a prompt.
 PROBE_CHARS = 4000
 # Dense text (code, tables) has fewer characters per token than the probe.
 ESTIMATE_MARGIN = 1.1
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The model behind a server.
+    """The model of a server.
 
     Attributes:
         max_model_len: Tokens of prompt and reply together, or None if the server does not tell.
@@ -85,7 +85,7 @@ async def look_at(pool: Pool, *, model: str | None = None, vocab_size: int | Non
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """What ``/get_model_info`` may tell."""
+    """The fields of ``/get_model_info``."""
 
     vocab_size: int | None = None
     device: str | None = None
@@ -210,7 +210,7 @@ async def make_encoder(pool: Pool, target: Target, folder: Path | None) -> Encod
     """Chooses what makes tokens of texts as the server does: the tokenizer of a folder, or the server.
 
     Raises:
-        ConfigError: There is no folder, and the server does not tell tokens.
+        ConfigError: There is no folder, and the server returns no tokens.
     """
     if folder is not None:
         return TokenizerCounter(folder)
@@ -235,7 +235,7 @@ async def make_counter(pool: Pool, client: Client, target: Target, folder: Path 
         text: Text like the ones to be counted.
 
     Raises:
-        UnavailableError: The server tells no counts at all.
+        UnavailableError: The server returns no counts.
     """
     if folder is not None:
         return TokenizerCounter(folder)

@@ -56,7 +56,7 @@ class CacheSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tiers_of(sample: Sample) -> dict[str, int]:
-    """Returns the cached tokens of a request by tier; what is told without a tier is of the device."""
+    """Returns the cached tokens of a request by tier; tokens without a tier are of the device."""
     found = sample.cached_by_tier or {"device": max(0, sample.num_cached)}
     return {tier: found.get(tier, 0) for tier in TIERS}
 

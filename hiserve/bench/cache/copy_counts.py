@@ -16,7 +16,7 @@ PATH = "/cache/stats"
 
 
 class ReplicaCacheStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica in ``/cache/stats``; what a server does not tell is empty. ``misses`` are requests by reason."""
+    """One replica in ``/cache/stats``; fields that a server lacks are empty. ``misses`` are requests by reason."""
 
     replica: int = 0
     incarnation: int = 0
@@ -61,7 +61,7 @@ def sum_copies(replicas: Sequence[ReplicaCacheStats], kind: str) -> CopyStats:
 
 
 async def read_caches(pool: Pool) -> CacheStatsReply | str:
-    """Returns what the server tells of its caches, or in words why it is not known.
+    """Returns the server's cache statistics, or the reason why they are unknown.
 
     Raises:
         UnavailableError: The server cannot be reached.

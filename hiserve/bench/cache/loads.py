@@ -124,7 +124,7 @@ async def _agents(
 
 
 def _with_replies(workload: Workload, load: CacheLoadOptions) -> Workload:
-    """Returns the workload with replies of the length asked for, if one was; never longer than they were."""
+    """Returns the workload with replies cut to the given length, if there is one."""
     if load.output_length is None:
         return workload
     sessions = [

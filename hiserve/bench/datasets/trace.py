@@ -13,7 +13,7 @@ from hiserve.bench.workload import Turn, Workload
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ConfigError
 
-# Tokens behind one hash of the trace (Mooncake, FAST'25).
+# Tokens per hash of the trace (Mooncake, FAST'25).
 TRACE_BLOCK_TOKENS = 512
 
 

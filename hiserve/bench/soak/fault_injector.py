@@ -42,7 +42,7 @@ class FaultRecovery(msgspec.Struct, kw_only=True):
 
     @property
     def recovery_s(self) -> float | None:
-        """Seconds from the fault to the first new token; None where no process was struck, or none came."""
+        """Seconds from the fault to the first new token; None if the fault hit no process, or no token came."""
         return None if self.token_s is None else self.token_s - self.struck_s
 
     @property
@@ -58,7 +58,7 @@ class FaultRecovery(msgspec.Struct, kw_only=True):
 
 
 class FaultInjector:
-    """Strikes a server until it is told to stop, and never while it still recovers; ``struck`` holds every fault so far."""
+    """Injects faults until it is stopped, never while the server still recovers; ``struck`` holds every fault so far."""
 
     def __init__(
         self, server: RunningServer, config: Config, pool: Pool, users: Users, soak: SoakOptions, faults: list[Fault]

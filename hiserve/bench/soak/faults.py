@@ -1,4 +1,4 @@
-"""What strikes a server from outside: signals to its processes, bits flipped in what it has cached."""
+"""Faults injected from outside: signals to the server's processes, bit flips in cached pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hiserve.errors import ConfigError
 MAX_FLIPPED = 4
 NAME_LENGTH = 64  # of a page's file in a store
 MEMFD = "/memfd:hiserve-host-cache"
-# Which process a fault strikes, and how.
+# The process that a fault hits, and its signal.
 SIGNALS: dict[Fault, tuple[str, signal.Signals]] = {
     "kill-worker": ("worker", signal.SIGKILL),
     "hang-worker": ("worker", signal.SIGSTOP),
@@ -43,7 +43,7 @@ class InjectedFault(NamedTuple):
 
 
 def possible(config: Config, wanted: tuple[Fault, ...], recovery_limit_s: float) -> list[Fault]:
-    """Returns the faults to strike with.
+    """Returns the faults to inject.
 
     Args:
         config: The server's settings.
@@ -51,7 +51,7 @@ def possible(config: Config, wanted: tuple[Fault, ...], recovery_limit_s: float)
         recovery_limit_s: Longest time that a recovery may take.
 
     Raises:
-        ConfigError: The settings do not allow one of them: it would not be noticed, or has nothing to strike.
+        ConfigError: The settings do not allow one of them: it would go unnoticed, or has no target.
     """
     reasons: dict[Fault, str] = {}
     if config.cache.cache_verify != "all" or config.cache.host_cache_gib == 0:

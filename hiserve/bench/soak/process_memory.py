@@ -14,7 +14,7 @@ MIB = 2**20
 SAMPLE_S = 1.0
 WARM_UP = 0.3  # of a life
 MAX_WARM_UP_S = 300.0
-JUDGED_S = 600.0  # behind the warm-up; less is told and not judged
+JUDGED_S = 600.0  # after the warm-up; a shorter run is reported and not judged
 MIN_SAMPLES = 5
 
 
@@ -67,7 +67,7 @@ class ProcessMonitor:
             except OSError:
                 continue  # it has just died
             if not int(resident):
-                continue  # likewise: a zombie
+                continue  # a zombie
             life = self.lives.setdefault(pid, ProcessHistory(role=role, pid=pid))
             life.times_s.append(time.perf_counter())
             life.memory_bytes.append((int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE"))

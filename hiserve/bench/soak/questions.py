@@ -43,7 +43,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SentQuestion(msgspec.Struct, kw_only=True):
-    """A question that was asked.
+    """A question that was sent.
 
     Attributes:
         way: How the answer was read: to its end, slowly, until the user left, or as one of many at once.
@@ -59,7 +59,7 @@ Session: TypeAlias = list[int]
 
 
 class Questions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is asked, by index, and the indices of the questions of each session."""
+    """All questions by index, and the indices of each session's questions."""
 
     all: list[Question]
     sessions: list[Session]
@@ -83,7 +83,7 @@ def build(soak: SoakOptions, target: Target, seed: int) -> Questions:
 
 
 def _dialogues(soak: SoakOptions, room: int) -> Iterator[list[Turn]]:
-    """Yields the dialogues of several turns: what the user said, behind the history as it was recorded."""
+    """Yields the dialogues of several turns: each user message after the recorded history."""
     for dialogue in read_lines(HELD_OUT, Dialogue, "chats"):
         messages = dialogue.as_sent()
         histories = [messages[: index + 1] for index, message in enumerate(messages) if message["role"] == "user"]

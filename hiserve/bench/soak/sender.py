@@ -53,10 +53,10 @@ class Sender:
         await client.send(question.prompt, question.max_tokens, asked.sample)
 
     async def record(self, index: int, question: Question) -> Reference:
-        """Asks a question before anything strikes.
+        """Asks a question before the first fault.
 
         Raises:
-            UnavailableError: It was not answered, or the server tells no token ids.
+            UnavailableError: It got no answer, or the server returns no token ids.
         """
         asked = SentQuestion(question=index, way="read")
         await self.send(question, asked)

@@ -1,4 +1,4 @@
-"""A server that was started for a soak: its processes, how they are found, and what they leave behind."""
+"""A server that was started for a soak: its processes, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RunningServer:
         return found
 
     async def stop(self) -> list[str]:
-        """Ends it and says what it left behind: processes, sockets and other files, shared memory."""
+        """Ends it and returns its left-overs: processes, sockets and other files, shared memory."""
         self.processes()
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)

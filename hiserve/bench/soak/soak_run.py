@@ -1,4 +1,4 @@
-"""One soak: start a server or look at one, record replies, load it, strike it, count what is left."""
+"""One soak: start a server or use a running one, record replies, load it, inject faults, count leaks."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _Run:
         self._is_exact = dtype in EXACT_DTYPES if exact is None else exact
 
     async def load(self, faults: list[Any], advance: Advance) -> None:
-        """Lets users and faults loose for as long as was asked, or until Ctrl-C, and waits for the last reply."""
+        """Runs users and faults for the given time, or until Ctrl-C, and waits for the last reply."""
         self._begin_s = time.perf_counter()
         using = asyncio.create_task(self._users.run())
         watching = asyncio.create_task(self._look(advance))
@@ -208,7 +208,7 @@ class _Run:
             await asyncio.sleep(POLL_S)
 
     async def _info(self) -> dict[str, Any]:
-        """Returns ``/server_info``; empty if this server does not tell, or not us."""
+        """Returns ``/server_info``; empty if this server has none, or refuses this key."""
         try:
             status, info = await self._pool.ask("GET", "/server_info")
         except UnavailableError:

@@ -19,7 +19,7 @@ MAX_VIOLATIONS = 50
 
 
 class RecoveryFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault, as it is told.
+    """A fault, as the report shows it.
 
     Attributes:
         what: What was done, in words.
@@ -87,7 +87,7 @@ def figures(
     begin_s: float,
     is_exact: bool,
 ) -> SoakFigures:
-    """Judges requests that have ended, faults, processes and what was left behind, in words."""
+    """Judges ended requests, faults, processes and left-over files, in words."""
     windows = [each.window() for each in struck]
     verdicts = [judge.judge(each, windows) for each in asked] + [judge_bad(each) for each in nonsense]
     samples = [each.sample for each in asked] + list(nonsense)

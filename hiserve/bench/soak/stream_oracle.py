@@ -1,4 +1,4 @@
-"""The oracle of a soak: each stream ends once, with the tokens that it had before anything struck."""
+"""The oracle of a soak: each stream ends once, with the tokens recorded before the first fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFUSALS = {
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """The token ids and the finish reason that answered a question before anything struck."""
+    """The token ids and the finish reason of a question's reply before the first fault."""
 
     ids: list[int]
     finish: str

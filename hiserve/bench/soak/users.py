@@ -16,7 +16,7 @@ RETRY_S = 0.3
 
 
 class Users:
-    """Asks questions until it is told to stop. A reply usually takes ``usual_s``.
+    """Asks questions until it is stopped. A reply usually takes ``usual_s``.
 
     Attributes:
         asked: All requests that were begun, in this order.
@@ -36,7 +36,7 @@ class Users:
         self.nonsense: list[Sample] = []
 
     async def run(self) -> None:
-        """Returns when it was told to stop and the last request has ended."""
+        """Returns once it was stopped and its last request has ended."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._soak.users):
                 group.create_task(self._talk())
@@ -66,7 +66,7 @@ class Users:
                 if self._rng.random() < self._soak.bad:
                     await self._babble()
                 asked = await self._ask(question, self._way())
-                if asked.sample.error:  # as clients do: not at once again
+                if asked.sample.error:  # clients wait before they retry
                     await self._pause(RETRY_S)
                 if self._is_over.is_set() or asked.sample.error or asked.way == "cancelled":
                     break

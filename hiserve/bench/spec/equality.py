@@ -1,4 +1,4 @@
-"""Whether speculation gave the tokens of plain decoding: the same ones, or others as likely as rounding can tell."""
+"""Compares the tokens of speculation with those of plain decoding: equal, or as likely within rounding."""
 
 from __future__ import annotations
 

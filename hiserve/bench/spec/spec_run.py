@@ -21,7 +21,7 @@ from hiserve.errors import ConfigError
 
 # Makes an engine of settings, in this process.
 Open = Callable[[Mapping[str, Any]], AbstractContextManager[Any]]
-SLACK = 2 * MAX_SPEC_STEPS + 4  # tokens of a request beyond its reply: drafts behind its end, a step that measures
+SLACK = 2 * MAX_SPEC_STEPS + 4  # tokens of a request beyond its reply: drafts after its end, a step that measures
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ def conditions(sweep: SweepOptions) -> Iterator[tuple[int, float, str]]:
 
 
 def _name(engine: SpecEngine, proposer: str) -> str:
-    """Returns what a proposer is called: of ``auto``, whoever it is.
+    """Returns the name of a proposer; for ``auto``, of the chosen one.
 
     Raises:
         ConfigError: Nobody came with the model.

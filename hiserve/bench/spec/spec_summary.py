@@ -71,7 +71,7 @@ def drafts_of(cases: Sequence[Case]) -> DraftUse:
 
 
 def acceptance(drafts: DraftUse) -> list[float]:
-    """Returns the share of verifying steps whose first draft was accepted, whose second one, and so on."""
+    """Returns the share of verifying steps that accepted the draft at each position."""
     steps = max(1, drafts.verify_steps)
     return [accepted / steps for accepted in drafts.accepted_per_position]
 
