@@ -1,4 +1,4 @@
-"""``hiserve cache``: lists and deletes what servers leave behind: named host caches, and stores."""
+"""``hiserve cache``: lists and deletes named host caches and stores, which outlive servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(config: Config, action: str, targets: list[str], directory: Path = SHARE
 
     Raises:
         ConfigError: A target is not there or is none of ours; nothing to delete was named.
-        ResourceError: A server uses what is to be deleted.
+        ResourceError: A server uses it.
     """
     console = Console(highlight=False, soft_wrap=True)
     if action == "delete":

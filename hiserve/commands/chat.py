@@ -43,7 +43,7 @@ def run(config: Config, url: str | None) -> int:
         url: A running server, or None.
 
     Returns:
-        The exit status: 1 when a turn failed and nobody was there to see it.
+        The exit status: 1 when a turn failed and standard input is no terminal.
 
     Raises:
         HiserveError: The server cannot be started or reached.
@@ -218,7 +218,7 @@ def own_server(config: Config) -> Iterator[str]:
     stops it when this process dies.
 
     Raises:
-        ResourceError: It did not start; it has said why.
+        ResourceError: It did not start; it has printed the error.
     """
     code = "import sys; from hiserve.cli import main; sys.exit(main())"
     command = [

@@ -75,7 +75,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _drafts_line(uses: Sequence[dict[str, Any]]) -> str:
-    """Returns what became of drafts; ``uses`` are those of each worker and source."""
+    """Returns a line about the drafts; ``uses`` are those of each worker and source."""
     proposed, accepted, steps = (sum(use[name] for use in uses) for name in ("proposed", "accepted", "verify_steps"))
     if not steps:
         return "drafts: none verified"

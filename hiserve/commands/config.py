@@ -49,14 +49,14 @@ def run(config: Config) -> int:
 
 
 def _shown(setting: Setting, value: object) -> str:
-    """Returns a value as it is shown; what is not given is empty, and a key is for nobody to read."""
+    """Returns a value as text; empty if not given, and without keys."""
     if value is None or value == ():
         return ""
     return "(hidden)" if setting.is_secret else str(value)
 
 
 def _memory(title: str, items: dict[str, int], available: int) -> Table:
-    """Lists bytes item by item, their sum, and what is there for all workers."""
+    """Lists bytes item by item, their sum, and the memory for all workers."""
     table = Table(title=title)
     table.add_column("item")
     table.add_column("GiB", justify="right")

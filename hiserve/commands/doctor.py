@@ -1,4 +1,4 @@
-"""``hiserve doctor``: what this machine has and lacks, one line each; the exit status says whether hiserve will run."""
+"""``hiserve doctor``: one line for each thing that hiserve needs; the exit status is 0 if hiserve will run."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class CheckResult(NamedTuple):
 
 
 class Package(msgspec.Struct, kw_only=True):
-    """What importing a package told.
+    """The outcome of importing a package.
 
     Attributes:
-        version: Its own word.
+        version: Its ``__version__``.
         import_s: Seconds the import took.
         cuda_build: CUDA version torch was built for, or None.
         devices: Names of the CUDA devices that torch can use.
@@ -92,7 +92,7 @@ class Package(msgspec.Struct, kw_only=True):
 
 
 class _Graphs(argparse.Action):
-    """Of the setting ``--graphs`` what the doctor makes: without a value too, it is told to look at graphs alone."""
+    """Sets the setting ``graphs`` if ``--graphs`` has a value, and with or without one checks graphs alone."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         """Takes the argument in."""

@@ -65,7 +65,7 @@ def run(config: Config, input: list[str] | None, output: str | None, **sampling:
     """Generates for every line and writes the results in the same order.
 
     Returns:
-        The exit status: 1 when a line was refused or failed; its result says why.
+        The exit status: 1 when a line was refused or failed; its result has the error.
 
     Raises:
         ConfigError: A file cannot be read or written, or a sampling flag is out of range.

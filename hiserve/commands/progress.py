@@ -40,7 +40,7 @@ def progress(what: str, console: Console | None = None) -> Iterator[Begin]:
         console: Where to show it; the default is standard error.
 
     Yields:
-        What is called with the number of things, or None if nobody knows it, and returns what is called after each.
+        A function to call with the number of things, None if it is unknown; it returns a function to call after each.
     """
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Endpoints for whoever runs the server: information, load, ending requests."""
+"""Endpoints for the server's operator: information, load, ending requests."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.reply_format import ServedModel, json_response
 
 STATUS_TIMEOUT_S = 10.0
-INFO_TIMEOUT_S = 2.0  # what explains an outage must not be slow in one
+INFO_TIMEOUT_S = 2.0  # short, because an outage is when it is read
 
 
 class AdminRoutes:
     """Handlers outside ``/v1``, under the names that SGLang's and vLLM's clients call.
 
     Args:
-        handle: Where the engine is.
-        bodies: Reads what requests say.
-        auth: Says who may do what.
+        handle: Of the engine.
+        bodies: Reads request bodies.
+        auth: Checks keys.
         model: The served model.
         resolved: The configuration in force.
         startup_s: Seconds per start-up phase of the API process, the engine not included.
@@ -65,17 +65,17 @@ class AdminRoutes:
         return router
 
     async def server_info(self, request: Request) -> Response:
-        """Shows version, configuration, start-up times, processes and the workers' counters. Needs the admin key.
+        """Returns version, configuration, start-up times, processes and the workers' counters. Needs the admin key.
 
-        Of an engine that does not answer it shows the last known state, how old that is, and why there is none now.
+        If the engine does not answer, its last known state is returned, with its age and the error.
         """
         self._auth.require_admin(request)
         engine, error = self._handle.engine, None
         if engine is not None:
             try:
                 await self._handle.status(INFO_TIMEOUT_S)
-            except UnavailableError as trouble:
-                error = trouble.message
+            except UnavailableError as failure:
+                error = failure.message
         status, crash = self._handle.last_status, self._handle.crash
         known = status.workers if status else engine.started.workers if engine else []
         workers = [_facts(worker) for worker in known]
@@ -125,19 +125,19 @@ class AdminRoutes:
         return json_response(info)
 
     async def load(self) -> Response:
-        """Tells how busy the server is, all workers together, as SGLang's ``/get_load`` does."""
+        """Returns the load of all workers together, in the form of SGLang's ``/get_load``."""
         load = self._load(await self._handle.status(STATUS_TIMEOUT_S))
         entry = {"dp_rank": 0, "num_reqs": load["num_total_reqs"], "num_waiting_reqs": load["num_waiting_reqs"]}
         return json_response([{**entry, "num_tokens": load["num_used_tokens"]}])
 
     async def loads(self) -> Response:
-        """Tells the same in the form of SGLang's ``/v1/loads``."""
+        """Returns the same in the form of SGLang's ``/v1/loads``."""
         load = self._load(await self._handle.status(STATUS_TIMEOUT_S))
         info = {"timestamp": time.time(), "version": __version__, "dp_rank_count": 1, "loads": [{"dp_rank": 0, **load}]}
         return json_response(info)
 
     async def abort_request(self, request: Request) -> Response:
-        """Ends requests; each is answered with what it has, and ``finish_reason`` abort.
+        """Ends requests; each is answered with its tokens so far and ``finish_reason`` abort.
 
         ``rid`` names the caller's own (its ``x-request-id``, or its body's ``rid``). With the admin key it names
         anyone's, and ``abort_all`` ends all requests.
@@ -156,7 +156,7 @@ class AdminRoutes:
         return json_response({"aborted": sum(engine.abort(tag) for tag in tags)})
 
     def _identity(self) -> dict[str, Any]:
-        """What sglang-router takes a worker's model from. To it, all of this server is one rank."""
+        """Returns the fields from which sglang-router takes a worker's model. To it, this server is one rank."""
         name, root = self._model.name, self._model.root
         return {"served_model_name": name, "model_path": root, "tp_size": 1, "dp_size": 1}
 
@@ -178,7 +178,7 @@ class AdminRoutes:
 
 
 def _facts(worker: WorkerFacts) -> dict[str, Any]:
-    """Returns what there is to know of a worker, drafts in the words of the usage."""
+    """Returns a worker as JSON, with its drafts in the form of ``usage``."""
     facts: dict[str, Any] = msgspec.to_builtins(worker)
     by_source = worker.stats.drafts.by_source
     facts["stats"]["drafts"]["by_source"] = {source: use.shown() for source, use in by_source.items()}

@@ -18,7 +18,7 @@ from hiserve.server.reply_format import json_response
 
 ANSWER_TIMEOUT_S = 10.0
 DEFAULT_DEPTH, MAX_DEPTH = 3, 32
-# What ``tier`` may name -> the tiers it is. Without it a store keeps its pages: other servers may share them.
+# Value of ``tier`` -> the tiers that are emptied. Without it a store keeps its pages: other servers may share them.
 FLUSHED: dict[str, tuple[TierName, ...]] = {
     "device": ("device",),
     "host": ("host",),
@@ -29,11 +29,11 @@ _WHOLE_NUMBER = re.compile("[0-9]{1,9}")
 
 
 class CacheRoutes:
-    """Handlers of the cache. The names of the flushes are SGLang's and vLLM's.
+    """Handlers of the cache. The names of the flushes are SGLang's and vLLM's; neither answers GET, because it mutates.
 
     Args:
-        handle: Where the engine is.
-        auth: Says who may do what.
+        handle: Of the engine.
+        auth: Checks keys.
         cache: The configuration in force.
     """
 
@@ -57,14 +57,14 @@ class CacheRoutes:
         return router
 
     async def stats(self, request: Request) -> Response:
-        """Counts pages by tier, copies between tiers and misses by reason, of each worker. Needs the admin key."""
+        """Returns pages by tier, copies between tiers and misses by reason, of each worker. Needs the admin key."""
         self._auth.require_admin(request)
         status = await self._handle.status(ANSWER_TIMEOUT_S)
         replicas = [self._replica(worker) for worker in status.workers]
         return json_response({"page_size": self._page_size, "replicas": replicas})
 
     async def tree(self, request: Request) -> Response:
-        """Shows the radix tree of each worker down to ``depth``, without anybody's tokens. Needs the admin key."""
+        """Returns the radix tree of each worker down to ``depth``, without tokens. Needs the admin key."""
         self._auth.require_admin(request)
         depth = _depth(request)
         try:

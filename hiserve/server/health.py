@@ -1,4 +1,4 @@
-"""Whether the server lives, can serve and makes progress, and its metrics: what watchdogs and scrapers ask for."""
+"""Endpoints for watchdogs and scrapers: the server is alive, can serve, makes progress; its metrics."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class HealthRoutes:
     """Three separate signals: ``/health`` alive, ``/ready`` able to serve, ``/health_generate`` making progress.
 
     Args:
-        handle: Where the engine is.
-        auth: Says who may see what tells of requests.
-        metrics: What ``/metrics`` shows.
+        handle: Of the engine.
+        auth: Checks keys.
+        metrics: Shown by ``/metrics``.
     """
 
     def __init__(self, handle: EngineHandle, auth: Auth, metrics: Metrics) -> None:
@@ -49,13 +49,13 @@ class HealthRoutes:
         return router
 
     async def health(self) -> Response:
-        """Says that this process and its event loop live. Constant time."""
+        """Answers while this process and its event loop live. Constant time."""
         return json_response({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Says whether a request would be served now; if not, 503 and why.
+        """Answers 200 if a request would be served now, else 503 and the state.
 
-        Where there are keys, errors are told in ``/server_info`` alone: nobody has shown one here.
+        Where there are keys, the error itself is shown by ``/server_info`` alone: this route needs no key.
         """
         reason = self._handle.reason if self._auth.is_admin(request) else self._handle.state
         if reason is not None:
@@ -63,7 +63,7 @@ class HealthRoutes:
         return json_response({"status": "ready"})
 
     async def health_generate(self, request: Request) -> Response:
-        """Says whether tokens are produced: a step ended while it looked, or a request of one token was answered.
+        """Answers when tokens are produced: a worker ends a step, or a request of one token is answered.
 
         A long prefill is progress. The probe counts in no request metric, has a cache namespace of its own and
         ends with this HTTP request.
@@ -73,7 +73,7 @@ class HealthRoutes:
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        """Shows all metrics to who may see them, to others those of the service; gauges are as old as the engine's last answer.
+        """Returns the metrics; without the right key, the public ones. Gauges are as old as the engine's last status.
 
         Raises:
             AuthenticationError: The request carries a key that this server does not know.
@@ -110,7 +110,7 @@ class HealthRoutes:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _probe(self, engine: EngineConnection) -> None:
-        """Returns when a request of one token is answered, or cannot be asked because the queue is full."""
+        """Returns when a request of one token is answered; if the queue is full, when a step ends."""
         sampling = SamplingParams(temperature=0, max_tokens=1)
         try:
             async for _ in engine.generate(np.zeros(1, np.int32), sampling, namespace=namespace_digest("probe")):

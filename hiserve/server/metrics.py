@@ -1,6 +1,6 @@
-"""What ``/metrics`` shows: counters and latencies of requests, counted here, and the rows of ``metric_rows``.
+"""The metrics of ``/metrics``: requests, counted here, and the engine, read by the rows of ``metric_rows``.
 
-A name is vLLM's where vLLM has the metric, else SGLang's, behind ``hiserve:``; ``aliases`` repeats the
+A name is vLLM's where vLLM has the metric, else SGLang's, after ``hiserve:``; ``aliases`` repeats the
 metrics under those engines' full names.
 """
 
