@@ -1,4 +1,4 @@
-"""Gives waiting requests rows: what of a prompt the cache has, where it comes from, and whether the rest fits."""
+"""Gives waiting requests rows: matches their prefix, loads or computes it, and checks that the rest fits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Admission:
         waiting: Requests without a row.
         cache: Pages and prefixes.
         rows: The planner's rows.
-        host_loads: Orders loads from the host.
-        prefetcher: Knows who waits for the store, and what came from it.
-        costs: Says whether a load is worth it.
-        cache_counters: Is told what requests found.
+        host_loads: Loads prefixes from the host.
+        prefetcher: Fetches prefixes from the store.
+        costs: Whether a load is worth it.
+        cache_counters: Counts hits and misses.
 
     Attributes:
         counters: Prompt tokens, and those of them that came from the cache, by the names of ``WorkerStats``.
@@ -60,7 +60,7 @@ class Admission:
             num_to_score: Of them, those of prompts that may be scored.
 
         Returns:
-            Who was admitted; those of them that start now, and their chunks. The others wait for loads.
+            The admitted requests; the rows, int64 ``[n]``, that start now, and their chunks. The other rows wait for loads.
         """
         admit: list[RowAdmit] = []
         chunks: list[tuple[int, int, bool, int]] = []
@@ -95,7 +95,7 @@ class Admission:
         return admit, *allocation_of_chunks(chunks)
 
     def _admit(self, request: Request) -> int | None:
-        """Gives a request a row, if its whole prompt will fit beside what was promised to others.
+        """Gives a request a row, if its whole prompt fits beside the promised pages of other rows.
 
         Returns:
             The row, or None: it waits for pages or a place among the loads, or (``in_flight_prefix`` is set) for another row.
@@ -127,7 +127,7 @@ class Admission:
         return match.num_host_tokens if is_worth else 0
 
     def _note_use(self, request: Request, num_device: int, num_host: int) -> None:
-        """Records what the first admission of a request found, and why no more."""
+        """Records the cached tokens of a request at its first admission, and the reason for the miss after them."""
         num_cached = num_device + num_host
         is_in_store = self._prefetcher.may_have_more(request.uid, num_cached)
         miss = self._cache.explain(request.tenant, request.prefix_key, num_cached, is_in_store=is_in_store)

@@ -15,7 +15,7 @@ from hiserve.spec.adaptive import DraftController
 
 
 class DraftCounts:
-    """Counts what verifying steps gave; nothing without speculation.
+    """Counts verified and accepted drafts; nothing without speculation.
 
     Args:
         rows: The planner's rows, which hold the counts of their requests.
@@ -27,11 +27,11 @@ class DraftCounts:
         self._chosen: Counter[int] = Counter()
 
     def chose(self, num_draft: int) -> None:
-        """A step was planned that draws tokens and lets so many drafts follow each."""
+        """Counts a planned step that samples, with so many drafts after each token."""
         self._chosen[num_draft] += 1
 
     def verified(self, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array) -> None:
-        """Rows verified drafts.
+        """Counts the drafts of a step.
 
         Args:
             rows: int64 ``[S]``, each once.
@@ -51,7 +51,7 @@ class DraftCounts:
         np.add.at(self._totals, state.source[rows], new)
 
     def take(self, rows: NDArray[np.int64]) -> list[DraftUse | None]:
-        """Returns what is to be reported of each row (int64 ``[n]``): all its request's drafts; None where nothing is new."""
+        """Returns all drafts of each row's request (int64 ``[n]``) for its next report; None where they have not changed."""
         news: list[DraftUse | None] = [None] * rows.size
         fresh = self._rows.take_draft_news(rows)
         if fresh.size:
@@ -60,7 +60,7 @@ class DraftCounts:
         return news
 
     def stats(self) -> DraftStats:
-        """Returns everything as of now; nothing without speculation."""
+        """Returns the counts until now; empty without speculation."""
         if self._totals.shape[1] == 2:
             return DraftStats()
         by_source = dict(zip(SOURCES, map(_use, self._totals.tolist()), strict=True))
@@ -73,11 +73,11 @@ def _use(counts: list[int]) -> DraftUse:
 
 
 class DraftChoice:
-    """Chooses for the planner, and learns from its results.
+    """Chooses the number of drafts for the planner, and measures the results.
 
     Args:
         rows: The planner's rows.
-        counts: Is told what was chosen.
+        counts: Counts the choices.
         num_draft: Drafts that may follow a step, at most; so many do without a controller.
         controller: Chooses for all rows of a step.
     """
@@ -92,11 +92,11 @@ class DraftChoice:
 
     @property
     def is_cold(self) -> bool:
-        """Whether what drafts does nothing behind the next step."""
+        """Whether the proposer does nothing after the next step."""
         return self._controller is not None and self._controller.is_cold
 
     def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
-        """Notes the drafts that are to stand behind rows (int64 ``[S]``) that sample; returns how many to propose."""
+        """Chooses the drafts after a step of sampling rows (int64 ``[S]``); returns how many the proposer makes."""
         state = self._rows
         if not (self._num_draft and rows.size):
             return 0
@@ -113,10 +113,10 @@ class DraftChoice:
         return num_propose
 
     def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
-        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: those that stand behind them.
+        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: their ``drafted``.
 
-        Of rows that all have some, and of which none may have more than the others, the least that one has: it differs
-        where the choice changed while some rows were left out of a step, and rows of one width are one graph.
+        Rows with the same limit, which all have drafts, verify the least number that one of them has. Numbers differ
+        where the choice changed while some rows were left out of a step; rows of one width are one graph.
         """
         drafted = self._rows.drafted[rows]
         if not drafted.any():
@@ -129,14 +129,14 @@ class DraftChoice:
     def record(
         self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
     ) -> None:
-        """Takes in what a step gave.
+        """Hands the result of a step to the controller.
 
         Args:
             plan: Of the step.
-            rows: int64 ``[S]``. Those that sampled and passed the check.
+            rows: int64 ``[S]``. Those that sampled and whose pages were current.
             num_draft: int32 ``[S]``. Drafts that they verified.
             counts: int32 ``[S]``. Those accepted + 1.
-            seconds: The step took; None if it computed prompts.
+            seconds: Time of the step; None if it computed prompts.
         """
         if self._controller is not None and rows.size and not (plan.is_cold and not num_draft.any()):
             made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())

@@ -17,14 +17,14 @@ from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.rows import RowState
 
 MAX_LOADS = 64  # under way at once; requests with more to load wait for their turn
-# Begun with one plan: bounds on what publishing costs a step. A store takes the planning thread as long as 100 pages,
-# so they are few while few nodes wait, and each takes more of what a row has published meanwhile. A step that fills many
-# pages is long enough for as many to be stored: what is behind is evicted before it is on the host.
-MIN_STORED_PAGES, MAX_STORES, NODES_PER_STORE, PAGES_PER_STORE = 64, 4, 128, 128
-PAGES_PER_SAVE = 16  # what the next steps would lose is stored in more orders, the longer the step
-DECAY = 0.9  # weight of what was known before, at each measurement
-MIN_MEASUREMENTS = 4  # of each kind before they are believed
-MAX_LEFT = 32  # requests that computed what a tier had, before copies from it are measured anew
+# Offloads begun with one plan: they bound the cost of publication in a step. An offload takes the planning thread as long
+# as 100 pages, so there are few while few nodes wait; each then has more pages. A step that fills many pages is long
+# enough to offload as many: pages that fall behind are evicted before they are on the host.
+MIN_OFFLOADED_PAGES, MAX_OFFLOADS, NODES_PER_OFFLOAD, PAGES_PER_OFFLOAD = 64, 4, 128, 128
+PAGES_PER_SAVE = 16  # pages that the next steps would evict are offloaded in more copies, the longer the step
+DECAY = 0.9  # weight of earlier measurements, at each new one
+MIN_MEASUREMENTS = 4  # of each kind before they count
+MAX_LEFT = 32  # requests that computed the pages of a tier, before copies from it are measured anew
 
 
 class LinearFit:
@@ -62,7 +62,7 @@ class LinearFit:
 
 
 class TransferCost:
-    """What bringing tokens from a slower tier takes."""
+    """Seconds of moving tokens from a slower tier."""
 
     def __init__(self) -> None:
         self._line = LinearFit()
@@ -73,22 +73,22 @@ class TransferCost:
         self._line.add(num_tokens, seconds)
 
     def leave(self) -> None:
-        """A request does without. Where nothing is brought, nothing tells that a stall has passed."""
+        """A request computes its tokens instead. Without transfers nothing shows that a stall has passed."""
         self._num_left += 1
         if self._num_left == MAX_LEFT:
             self._num_left = 0
             self._line = LinearFit()
 
     def fit(self) -> tuple[float, float] | None:
-        """Returns (seconds, seconds per token); None until there are measurements enough."""
+        """Returns (seconds, seconds per token); None before there are enough measurements."""
         return None if self._line.num_measurements < MIN_MEASUREMENTS else self._line.fit()
 
 
 class LoadCostModel:
-    """Tells whether loading or fetching is faster than computing again. Until both were measured, it is.
+    """Whether loading or fetching a prefix is faster than computing it. It is until both were measured.
 
-    A step's time is counted from its submission, or from the end of the step before it if that is later: what it
-    took of the device. Steps of one token a row tell nothing of prefill and are left out.
+    The time of a step runs from its submission, or from the end of the step before it if that is later. Steps of one
+    token a row are left out: they say nothing about prefill.
 
     Args:
         step_tokens: Most tokens that one step computes.
@@ -138,7 +138,7 @@ class LoadCostModel:
         self._fetches.leave()
 
     def is_worth_loading(self, num_tokens: int, num_before: int) -> bool:
-        """Whether these tokens are sooner there by a load than by computing them.
+        """Whether loading these tokens is faster than computing them.
 
         Args:
             num_tokens: Tokens that the host has.
@@ -168,11 +168,11 @@ class LoadCostModel:
         return num_tokens if num_tokens * per_token <= left_s else int(left_s / per_token)
 
     def is_worth_fetching(self, num_tokens: int, num_before: int) -> bool:
-        """Whether these tokens are sooner here from a store than by computing them; see ``num_in_time``."""
+        """Whether fetching these tokens from a store is faster than computing them; see ``num_in_time``."""
         return self.num_in_time(num_tokens, num_before, self._prefill_s(num_tokens)) == num_tokens
 
     def _prefill_s(self, num_tokens: int) -> float:
-        """Returns how long computing takes; for ever until it was measured."""
+        """Returns the seconds of computing tokens; infinite until steps were measured."""
         if self._prefills.num_measurements < MIN_MEASUREMENTS:
             return math.inf
         step_fixed, per_token = self._prefills.fit()
@@ -180,13 +180,13 @@ class LoadCostModel:
 
 
 class HostLoads:
-    """Orders copies, and knows which rows wait for which.
+    """Copies between device and host, and the rows that wait for loads.
 
     Args:
-        cache: Decides what is copied.
+        cache: Begins and completes copies.
         rows: The planner's rows.
-        costs: Is told how long loads took.
-        cache_counters: Is told how copies ended.
+        costs: Takes the times of loads.
+        cache_counters: Counts the copies.
 
     Attributes:
         num_pages_to_load: Of all loads under way.
@@ -205,7 +205,7 @@ class HostLoads:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a copy was ordered that has not been answered, or can be."""
+        """Whether a copy is in flight, or can be begun."""
         return bool(self._open or self._loads or self._cache.has_offloads)
 
     @property
@@ -215,11 +215,11 @@ class HostLoads:
 
     @property
     def has_room(self) -> bool:
-        """Whether another load may be ordered."""
+        """Whether another load may begin."""
         return self._num_loads < MAX_LOADS
 
     def load(self, lock: PrefixLock) -> None:
-        """Orders what a lock has on the host alone; its device pages were promised by the caller."""
+        """Begins to load the host pages of a lock. The caller has checked that the device has room for them."""
         pages = self._cache.allocate(_after(lock.pages, lock.host_pages.size))
         assert pages is not None, f"no room for {lock.host_pages.size} pages that were promised"
         self._loads.append(self._cache.begin_load(lock, pages))
@@ -227,18 +227,18 @@ class HostLoads:
         self.num_pages_to_load += pages.size
 
     def track(self, row: int) -> bool:
-        """Keeps a new row from running while its lock waits for loads; returns whether it does."""
+        """Keeps a new row out of steps while its prefix is loading; returns whether it is."""
         is_waiting = bool(self._rows.lock(row).ops)
         if is_waiting:
             self._waiting.add(row)
         return is_waiting
 
     def untrack(self, row: int) -> None:
-        """A row is given back; its copies go on without it."""
+        """Forgets a released row; its loads go on."""
         self._waiting.discard(row)
 
     def next_rows(self) -> NDArray[np.int64]:
-        """Returns the waiting rows whose loads arrive first, longest tenancy first: loads arrive in their order."""
+        """Returns the waiting rows whose loads arrive first, earliest admission first: loads arrive in their order."""
         rows = self._rows.active
         rows = rows[np.isin(rows, list(self._waiting))]
         last = np.array([max(self._rows.lock(row).ops) for row in rows.tolist()], dtype=np.int64)
@@ -246,40 +246,40 @@ class HostLoads:
         return rows[is_next]
 
     def start(self, rows: NDArray[np.int64]) -> tuple[int, ...]:
-        """Lets rows run before their loads have ended; returns the ops that their forward must wait for."""
+        """Lets rows run before their loads have ended; returns the loads that their forward must wait for."""
         self._waiting.difference_update(rows.tolist())
         return tuple(sorted(set[int]().union(*(self._rows.lock(row).ops for row in rows.tolist()))))
 
     def is_open(self, ops: Iterable[int]) -> bool:
-        """Whether one of these orders has not been answered."""
+        """Whether one of these copies is in flight."""
         return any(op in self._open for op in ops)
 
     def runnable(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the rows that wait for nothing."""
+        """Returns the rows (int64 ``[n]``) that do not wait for a load."""
         return rows[~np.isin(rows, list(self._waiting))] if self._waiting else rows
 
     def take(self, num_tokens: int) -> tuple[PageCopy, ...]:
-        """Returns what is to be started with the next plan, which computes so many tokens: loads, then stores."""
+        """Returns the copies to start with the next plan, which computes so many tokens: loads, then offloads."""
         num_filled, (num_queued, num_to_save) = num_tokens // self._cache.page_size, self._cache.offload_backlog
-        num_stores = 1 + num_queued // NODES_PER_STORE + num_filled // PAGES_PER_STORE
+        num_offloads = 1 + num_queued // NODES_PER_OFFLOAD + num_filled // PAGES_PER_OFFLOAD
         if num_to_save:
-            num_stores = MAX_STORES + num_filled // PAGES_PER_SAVE
-        if not num_tokens:  # nobody waits for the plan
-            num_stores, num_filled = MAX_STORES, MAX_STORES * PAGES_PER_STORE
-        most = MAX_STORES + num_filled // PAGES_PER_SAVE
-        stores = self._cache.begin_offloads(
-            max(MIN_STORED_PAGES, num_filled, num_to_save), min(most, num_stores), self._is_worth_storing
+            num_offloads = MAX_OFFLOADS + num_filled // PAGES_PER_SAVE
+        if not num_tokens:  # no row waits for the plan
+            num_offloads, num_filled = MAX_OFFLOADS, MAX_OFFLOADS * PAGES_PER_OFFLOAD
+        most = MAX_OFFLOADS + num_filled // PAGES_PER_SAVE
+        offloads = self._cache.begin_offloads(
+            max(MIN_OFFLOADED_PAGES, num_filled, num_to_save), min(most, num_offloads), self._is_worth_offloading
         )
-        copies = (*self._loads, *stores)
+        copies = (*self._loads, *offloads)
         self._loads = []
         self._open |= {copy.op: copy for copy in copies}
         return copies
 
-    def _is_worth_storing(self, num_pages: int) -> bool:
+    def _is_worth_offloading(self, num_pages: int) -> bool:
         return self._costs.is_worth_loading(num_pages * self._cache.page_size, 0)
 
     def complete(self, acks: Sequence[CopyAck]) -> list[int]:
-        """Takes in how copies ended; returns the rows that lost their prefix because a load failed."""
+        """Completes copies; returns the rows that lost their prefix because a load failed."""
         lost: list[PrefixLock] = []
         for ack in acks:
             copy = self._open.pop(ack.op)
@@ -298,5 +298,5 @@ class HostLoads:
 
 
 def _after(pages: Int32Array, count: int) -> Int32Array:
-    """Wishes for ``count`` pages that follow these, so that the row stays adjacent."""
+    """Returns the numbers of ``count`` pages after these: a row of adjacent pages is read faster."""
     return pages[-1] + 1 + np.arange(count, dtype=np.int32) if pages.size else np.zeros(count, dtype=np.int32)

@@ -52,7 +52,7 @@ class StepBackoff:
         return self.num_tokens < self._max_tokens or not self.may_replay
 
     def shrink(self, num_tokens: int, *, was_replay: bool) -> bool:
-        """A step of so many tokens failed; returns whether there is anything smaller."""
+        """Notes a failed step of so many tokens; returns whether a smaller one is possible."""
         self._num_passed = 0
         if self._has_grown:
             self._grow_after = min(2 * self._grow_after, MAX_GROW_AFTER)
@@ -64,7 +64,7 @@ class StepBackoff:
         return num_tokens > 1
 
     def passed(self) -> None:
-        """A step did not fail."""
+        """Notes a sound step."""
         self._num_passed += 1
         if self._num_passed < self._grow_after:
             return
@@ -78,13 +78,13 @@ class StepBackoff:
 
 
 class OomRecovery:
-    """Counts faults, and decides who tries again.
+    """Counts faults, and decides which requests run again.
 
     Args:
         max_tokens: Of a step, when nothing is wrong.
 
     Attributes:
-        backoff: What the next step may be.
+        backoff: Size of the next step.
         counts: Steps that failed, and rows whose load did, by kind.
     """
 
@@ -95,16 +95,16 @@ class OomRecovery:
     def requeue_or_fail(
         self, fault: StepFault, num_tokens: int, requests: Sequence[Request]
     ) -> tuple[list[Request], list[tuple[Request, str]]]:
-        """Decides over the requests of a step that failed, which have lost their rows.
+        """Sorts the requests of a failed step, which have lost their rows.
 
         Args:
-            fault: Why it failed.
-            num_tokens: It had.
-            requests: In the order of the step. None is left of a step that was planned behind one that failed.
+            fault: The reason.
+            num_tokens: Of the step.
+            requests: In the order of the step; none of a step that was planned after one that failed.
 
         Returns:
-            Those that try again, in the order in which they should: first who never got through in between, so that
-            one who cannot is soon alone. And those that have failed, with what to tell them.
+            The requests to run again, in order: those with most failed steps first, so that one that never fits is soon
+            alone. And the failed requests, each with a message.
         """
         self.counts[fault.kind] += 1
         if not requests:
@@ -129,14 +129,14 @@ class OomRecovery:
         return sorted(again, key=lambda request: -request.num_undone), failed
 
     def passed(self, state: RowState, rows: NDArray[np.int64]) -> None:
-        """These rows (int64 ``[n]``) got through a step."""
+        """Notes a sound step of these rows (int64 ``[n]``)."""
         if self.backoff.is_reduced:
             for row in rows.tolist():
                 state.request(row).num_undone = 0
         self.backoff.passed()
 
     def lost_loads(self, num_rows: int) -> None:
-        """Rows start over because a load failed."""
+        """Counts rows that start over because a load failed."""
         self.counts[LOAD_FAILED] += num_rows
         logger.warning("%d requests compute what could not be loaded from the host", num_rows)
 

@@ -14,12 +14,12 @@ from hiserve.core.request import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class InFlightPrefix:
-    """Another row that is computing a prefix this request wants.
+    """Another row that computes a prefix of this request.
 
     Attributes:
-        row: Its row.
-        generation: Its generation; the wait ends when the row has another request.
-        num_pages: Pages it will have published when the wait has paid off.
+        row: The row.
+        generation: Of its request; the wait ends when the row has another one.
+        num_pages: Published pages that end the wait.
     """
 
     row: int
@@ -29,26 +29,26 @@ class InFlightPrefix:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request the worker was given; its tokens live in its row while it has one.
+    """A request of this worker. While it has a row, the row holds its tokens.
 
     Attributes:
-        uid: The scheduler's name for it.
-        tokens: int32 ``[n]``. Prompt, then what was generated before it lost its row.
+        uid: Its number at the scheduler.
+        tokens: int32 ``[n]``. Prompt, then the tokens generated before it lost its row.
         num_prompt: Leading tokens that are the prompt.
         sampling: With a seed.
         tenant: Namespace of the request within the worker's cache.
         choice: Index among the request's n choices.
-        priority: Larger keeps what it uses in the cache for longer.
-        account: Whose share of the cache it takes; None is one of the namespace's own.
-        num_faults: Times the device found its page table stale.
-        num_undone: Steps of its that failed since one did not.
-        cached: What of the prompt came from the cache at first admission; None before it, and once reported.
-        source: Where most of it came from, by ``CacheUse.source``.
+        priority: The cache keeps prefixes of higher priority longer.
+        account: The tenant whose share of the cache it uses; None is the namespace.
+        num_faults: Stale page tables that the device found.
+        num_undone: Failed steps since its last sound one.
+        cached: Cached tokens of the prompt at first admission; None before it, and once reported.
+        source: Tier of most of them, by ``CacheUse.source``.
         draft_use: int32 ``[2 + drafts]``. The row's ``RowState.draft_use`` when the request lost it; None before that.
         num_reported: Prompt tokens whose score was reported before this worker got the request.
-        num_scored: Those, and the ones reported since; the first token has no score. All are, when none is wanted.
+        num_scored: Those, and the ones reported since; the first token has no score. All, when none is wanted.
         was_admitted: Whether it ever had a row.
-        in_flight_prefix: Whom it waits for, if anyone.
+        in_flight_prefix: The row that it waits for.
         key: ``tokens``, packed.
     """
 
@@ -80,21 +80,21 @@ class Request:
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens that need not be computed if the cache has them: a score wants the token before it computed."""
+        """Leading tokens that may come from the cache: a score needs the token before it computed."""
         is_scored = self.num_scored == self.num_prompt - 1
         return self.tokens.size - 1 if is_scored else self.num_scored
 
     @property
     def prefix_key(self) -> bytes:
-        """What to match: a match leaves at least the last token of its key to compute."""
+        """The key to match: a match leaves at least its last token to compute."""
         return self.key[: WORD_BYTES * (self.num_reusable + 1)]
 
     def to_row(self, row: int, num_computed: int) -> RowAdmit:
-        """Returns what the device must know of it in its row, ``num_computed`` of its tokens cached."""
+        """Returns its admission to a row of the device, with ``num_computed`` cached tokens."""
         return RowAdmit(row, self.tokens, self.num_prompt, num_computed, self.sampling, self.choice)
 
     def lose_row(self, tokens: Int32Array) -> None:
-        """Takes the tokens known so far back from the row."""
+        """Takes the known tokens back from the row."""
         self.tokens = tokens
         self.key = pack_tokens(tokens)
 
@@ -110,7 +110,7 @@ class WaitingQueue:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Request]:
-        """Walks the queue as it stands, so that the walker may remove."""
+        """Iterates over a copy, so that the loop may remove requests."""
         return iter(tuple(self._queue))
 
     def append(self, request: Request) -> None:
