@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hiserve.cache.storage.cache_identity import identify
-from hiserve.cache.storage.host_segment import open_segment, probe_segments
-from hiserve.config import Config, known, make_config
+from hiserve.cache.storage.host_segment import open_segment
+from hiserve.config.options import make_options
 from hiserve.core.cache_usage import CacheUse
-from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
-from hiserve.core.resolve import Resolved, resolve
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.build import build_engine
 from hiserve.ipc.messages import Admit
-from hiserve.models.builtin_shapes import read_model
-from hiserve.models.draft_config import model_facts
-from hiserve.models.model_config import ModelConfig
+from hiserve.launch import prepare
 
 READY_TIMEOUT_S = 120.0
 
@@ -66,14 +61,6 @@ class LoadSeen:
     num_bytes: int = 0
 
 
-def resolve_settings(**settings: Any) -> tuple[Resolved, Config, ModelConfig]:
-    """Returns what a server would resolve, the configuration of its engine, and the model's shape."""
-    given = make_config(log_level="warning", **settings)
-    folder, model = read_model(given.model)
-    resolved = resolve(given, model_facts(given, folder, model), probe_segments(given, probe()))
-    return resolved, identify(resolved.config, folder, model), model
-
-
 class Drive:
     """An engine and everything that was seen of it.
 
@@ -90,10 +77,11 @@ class Drive:
 
     def __init__(self, *, awaits_host: bool = True, **settings: Any) -> None:
         begin = time.perf_counter()
-        resolved, self.settings, model = resolve_settings(**settings)
-        self.memory = resolved.memory | resolved.host_memory
-        self.model, self.vocab_size = model, model.vocab_size
-        self.max_len = known(resolved.config.model.max_model_len)
+        launch = prepare(make_options(log_level="warning", **settings))
+        self.settings, memory = launch.identified(), launch.resolved.memory
+        self.memory = memory.parts | memory.host_parts
+        self.model, self.vocab_size = launch.model, launch.model.vocab_size
+        self.max_len = self.settings.model.max_model_len
         self._segment = open_segment(self.settings, 0)
         self.engine = build_engine(self.settings, self._segment)
         self._seen: dict[int, Seen] = {}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hiserve.config import flag_of
+from hiserve.config.flags import flag_of
 from hiserve.models.model_config import NANO, find_model
 
 HISERVE = (sys.executable, "-m", "hiserve.cli")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.request import SamplingParams, SpecParams
 from hiserve.errors import HiserveError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Config", "HiserveError", "SamplingParams", "SpecParams", "__version__"]
+__all__ = ["LLM", "HiserveError", "SamplingParams", "Settings", "SpecParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from hiserve import __version__
-from hiserve.config import Config, Setting, flag_of, make_config, nearest, settings
+from hiserve.config.flags import nearest
+from hiserve.config.options import Options, by_group, flags, make_options
 from hiserve.errors import ConfigError, HiserveError
 
 # The one table that turns a command's name into its module: module, summary, whether it has arguments of its own.
@@ -38,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(named: str | None = None) -> argparse.ArgumentParser:
-    """Builds the parser; flags, defaults and help of settings come from the fields of ``Config``.
+    """Builds the parser; flags, defaults and help of settings come from the fields of ``Options``.
 
     Args:
         named: The command whose arguments are wanted; only its module is imported.
@@ -57,31 +58,17 @@ def make_parser(named: str | None = None) -> argparse.ArgumentParser:
 
 def _add_settings(command: argparse.ArgumentParser) -> None:
     """Adds the model, ``--config`` and a flag for every other setting."""
-    command.add_argument("model", nargs="?", default=None, metavar="MODEL", help=settings()["model"].help)
+    command.add_argument("model", nargs="?", default=None, metavar="MODEL", help=flags()["model"].help)
     command.add_argument("--config", metavar="FILE", help="YAML file of settings by name; flags win over it.")
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for setting in settings().values():
-        if setting.name != "model":
-            group = groups.get(setting.section) or command.add_argument_group(setting.section)
-            groups[setting.section] = group
-            _add_flag(group, setting)
+    for flag in by_group():
+        if flag.name != "model":
+            group = groups.get(flag.group) or command.add_argument_group(flag.group)
+            groups[flag.group] = group
+            flag.add_to(group)
 
 
-def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    flag = flag_of(setting.name)
-    words = (["N"] if setting.kind in ("int", "float") else []) + list(setting.choices)
-    unit = f" [{setting.unit}]" if setting.unit else ""
-    is_nothing = setting.default is False or setting.default in (None, ())
-    default = "" if is_nothing else f" (default: {setting.default})"
-    text = f"{setting.help}{unit}{default}".replace("%", "%%")
-    if setting.kind == "bool":
-        group.add_argument(flag, action="store_true", default=None, help=text)
-    else:
-        action = "append" if setting.kind == "list" else "store"
-        group.add_argument(flag, action=action, metavar="|".join(words) or "TEXT", default=None, help=text)
-
-
-def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, Any]]:
+def parse(argv: Sequence[str]) -> tuple[str | None, Options, dict[str, Any]]:
     """Returns the command, its configuration, and arguments that are no settings.
 
     Raises:
@@ -94,9 +81,9 @@ def parse(argv: Sequence[str]) -> tuple[str | None, Config, dict[str, Any]]:
         raise ConfigError(f"unknown argument {unknown[0]!r}.{_advice(unknown[0])}")
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
     file = given.pop("config", None)
-    extra = {name: given.pop(name) for name in tuple(given) if name not in settings()}
+    extra = {name: given.pop(name) for name in tuple(given) if name not in flags()}
     chosen = {name: value for name, value in given.items() if value is not None}
-    return arguments.command, make_config(**_read_settings(file) | chosen), extra
+    return arguments.command, make_options(**_read_settings(file) | chosen), extra
 
 
 def _read_settings(file: str | None) -> dict[str, Any]:
@@ -122,7 +109,7 @@ def _advice(argument: str) -> str:
     name = argument.lstrip("-").split("=")[0].replace("-", "_")
     if name == "model":
         return " Give the model without a flag: hiserve serve MODEL."
-    return nearest(name, [setting for setting in settings() if setting != "model"])
+    return nearest(name, [setting for setting in flags() if setting != "model"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

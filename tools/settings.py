@@ -6,18 +6,20 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from hiserve.config import Setting, flag_of, settings
+from hiserve.config.flags import Flag, flag_of
+from hiserve.config.options import by_group
 
 PATH = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
 Every setting is a flag of `hiserve serve`, `chat`, `generate`, `config`, `doctor` and `bench offline`, a key of the YAML
 file given with `--config` (flags win), and a keyword argument of `hiserve.LLM`. This page is written by
-`python -m tools.settings` from `hiserve/config/sections.py`.
+`python -m tools.settings` from `hiserve/config/options.py`.
 """
+DEBUG_NOTE = "For measurements, tests and searches for errors; `--help` leaves these out.\n\n"
 
 
-def takes(setting: Setting) -> str:
+def takes(setting: Flag) -> str:
     """Says what values a setting takes."""
     if setting.kind == "bool":
         return "on if given"
@@ -32,12 +34,12 @@ def takes(setting: Setting) -> str:
 def page() -> str:
     """Returns the whole page."""
     parts = [HEAD]
-    for section, members in groupby(settings().values(), key=lambda setting: setting.section):
-        parts.append(f"\n## {section.capitalize()}\n\n| flag | values | default | meaning |\n|---|---|---|---|\n")
+    for section, members in groupby(by_group(), key=lambda setting: setting.group):
+        note = DEBUG_NOTE if section == "debug" else ""
+        parts.append(f"\n## {section.capitalize()}\n\n{note}| flag | values | default | meaning |\n|---|---|---|---|\n")
         for setting in members:
             name = "MODEL" if setting.name == "model" else flag_of(setting.name)
-            is_nothing = setting.default is None or setting.default is False or setting.default == ()
-            default = "" if is_nothing else f"`{setting.default}`"
+            default = f"`{setting.default}`" if setting.has_default else ""
             parts.append(f"| `{name}` | {takes(setting)} | {default} | {setting.help} |\n")
     return "".join(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hiserve.config import DTYPE_BYTES
+from hiserve.config.options import DTYPE_BYTES
 from hiserve.models.model_config import ModelConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.gpu.limits import Limits
-from hiserve.config import DTYPE_BYTES
+from hiserve.config.options import DTYPE_BYTES
 from hiserve.models.draft_config import DraftConfig
 from hiserve.models.model_config import ModelConfig
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.drive import resolve_settings
 from benchmarks.recovery.sizes import Sizes
 from benchmarks.served import cpu_s
+from hiserve.config.options import make_options
 from hiserve.core.request import SamplingParams
+from hiserve.launch import prepare
 from hiserve.scheduler.client import EngineClient
 
 MODULES = tuple(f"scheduler/{name}.py" for name in ("supervisor", "incarnation", "recovery", "quarantine", "ledger"))
@@ -28,7 +29,8 @@ async def watch(sizes: Sizes) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "scheduler.json"
         command = (sys.executable, "-m", "benchmarks.recovery.sampled_scheduler", str(out))
-        client = await EngineClient.start(resolve_settings(**sizes.settings)[1], command=command)
+        settings = prepare(make_options(log_level="warning", **sizes.settings)).identified()
+        client = await EngineClient.start(settings, command=command)
         pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
         os.kill(client.started.scheduler_pid, signal.SIGUSR2)
         before, own = [cpu_s(pid) for pid in pids], time.process_time()

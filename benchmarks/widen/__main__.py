@@ -15,7 +15,7 @@ import torch
 from benchmarks.widen.heads import bundled_heads, widen_head, write_head
 from benchmarks.widen.plan import plan_head, plan_target
 from benchmarks.widen.target import widen, write
-from hiserve.config import DTYPE_BYTES
+from hiserve.config.options import DTYPE_BYTES
 from hiserve.models.builtin_shapes import SHAPES
 from hiserve.models.model_config import NANO, find_model
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from hiserve.config import flag_of
+from hiserve.config.flags import flag_of
 
 Dataset = Literal["random", "shared-prefix", "conversation-trace", "chats", "agent-sessions"]
 SYNTHETIC = ("random", "shared-prefix", "conversation-trace")

@@ -55,7 +55,7 @@ from hiserve.bench.spec.spec_summary import figures_of
 from hiserve.bench.summary import Summary, summarize
 from hiserve.bench.workload import Run
 from hiserve.commands.progress import progress
-from hiserve.config import Config, flat, known, without_secrets
+from hiserve.config.options import Options, flat, without_secrets
 from hiserve.models.builtin_shapes import read_model
 
 _T = TypeVar("_T")
@@ -76,7 +76,7 @@ class BenchKind(msgspec.Struct, frozen=True):
     summary: str
     sections: tuple[type[msgspec.Struct], ...]
     has_settings: bool
-    run: Callable[[Config, Mapping[str, Any]], int]
+    run: Callable[[Options, Mapping[str, Any]], int]
 
 
 def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) -> None:
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: AddSettings) ->
         add_flags(own, *kind.sections)
 
 
-def run(config: Config, *, kind: str, **arguments: Any) -> int:
+def run(config: Options, *, kind: str, **arguments: Any) -> int:
     """Runs one benchmark.
 
     Args:
@@ -118,7 +118,7 @@ def run(config: Config, *, kind: str, **arguments: Any) -> int:
         discard_empty(output)
 
 
-def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
+def _serve(_: Options, arguments: Mapping[str, Any]) -> int:
     data, load, limits = pick(DataOptions, arguments), pick(LoadOptions, arguments), pick(LimitOptions, arguments)
     objectives_ms = parse_objectives(pick(GoodputOptions, arguments).goodput)
     plotter, console = _plotter(arguments), Console(highlight=False)
@@ -134,7 +134,7 @@ def _serve(_: Config, arguments: Mapping[str, Any]) -> int:
     return _status(outcome.run, summary)
 
 
-def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
+def _multiturn(_: Options, arguments: Mapping[str, Any]) -> int:
     rounds, limits = pick(MultiturnOptions, arguments), pick(LimitOptions, arguments)
     plotter, console = _plotter(arguments), Console(highlight=False)
     outcome = _wait("requests", partial(online.multiturn, pick(ConnectionOptions, arguments), rounds, limits))
@@ -152,7 +152,7 @@ def _multiturn(_: Config, arguments: Mapping[str, Any]) -> int:
     return _status(outcome.run, summary)
 
 
-def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
+def _cache(_: Options, arguments: Mapping[str, Any]) -> int:
     load, limits = pick(CacheLoadOptions, arguments), pick(LimitOptions, arguments)
     plotter, console = _plotter(arguments), Console(highlight=False)
     found = _wait("requests", partial(measure, pick(ConnectionOptions, arguments), load, limits))
@@ -170,12 +170,12 @@ def _cache(_: Config, arguments: Mapping[str, Any]) -> int:
     return _status(run, summary)
 
 
-def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
+def _offline(config: Options, arguments: Mapping[str, Any]) -> int:
     vocab_size = read_model(config.model)[1].vocab_size
     begin_s = time.perf_counter()
     with hiserve.LLM(in_process=pick(OfflineOptions, arguments).in_process, **flat(config)) as llm:
         start_s = time.perf_counter() - begin_s
-        device, max_model_len = llm.config.model.device, known(llm.config.model.max_model_len)
+        device, max_model_len = llm.config.model.device, llm.config.model.max_model_len
         batch = filled(pick(OfflineOptions, arguments), device=device, max_model_len=max_model_len)
         workload = random_prompts(
             num_prompts=batch.num_prompts,
@@ -195,7 +195,7 @@ def _offline(config: Config, arguments: Mapping[str, Any]) -> int:
     return INTERRUPTED if summary.num_requests < workload.num_turns else 0
 
 
-def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
+def _spec(config: Options, arguments: Mapping[str, Any]) -> int:
     sweep = pick(SweepOptions, arguments)
     plotter, console = _plotter(arguments), Console(highlight=False)
     with progress("cases") as begin:
@@ -212,7 +212,7 @@ def _spec(config: Config, arguments: Mapping[str, Any]) -> int:
     return int(not are_kept([case.equality for case in found.cases]))
 
 
-def _soak(config: Config, arguments: Mapping[str, Any]) -> int:
+def _soak(config: Options, arguments: Mapping[str, Any]) -> int:
     options = pick(SoakOptions, arguments)
     console = Console(highlight=False)
     found = _wait("seconds", partial(soak, config, options))

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from hiserve.cache.storage.inventory import Leftover, delete_named_cache, delete_store, named_caches, store_in
 from hiserve.cache.storage.segment import SHARED_MEMORY
-from hiserve.config import Config
-from hiserve.core.resolve import GIB
+from hiserve.config.options import Options
+from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError
 
 STORE = "file:"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
     )
 
 
-def run(config: Config, action: str, targets: list[str], directory: Path = SHARED_MEMORY) -> int:
+def run(config: Options, action: str, targets: list[str], directory: Path = SHARED_MEMORY) -> int:
     """Lists or deletes; returns the exit status.
 
     Args:

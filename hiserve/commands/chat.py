@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from hiserve.commands.chat_stats import ReplyStats, stats_lines
-from hiserve.config import Config, settings, without_secrets
+from hiserve.config.flags import flag_of
+from hiserve.config.options import Options, flags, without_secrets
 from hiserve.errors import HiserveError, ResourceError, UnavailableError
 
 TEMPERATURE = 0.7
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
     add_settings(parser)
 
 
-def run(config: Config, url: str | None) -> int:
+def run(config: Options, url: str | None) -> int:
     """Talks until ``/exit`` or the end of the input.
 
     Args:
@@ -211,7 +212,7 @@ def reaching_server() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_server(config: Config) -> Iterator[str]:
+def own_server(config: Options) -> Iterator[str]:
     """Starts ``hiserve serve`` on a free port and stops it at the end; yields its URL.
 
     The server is in a session of its own, so that Ctrl-C ends a reply and not the server, and the kernel
@@ -226,7 +227,7 @@ def own_server(config: Config) -> Iterator[str]:
         "-c",
         code,
         "serve",
-        *flags(config),
+        *arguments_of(config),
         "--host",
         "127.0.0.1",
         "--port",
@@ -253,16 +254,15 @@ def own_server(config: Config) -> Iterator[str]:
         stop(child)
 
 
-def flags(config: Config) -> list[str]:
+def arguments_of(config: Options) -> list[str]:
     """Returns the arguments of ``serve`` that make ``config``, but for the address and the logging."""
     config = without_secrets(config)  # other users of the machine see arguments
     given = [config.model.model]
-    for name, setting in settings().items():
-        value = getattr(getattr(config, setting.section), name)
-        if value == setting.default or name in ("model", "host", "port", "log_level"):
+    for name, flag in flags().items():
+        value = getattr(getattr(config, flag.section), name)
+        if value == flag.default or name in ("model", "host", "port", "log_level"):
             continue
-        flag = f"--{name.replace('_', '-')}"
-        given += [flag] if setting.kind == "bool" else [flag, str(value)]
+        given += [flag_of(name)] if flag.kind == "bool" else [flag_of(name), str(value)]
     return given
 
 

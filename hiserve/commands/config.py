@@ -2,61 +2,55 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hiserve.cache.storage.host_segment import probe_segments
-from hiserve.config import Config, Setting, flag_of, settings
-from hiserve.core.devices import least_memory
-from hiserve.core.machine import probe
-from hiserve.core.resolve import GIB, resolve
-from hiserve.models.builtin_shapes import read_model
-from hiserve.models.draft_config import model_facts
+from hiserve.config.flags import Flag, flag_of
+from hiserve.config.options import Options, by_group
+from hiserve.core.machine import GIB, probe
+from hiserve.launch import prepare
 
 
-def run(config: Config) -> int:
-    """Prints every setting with its resolved value, then memory item by item."""
-    folder, model = read_model(config.model)
-    machine = probe_segments(config, probe())
-    resolved = resolve(config, model_facts(config, folder, model), machine)
+def run(options: Options) -> int:
+    """Prints every option with its value, then memory item by item, and why each size is what it is."""
+    launch = prepare(options, probe())
+    resolved, memory = launch.resolved, launch.resolved.memory
     table = Table(title="settings")
     table.add_column("flag", no_wrap=True)
     for name in ("given", "resolved", "unit"):
         table.add_column(name, overflow="fold")
-    section = None
-    for setting in settings().values():
-        if setting.section != section:
-            section = setting.section
-            table.add_section()
-            table.add_row(f"[bold]{section}[/bold]")
-        given, value = (getattr(getattr(each, setting.section), setting.name) for each in (config, resolved.config))
-        shown = [escape(_shown(setting, each)) for each in (given, value)]
-        # The model is the one setting without a flag.
-        table.add_row("MODEL" if setting.name == "model" else flag_of(setting.name), *shown, setting.unit or "")
-    on_cpu = resolved.config.model.device == "cpu"
+    for group, members in groupby(by_group(), key=lambda flag: flag.group):
+        table.add_section()
+        table.add_row(f"[bold]{group}[/bold]")
+        for flag in members:
+            both = (getattr(getattr(each, flag.section), flag.name) for each in (options, resolved.settings))
+            # The model is the one option without a flag.
+            name = "MODEL" if flag.name == "model" else flag_of(flag.name)
+            table.add_row(name, *(escape(_shown(flag, value)) for value in both), flag.unit or "")
     console = Console()
     console.print(table)
+    available = launch.machine.memory_bytes
+    on_cpu = resolved.settings.model.device == "cpu"
     if not on_cpu:
-        console.print(
-            _memory(
-                "device memory of one worker", resolved.memory, least_memory(resolved.config, machine.cuda_memory_bytes)
-            )
-        )
-    items = resolved.memory if on_cpu else resolved.host_memory
-    console.print(_memory("memory of one worker", items, machine.memory_bytes))
+        console.print(_memory("device memory of one worker", memory.parts, memory.free))
+    console.print(_memory("memory of one worker", memory.parts if on_cpu else memory.host_parts, available))
+    for line in memory.lines():
+        console.print(f"- {line}")
     return 0
 
 
-def _shown(setting: Setting, value: object) -> str:
+def _shown(flag: Flag, value: object) -> str:
     """Returns a value as text; empty if not given, and without keys."""
     if value is None or value == ():
         return ""
-    return "(hidden)" if setting.is_secret else str(value)
+    return "(hidden)" if flag.is_secret else str(value)
 
 
 def _memory(title: str, items: dict[str, int], available: int) -> Table:
-    """Lists bytes item by item, their sum, and the memory for all workers."""
+    """Lists bytes item by item, their sum, and what is there for all workers."""
     table = Table(title=title)
     table.add_column("item")
     table.add_column("GiB", justify="right")

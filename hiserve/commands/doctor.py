@@ -20,15 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hiserve import __version__
-from hiserve.cache.storage.host_segment import probe_segments
 from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
-from hiserve.config import Config
-from hiserve.core.machine import probe
-from hiserve.core.resolve import GIB, Machine, resolve
-from hiserve.core.tier_remarks import tier_remarks
+from hiserve.config.options import Options
+from hiserve.core.machine import GIB, Machine, probe
 from hiserve.errors import ConfigError, HiserveError
-from hiserve.models.builtin_shapes import read_model
-from hiserve.models.draft_config import model_facts
+from hiserve.launch import prepare
 
 Level = Literal["ok", "note", "fail"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "fail": "bold red"}
@@ -115,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
     group.add_argument("--json", action="store_true", help="With --graphs: print JSON.")
 
 
-def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
+def run(config: Options, has_graphs: bool = False, json: bool = False) -> int:
     """Prints every finding; returns 1 when one of them keeps hiserve from running with these settings.
 
     Args:
@@ -146,9 +142,8 @@ def run(config: Config, has_graphs: bool = False, json: bool = False) -> int:
     return int(any(finding.level == "fail" for finding in findings))
 
 
-def _check_graphs(config: Config, *, as_json: bool) -> int:
-    resolved = resolve(config, model_facts(config, *read_model(config.model)), probe_segments(config, probe())).config
-    answer = judge(resolved, run_on_device)
+def _check_graphs(options: Options, *, as_json: bool) -> int:
+    answer = judge(prepare(options).resolved.settings, run_on_device)
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer)).decode() + "\n")
     else:
@@ -287,14 +282,14 @@ def _port(host: str, port: int) -> CheckResult:
     return CheckResult("ok", "port", f"{host}:{port} is free" if port else f"{host}: a free port will be chosen")
 
 
-def _model(config: Config, machine: Machine) -> list[CheckResult]:
+def _model(options: Options, machine: Machine) -> list[CheckResult]:
     """Looks at the model with these settings, and at tiers of its cache that cannot help."""
-    name = config.model.shape or config.model.model
+    name = options.model.shape or options.model.model
     try:
-        resolved = resolve(config, model_facts(config, *read_model(config.model)), probe_segments(config, machine))
+        resolved = prepare(options, machine).resolved
     except HiserveError as error:
         return [CheckResult("fail", "model", error.message)]
-    needed = (sum(resolved.memory.values()) + sum(resolved.host_memory.values())) / GIB
-    where = f"{resolved.config.model.device} as {resolved.config.model.dtype}"
+    needed = (sum(resolved.memory.parts.values()) + sum(resolved.memory.host_parts.values())) / GIB
+    where = f"{resolved.settings.model.device} as {resolved.settings.model.dtype}"
     model = CheckResult("ok", "model", f"{name} on {where}: {needed:.2f} GiB for each worker (see hiserve config)")
-    return [model, *(CheckResult("note", "cache", remark) for remark in tier_remarks(resolved))]
+    return [model, *(CheckResult("note", "cache", remark) for remark in resolved.remarks)]

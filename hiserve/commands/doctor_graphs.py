@@ -11,7 +11,7 @@ from threading import Timer
 
 import msgspec
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.ipc.graph_report import GraphReport
 
 TIMEOUT_S = 1800.0  # weights are read and kernels compiled
@@ -34,7 +34,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     is_broken: bool
 
 
-def judge(config: Config, run_steps: Callable[[Config], GraphReport | str]) -> Answer:
+def judge(config: Settings, run_steps: Callable[[Settings], GraphReport | str]) -> Answer:
     """Runs steps where there is a device for graphs.
 
     Args:
@@ -51,7 +51,7 @@ def judge(config: Config, run_steps: Callable[[Config], GraphReport | str]) -> A
     return Answer(is_ready=not has_problems, report=result, not_run="", is_broken=False)
 
 
-def run_on_device(config: Config) -> GraphReport | str:
+def run_on_device(config: Settings) -> GraphReport | str:
     """Runs steps in another process; returns the last line of its standard error if it failed.
 
     These lines are printed as they come: kernels that are compiled first may take minutes.

@@ -16,7 +16,7 @@ import msgspec
 
 import hiserve
 from hiserve.commands.progress import progress
-from hiserve.config import Config, flat
+from hiserve.config.options import Options, flat
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError, HiserveError, RequestError
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, add_settings: Callable[[argpa
     add_settings(parser)
 
 
-def run(config: Config, input: list[str] | None, output: str | None, **sampling: Any) -> int:
+def run(config: Options, input: list[str] | None, output: str | None, **sampling: Any) -> int:
     """Generates for every line and writes the results in the same order.
 
     Returns:

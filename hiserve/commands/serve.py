@@ -21,18 +21,13 @@ import uvloop
 from fastapi import FastAPI
 
 from hiserve import __version__
-from hiserve.cache.storage.cache_identity import identify
-from hiserve.cache.storage.host_segment import probe_segments
-from hiserve.config import Config, Server
+from hiserve.config.options import Options
+from hiserve.config.serving import Server
 from hiserve.core.digest import namespace_digest
-from hiserve.core.machine import probe
-from hiserve.core.request import SamplingParams
-from hiserve.core.resolve import Resolved, resolve
-from hiserve.core.tier_remarks import tier_remarks
+from hiserve.core.resolve import Resolved
 from hiserve.errors import ResourceError
-from hiserve.models.builtin_shapes import read_model
+from hiserve.launch import prepare
 from hiserve.models.config_fields import read_json
-from hiserve.models.draft_config import model_facts
 from hiserve.models.model_config import ModelConfig
 from hiserve.scheduler.client import EngineClient
 from hiserve.server.app import create_app
@@ -40,11 +35,7 @@ from hiserve.server.connection import HttpConnection
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import ServedModel
-from hiserve.text.detokenizer import TokenBytes
-from hiserve.text.prompt_encoder import PromptEncoder
-from hiserve.text.reply_tokens import ReplyTokenCache
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.frontend import load_frontend
 
 # Clients keep connections for a while; closing them earlier than they do makes their next request fail.
 KEEP_ALIVE_S = 75
@@ -60,13 +51,13 @@ MAX_PORT = 65_535
 logger = logging.getLogger(__name__)
 
 
-def run(config: Config) -> int:
+def run(options: Options) -> int:
     """Serves until it is told to stop: SIGTERM drains, a second one or SIGINT stops at once.
 
     Prints ``listening on http://host:port`` when the model is ready.
 
     Args:
-        config: As given; every ``auto`` is resolved here.
+        options: As given.
 
     Returns:
         The exit status.
@@ -74,22 +65,21 @@ def run(config: Config) -> int:
     Raises:
         HiserveError: The model, the configuration, the port or the engine's start.
     """
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=options.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    with bind(config.server.host, config.server.port) as listener:
-        warn_if_open(listener, config.server)
+    with bind(options.server.host, options.server.port) as listener:
+        warn_if_open(listener, options.server)
         begin = time.monotonic()
-        folder, model = read_model(config.model)
-        resolved = resolve(config, model_facts(config, folder, model), probe_segments(config, probe()))
-        resolved = msgspec.structs.replace(resolved, config=identify(resolved.config, folder, model))
-        for line in resolved.decisions:
-            logger.info("%s", line)
-        for line in tier_remarks(resolved):
-            logger.warning("%s", line)
-        handle = EngineHandle(lambda: EngineClient.start(resolved.config, max_unread_bytes=MAX_UNREAD_BYTES))
-        app = build_app(handle, folder, model, resolved, begin=begin)
+        launch = prepare(options)
+        launch.log()
+        settings = launch.identified()
+        handle = EngineHandle(lambda: EngineClient.start(settings, max_unread_bytes=MAX_UNREAD_BYTES))
+        resolved = msgspec.structs.replace(launch.resolved, settings=settings)
+        app = build_app(handle, launch.folder, launch.model, resolved, begin=begin)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(serve(app, handle, listener, drain_timeout_s=config.server.drain_timeout_s))
+            return runner.run(serve(app, handle, listener, drain_timeout_s=options.server.drain_timeout_s))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -143,40 +133,35 @@ def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: 
         handle: Starts the engine.
         folder: The model's folder.
         model: Its shape.
-        resolved: The configuration in force.
+        resolved: The settings in force.
         begin: ``time.monotonic()`` when start-up began.
 
     Raises:
         ModelError: The tokenizer or the chat template cannot be used.
     """
-    config = resolved.config
+    settings = resolved.settings
     configured = time.monotonic()
-    folder_name = Path(config.model.model).expanduser().resolve().name
-    name = config.server.served_model_name or config.model.shape or folder_name
-    tokenizer = Tokenizer.load(folder, model.eos_token_ids)
-    override = config.model.chat_template
-    template = ChatTemplate.load(folder, None if override is None else Path(override))
-    if template is None:
+    folder_name = Path(settings.model.model).expanduser().resolve().name
+    name = settings.server.served_model_name or settings.model.shape or folder_name
+    frontend = load_frontend(settings.model, folder, model)
+    if frontend.template is None:
         logger.warning("the model has no chat template: /v1/chat/completions is off, /v1/completions works")
-    token_bytes = TokenBytes(tokenizer)
-    encoder = PromptEncoder(tokenizer, template, ReplyTokenCache())
+    encoder = frontend.prompt_encoder()
     encoder.prepare()
-    uses_openais = config.model.sampling_defaults == "openai"
-    defaults = SamplingParams() if uses_openais else model.sampling_defaults.params()
-    digest = namespace_digest(__version__, name, config.model.dtype, config.model.load_format)
+    digest = namespace_digest(__version__, name, settings.model.dtype, settings.model.load_format)
     return create_app(
         handle=handle,
         encoder=encoder,
-        token_bytes=token_bytes,
-        metrics=Metrics(name, page_size=config.cache.page_size, compat=config.server.metrics_compat),
+        token_bytes=frontend.token_bytes,
+        metrics=Metrics(name, page_size=settings.cache.page_size, compat=settings.server.metrics_compat),
         model=ServedModel(
             name=name,
-            root=config.model.model,
+            root=settings.model.model,
             vocab_size=model.vocab_size,
             created=int(time.time()),
             fingerprint=f"hiserve-{digest.hex()[:12]}",
-            defaults=defaults,
-            spec_steps=config.spec.tiers[-1],
+            defaults=frontend.default_sampling,
+            spec_steps=settings.spec.tiers[-1],
         ),
         resolved=resolved,
         tokenizer_info=tokenizer_info(folder),

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hiserve.commands.top_frames import Frame, FrameHistory, read_frame
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.errors import UnavailableError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser, _: Callable[[argparse.Argumen
     parser.add_argument("--once", action="store_true", help="Print one frame and end.")
 
 
-def run(_: Config, url: str, key: str | None, interval_s: float, once: bool) -> int:
+def run(_: Options, url: str, key: str | None, interval_s: float, once: bool) -> int:
     """Shows the board until Ctrl-C.
 
     Args:

@@ -1,4 +1,4 @@
-"""Settings of the server and of how many workers it has; a part of ``sections``."""
+"""Options of the server and of how many workers it has; sections of ``Options``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hiserve.config.description import MAX_INT32, Auto, about
+from hiserve.config.flags import about
+
+Auto = Literal["auto"]
+MAX_INT32 = 2**31 - 1  # pages, rows and lengths travel as int32
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +71,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     strict_fields: Annotated[
-        bool, about("Refuse request fields that hiserve does not know, which it ignores otherwise.")
+        bool, about("Refuse request fields that hiserve does not know, which it ignores otherwise.", is_debug=True)
     ] = False
     drain_timeout_s: Annotated[
         float,
@@ -81,7 +84,7 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 30.0
     metrics_compat: Annotated[
-        Literal["none", "vllm", "sglang"], about("Show metrics under another engine's names too.")
+        Literal["none", "vllm", "sglang"], about("Show metrics under another engine's names too.", is_debug=True)
     ] = "none"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], about("Least severe messages to log.")] = "info"
     debug: Annotated[bool, about("Show tracebacks for errors that are normally one line.")] = False

@@ -5,31 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from hiserve.config import Config
+from hiserve.config.options import Options
+from hiserve.config.settings import Settings
 from hiserve.errors import ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's own: which devices a process sees, and in which order
 
 
-def choose_devices(config: Config, num_found: int, *, on_cpu: bool) -> str | None:
-    """Returns the devices of the replicas as ``--devices`` writes them: the first ones, unless some are given.
+def choose_devices(options: Options, num_found: int, *, on_cpu: bool) -> tuple[int, ...]:
+    """Returns the number of each replica's device: the first ones, unless some are given; nothing on cpu.
 
     Args:
-        config: As given.
+        options: As given.
         num_found: CUDA devices of this machine, as this process sees them.
         on_cpu: The model runs there, and no replica has a device.
 
     Raises:
         ConfigError: One is unknown or named twice, or there is not one for each replica.
     """
-    given, replicas = config.parallel.devices, config.parallel.replicas
+    given, replicas = options.parallel.devices, options.parallel.replicas
     if on_cpu:
         if given is not None:
             raise ConfigError(
                 f"--devices is {given!r}, CUDA devices, but the model runs on cpu. Leave it out, or use --device cuda.",
                 param="devices",
             )
-        return None
+        return ()
     if given is None:
         if replicas > num_found:
             raise ConfigError(
@@ -37,7 +38,7 @@ def choose_devices(config: Config, num_found: int, *, on_cpu: bool) -> str | Non
                 "Lower --replicas, or use --device cpu.",
                 param="replicas",
             )
-        return ",".join(map(str, range(replicas)))
+        return tuple(range(replicas))
     numbers = _numbers(given)
     if unknown := [number for number in numbers if number >= num_found]:
         raise ConfigError(
@@ -54,43 +55,39 @@ def choose_devices(config: Config, num_found: int, *, on_cpu: bool) -> str | Non
             "change --replicas.",
             param="devices",
         )
-    return ",".join(map(str, numbers))
+    return numbers
 
 
-def devices_of(config: Config) -> tuple[int, ...]:
-    """Returns the number of each replica's device; nothing on cpu.
-
-    Args:
-        config: Resolved.
-    """
-    return () if config.parallel.devices is None else _numbers(config.parallel.devices)
+def devices_of(settings: Settings) -> tuple[int, ...]:
+    """Returns the number of each replica's device; nothing on cpu."""
+    return () if settings.parallel.devices is None else _numbers(settings.parallel.devices)
 
 
-def least_memory(config: Config, memory_bytes: Sequence[int]) -> int:
+def least_memory(devices: Sequence[int], memory_bytes: Sequence[int]) -> int:
     """Returns the memory of the smallest device that a replica has: each is planned with so much.
 
     Args:
-        config: Resolved.
+        devices: Number of each replica's device.
         memory_bytes: Of each CUDA device of this machine.
     """
-    return min(memory_bytes[number] for number in devices_of(config))
+    return min(memory_bytes[number] for number in devices)
 
 
-def environment_of(config: Config, replica: int, environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+def environment_of(settings: Settings, replica: int, environ: Mapping[str, str] = os.environ) -> dict[str, str] | None:
     """Returns the environment of a worker's process, in which its device is the only one and thus the first.
 
     Whatever takes the first device then takes the right one, libraries included, and no process opens a context on the
     device of another.
 
     Args:
-        config: Resolved.
+        settings: Of all replicas.
         replica: Index from 0.
         environ: Of this process.
 
     Returns:
         None where a worker needs none of its own, as on cpu.
     """
-    devices = devices_of(config)
+    devices = devices_of(settings)
     if not devices:
         return None
     seen = environ.get(VISIBLE_DEVICES)

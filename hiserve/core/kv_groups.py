@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from hiserve.config import DTYPE_BYTES, Config
+from hiserve.config.options import DTYPE_BYTES, Cache
 
 ELEMENT_BYTES = DTYPE_BYTES | {"int32": 4}
 
@@ -58,6 +58,6 @@ def page_hidden_group(size: int, page_size: int, dtype: str) -> CacheGroupSpec:
 CANARY = CacheGroupSpec(name="canary", num_layers=1, num_kv_heads=1, head_dim=1, dtype="int32", codec="token_position")
 
 
-def debug_groups(config: Config) -> tuple[CacheGroupSpec, ...]:
-    """Returns the groups that a configuration adds to those of the model."""
-    return (CANARY,) if config.cache.kv_canary else ()
+def debug_groups(cache: Cache) -> tuple[CacheGroupSpec, ...]:
+    """Returns the groups that debugging adds to those of the model."""
+    return (CANARY,) if cache.kv_canary else ()

@@ -8,14 +8,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hiserve.core.resolve import Machine
+import msgspec
+
 from hiserve.errors import ResourceError
+
+GIB = 2**30
 
 # Files of a control group, versions 2 and 1: limit, usage, and what of the usage is cache that gives way.
 _MEMORY_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resolve`` must know of the machine.
+
+    Attributes:
+        cores: CPU cores this process may use.
+        memory_bytes: Memory still available to it, control-group limits included.
+        cuda_memory_bytes: Memory of each CUDA device, all of it.
+        shm_bytes: Free in /dev/shm.
+        kept_bytes: Pages of a segment that ``--host-cache-name`` names and a former server left, in bytes; 0 when there
+            is none. What such segments take of memory and /dev/shm is counted as available.
+    """
+
+    cores: int
+    memory_bytes: int
+    cuda_memory_bytes: tuple[int, ...]
+    shm_bytes: int = 0
+    kept_bytes: int = 0
 
 
 def probe(root: Path = Path("/"), platform: str = sys.platform) -> Machine:

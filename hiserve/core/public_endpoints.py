@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from hiserve.config import Config, flag_of
+from hiserve.config.flags import flag_of
+from hiserve.config.options import Options
 from hiserve.errors import ConfigError
 
 MAX_PORT = 65_535
@@ -26,7 +27,7 @@ def endpoint_of(endpoint: str, replica: int, num_replicas: int) -> str:
     return f"tcp://{tcp['host']}:{int(tcp['port']) + replica}" if tcp else f"{endpoint}-{replica}"
 
 
-def check_kv_events(config: Config) -> None:
+def check_kv_events(config: Options) -> None:
     """Checks the endpoints of KV events.
 
     Raises:

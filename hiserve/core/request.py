@@ -7,7 +7,8 @@ from enum import IntEnum
 
 import msgspec
 
-from hiserve.config import MAX_INT32, MAX_SPEC_STEPS
+from hiserve.config.options import MAX_SPEC_STEPS
+from hiserve.config.serving import MAX_INT32
 from hiserve.errors import RequestError
 
 MAX_SEED = 2**63 - 1

@@ -1,4 +1,4 @@
-"""What a step takes of a CUDA device beside weights, pool and tables: upper bounds, item by item."""
+"""The shapes that decide how much memory a model takes, and what a step takes of a CUDA device: upper bounds, by item."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from hiserve.config import Graphs
+from hiserve.config.settings import DType, Graphs
 from hiserve.core.plan import MAX_SCORED_TOKENS
 
 # Of the driver, of compiled kernels and of libraries' own workspaces; no allocator of ours counts them.
@@ -80,6 +80,42 @@ class DraftShape(msgspec.Struct, frozen=True, kw_only=True):
     feature_size: int
 
 
+class DraftFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resolve`` must know of what drafts for a model.
+
+    Attributes:
+        kind: ``eagle3``, ``mtp`` or ``draft_model``.
+        num_params: Parameters.
+        slot_elements: KV elements per token, all layers together.
+        step: What drafts are made of; of its features a page keeps those of its last token.
+    """
+
+    kind: str
+    num_params: int
+    slot_elements: int
+    step: DraftShape
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``resolve`` must know of a model.
+
+    Attributes:
+        context_length: Tokens the model was made for.
+        checkpoint_dtype: Type name of the stored weights.
+        num_params: Parameters.
+        slot_elements: KV elements per token, all layers together.
+        step: What a step of it is made of.
+        draft: What drafts for it; None without a checkpoint for that.
+    """
+
+    context_length: int
+    checkpoint_dtype: DType
+    num_params: int
+    slot_elements: int
+    step: StepShape
+    draft: DraftFacts | None = None
+
+
 def step_memory(
     shape: StepShape,
     *,
@@ -105,7 +141,6 @@ def step_memory(
         widths: Tokens of each row that steps compute which draw from all of them: 1, and those with drafts.
         draft: Of what drafts behind each step, if a model or a head does.
     """
-    assert graphs != "auto", "which steps are captured is not known yet"
     tables = max_rows * -(-max_len // page_size) * PAGE_BYTES
     attention_bytes = 4 * MAX_PROGRAMS * PROGRAM_QUERIES * (shape.head_dim + 1)
     scored = min(MAX_SCORED_TOKENS, max_tokens)

@@ -15,13 +15,14 @@ import torch
 from msgspec.structs import replace
 
 from hiserve.cache.index.prefix_cache import HostAdmission, PrefixCache
-from hiserve.cache.storage.cache_identity import check_unchanged, identity_of
+from hiserve.cache.storage.cache_identity import check_unchanged
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_factory import open_store
 from hiserve.cache.storage.store_transfers import StoreTransfers
-from hiserve.config import DTYPE_BYTES, Config, known
+from hiserve.config.options import DTYPE_BYTES
+from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.drafts import Proposer
 from hiserve.core.kv_groups import CANARY, CacheGroupSpec
@@ -56,7 +57,7 @@ UPLOAD_SHARE = 4  # of the host pages, one in so many may be kept for uploads
 
 
 def build_engine(
-    config: Config,
+    config: Settings,
     segment: Segment | None = None,
     replica: int = 0,
     measurements: StartupMeasurements = NO_MEASUREMENTS,
@@ -87,7 +88,7 @@ def build_engine(
 
 
 def _compose(
-    config: Config,
+    config: Settings,
     segment: Segment | None,
     kv_events: KvEventSender | None,
     measurements: StartupMeasurements,
@@ -100,12 +101,12 @@ def _compose(
         with _phase(startup_s, "await memory"):
             await_memory(measurements.free_bytes, free_cuda_bytes)
             measurements = replace(measurements, free_bytes=max(measurements.free_bytes, free_cuda_bytes()))
-    torch.set_num_threads(known(config.runner.cpu_threads))
+    torch.set_num_threads(config.runner.cpu_threads)
     torch.backends.cuda.matmul.allow_tf32 = False
     folder, model_config = read_model(config.model)
-    max_len = known(config.model.max_model_len)
-    max_rows = known(config.scheduler.max_running_requests)
-    num_pages, page_size = known(config.cache.kv_pages), config.cache.page_size
+    max_len = config.model.max_model_len
+    max_rows = config.scheduler.max_running_requests
+    num_pages, page_size = config.cache.kv_pages, config.cache.page_size
     draft = read_draft(config, folder, model_config)
     groups = page_groups(config, model_config, draft)
     with _phase(startup_s, "load weights"):
@@ -115,7 +116,7 @@ def _compose(
         ends = [token for token in model_config.eos_token_ids if token < model_config.vocab_size]
         rows = DeviceRows(max_rows, max_len, page_size, num_pages, config.model.device, eos_token_ids=ends)
     check_unchanged(config, folder, model_config, draft)
-    namespace = identity_of(config).namespace
+    namespace = config.cache_identity.namespace
     cache = _cache(config, namespace, segment, kv_events)
     host = None if segment is None else _host_pool(config, segment, groups, namespace)
     tier_transfers = None if host is None else _copier(config, host, cache, pool, startup_s, undo)
@@ -149,22 +150,22 @@ def _compose(
 
 
 def _load(
-    config: Config, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
+    config: Settings, folder: Path, model_config: ModelConfig, draft: DraftConfig | None
 ) -> tuple[Decoder, DraftHead | None]:
     """Reads the weights of the model, and of what drafts."""
-    max_len = known(config.model.max_model_len)
+    max_len = config.model.max_model_len
     settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
     aux_layers = () if draft is None else draft.taps
     model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, **settings)
     return model, None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
 
 
-def _depth(config: Config, runners: Dispatch) -> int:
+def _depth(config: Settings, runners: Dispatch) -> int:
     """Returns how many steps are planned ahead: none where attention plans with the lengths of rows that verify drafts.
 
     While such a step runs the host knows no more of these lengths than bounds: how many drafts it accepts is not known.
     """
-    depth = known(config.runner.overlap)
+    depth = config.runner.overlap
     if depth and config.spec.tiers[-1] and runners.needs_host_lengths:
         logger.warning(
             "no step is planned ahead: the attention backend %s needs lengths from the host, which knows only after each "
@@ -176,7 +177,7 @@ def _depth(config: Config, runners: Dispatch) -> int:
 
 
 def _controller(
-    config: Config, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
+    config: Settings, runners: Dispatch, rows: DeviceRows, measurements: StartupMeasurements, *, has_head: bool
 ) -> DraftController | None:
     """Measures what drafts cost, where there is a choice, unless a worker before has done it."""
     tiers = config.spec.tiers
@@ -186,16 +187,16 @@ def _controller(
     costs = measurements.draft_costs
     if costs is None:
         with torch.inference_mode():
-            costs = DraftTimer(runners, rows).measure(tiers, known(config.scheduler.max_running_requests))
+            costs = DraftTimer(runners, rows).measure(tiers, config.scheduler.max_running_requests)
     return DraftController(costs, warm_steps)
 
 
-def _planner(config: Config, cache: PrefixCache, model: ModelConfig, controller: DraftController | None) -> Planner:
+def _planner(config: Settings, cache: PrefixCache, model: ModelConfig, controller: DraftController | None) -> Planner:
     return Planner(
         cache=cache,
-        max_rows=known(config.scheduler.max_running_requests),
-        max_len=known(config.model.max_model_len),
-        max_batched_tokens=known(config.scheduler.max_batched_tokens),
+        max_rows=config.scheduler.max_running_requests,
+        max_len=config.model.max_model_len,
+        max_batched_tokens=config.scheduler.max_batched_tokens,
         eos_token_ids=model.eos_token_ids,
         num_draft=config.spec.tiers[-1],
         controller=controller,
@@ -207,7 +208,7 @@ def _planner(config: Config, cache: PrefixCache, model: ModelConfig, controller:
 
 
 def _runners(
-    config: Config,
+    config: Settings,
     model: Decoder,
     model_config: ModelConfig,
     draft: DraftConfig | None,
@@ -217,12 +218,12 @@ def _runners(
     is_serving: Callable[[], bool] | None,
 ) -> Dispatch:
     """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
-    dtype, max_tokens = config.model.dtype, known(config.scheduler.max_batched_tokens)
+    dtype, max_tokens = config.model.dtype, config.scheduler.max_batched_tokens
     num_draft, has_kernels = config.spec.tiers[-1], rows.device.type == "cuda"
     compiling = partial(
         compile_steps,
         rows=rows,
-        num_threads=known(config.runner.cpu_threads),
+        num_threads=config.runner.cpu_threads,
         max_batched_tokens=max_tokens,
         num_draft=num_draft,
     )
@@ -245,7 +246,7 @@ def _runners(
         budget = step_memory(
             model_config.facts().step,
             dtype_bytes=DTYPE_BYTES[dtype],
-            max_rows=known(config.scheduler.max_running_requests),
+            max_rows=config.scheduler.max_running_requests,
             max_tokens=max_tokens,
             max_len=rows.max_len,
             page_size=rows.page_size,
@@ -264,10 +265,10 @@ def _runners(
     return runners
 
 
-def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> PrefixCache:
+def _cache(config: Settings, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> PrefixCache:
     num_host_pages = 0 if segment is None else segment.layout.num_pages
     return PrefixCache(
-        num_pages=known(config.cache.kv_pages),
+        num_pages=config.cache.kv_pages,
         page_size=config.cache.page_size,
         namespace=namespace,
         eviction=config.cache.eviction,
@@ -281,7 +282,7 @@ def _cache(config: Config, namespace: bytes, segment: Segment | None, kv_events:
 
 
 def _copier(
-    config: Config,
+    config: Settings,
     host: HostPool,
     cache: PrefixCache,
     pool: DevicePool,
@@ -302,7 +303,7 @@ def _copier(
     return TierTransfers(transfers, host, beyond, linger_s=0.0 if config.cache.host_cache_name is None else LINGER_S)
 
 
-def _host_pool(config: Config, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
+def _host_pool(config: Settings, segment: Segment, groups: Sequence[CacheGroupSpec], namespace: bytes) -> HostPool:
     assert segment.layout.namespace == namespace, "the segment of another identity was handed to a worker"
     registrar = make_registrar(config.model.device)
     link = chain_of(is_strong=config.cache.store is not None)

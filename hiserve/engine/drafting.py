@@ -7,7 +7,7 @@ import torch
 from hiserve.attention.backends import open_draft_attention
 from hiserve.attention.base import Attention
 from hiserve.cache.storage.device import DevicePool
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.drafts import Proposer
 from hiserve.kernels.draft_ops import draft_ops_for
 from hiserve.models.draft_config import DraftConfig
@@ -18,7 +18,7 @@ from hiserve.spec.ngram import NgramProposer
 
 
 def open_proposer(
-    config: Config, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
+    config: Settings, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
 ) -> Proposer | None:
     """Returns what drafts, or None for plain decoding.
 
@@ -52,7 +52,7 @@ def open_proposer(
     )
 
 
-def _attention(config: Config, draft: DraftConfig, rows: DeviceRows) -> Attention:
+def _attention(config: Settings, draft: DraftConfig, rows: DeviceRows) -> Attention:
     dtype = getattr(torch, config.model.dtype)
     shape = draft_attention_shape(draft, dtype=dtype, page_size=config.cache.page_size)
     return open_draft_attention(config.runner.attention_backend, shape, rows.device)

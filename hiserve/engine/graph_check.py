@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hiserve.cache.storage.device import DevicePool
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, TableWrites
 from hiserve.core.request import SamplingParams
@@ -86,7 +86,7 @@ class LoadedModel:
     head: DraftHead | None
 
 
-def load(config: Config) -> LoadedModel:
+def load(config: Settings) -> LoadedModel:
     """Reads the weights.
 
     Args:
@@ -106,7 +106,7 @@ def load(config: Config) -> LoadedModel:
     )
 
 
-def check_graphs(config: Config) -> GraphReport:
+def check_graphs(config: Settings) -> GraphReport:
     """Loads the model and checks steps of every kind, eager ones everywhere and graphs on CUDA.
 
     Args:
@@ -141,7 +141,7 @@ class CheckedEngine:
         executor: Runs steps.
     """
 
-    def __init__(self, config: Config, loaded: LoadedModel, *, has_graphs: bool) -> None:
+    def __init__(self, config: Settings, loaded: LoadedModel, *, has_graphs: bool) -> None:
         dtype, page_size = config.model.dtype, config.cache.page_size
         self._num_pages = -(-MAX_LEN // page_size)  # of each row
         num_pages = 1 + LATE_ROW * self._num_pages
@@ -317,5 +317,5 @@ def _place(error: RuntimeError) -> str:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # stderr: what takes long is told before it does
-    report = check_graphs(msgspec.json.decode(sys.stdin.buffer.read(), type=Config))
+    report = check_graphs(msgspec.json.decode(sys.stdin.buffer.read(), type=Settings))
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n")

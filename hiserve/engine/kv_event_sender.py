@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hiserve.cache.index.prefix_cache import Tier
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.public_endpoints import endpoint_of
 from hiserve.ipc.channel import PublishChannel
 from hiserve.ipc.kv_events import Change, Cleared, Removed, Stored
@@ -53,7 +53,7 @@ class KvEventSender:
         self._publisher.close()
 
 
-def open_kv_events(config: Config, replica: int) -> KvEventSender | None:
+def open_kv_events(config: Settings, replica: int) -> KvEventSender | None:
     """Opens the sockets of a worker, or none when none were asked for.
 
     Args:

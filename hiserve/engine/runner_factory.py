@@ -10,7 +10,7 @@ import torch
 
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import AttentionShape
-from hiserve.config import Runner
+from hiserve.config.options import Runner
 from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
 from hiserve.models.decoder import Decoder

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
 from hiserve.engine.loop import Engine
@@ -131,7 +131,7 @@ class WorkerService:
                 raise MalformedError(f"a second Configure, for incarnation {configure.incarnation}")
 
 
-def serve(endpoint: str, build: Callable[[Config, int, int, StartupMeasurements], Engine]) -> int:
+def serve(endpoint: str, build: Callable[[Settings, int, int, StartupMeasurements], Engine]) -> int:
     """Meets the scheduler, builds the engine and serves; returns the exit code.
 
     After a fatal error the process ends here and at once: no destructor of a broken device may hold it.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 from hiserve.cache.storage.segment import Segment
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
 from hiserve.engine.service import serve
 
 
-def build(config: Config, host_fd: int, replica: int, measurements: StartupMeasurements) -> Engine:
+def build(config: Settings, host_fd: int, replica: int, measurements: StartupMeasurements) -> Engine:
     """Builds the engine on the host segment that the supervisor passed, if there is one."""
     segment = Segment.attach(host_fd) if host_fd >= 0 else None
     return build_engine(config, segment, replica, measurements, waits_for_compilers=False)

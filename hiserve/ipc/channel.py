@@ -20,7 +20,7 @@ from typing import Any
 
 import zmq
 
-from hiserve.config import flag_of
+from hiserve.config.flags import flag_of
 from hiserve.errors import ResourceError
 from hiserve.ipc.codec import Frames
 from hiserve.ipc.endpoints import SCHEME, new_endpoint, path_of, remove, require_free

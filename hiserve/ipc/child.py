@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.ipc.channel import Link
 from hiserve.ipc.codec import Frames
 from hiserve.ipc.endpoints import wait_for_listener
@@ -48,7 +48,7 @@ def meet_parent(endpoint: str, death_signal: signal.Signals) -> tuple[Link, Fram
     return link, frames
 
 
-def log_to_stderr(config: Config) -> None:
+def log_to_stderr(config: Settings) -> None:
     """Sets up logging of a child process as the configuration asks."""
     logging.basicConfig(
         level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SamplingParams
@@ -243,7 +243,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=True):
         findings: Of the first incarnation; empty for that one.
     """
 
-    config: Config
+    config: Settings
     replica: int
     incarnation: int
     host_fd: int = -1

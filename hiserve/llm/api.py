@@ -13,31 +13,20 @@ from typing import Any
 
 import msgspec
 
-from hiserve.cache.storage.cache_identity import identify
-from hiserve.cache.storage.host_segment import probe_segments
-from hiserve.config import Config, known, make_config
+from hiserve.config.options import make_options
 from hiserve.core.devices import devices_of
-from hiserve.core.machine import probe
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
-from hiserve.core.resolve import resolve
 from hiserve.core.startup_measurements import StepCosts
-from hiserve.core.tier_remarks import tier_remarks
 from hiserve.errors import ConfigError, ContextLengthError, HiserveError, RequestError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
+from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.llm.prompt_inputs import Prompt, as_batch, check_tokens
-from hiserve.models.builtin_shapes import read_model
-from hiserve.models.draft_config import model_facts
-from hiserve.models.model_config import ModelConfig
 from hiserve.text.chat_request import ChatRequest, check_text, parse_chat
-from hiserve.text.conversation_encoder import ConversationEncoder
-from hiserve.text.detokenizer import TokenBytes
+from hiserve.text.frontend import load_frontend
 from hiserve.text.output import TextOutput
-from hiserve.text.reply_tokens import ReplyTokenCache
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +60,10 @@ class LLM:
     Args:
         model: Checkpoint folder, hub id, or ``hiserve-nano``.
         in_process: Plan and execute in this process, without scheduler and worker processes.
-        **config: Any setting of ``hiserve.config``, for example ``page_size=16``.
+        **config: Any option of ``hiserve.config``, for example ``page_size=16``.
 
     Attributes:
-        config: The settings, resolved.
+        config: The settings.
         tokenizer: The model's.
         default_sampling: What calls without sampling parameters use; see ``--sampling-defaults``.
 
@@ -83,29 +72,25 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "hiserve-nano", *, in_process: bool = False, **config: Any) -> None:
-        given = make_config(model=str(model), **config)
+        given = make_options(model=str(model), **config)
         if in_process and given.parallel.replicas > 1:
             raise ConfigError("in_process runs one engine; leave replicas at 1 or in_process off.", param="replicas")
-        folder, model_config = read_model(given.model)
-        resolved = resolve(given, model_facts(given, folder, model_config), probe_segments(given, probe()))
-        if in_process and any(devices_of(resolved.config)):
+        launch = prepare(given)
+        settings = launch.resolved.settings
+        if in_process and any(devices_of(settings)):
             raise ConfigError(
-                f"in_process runs on the first CUDA device, not on {resolved.config.parallel.devices}; leave devices out and "
+                f"in_process runs on the first CUDA device, not on {settings.parallel.devices}; leave devices out and "
                 "set CUDA_VISIBLE_DEVICES, or leave in_process off.",
                 param="devices",
             )
-        for decision in resolved.decisions:
-            logger.info(decision)
-        for remark in tier_remarks(resolved):
-            logger.warning(remark)
-        self.config = identify(resolved.config, folder, model_config)
-        self.tokenizer = Tokenizer.load(folder, model_config.eos_token_ids)
-        self._token_bytes = TokenBytes(self.tokenizer)
-        override = self.config.model.chat_template
-        template = ChatTemplate.load(folder, None if override is None else Path(override))
-        self._chats = None if template is None else ConversationEncoder(self.tokenizer, template, ReplyTokenCache())
-        self.default_sampling = _defaults(self.config, model_config)
-        self._vocab_size = model_config.vocab_size
+        launch.log()
+        self.config = launch.identified()
+        frontend = load_frontend(self.config.model, launch.folder, launch.model)
+        self.tokenizer = frontend.tokenizer
+        self.default_sampling = frontend.default_sampling
+        self._token_bytes = frontend.token_bytes
+        self._chats = frontend.conversation_encoder()
+        self._vocab_size = launch.model.vocab_size
         self._is_closed = False
         self._backend: OfflineBackend = InProcess(self.config) if in_process else Processes(self.config)
 
@@ -282,7 +267,7 @@ class LLM:
         return sampling
 
     def _check_length(self, num_tokens: int, param: str) -> None:
-        max_len = known(self.config.model.max_model_len)
+        max_len = self.config.model.max_model_len
         if not num_tokens:
             raise RequestError(f"the {param} is empty; give at least one token.", param=param)
         if num_tokens >= max_len:
@@ -294,8 +279,3 @@ class LLM:
     def _require_open(self) -> None:
         if self._is_closed:
             raise UnavailableError("this LLM was closed; make a new one.")
-
-
-def _defaults(config: Config, model: ModelConfig) -> SamplingParams:
-    """Returns the sampling of calls that do not say, as ``--sampling-defaults`` wants it."""
-    return SamplingParams() if config.model.sampling_defaults == "openai" else model.sampling_defaults.params()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import uvloop
 
 from hiserve.cache.storage.host_segment import open_segment
-from hiserve.config import Config, known
+from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
@@ -82,9 +82,9 @@ class OfflineBackend(Protocol):
         """Gives everything back."""
 
 
-def room_for_jobs(config: Config) -> int:
+def room_for_jobs(config: Settings) -> int:
     """Returns how many jobs keep the engine busy: those that run, and as many that wait."""
-    return 2 * known(config.scheduler.max_running_requests) * config.parallel.replicas
+    return 2 * config.scheduler.max_running_requests * config.parallel.replicas
 
 
 def _follow(
@@ -103,7 +103,7 @@ def _follow(
 class InProcess:
     """Steps an engine of this process, in a thread, so that Ctrl-C falls between two steps and never into one."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         with ExitStack() as undo:
             segment = open_segment(config, 0)
             if segment is not None:
@@ -201,7 +201,7 @@ async def _end_others() -> None:
 class Processes:
     """Talks to a scheduler process from an event loop in a thread."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Settings) -> None:
         self._room = room_for_jobs(config)
         self._copy_s = config.server.drain_timeout_s
         self._loop = uvloop.new_event_loop()  # of what a token costs here, a fifth less than asyncio's own

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from hiserve.config import Model
+from hiserve.config.options import Model
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.generation_config import GenerationConfig
 from hiserve.models.model_config import ModelConfig, find_model, parse_config, read_model_config

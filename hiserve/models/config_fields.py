@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.errors import ModelError
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT32)]

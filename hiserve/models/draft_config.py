@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.core.kv_groups import CacheGroupSpec, debug_groups, page_hidden_group
-from hiserve.core.resolve import DraftFacts, ModelFacts
-from hiserve.core.step_memory import DraftShape
+from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.checkpoint import tensor_names
 from hiserve.models.config_fields import Count, Size, convert, read_json
@@ -295,7 +294,7 @@ def _vocabulary(folder: Path) -> Any:
 _KINDS: dict[str, DraftKind] = {"eagle3": "eagle3", "mtp": "mtp", "draft": "draft_model"}
 
 
-def read_draft(config: Config, folder: Path, model: ModelConfig) -> DraftConfig | None:
+def read_draft(config: Options, folder: Path, model: ModelConfig) -> DraftConfig | None:
     """Returns the checkpoint that drafts; None where nothing does, or something that needs none.
 
     Args:
@@ -326,7 +325,7 @@ def read_draft(config: Config, folder: Path, model: ModelConfig) -> DraftConfig 
     return find_draft(_KINDS[name], source or None, folder, model)
 
 
-def page_groups(config: Config, model: ModelConfig, draft: DraftConfig | None) -> tuple[CacheGroupSpec, ...]:
+def page_groups(config: Options, model: ModelConfig, draft: DraftConfig | None) -> tuple[CacheGroupSpec, ...]:
     """Returns the groups of a page: the model's, those of what drafts, and those for debugging.
 
     Args:
@@ -337,10 +336,10 @@ def page_groups(config: Config, model: ModelConfig, draft: DraftConfig | None) -
     dtype, drafts = config.model.dtype, tuple[CacheGroupSpec, ...]()
     if draft is not None:
         drafts = (*draft.kv_groups(dtype), page_hidden_group(draft.feature_size, config.cache.page_size, dtype))
-    return (*model.kv_groups(dtype), *drafts, *debug_groups(config))
+    return (*model.kv_groups(dtype), *drafts, *debug_groups(config.cache))
 
 
-def model_facts(config: Config, folder: Path, model: ModelConfig) -> ModelFacts:
+def model_facts(config: Options, folder: Path, model: ModelConfig) -> ModelFacts:
     """Returns what ``core.resolve`` must know of a model and of what drafts for it.
 
     Raises:

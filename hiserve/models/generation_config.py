@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import SamplingParams
 from hiserve.models.config_fields import TokenId, convert, read_json
 

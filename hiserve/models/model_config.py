@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from hiserve.config import DTYPE_BYTES
+from hiserve.config.options import DTYPE_BYTES
+from hiserve.config.settings import DType
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.core.resolve import ModelFacts
-from hiserve.core.step_memory import StepShape
+from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.errors import ModelError
 from hiserve.models.checkpoint import Download, fetch, is_hub_name
 from hiserve.models.config_fields import (
@@ -105,7 +105,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_mlp_bias: bool
     experts: ExpertsConfig | None
     num_mtp_layers: int
-    dtype: str
+    dtype: DType
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     sampling_defaults: SamplingDefaults
@@ -252,7 +252,7 @@ def parse_config(raw: dict[str, Any], path: Path, generation: GenerationConfig) 
         has_mlp_bias=bool(fields.mlp_bias),
         experts=_experts(fields),
         num_mtp_layers=fields.num_nextn_predict_layers or 0,
-        dtype=dtype,
+        dtype=cast(DType, dtype),
         eos_token_ids=ends or (),
         bos_token_id=fields.bos_token_id,
         sampling_defaults=generation.sampling_defaults,

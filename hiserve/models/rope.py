@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.errors import ModelError
 from hiserve.models.config_fields import ConfigFields, RopeFields
 

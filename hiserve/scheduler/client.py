@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from hiserve.config import Config, known, without_secrets
+from hiserve.config.options import without_secrets
+from hiserve.config.settings import Settings
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError, UnavailableError
@@ -57,7 +58,7 @@ class EngineClient:
     _process: ChildProcess
     _watch: asyncio.Task[None]
 
-    def __init__(self, config: Config, max_unread_bytes: int | None = None) -> None:
+    def __init__(self, config: Settings, max_unread_bytes: int | None = None) -> None:
         self._config = config
         self._max_unread_bytes = max_unread_bytes
         self.num_slow_readers = 0
@@ -76,7 +77,7 @@ class EngineClient:
 
     @classmethod
     async def start(
-        cls, config: Config, *, command: Sequence[str] = SCHEDULER_COMMAND, max_unread_bytes: int | None = None
+        cls, config: Settings, *, command: Sequence[str] = SCHEDULER_COMMAND, max_unread_bytes: int | None = None
     ) -> EngineClient:
         """Starts the scheduler, which starts the workers; returns when all are ready.
 
@@ -113,7 +114,7 @@ class EngineClient:
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, in tokens."""
-        return known(self._config.model.max_model_len)
+        return self._config.model.max_model_len
 
     @property
     def num_inflight(self) -> int:

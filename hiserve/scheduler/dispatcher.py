@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hiserve.config import Scheduler
+from hiserve.config.options import Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.errors import (

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
 from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
@@ -72,7 +72,7 @@ class SchedulerService:
         worker_command: Command line of a worker, without its endpoint.
     """
 
-    def __init__(self, config: Config, link: Link, worker_command: Sequence[str]) -> None:
+    def __init__(self, config: Settings, link: Link, worker_command: Sequence[str]) -> None:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
         loop.set_exception_handler(self._broken)
@@ -264,14 +264,14 @@ class SchedulerService:
             self._ended.set_exception(context.get("exception") or EngineError(context["message"]))
 
 
-async def _serve(config: Config, link: Link, worker_command: Sequence[str]) -> int:
+async def _serve(config: Settings, link: Link, worker_command: Sequence[str]) -> int:
     return await SchedulerService(config, link, worker_command).run()
 
 
 def main(endpoint: str, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """Runs the process; returns its exit code."""
     link, frames = meet_parent(endpoint, PARENT_DIED)
-    config = MessageDecoder[Config](Config).decode(frames).message
+    config = MessageDecoder[Settings](Settings).decode(frames).message
     log_to_stderr(config)
     return int(uvloop.run(_serve(config, link, worker_command)))
 

@@ -18,7 +18,7 @@ import msgspec
 
 from hiserve.cache.storage.host_segment import open_segment
 from hiserve.cache.storage.segment import Segment
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.devices import environment_of
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.errors import EngineError, HiserveError, ResourceError
@@ -124,7 +124,7 @@ class Supervisor:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         command: Sequence[str],
         events: WorkerEvents,
         usage: Callable[[int], CpuUsage | None] = usage_of,

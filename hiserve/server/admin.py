@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from hiserve import __version__
-from hiserve.config import without_secrets
+from hiserve.config.options import without_secrets
 from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError, UnavailableError
 from hiserve.ipc.messages import Status, WorkerFacts
@@ -91,10 +91,10 @@ class AdminRoutes:
             "not_ready_because": self._handle.reason,
             "engine_error": error,
             "state_age_s": round(time.monotonic() - self._handle.last_status_s, 3) if status else None,
-            "config": msgspec.to_builtins(without_secrets(self._resolved.config)),
+            "config": msgspec.to_builtins(without_secrets(self._resolved.settings)),
             "decisions": self._resolved.decisions,
-            "memory_bytes": self._resolved.memory,
-            "host_memory_bytes": self._resolved.host_memory,
+            "memory_bytes": self._resolved.memory.parts,
+            "host_memory_bytes": self._resolved.memory.host_parts,
             "startup_s": startup,
             "processes": processes,
             "num_inflight": engine.num_inflight if engine else 0,
@@ -118,8 +118,8 @@ class AdminRoutes:
             "is_generation": True,
             "max_model_len": engine.max_model_len if engine else None,
             "vocab_size": self._model.vocab_size,
-            "device": self._resolved.config.model.device,
-            "page_size": self._resolved.config.cache.page_size,
+            "device": self._resolved.settings.model.device,
+            "page_size": self._resolved.settings.cache.page_size,
             "weight_version": self._model.fingerprint,
         }
         return json_response(info)
@@ -161,7 +161,7 @@ class AdminRoutes:
         return {"served_model_name": name, "model_path": root, "tp_size": 1, "dp_size": 1}
 
     def _load(self, status: Status) -> dict[str, Any]:
-        page_size = self._resolved.config.cache.page_size
+        page_size = self._resolved.settings.cache.page_size
         stats = [worker.stats for worker in status.workers]
         num_pages = sum(worker.num_pages for worker in status.workers)
         num_used = num_pages - sum(stat.free_pages + stat.evictable_pages for stat in stats)

@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hiserve import __version__
-from hiserve.config import known
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
@@ -68,7 +67,7 @@ def create_app(
         tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
         startup_s: Seconds per start-up phase of this process, for ``/server_info``.
     """
-    auth = Auth(resolved.config.server)
+    auth = Auth(resolved.settings.server)
     words = FairThreads(1, "hiserve-word")
     app = FastAPI(
         title="hiserve",
@@ -80,9 +79,9 @@ def create_app(
         redirect_slashes=False,
         exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
     )
-    server = resolved.config.server
+    server = resolved.settings.server
     is_strict = server.strict_fields
-    max_model_len = known(resolved.config.model.max_model_len)
+    max_model_len = resolved.settings.model.max_model_len
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len))
     tokens = TokenRoutes(
         bodies, encoder, words, token_bytes, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
@@ -93,7 +92,7 @@ def create_app(
         tokens.router(),
         HealthRoutes(handle, auth, metrics).router(),
         AdminRoutes(handle, bodies, auth, model, resolved, startup_s).router(),
-        CacheRoutes(handle, auth, resolved.config.cache).router(),
+        CacheRoutes(handle, auth, resolved.settings.cache).router(),
     ]
     document = Document(
         routers,
@@ -107,7 +106,7 @@ def create_app(
     for router in routers:
         app.include_router(router)
     # From the inside out: what is added last sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=known(server.max_request_bytes))
+    app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthMiddleware, auth=auth)
     app.add_middleware(RequestIdMiddleware, metrics=metrics)
     return app

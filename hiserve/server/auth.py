@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hiserve.config import Server
+from hiserve.config.serving import Server
 from hiserve.core.digest import namespace_digest
 from hiserve.errors import AuthenticationError, ForbiddenError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.errors import NotFoundError, RequestError
 from hiserve.text.chat_request import check_text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from hiserve.config import Cache, known
+from hiserve.config.options import Cache
 from hiserve.errors import RequestError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName
 from hiserve.ipc.messages import WorkerFacts
@@ -42,7 +42,7 @@ class CacheRoutes:
         self._auth = auth
         self._page_size = cache.page_size
         self._tiers: list[TierName] = ["device"]
-        if known(cache.host_cache_gib):
+        if cache.host_cache_gib:
             self._tiers.append("host")
         if cache.store is not None:
             self._tiers.append("store")

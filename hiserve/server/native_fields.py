@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError

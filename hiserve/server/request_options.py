@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import MAX_LOGPROBS, SamplingParams
 from hiserve.errors import ContextLengthError, RequestError
 from hiserve.server import known_fields

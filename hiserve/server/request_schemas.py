@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.core.request import LENGTHS, MAX_LOGPROBS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams
 from hiserve.server import known_fields
 from hiserve.server.body_fields import MAX_NAME_CHARS

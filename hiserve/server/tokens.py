@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request, Response
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.errors import RequestError
 from hiserve.server.auth import caller_of, namespace_of
 from hiserve.server.body_fields import MAX_NAME_CHARS, Fields, check_model

@@ -165,10 +165,7 @@ class PromptEncoder:
             text: What the client received.
             ids: Everything generated, end token included.
         """
-        end = len(ids)
-        while end and ids[end - 1] in self._tokenizer.hidden_ids:
-            end -= 1
-        self._reply_cache.remember(namespace, chat, text, ids[:end])
+        self._reply_cache.remember(namespace, chat, text, self._tokenizer.without_hidden_end(ids))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids, special tokens as they are spelled."""

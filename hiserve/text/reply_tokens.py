@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from hiserve.config import MAX_INT32
+from hiserve.config.serving import MAX_INT32
 from hiserve.core.digest import namespace_digest
 from hiserve.core.plan import Int32Array
 from hiserve.text.chat_request import ChatRequest

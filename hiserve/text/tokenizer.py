@@ -54,6 +54,13 @@ class Tokenizer:
             raise ModelError(f"tokenizer.json in {str(folder)!r} cannot be read: {error}.", param="model") from error
         return cls(backend, eos_token_ids)
 
+    def without_hidden_end(self, ids: Sequence[int]) -> Sequence[int]:
+        """Returns generated ids without the tokens at their end that show no text, such as the end token."""
+        end = len(ids)
+        while end and ids[end - 1] in self.hidden_ids:
+            end -= 1
+        return ids[:end]
+
     @property
     def added_tokens(self) -> list[tokenizers.AddedToken]:
         """Tokens that are found in a text before it is split."""

@@ -18,7 +18,8 @@ from hiserve import LLM
 from hiserve.cache.storage.host_segment import open_segment, probe_segments
 from hiserve.cache.storage.records import NO_CHECKSUM
 from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
-from hiserve.config import Config, make_config
+from hiserve.config.options import make_options
+from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
@@ -29,7 +30,7 @@ from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
-from tests.helpers.identity import identified
+from tests.helpers.settings import identified
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
@@ -93,10 +94,10 @@ class Life:
         gc.collect()  # the mapping, and with it the lock of the name, goes with the last view of it
 
 
-def resolved(**settings: Any) -> Config:
-    given = make_config(**(SETTINGS | settings))
+def resolved(**settings: Any) -> Settings:
+    given = make_options(**(SETTINGS | settings))
     return identified(
-        resolve(given, model_facts(given, *read_model(given.model)), probe_segments(given, probe())).config
+        resolve(given, model_facts(given, *read_model(given.model)), probe_segments(given, probe())).settings
     )
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from hiserve.config import make_config
 from hiserve.core.request import FinishReason
 from hiserve.errors import EngineError, HiserveError, ModelError, UnavailableError
 from hiserve.ipc.codec import Received
@@ -26,6 +25,7 @@ from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import CRASH, KILL, LIE, reply
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_running
 from tests.helpers.processes import children, wait_dead
+from tests.helpers.settings import settings_of
 
 pytestmark = pytest.mark.alone
 
@@ -230,7 +230,7 @@ async def aiter_of(context: object) -> AsyncIterator[EngineClient]:
 
 async def test_a_scheduler_that_cannot_run_is_one_clear_error() -> None:
     with pytest.raises(EngineError, match=r"scheduler process died \(exit code 5\)"):
-        await EngineClient.start(make_config(), command=(sys.executable, "-c", "raise SystemExit(5)"))
+        await EngineClient.start(settings_of(), command=(sys.executable, "-c", "raise SystemExit(5)"))
 
 
 async def test_stop_drains_as_long_as_it_was_told_and_fails_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

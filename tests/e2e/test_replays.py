@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hiserve.config import Config, make_config
+from hiserve.config.options import make_options
+from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
@@ -20,7 +21,7 @@ from hiserve.core.resolve import resolve
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient
-from tests.helpers.identity import identified
+from tests.helpers.settings import identified
 
 SEED = 41
 NUM_NEW = 72
@@ -66,9 +67,9 @@ class Got:
     drafts: list[DraftUse] = field(default_factory=list)
 
 
-def resolved() -> Config:
-    given = make_config(**SETTINGS)
-    return identified(resolve(given, model_facts(given, *read_model(given.model)), probe()).config)
+def resolved() -> Settings:
+    given = make_options(**SETTINGS)
+    return identified(resolve(given, model_facts(given, *read_model(given.model)), probe()).settings)
 
 
 def prompt_of(name: str) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -15,7 +15,7 @@ import pytest
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.inventory import store_in
 from hiserve.cache.storage.sim_store import Fault, SimStore, Step
-from hiserve.core.resolve import GIB
+from hiserve.core.machine import GIB
 from hiserve.engine import build, store_prefetch
 from tests.e2e.live import Live
 from tests.e2e.test_store_tier import PAGE, SMALL

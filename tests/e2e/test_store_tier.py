@@ -14,7 +14,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.sim_store import Fault, SimStore, Step
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.engine import build, store_prefetch
 from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.models.builtin_shapes import read_model
@@ -201,7 +201,7 @@ def test_requests_that_are_aborted_while_they_wait_for_a_store_leak_nothing(
 
 def test_tc_70_tc_71_tc_72_what_is_not_the_same_model_layout_or_tenant_shares_no_page(tmp_path: Path) -> None:
     prompts, sampling = workload()
-    folder, _ = read_model(make_config().model)
+    folder, _ = read_model(make_options().model)
     shutil.copytree(folder, tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))

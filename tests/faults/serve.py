@@ -7,7 +7,7 @@ from typing import Any
 
 from hiserve import cli
 from hiserve.commands import serve
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.scheduler.client import EngineClient
 
 
@@ -17,7 +17,7 @@ class Client:
     def __init__(self, worker: str) -> None:
         self._command = (sys.executable, "-m", "tests.faults.scheduler", worker)
 
-    async def start(self, config: Config, **options: Any) -> EngineClient:
+    async def start(self, config: Settings, **options: Any) -> EngineClient:
         return await EngineClient.start(config, command=self._command, **options)
 
 

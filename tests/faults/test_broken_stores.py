@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hiserve.bench.soak.faults import inject
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from tests.e2e.live import Live
 from tests.faults.harness import Crowd, check_idle, open_files, serving, worker_pid
 
@@ -125,7 +125,7 @@ async def test_bits_that_flip_in_what_is_cached(tmp_path: Path) -> None:
     """On the host and in the store, again and again, while users talk."""
     rng = np.random.default_rng(SEED)
     store = f"file:{tmp_path}/store"
-    config = make_config(store=store)
+    config = make_options(store=store)
     with serving(tmp_path, "--store", store, "--cache-verify", "all", "--store-prefetch", "wait") as live:
         processes = live.info()["processes"]
         roles = {processes["scheduler"]: "scheduler", worker_pid(live): "worker"}

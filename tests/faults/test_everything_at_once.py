@@ -18,7 +18,7 @@ from hiserve.bench.options import SoakOptions
 from hiserve.bench.record import about
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
 from hiserve.bench.soak.stream_oracle import REFUSALS
-from hiserve.config import Config, make_config
+from hiserve.config.options import Options, make_options
 
 pytestmark = pytest.mark.alone
 
@@ -55,9 +55,9 @@ LONG = msgspec.structs.replace(
 )
 
 
-def config(folder: Path) -> Config:
+def config(folder: Path) -> Options:
     """Tiers that are far too small, a queue that is soon full, and a check of everything that is read."""
-    return make_config(
+    return make_options(
         dtype="float64",
         cpu_threads=1,
         page_size=16,

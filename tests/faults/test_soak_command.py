@@ -14,7 +14,7 @@ from hiserve.bench.options import SoakOptions
 from hiserve.bench.run_progress import Advance
 from hiserve.bench.soak.soak_run import SoakOutcome, soak
 from hiserve.bench.soak.stream_oracle import REFUSALS
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from tests.e2e.live import serve
 
 pytestmark = pytest.mark.alone
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_a_soak_with_what_was_seen(tmp_path: Path) -> None:
 
             return advance
 
-        running = asyncio.ensure_future(soak(make_config(), msgspec.structs.replace(options, url=url), begin))
+        running = asyncio.ensure_future(soak(make_options(), msgspec.structs.replace(options, url=url), begin))
         return await running
 
     with serve(tmp_path, *SERVER) as live:

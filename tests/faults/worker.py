@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hiserve.cache.storage import file_store
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.loop import Engine
 from hiserve.engine.service import serve
@@ -111,7 +111,7 @@ def main(wanted: dict[str, str], endpoint: str) -> int:
     if broken:
         file_store.os = Disk(broken, rng)  # type: ignore[assignment]
 
-    def build_broken(config: Config, host_fd: int, replica: int, measurements: StartupMeasurements) -> Any:
+    def build_broken(config: Settings, host_fd: int, replica: int, measurements: StartupMeasurements) -> Any:
         engine = build_worker(config, host_fd, replica, measurements)
         broken_engine: Any = engine
         for how in sorted(wanted.keys() & {"fatal", "hang", "starved"}):

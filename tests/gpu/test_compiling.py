@@ -15,7 +15,7 @@ import pytest
 import triton
 
 from hiserve import LLM, SamplingParams, kernels
-from hiserve.config.sections import AUTO_TIERS
+from hiserve.config.options import AUTO_TIERS
 from tests.helpers.cache_paths import SETTINGS
 from tests.helpers.drafted import save_heads
 from tests.helpers.tiered import engine_of

@@ -13,7 +13,8 @@ import torch
 
 from hiserve.cache.storage.cache_identity import identify
 from hiserve.cache.storage.host_segment import probe_segments
-from hiserve.config import Config, make_config
+from hiserve.config.options import make_options
+from hiserve.config.settings import Settings
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
@@ -35,7 +36,7 @@ def free() -> list[int]:
     return [torch.cuda.mem_get_info(number)[0] for number in range(2)]
 
 
-def config(**settings: object) -> Config:
+def config(**settings: object) -> Settings:
     # In float32 a reply is the same in any batch.
     fixed = {
         "kv_pages": 2048,
@@ -44,10 +45,10 @@ def config(**settings: object) -> Config:
         "dtype": "float32",
         "log_level": "warning",
     }
-    given = make_config(**fixed, **settings)
+    given = make_options(**fixed, **settings)
     folder, model = read_model(given.model)
     return identify(
-        resolve(given, model_facts(given, folder, model), probe_segments(given, probe())).config, folder, model
+        resolve(given, model_facts(given, folder, model), probe_segments(given, probe())).settings, folder, model
     )
 
 

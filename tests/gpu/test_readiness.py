@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.machine import probe
 from hiserve.core.resolve import resolve
 from hiserve.engine.graph_check import GRAPHS, check_graphs
@@ -33,8 +33,8 @@ def test_steps_are_ready_with_what_drafts_behind_them(tmp_path: Path, kind: str)
 
 
 def check(**settings: Any) -> None:
-    given = make_config(device="cuda", dtype="bfloat16", **settings)
-    report = check_graphs(resolve(given, model_facts(given, *read_model(given.model)), probe()).config)
+    given = make_options(device="cuda", dtype="bfloat16", **settings)
+    report = check_graphs(resolve(given, model_facts(given, *read_model(given.model)), probe()).settings)
     for each in report.checks:
         print(each)
     assert [each.problems for each in report.checks] == [[]] * 2 * len(GRAPHS)

@@ -10,9 +10,9 @@ import sys
 
 import numpy as np
 
-from hiserve.config import make_config
 from hiserve.core.request import SamplingParams
 from hiserve.scheduler.client import EngineClient
+from tests.helpers.settings import settings_of
 
 FAKE_SCHEDULER = (sys.executable, "-m", "tests.helpers.fake_scheduler")
 
@@ -24,7 +24,7 @@ async def read(client: EngineClient, first: int) -> None:
 
 
 async def main() -> None:
-    config = make_config(
+    config = settings_of(
         model=sys.argv[1],
         replicas=sys.argv[2],
         max_model_len=100_000,

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hiserve.cache.index.reports import PrefixEvents
-from hiserve.config import Config, known
+from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
@@ -74,10 +74,10 @@ class FakeEngine:
     """
 
     def __init__(
-        self, config: Config, step_s: float = STEP_S, measurements: StartupMeasurements = NO_MEASUREMENTS
+        self, config: Settings, step_s: float = STEP_S, measurements: StartupMeasurements = NO_MEASUREMENTS
     ) -> None:
         self._page_size = config.cache.page_size
-        self._max_running = known(config.scheduler.max_running_requests)
+        self._max_running = config.scheduler.max_running_requests
         self._step_s = step_s
         self._namespace = namespace_digest("fake")
         self._pages: set[bytes] = set()
@@ -87,8 +87,8 @@ class FakeEngine:
         self._num_steps = 0
         self.facts = EngineFacts(
             max_running=self._max_running,
-            max_len=known(config.model.max_model_len),
-            num_pages=known(config.cache.kv_pages) - 1,
+            max_len=config.model.max_model_len,
+            num_pages=config.cache.kv_pages - 1,
             page_size=self._page_size,
             namespace=self._namespace,
             startup_s={"build": 0.0},
@@ -212,7 +212,7 @@ class FakeEngine:
 
 
 def build(
-    config: Config, host_fd: int = -1, replica: int = 0, measurements: StartupMeasurements = NO_MEASUREMENTS
+    config: Settings, host_fd: int = -1, replica: int = 0, measurements: StartupMeasurements = NO_MEASUREMENTS
 ) -> FakeEngine:
     """Builds the engine, or fails as the model's name asks."""
     match config.model.model:

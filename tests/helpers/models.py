@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from hiserve.attention.backends import open_attention
 from hiserve.cache.storage.device import DevicePool
-from hiserve.config import Runner
+from hiserve.config.options import Runner
 from hiserve.engine.executor import Executor
 from hiserve.engine.runner_factory import make_runners
 from hiserve.models.decoder import attention_shape, load_decoder

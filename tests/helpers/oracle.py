@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.plan import RowAdmit
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine.build import build_engine
@@ -20,9 +20,9 @@ from hiserve.ipc.messages import Admit
 from hiserve.models.model_config import NANO, find_model
 from hiserve.sampling.params import SamplingRows
 from hiserve.sampling.sampler import sample
-from tests.helpers.identity import identified
 from tests.helpers.models import load_transformers, save_llama, save_qwen3
 from tests.helpers.plans import GREEDY
+from tests.helpers.settings import identified
 
 MODELS = ("llama", "qwen3", "nano")
 NUM_NEW = 24
@@ -99,7 +99,7 @@ def engine_of(
     """The engine as ``hiserve serve`` builds it, in float64."""
     return build_engine(
         identified(
-            make_config(
+            make_options(
                 model=str(subject.folder),
                 dtype="float64",
                 device=device,

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.config import make_config
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.scheduler.client import EngineClient, TokenDelta
 from tests.helpers.fake_client import FAKE_SCHEDULER
 from tests.helpers.fake_engine import reply
 from tests.helpers.processes import children, is_alive, wait_dead
+from tests.helpers.settings import settings_of
 
 
 @contextmanager
@@ -41,7 +41,7 @@ async def engine(*, max_unread_bytes: int | None = None, **settings: object) -> 
         "host_cache_gib": 0,
         "log_level": "error",
     }
-    config = make_config(**(defaults | settings))
+    config = settings_of(**(defaults | settings))
     client = await EngineClient.start(config, command=FAKE_SCHEDULER, max_unread_bytes=max_unread_bytes)
     pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
     try:

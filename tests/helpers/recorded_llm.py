@@ -9,7 +9,7 @@ import torch
 
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.reference_attention import ReferenceAttention
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core import resolve
 from hiserve.engine import build, drafting, runner_factory
 from hiserve.engine.executor import Executor
@@ -53,7 +53,7 @@ def allow_recording(
     def open_draft(name: str, shape: AttentionShape, device: torch.device) -> Attention:
         return RecordableAttention(ReferenceAttention(shape))
 
-    def graphs_of(config: Config, *, on_cpu: bool) -> Any:
+    def graphs_of(config: Settings, *, on_cpu: bool) -> Any:
         return "off" if config.runner.graphs == "auto" else config.runner.graphs
 
     def make_planner(*, overlaps_loads: bool, **settings: Any) -> Planner:

@@ -27,11 +27,11 @@ from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.records import Records
 from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_keys import store_key
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.digest import chain, namespace_digest, pack_tokens, strong_chain
 from hiserve.core.machine import probe
-from hiserve.core.resolve import ModelFacts, resolve
-from hiserve.core.step_memory import StepShape
+from hiserve.core.resolve import resolve
+from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.core.transfers import PageRun
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.cache_digests import cache_namespace, stamps, weight_digests
@@ -167,9 +167,9 @@ def test_tc_64_the_host_cache_fits_the_least_of_memory_control_group_and_dev_shm
     shm = SimpleNamespace(f_bavail=int(shm_gib * GIB) // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda place: shm)
     machine = msgspec.structs.replace(probe(tmp_path), cuda_memory_bytes=())
-    resolved = resolve(make_config(host_cache_name="n", device="cpu"), NANO, machine)
-    assert 0 < resolved.memory["host cache"] < min(available_gib, limit_gib, shm_gib) * GIB
-    assert sum(resolved.memory.values()) < min(available_gib, limit_gib) * GIB
+    resolved = resolve(make_options(host_cache_name="n", device="cpu"), NANO, machine)
+    assert 0 < resolved.memory.parts["host cache"] < min(available_gib, limit_gib, shm_gib) * GIB
+    assert sum(resolved.memory.parts.values()) < min(available_gib, limit_gib) * GIB
     least = min(available_gib, limit_gib, shm_gib)
     with pytest.raises(ResourceError, match="--host-cache-gib"):
-        resolve(make_config(host_cache_name="n", host_cache_gib=1.1 * least, device="cpu"), NANO, machine)
+        resolve(make_options(host_cache_name="n", host_cache_gib=1.1 * least, device="cpu"), NANO, machine)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from hiserve import __version__, cli
-from hiserve.config import Config, flag_of, make_config, settings
+from hiserve.config.flags import flag_of
+from hiserve.config.options import Options, flags, make_options
 from hiserve.errors import ConfigError, ModelError
 
-FLAGS = {name: setting for name, setting in settings().items() if name != "model"}
+FLAGS = {name: setting for name, setting in flags().items() if name != "model"}
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -32,7 +33,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_nothing_given_is_the_default_configuration() -> None:
-    assert cli.parse(["serve"]) == ("serve", make_config(), {})
+    assert cli.parse(["serve"]) == ("serve", make_options(), {})
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -47,11 +48,11 @@ def test_every_setting_is_a_flag(name: str) -> None:
     else:
         value = setting.choices[-1] if setting.choices else "words with spaces"
         argv = [flag_of(name), value]
-    assert cli.parse(["serve", "folder", *argv]) == ("serve", make_config(model="folder", **{name: value}), {})
+    assert cli.parse(["serve", "folder", *argv]) == ("serve", make_options(model="folder", **{name: value}), {})
 
 
 def test_a_flag_may_be_joined_to_its_value() -> None:
-    assert cli.parse(["config", "--page-size=4"])[1] == make_config(page_size=4)
+    assert cli.parse(["config", "--page-size=4"])[1] == make_options(page_size=4)
 
 
 def test_a_file_of_settings_is_read_and_flags_win_over_it(tmp_path: Path) -> None:
@@ -59,9 +60,9 @@ def test_a_file_of_settings_is_read_and_flags_win_over_it(tmp_path: Path) -> Non
     file.write_text("model: m\npage-size: 4\nkv_pages: 9\napi_key: [a, b]\ndebug: true\nqueue_timeout_s: 1.5\n")
     config = cli.parse(["serve", "--config", str(file), "--kv-pages", "7"])[1]
     wanted = {"page_size": 4, "kv_pages": 7, "api_key": ["a", "b"], "debug": True, "queue_timeout_s": 1.5}
-    assert config == make_config(model="m", **wanted)
+    assert config == make_options(model="m", **wanted)
     file.write_text("")
-    assert cli.parse(["serve", "--config", str(file)])[1] == make_config()
+    assert cli.parse(["serve", "--config", str(file)])[1] == make_options()
 
 
 @pytest.mark.parametrize(
@@ -130,13 +131,17 @@ def test_a_wrong_argument_is_one_line_that_names_it(
 # --- help -------------------------------------------------------------------------------------
 
 
-def test_help_shows_sentence_unit_and_default_of_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_sentence_unit_and_default_of_every_flag_that_is_not_for_debugging(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = help_of(capsys, "serve")
     for name, setting in FLAGS.items():
+        if setting.is_debug:
+            assert flag_of(name) not in re.findall(r"--[a-z-]+", text)
+            continue
         words = [setting.help]
         words += [f"[{setting.unit}]"] if setting.unit else []
-        is_nothing = setting.default is False or setting.default in (None, ())
-        words += [] if is_nothing else [f"(default: {setting.default})"]
+        words += [f"(default: {setting.default})"] if setting.has_default else []
         assert re.sub(r"\s|-", "", f"{' '.join(words)}") in re.sub(r"\s|-", "", text), name
         assert flag_of(name) in text
 
@@ -181,7 +186,7 @@ class Command:
 
     def __init__(self, outcome: BaseException | int) -> None:
         self.outcome = outcome
-        self.seen: list[tuple[Config, dict[str, Any]]] = []
+        self.seen: list[tuple[Options, dict[str, Any]]] = []
 
     def add_arguments(
         self, parser: argparse.ArgumentParser, add_settings: Callable[[argparse.ArgumentParser], None]
@@ -189,7 +194,7 @@ class Command:
         parser.add_argument("--url")
         add_settings(parser)
 
-    def run(self, config: Config, **extra: Any) -> int:
+    def run(self, config: Options, **extra: Any) -> int:
         self.seen.append((config, extra))
         if isinstance(self.outcome, BaseException):
             raise self.outcome
@@ -205,7 +210,7 @@ def install(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | int) -> Co
 def test_a_command_gets_its_configuration_and_gives_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     command = install(monkeypatch, 3)
     assert cli.main(["chat", "m", "--url", "u", "--page-size", "4"]) == 3
-    assert command.seen == [(make_config(model="m", page_size=4), {"url": "u"})]
+    assert command.seen == [(make_options(model="m", page_size=4), {"url": "u"})]
 
 
 def test_every_command_of_the_table_is_there() -> None:

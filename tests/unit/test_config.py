@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import msgspec
 import pytest
 
-from hiserve.config import Config, Setting, flag_of, known, make_config, nearest, settings, without_secrets
+from hiserve.config.flags import Flag, flag_of, nearest
+from hiserve.config.options import Options, by_group, flags, flat, make_options, without_secrets
+from hiserve.config.settings import Settings
 from hiserve.errors import ConfigError
+from tests.helpers.settings import settings_of
 
-ALL = list(settings().values())
+ALL = list(flags().values())
 NUMBERS = [setting for setting in ALL if setting.kind in ("int", "float")]
 WHOLE = [setting for setting in ALL if setting.kind == "int"]
 FLAGS = """
@@ -24,34 +28,34 @@ FLAGS = """
     --attention-backend --graphs --graph-gate --graph-max-len --spec --spec-steps
     --store --store-gib --store-prefetch --store-prefetch-timeout-s
 """
-MAX_FLAGS = 60
+MAX_FLAGS, MAX_SHOWN = 60, 44
 
 
-def value_of(config: Config, setting: Setting) -> Any:
+def value_of(config: Options, setting: Flag) -> Any:
     return getattr(getattr(config, setting.section), setting.name)
 
 
-def ids(setting: Setting) -> str:
+def ids(setting: Flag) -> str:
     return setting.name
 
 
 def test_the_settings_are_the_flags_that_were_asked_for() -> None:
-    assert {flag_of(name) for name in settings()} == {*FLAGS.split(), "--model"}
-    assert len(settings()) <= MAX_FLAGS
+    assert {flag_of(name) for name in flags()} == {*FLAGS.split(), "--model"}
+    assert len(flags()) <= MAX_FLAGS
 
 
 @pytest.mark.parametrize("setting", ALL, ids=ids)
-def test_every_field_has_a_default_of_its_type_and_a_sentence(setting: Setting) -> None:
+def test_every_field_has_a_default_of_its_type_and_a_sentence(setting: Flag) -> None:
     assert setting.help.endswith(".")
     assert setting.help[0].isalpha()
-    assert value_of(make_config(), setting) == setting.default
+    assert value_of(make_options(), setting) == setting.default
     if setting.default is not None:
-        assert value_of(make_config(**{setting.name: setting.default}), setting) == setting.default
+        assert value_of(make_options(**{setting.name: setting.default}), setting) == setting.default
 
 
 @pytest.mark.parametrize("setting", NUMBERS, ids=ids)
 def test_every_number_has_a_unit_unless_its_sentence_says_what_it_is_and_both_ends_of_its_range(
-    setting: Setting,
+    setting: Flag,
 ) -> None:
     assert setting.unit or setting.name == "port"
     assert setting.least is not None
@@ -59,20 +63,20 @@ def test_every_number_has_a_unit_unless_its_sentence_says_what_it_is_and_both_en
 
 
 @pytest.mark.parametrize("setting", NUMBERS, ids=ids)
-def test_a_number_is_taken_within_its_range_as_text_too(setting: Setting) -> None:
+def test_a_number_is_taken_within_its_range_as_text_too(setting: Flag) -> None:
     for end, beyond in ((setting.least, -1), (setting.most, 1)):
         assert end is not None
-        assert value_of(make_config(**{setting.name: end}), setting) == end
-        assert value_of(make_config(**{setting.name: str(end)}), setting) == end
+        assert value_of(make_options(**{setting.name: end}), setting) == end
+        assert value_of(make_options(**{setting.name: str(end)}), setting) == end
         with pytest.raises(ConfigError, match=rf"{flag_of(setting.name)} is {end + beyond}; the (least|most) is {end}"):
-            make_config(**{setting.name: end + beyond})
+            make_options(**{setting.name: end + beyond})
 
 
 @pytest.mark.parametrize("setting", WHOLE, ids=ids)
 @pytest.mark.parametrize("value", ["many", "", "1.5", 1.5, 2.0, True, None, [1], "0x10", float("nan")])
-def test_what_is_no_whole_number_is_refused(setting: Setting, value: Any) -> None:
+def test_what_is_no_whole_number_is_refused(setting: Flag, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{flag_of(setting.name)} is .*; give a whole number") as refused:
-        make_config(**{setting.name: value})
+        make_options(**{setting.name: value})
     assert refused.value.param == setting.name
     assert all(word in refused.value.message for word in setting.choices)
 
@@ -80,46 +84,46 @@ def test_what_is_no_whole_number_is_refused(setting: Setting, value: Any) -> Non
 @pytest.mark.parametrize("value", ["many", "", True, None, [1], float("nan"), "nan"])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"--queue-timeout-s is .*; give a number"):
-        make_config(queue_timeout_s=value)
-    assert make_config(queue_timeout_s="0.5").scheduler.queue_timeout_s == 0.5
-    assert make_config(queue_timeout_s=2).scheduler.queue_timeout_s == 2.0
+        make_options(queue_timeout_s=value)
+    assert make_options(queue_timeout_s="0.5").scheduler.queue_timeout_s == 0.5
+    assert make_options(queue_timeout_s=2).scheduler.queue_timeout_s == 2.0
 
 
 def test_a_list_takes_one_text_or_several_and_no_empty_one() -> None:
-    assert make_config(api_key="a").server.api_key == ("a",)
-    assert make_config(api_key=["a", "b"]).server.api_key == ("a", "b")
+    assert make_options(api_key="a").server.api_key == ("a",)
+    assert make_options(api_key=["a", "b"]).server.api_key == ("a", "b")
     for value in ("", ["a", ""]):
         with pytest.raises(ConfigError, match="--api-key is given; give texts"):
-            make_config(api_key=value)
+            make_options(api_key=value)
 
 
 def test_no_secret_is_left_in_what_may_be_shown() -> None:
-    config = make_config(api_key=["k1", "k2"], admin_api_key="k3", metrics_key="k4", port=1)
+    config = make_options(api_key=["k1", "k2"], admin_api_key="k3", metrics_key="k4", port=1)
     shown = without_secrets(config)
-    assert shown == make_config(port=1)
+    assert shown == make_options(port=1)
     assert {setting.name for setting in ALL if setting.is_secret} == {"api_key", "admin_api_key", "metrics_key"}
 
 
 @pytest.mark.parametrize("setting", [each for each in ALL if each.kind not in ("int", "float")], ids=ids)
-def test_what_is_no_text_or_none_of_the_words_is_refused(setting: Setting) -> None:
+def test_what_is_no_text_or_none_of_the_words_is_refused(setting: Flag) -> None:
     for value in (3, b"x", *(["none-of-these"] if setting.choices or setting.kind == "bool" else [])):
         with pytest.raises(ConfigError, match=f"{flag_of(setting.name)} is ") as refused:
-            make_config(**{setting.name: value})
+            make_options(**{setting.name: value})
         assert all(word in refused.value.message for word in setting.choices)
 
 
 @pytest.mark.parametrize("setting", [each for each in ALL if each.choices], ids=ids)
-def test_every_word_is_taken(setting: Setting) -> None:
+def test_every_word_is_taken(setting: Flag) -> None:
     for word in setting.choices:
-        assert value_of(make_config(**{setting.name: word}), setting) == word
+        assert value_of(make_options(**{setting.name: word}), setting) == word
 
 
 def test_only_what_is_none_by_default_may_be_none() -> None:
-    assert make_config(served_model_name=None).server.served_model_name is None
+    assert make_options(served_model_name=None).server.served_model_name is None
     for setting in ALL:
         if setting.default is not None:
             with pytest.raises(ConfigError):
-                make_config(**{setting.name: None})
+                make_options(**{setting.name: None})
 
 
 @pytest.mark.parametrize(
@@ -133,25 +137,41 @@ def test_only_what_is_none_by_default_may_be_none() -> None:
 )
 def test_an_unknown_setting_is_refused_with_the_nearest_one(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown setting '{name}'. Did you mean {meant}?"):
-        make_config(**{name: 1})
+        make_options(**{name: 1})
 
 
 def test_nothing_is_suggested_where_nothing_is_near() -> None:
-    assert nearest("zzz", settings()) == ""
+    assert nearest("zzz", flags()) == ""
     with pytest.raises(ConfigError, match=r"unknown setting 'zzz'\.$"):
-        make_config(zzz=1)
+        make_options(zzz=1)
 
 
 def test_dashes_are_underscores() -> None:
-    assert make_config(**{"page-size": 4}) == make_config(page_size=4)
+    assert make_options(**{"page-size": 4}) == make_options(page_size=4)
 
 
 def test_a_configuration_travels_unchanged() -> None:
-    config = make_config(model="m", kv_pages=7, overlap=0, policy="longest-prefix", debug=True, served_model_name="n")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config) == config
+    config = make_options(model="m", kv_pages=7, overlap=0, policy="longest-prefix", debug=True, served_model_name="n")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Options) == config
 
 
-def test_a_consumer_of_an_unresolved_number_is_our_own_fault() -> None:
-    assert known(3) == 3
-    with pytest.raises(AssertionError, match="resolve"):
-        known("auto")
+def test_settings_have_a_field_for_every_option_and_do_not_travel_with_a_number_that_is_auto() -> None:
+    settings = settings_of(page_size=4)
+    assert flat(settings).keys() == flags().keys()
+    wire = msgspec.msgpack.encode(settings)
+    assert msgspec.msgpack.decode(wire, type=Settings) == settings
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(make_options()), type=Settings)
+
+
+def test_what_is_for_debugging_works_and_is_not_shown() -> None:
+    hidden = {flag.name for flag in ALL if flag.is_debug}
+    assert len(ALL) - len(hidden) <= MAX_SHOWN
+    parser = argparse.ArgumentParser()
+    group = parser.add_argument_group("all")
+    for flag in by_group():
+        flag.add_to(group)
+    words = parser.format_help().split()
+    assert {flag.name for flag in ALL if flag_of(flag.name) not in words} == hidden
+    assert parser.parse_args(["--kv-canary", "--eviction", "priority"]).eviction == "priority"
+    assert [flag.group for flag in by_group()][-len(hidden) :] == ["debug"] * len(hidden)

@@ -15,7 +15,7 @@ from hiserve.bench.soak.faults import FAILING, SIGNALS, inject
 from hiserve.bench.soak.server_process import RunningServer
 from hiserve.bench.soak.stream_oracle import Window
 from hiserve.bench.soak.users import Users
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.errors import UnavailableError
 
 POLL_S = 0.02
@@ -61,7 +61,7 @@ class FaultInjector:
     """Injects faults until it is stopped, never while the server still recovers; ``struck`` holds every fault so far."""
 
     def __init__(
-        self, server: RunningServer, config: Config, pool: Pool, users: Users, soak: SoakOptions, faults: list[Fault]
+        self, server: RunningServer, config: Options, pool: Pool, users: Users, soak: SoakOptions, faults: list[Fault]
     ) -> None:
         self._server = server
         self._config = config

@@ -14,7 +14,7 @@ import numpy as np
 from hiserve.bench.options import Fault
 from hiserve.cache.storage.records import NO_CHECKSUM, PageState
 from hiserve.cache.storage.segment import Segment, segment_path
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.errors import ConfigError
 
 MAX_FLIPPED = 4
@@ -42,7 +42,7 @@ class InjectedFault(NamedTuple):
     victim: int = 0
 
 
-def possible(config: Config, wanted: tuple[Fault, ...], recovery_limit_s: float) -> list[Fault]:
+def possible(config: Options, wanted: tuple[Fault, ...], recovery_limit_s: float) -> list[Fault]:
     """Returns the faults to inject.
 
     Args:
@@ -67,7 +67,7 @@ def possible(config: Config, wanted: tuple[Fault, ...], recovery_limit_s: float)
     return list(wanted) or [fault for fault in every if fault not in reasons]
 
 
-def inject(fault: Fault, config: Config, processes: dict[int, str], rng: np.random.Generator) -> InjectedFault:
+def inject(fault: Fault, config: Options, processes: dict[int, str], rng: np.random.Generator) -> InjectedFault:
     """Does one of them.
 
     Args:
@@ -92,7 +92,7 @@ def inject(fault: Fault, config: Config, processes: dict[int, str], rng: np.rand
     return InjectedFault(_flip_store(Path(config.cache.store.removeprefix("file:")), rng))
 
 
-def _flip_host(config: Config, processes: dict[int, str], rng: np.random.Generator) -> str:
+def _flip_host(config: Options, processes: dict[int, str], rng: np.random.Generator) -> str:
     """Flips a bit in each of some pages that have their checksum, while no worker writes."""
     workers = [pid for pid, role in processes.items() if role == "worker"]
     fds = [fd for pid, role in processes.items() if role == "scheduler" for fd in _segments(pid, config)]
@@ -108,7 +108,7 @@ def _flip_host(config: Config, processes: dict[int, str], rng: np.random.Generat
     return f"a bit in each of {pages.size} pages" if pages.size else ""
 
 
-def _segments(pid: int, config: Config) -> list[str]:
+def _segments(pid: int, config: Options) -> list[str]:
     """Returns the descriptors of host segments that a process holds, as paths."""
     name = config.cache.host_cache_name
     wanted = MEMFD if name is None else str(segment_path(name))

@@ -15,7 +15,7 @@ import msgspec
 import yaml
 
 from hiserve.cache.storage.segment import SHARED_MEMORY, segment_path
-from hiserve.config import Config, flat
+from hiserve.config.options import Options, flat
 from hiserve.errors import EngineError
 
 PROGRAM = (sys.executable, "-m", "hiserve.cli")
@@ -39,7 +39,7 @@ class RunningServer:
         log: What it wrote to standard error.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, url: str, folder: Path, config: Config) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, url: str, folder: Path, config: Options) -> None:
         self._process = process
         self._folder = folder
         self._config = config
@@ -94,7 +94,7 @@ class RunningServer:
 
 
 @asynccontextmanager
-async def start(config: Config, program: Sequence[str] = PROGRAM) -> AsyncIterator[RunningServer]:
+async def start(config: Options, program: Sequence[str] = PROGRAM) -> AsyncIterator[RunningServer]:
     """Starts a server on a free port, with everything temporary in a folder of its own, and kills what is left of it.
 
     Args:

@@ -27,7 +27,7 @@ from hiserve.bench.soak.soak_summary import SoakFigures, figures
 from hiserve.bench.soak.stream_oracle import Reference, StreamOracle
 from hiserve.bench.soak.users import Users
 from hiserve.bench.target import Target, look_at
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.errors import UnavailableError
 
 IDLE_S = 30.0
@@ -51,7 +51,7 @@ class SoakOutcome(msgspec.Struct, frozen=True, kw_only=True):
     is_partial: bool
 
 
-async def soak(config: Config, options: SoakOptions, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
+async def soak(config: Options, options: SoakOptions, progress: Begin, program: Sequence[str] = PROGRAM) -> SoakOutcome:
     """Runs one.
 
     Args:
@@ -81,7 +81,7 @@ async def soak(config: Config, options: SoakOptions, progress: Begin, program: S
     return SoakOutcome(target=target, figures=found, log_tail=log[-30:], is_partial=run.is_partial)
 
 
-def _key(config: Config) -> str | None:
+def _key(config: Options) -> str | None:
     """Returns the key with the most rights; None if the server asks for none."""
     keys = [config.server.admin_api_key, *config.server.api_key]
     return next((key for key in keys if key), None)
@@ -92,7 +92,7 @@ class _Run:
 
     def __init__(
         self,
-        config: Config,
+        config: Options,
         options: SoakOptions,
         server: RunningServer | None,
         pool: Pool,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.core.cache_usage import COLD
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
@@ -26,7 +26,7 @@ class SpecEngine(Protocol):
     """
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Options:
         """As the attribute says."""
 
     @property

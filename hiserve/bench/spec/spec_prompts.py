@@ -12,17 +12,16 @@ from hiserve.bench.datasets.files import read_lines
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.engine import Tokens
 from hiserve.bench.workload import Messages
-from hiserve.config import Config
+from hiserve.config.options import Options
 from hiserve.errors import ConfigError
 from hiserve.models.builtin_shapes import read_model
 from hiserve.text.chat_request import parse_chat
-from hiserve.text.template import ChatTemplate
-from hiserve.text.tokenizer import Tokenizer
+from hiserve.text.frontend import load_frontend
 
 HELD_OUT = Path(__file__).parents[1] / "datasets" / "held_out.jsonl"
 
 
-def read_prompts(config: Config, sweep: SweepOptions) -> list[Tokens]:
+def read_prompts(config: Options, sweep: SweepOptions) -> list[Tokens]:
     """Returns as many prompts as the largest batch has; of longer ones the last ``prompt_length`` tokens.
 
     Raises:
@@ -31,9 +30,8 @@ def read_prompts(config: Config, sweep: SweepOptions) -> list[Tokens]:
     """
     texts = read_texts(sweep)
     folder, model = read_model(config.model)
-    tokenizer = Tokenizer.load(folder, model.eos_token_ids)
-    override = config.model.chat_template
-    template = ChatTemplate.load(folder, None if override is None else Path(override))
+    frontend = load_frontend(config.model, folder, model)
+    tokenizer, template = frontend.tokenizer, frontend.template
     prompts = []
     for text in texts:
         if isinstance(text, list):  # a model without a template goes on with what was said

@@ -15,7 +15,7 @@ from hiserve.bench.spec.engine import BatchResult, SpecEngine, Tokens, check_sou
 from hiserve.bench.spec.equality import Equality, EqualityChecker
 from hiserve.bench.spec.spec_prompts import read_prompts
 from hiserve.bench.spec.spec_summary import Case, CycleCost, check_accepted, cycle_costs, figures_of
-from hiserve.config import MAX_SPEC_STEPS, Config, flat
+from hiserve.config.options import MAX_SPEC_STEPS, Options, flat
 from hiserve.core.request import SamplingParams
 from hiserve.errors import ConfigError
 
@@ -34,13 +34,13 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         is_partial: Ctrl-C came before the last case.
     """
 
-    config: Config
+    config: Options
     cases: list[Case]
     costs: dict[str, list[CycleCost]]
     is_partial: bool = False
 
 
-def sweep_engines(config: Config, sweep: SweepOptions, open_engine: Open, begin: Begin) -> Found:
+def sweep_engines(config: Options, sweep: SweepOptions, open_engine: Open, begin: Begin) -> Found:
     """Measures everything.
 
     Args:
@@ -85,7 +85,7 @@ def sweep_engines(config: Config, sweep: SweepOptions, open_engine: Open, begin:
         return Found(config=plain.config, cases=cases, costs=costs, is_partial=is_partial)
 
 
-def check_sweep(config: Config, sweep: SweepOptions) -> None:
+def check_sweep(config: Options, sweep: SweepOptions) -> None:
     """Refuses what cannot be swept.
 
     Raises:
@@ -102,7 +102,7 @@ def check_sweep(config: Config, sweep: SweepOptions) -> None:
         raise ConfigError("--sources need the prefix cache. Leave --disable-prefix-cache out.", param="sources")
 
 
-def engine_settings(config: Config, sweep: SweepOptions) -> dict[str, Any]:
+def engine_settings(config: Options, sweep: SweepOptions) -> dict[str, Any]:
     """Returns what all engines are made with: as large as the sweep needs, where the user did not say."""
     settings, rows = flat(config), max(sweep.batches)
     length = sweep.prompt_length + sweep.output_length + SLACK

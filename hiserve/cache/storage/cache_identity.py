@@ -1,4 +1,4 @@
-"""What a configuration's cache is of: computed once, where the configuration is resolved."""
+"""The identity of a server's cache: computed once, in the process that resolves the options."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.cache.storage.segment import SHARED_MEMORY, segment_path
 from hiserve.cache.storage.store_factory import secret_of
 from hiserve.cache.storage.store_keys import read_secret
-from hiserve.config import Config, known
 from hiserve.config.identity import CacheIdentity, FileStamp
+from hiserve.config.settings import Settings
 from hiserve.core.kv_groups import debug_groups
 from hiserve.errors import ConfigError
 from hiserve.models.cache_digests import cache_namespace, shape_digest, stamps, weight_digests
@@ -19,13 +19,13 @@ from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.model_config import ModelConfig
 
 
-def identify(config: Config, folder: Path, model: ModelConfig, directory: Path = SHARED_MEMORY) -> Config:
-    """Returns the configuration with its ``identity``.
+def identify(settings: Settings, folder: Path, model: ModelConfig, directory: Path = SHARED_MEMORY) -> Settings:
+    """Returns the settings with their ``identity``.
 
     The weights' files are stamped before they are read, so that ``check_unchanged`` sees every later change.
 
     Args:
-        config: Resolved.
+        settings: Without identity.
         folder: Of the model.
         model: Its shape.
         directory: Where named segments lie.
@@ -34,36 +34,31 @@ def identify(config: Config, folder: Path, model: ModelConfig, directory: Path =
         ModelError: The weights or what drafts cannot be read.
         ConfigError: As ``server_secret``.
     """
-    draft = read_draft(config, folder, model)
-    files = _files(config, folder, draft)
-    shape = shape_digest(model, draft, known(config.model.max_model_len))
+    draft = read_draft(settings, folder, model)
+    files = _files(settings, folder, draft)
+    shape = shape_digest(model, draft, settings.model.max_model_len)
+    page_bytes = PageLayout(page_groups(settings, model, draft), settings.cache.page_size).page_bytes
     identity = CacheIdentity(
         namespace=cache_namespace(
             shape,
-            weight_digests(files) if files else [b"drawn on " + config.model.device.encode()],
-            dtype=config.model.dtype,
-            page_size=config.cache.page_size,
-            debug_groups=[group.name for group in debug_groups(config)],
-            secret=server_secret(config, directory),
+            weight_digests(files) if files else [b"drawn on " + settings.model.device.encode()],
+            dtype=settings.model.dtype,
+            page_size=settings.cache.page_size,
+            debug_groups=[group.name for group in debug_groups(settings.cache)],
+            secret=server_secret(settings, directory),
         ),
-        page_bytes=PageLayout(page_groups(config, model, draft), config.cache.page_size).page_bytes,
+        page_bytes=page_bytes,
         shape=shape,
         files=files,
     )
-    return msgspec.structs.replace(config, identity=identity)
+    return msgspec.structs.replace(settings, identity=identity)
 
 
-def identity_of(config: Config) -> CacheIdentity:
-    """Returns the identity of a resolved configuration."""
-    assert config.identity is not None, "a configuration without identity reached a consumer; call identify() first"
-    return config.identity
-
-
-def check_unchanged(config: Config, folder: Path, model: ModelConfig, draft: DraftConfig | None) -> None:
+def check_unchanged(settings: Settings, folder: Path, model: ModelConfig, draft: DraftConfig | None) -> None:
     """Compares what a worker has read with what the identity was computed of.
 
     Args:
-        config: With its identity.
+        settings: With its identity.
         folder: Of the model.
         model: As the worker has read it.
         draft: Likewise.
@@ -72,15 +67,16 @@ def check_unchanged(config: Config, folder: Path, model: ModelConfig, draft: Dra
         ConfigError: A configuration or a file of weights has changed since.
         ModelError: A file is missing.
     """
-    identity = identity_of(config)
-    shape = shape_digest(model, draft, known(config.model.max_model_len))
-    if identity.shape != shape or identity.files != _files(config, folder, draft):
+    identity = settings.cache_identity
+    shape = shape_digest(model, draft, settings.model.max_model_len)
+    if identity.shape != shape or identity.files != _files(settings, folder, draft):
         raise ConfigError(
-            f"the files of {config.model.model!r} have changed since the server started. Start it again.", param="model"
+            f"the files of {settings.model.model!r} have changed since the server started. Start it again.",
+            param="model",
         )
 
 
-def server_secret(config: Config, directory: Path = SHARED_MEMORY) -> bytes:
+def server_secret(settings: Settings, directory: Path = SHARED_MEMORY) -> bytes:
     """Returns the secret that goes into every digest: kept with what outlives the server, empty if nothing does.
 
     A store may outlive a named segment, which goes when the machine starts again: where there are both, it is the store's.
@@ -88,18 +84,18 @@ def server_secret(config: Config, directory: Path = SHARED_MEMORY) -> bytes:
     Raises:
         ConfigError: The file that holds it cannot be used.
     """
-    if config.cache.store is not None:
-        return secret_of(config.cache)
-    name = config.cache.host_cache_name
+    if settings.cache.store is not None:
+        return secret_of(settings.cache)
+    name = settings.cache.host_cache_name
     if name is None:
         return b""
     path = segment_path(name, directory)
     return read_secret(path.with_name(f".{path.name}.secret"))
 
 
-def _files(config: Config, folder: Path, draft: DraftConfig | None) -> tuple[FileStamp, ...]:
+def _files(settings: Settings, folder: Path, draft: DraftConfig | None) -> tuple[FileStamp, ...]:
     """Returns the files that the weights are read from; none where they are drawn."""
-    if config.model.load_format == "dummy":
+    if settings.model.load_format == "dummy":
         return ()
     places = {folder: "model"}
     if draft is not None:

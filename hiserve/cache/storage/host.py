@@ -13,7 +13,7 @@ from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.cache.storage.prefault import Prefault, Registrar
 from hiserve.cache.storage.records import NO_CHECKSUM, Records, page_checksum
 from hiserve.cache.storage.segment import Segment
-from hiserve.config import CacheVerify
+from hiserve.config.options import CacheVerify
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV
 from hiserve.core.kv_groups import CacheGroupSpec

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hiserve.cache.storage.file_store import FileStore, store_secret
 from hiserve.cache.storage.store import PageStore
-from hiserve.config import Cache
-from hiserve.core.resolve import GIB
+from hiserve.config.options import Cache
+from hiserve.core.machine import GIB
 from hiserve.errors import ConfigError
 
 

@@ -65,7 +65,7 @@ with digest.chain_of, test_digest.test_a_store_wants_the_chain_that_nobody_can_m
     chain
 with cache_identity.identify, test_host_segment.test_digests_know_the_secret_of_a_name_and_nothing_else_has_one:
     "digests do not contain the secret"
-    server_secret(config, directory)
+    server_secret(settings, directory)
     b""
 with eviction.TenantShares.next, test_tenant_shares:
     "INV 70: tenants have no share of a tier"

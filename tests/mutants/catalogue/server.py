@@ -100,8 +100,8 @@ with admin.AdminRoutes.abort_request, test_auth.test_a_caller_ends_his_own_reque
     self._auth.tags(rid)
 with admin.AdminRoutes.server_info, test_auth.test_server_info_shows_no_secret:
     "INV 64: /server_info shows the keys"
-    without_secrets(self._resolved.config)
-    self._resolved.config
+    without_secrets(self._resolved.settings)
+    self._resolved.settings
 with auth.Auth.sees_metrics, test_auth.test_metrics_tell_a_tenant_nothing_of_what_others_ask_and_find_cached:
     "a tenant's metrics show the hits of others"
     self.caller(authorization)

@@ -25,7 +25,8 @@ from hiserve.bench.options import (
     add_flags,
     pick,
 )
-from hiserve.config import flag_of, settings
+from hiserve.config.flags import flag_of
+from hiserve.config.options import flags
 
 SECTIONS = (
     ConnectionOptions,
@@ -56,7 +57,7 @@ def test_nothing_given_is_the_default_of_every_section() -> None:
 def test_no_option_has_the_name_of_a_setting() -> None:
     """Such an option would end up in the engine's configuration."""
     names = {field.name for section in SECTIONS for field in msgspec.structs.fields(section)}
-    assert not names & (set(settings()) | {"config", "command", "kind"})
+    assert not names & (set(flags()) | {"config", "command", "kind"})
 
 
 @pytest.mark.parametrize(

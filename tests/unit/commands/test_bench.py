@@ -20,7 +20,7 @@ import pytest
 import hiserve
 from hiserve import cli
 from hiserve.commands import bench, serve
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.fake_server import CARD, Asked, FakeServer, Handler, Out, scripted
 from tests.helpers.running import Running
@@ -282,7 +282,7 @@ class FakeLLM:
         settings: Those.
     """
 
-    config = make_config(max_model_len=100)
+    config = make_options(max_model_len=100)
 
     def __init__(self, seen: dict[str, Any], settings: dict[str, Any]) -> None:
         seen.update(settings)

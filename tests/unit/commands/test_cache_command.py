@@ -11,7 +11,7 @@ from hiserve import cli
 from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.segment import Segment
 from hiserve.commands import cache
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.errors import ConfigError, ResourceError
 from tests.contract.test_page_store import pages
 from tests.helpers.host import make_keys, make_layout
@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def run(directory: Path, action: str, *targets: str) -> int:
-    return cache.run(make_config(), action, list(targets), directory)
+    return cache.run(make_options(), action, list(targets), directory)
 
 
 def test_named_host_caches_and_the_stores_given_are_listed(

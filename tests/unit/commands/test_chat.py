@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from hiserve.commands import chat, serve
 from hiserve.commands.chat_stats import ReplyStats, stats_lines
-from hiserve.config import Config, make_config
+from hiserve.config.options import Options, make_options
 from hiserve.errors import EngineError, UnavailableError
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import REPLY, TOKENIZER, Server, make_server, reply_script
@@ -33,7 +33,7 @@ async def running() -> AsyncIterator[tuple[Server, str]]:
 
 async def talk(url: str, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
-    return await asyncio.to_thread(chat.run, Config(), url)
+    return await asyncio.to_thread(chat.run, Options(), url)
 
 
 def prompts(server: Server) -> list[str]:
@@ -130,15 +130,15 @@ def test_a_server_that_is_not_there_is_one_clear_error() -> None:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(UnavailableError, match="cannot reach the server"):
-            chat.run(Config(), url)
+            chat.run(Options(), url)
 
 
 def test_flags_make_the_same_configuration() -> None:
     given = {"model": "/models/a b", "max_model_len": 512, "kv_pages": 64, "policy": "longest-prefix", "debug": True}
-    config = make_config(**given, host="0.0.0.0", port=1, log_level="debug")
-    model, *words = chat.flags(config)
+    config = make_options(**given, host="0.0.0.0", port=1, log_level="debug")
+    model, *words = chat.arguments_of(config)
     parsed: dict[str, Any] = {"model": model}
     while words:
         name = words.pop(0).removeprefix("--")
         parsed[name] = True if name == "debug" else words.pop(0)
-    assert make_config(**parsed) == make_config(**given)
+    assert make_options(**parsed) == make_options(**given)

@@ -6,8 +6,8 @@ import pytest
 
 from hiserve import cli
 from hiserve.commands import config as command
-from hiserve.config import make_config, settings
-from hiserve.core.resolve import GIB, Machine
+from hiserve.config.options import flags, make_options
+from hiserve.core.machine import GIB, Machine
 
 HOST = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=())
 DEVICE = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=(80 * GIB,))
@@ -30,7 +30,7 @@ def test_every_sum_is_that_of_its_items(
     machine: Machine, num_tables: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "probe", lambda: machine)
-    assert command.run(make_config()) == 0
+    assert command.run(make_options()) == 0
     tables = sums(capsys.readouterr().out)
     assert len(tables) == num_tables
     assert tables[-1]["host cache"] == (0.25 if num_tables == 1 else 8.0)
@@ -48,7 +48,7 @@ def test_what_is_not_given_is_empty_and_keys_are_hidden(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "probe", lambda: HOST)
-    assert command.run(make_config(api_key=("k3y",), admin_api_key=None)) == 0
+    assert command.run(make_options(api_key=("k3y",), admin_api_key=None)) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines()]
     cells = {row[1]: row[2:4] for row in rows if len(row) == 6}
@@ -60,7 +60,7 @@ def test_what_is_not_given_is_empty_and_keys_are_hidden(
 def test_every_flag_that_is_shown_exists(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "probe", lambda: HOST)
     monkeypatch.setenv("COLUMNS", "80")
-    assert command.run(make_config()) == 0
+    assert command.run(make_options()) == 0
     out = capsys.readouterr().out
     shown = {word for line in out.splitlines() for word in line.split() if word.startswith("--")}
     (serve,) = [
@@ -68,4 +68,4 @@ def test_every_flag_that_is_shown_exists(monkeypatch: pytest.MonkeyPatch, capsys
     ]
     accepted = {flag for action in serve._actions for flag in action.option_strings}
     assert shown <= accepted, sorted(shown - accepted)
-    assert len(shown) == len(settings()) - 1, "every setting but the model has a flag, none is cut"
+    assert len(shown) == len(flags()) - 1, "every setting but the model has a flag, none is cut"

@@ -11,8 +11,8 @@ import pytest
 
 from hiserve.commands import doctor
 from hiserve.commands.doctor import Package
-from hiserve.config import make_config
-from hiserve.core.resolve import GIB, Machine
+from hiserve.config.options import make_options
+from hiserve.core.machine import GIB, Machine
 
 MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=())
 WITH_CUDA = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=(80 * GIB,))
@@ -28,7 +28,7 @@ def packages(torch: Package, other: Package, machine: Machine) -> dict[str, tupl
 
 def test_this_machine_can_run_hiserve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "import_package", lambda name: TORCH if name == "torch" else MISSING)
-    assert doctor.run(make_config(port=0)) == 0
+    assert doctor.run(make_options(port=0)) == 0
     names = [line[5:].split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == [
         *("hiserve", "python", "torch", "cuda", "triton", "flashinfer"),
@@ -42,7 +42,7 @@ def test_a_port_in_use_and_an_unknown_model_are_failures(
     monkeypatch.setattr(doctor, "import_package", lambda name: TORCH)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert doctor.run(make_config(port=port, model="no/such/folder/at/all")) == 1
+        assert doctor.run(make_options(port=port, model="no/such/folder/at/all")) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("fail")] == ["port", "model"]
     assert f"127.0.0.1:{port} cannot be used" in lines[-2]

@@ -13,13 +13,11 @@ from hiserve import cli
 from hiserve.commands import doctor_graphs
 from hiserve.commands.doctor import show_graphs
 from hiserve.commands.doctor_graphs import Answer, judge, run_on_device
-from hiserve.config import make_config
-from hiserve.core.machine import probe
-from hiserve.core.resolve import resolve
 from hiserve.ipc.graph_report import GraphReport, StepCheck
-from hiserve.models.builtin_shapes import read_model
+from tests.helpers.settings import settings_of
 
-ON_CUDA, ON_CPU = make_config(device="cuda"), make_config(device="cpu")
+ON_CPU = settings_of(device="cpu")
+ON_CUDA = msgspec.structs.replace(ON_CPU, model=msgspec.structs.replace(ON_CPU.model, device="cuda"))
 READY = StepCheck(kind="decode", ran="replay/decode", allocations=0.0, difference=0.001, problems=[])
 LATE = msgspec.structs.replace(READY, kind="mixed", ran="eager/width", problems=["ran as eager/width"])
 
@@ -79,13 +77,12 @@ def test_on_the_cpu_nothing_is_run() -> None:
 
 
 def test_steps_run_in_another_process_and_what_it_dies_of_is_told() -> None:
-    resolved = resolve(ON_CPU, read_model(ON_CPU.model)[1].facts(), probe()).config
-    told = run_on_device(resolved)
+    told = run_on_device(ON_CPU)
     assert isinstance(told, GraphReport)
     assert [(check.kind, check.problems) for check in told.checks] == [
         (kind, []) for kind in ("prefill", "decode", "verify", "mixed")
     ]
-    broken = msgspec.structs.replace(resolved, model=msgspec.structs.replace(resolved.model, model="/no/such/folder"))
+    broken = msgspec.structs.replace(ON_CPU, model=msgspec.structs.replace(ON_CPU.model, model="/no/such/folder"))
     assert "/no/such/folder" in str(run_on_device(broken))
 
 

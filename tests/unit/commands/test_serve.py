@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from hiserve.commands import serve
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.errors import EngineError, ResourceError
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.helpers.running import Running
@@ -59,7 +59,7 @@ def test_an_open_server_is_warned_about(
     caplog: pytest.LogCaptureFixture, host: str, settings: dict[str, Any], is_warned: bool
 ) -> None:
     with serve.bind(host, 0) as listener:
-        serve.warn_if_open(listener, make_config(**settings).server)
+        serve.warn_if_open(listener, make_options(**settings).server)
     assert ("without --api-key" in caplog.text) == is_warned
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from hiserve.config import Config, make_config
+from hiserve.config.settings import Settings
 from hiserve.core.devices import VISIBLE_DEVICES, environment_of
+from tests.helpers.settings import settings_of
 
 
-def resolved(devices: str | None) -> Config:
-    return make_config(devices=devices, device="cuda" if devices else "cpu")
+def resolved(devices: str | None) -> Settings:
+    settings = settings_of()
+    return replace(settings, parallel=replace(settings.parallel, devices=devices))
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.public_endpoints import check_kv_events, endpoint_of
 from hiserve.errors import ConfigError
 
 
 def refused(**config: Any) -> ConfigError:
     with pytest.raises(ConfigError) as raised:
-        check_kv_events(make_config(**config))
+        check_kv_events(make_options(**config))
     return raised.value
 
 
@@ -28,7 +28,7 @@ def refused(**config: Any) -> ConfigError:
     ],
 )
 def test_each_replica_has_the_next_port_or_a_path_with_its_number(endpoint: str, of_first: str, of_third: str) -> None:
-    check_kv_events(make_config(kv_events=endpoint, replicas=3))
+    check_kv_events(make_options(kv_events=endpoint, replicas=3))
     assert (endpoint_of(endpoint, 0, 3), endpoint_of(endpoint, 2, 3)) == (of_first, of_third)
     assert endpoint_of(endpoint, 0, 1) == endpoint
 
@@ -53,7 +53,7 @@ def test_what_is_no_endpoint_is_refused_by_name(name: str, endpoint: str) -> Non
 def test_the_ports_of_all_replicas_must_exist(port: int, replicas: int) -> None:
     error = refused(kv_events=f"tcp://*:{port}", replicas=replicas)
     assert f"with {replicas} replicas its port may be 1 to {65_536 - replicas}." in error.message
-    check_kv_events(make_config(kv_events=f"tcp://*:{65_536 - replicas}", replicas=replicas))
+    check_kv_events(make_options(kv_events=f"tcp://*:{65_536 - replicas}", replicas=replicas))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_events_and_replays_share_no_address_in_any_replica(events: str, replay:
     ],
 )
 def test_addresses_that_go_together_are_taken(events: str | None, replay: str | None, replicas: int) -> None:
-    check_kv_events(make_config(kv_events=events, kv_events_replay=replay, replicas=replicas))
+    check_kv_events(make_options(kv_events=events, kv_events_replay=replay, replicas=replicas))
 
 
 def test_a_replay_of_nothing_is_refused() -> None:

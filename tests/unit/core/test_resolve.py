@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import settings as trials
 from hypothesis import strategies as st
 
-from hiserve.config import DTYPE_BYTES, Config, known, make_config, settings
+from hiserve.config.options import DTYPE_BYTES, Options, flags, make_options
+from hiserve.config.settings import Settings
 from hiserve.core.devices import devices_of
 from hiserve.core.kv_groups import CacheGroupSpec
-from hiserve.core.resolve import DraftFacts, Machine, ModelFacts, resolve
-from hiserve.core.step_memory import DraftShape, StepShape
+from hiserve.core.machine import Machine
+from hiserve.core.resolve import resolve
+from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts, StepShape
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 
 MIB, GIB = 2**20, 2**30
@@ -62,13 +64,13 @@ IN_DOCKER = msgspec.structs.replace(LAPTOP, shm_bytes=2 * GIB)
 NAMED = {"host_cache_name": "n"}
 
 
-def values(config: Config) -> dict[str, Any]:
-    return {each.name: getattr(getattr(config, each.section), each.name) for each in settings().values()}
+def values(config: Options) -> dict[str, Any]:
+    return {each.name: getattr(getattr(config, each.section), each.name) for each in flags().values()}
 
 
 def test_defaults_on_cpu() -> None:
-    resolved = resolve(make_config(), NANO, LAPTOP)
-    assert values(resolved.config) == values(make_config()) | {
+    resolved = resolve(make_options(), NANO, LAPTOP)
+    assert values(resolved.settings) == values(make_options()) | {
         "device": "cpu",
         "dtype": "float32",
         "max_model_len": 8192,
@@ -85,14 +87,14 @@ def test_defaults_on_cpu() -> None:
 
 
 def test_defaults_on_cuda() -> None:
-    resolved = resolve(make_config(), LARGE, SERVER)
-    found = values(resolved.config)
+    resolved = resolve(make_options(), LARGE, SERVER)
+    found = values(resolved.settings)
     assert found["device"] == "cuda"
     assert found["dtype"] == "bfloat16"
     assert (found["max_running_requests"], found["max_batched_tokens"], found["overlap"]) == (256, 8192, 1)
     assert (found["graphs"], found["attention_backend"]) == ("all", "auto")
     assert found["max_model_len"] == 131_072
-    assert resolved.memory["KV pool"] > 0.8 * (80 * GIB - resolved.memory["weights"])
+    assert resolved.memory.parts["KV pool"] > 0.8 * (80 * GIB - resolved.memory.parts["weights"])
 
 
 def test_what_was_given_stays() -> None:
@@ -110,18 +112,18 @@ def test_what_was_given_stays() -> None:
         "spec": "off",
         "max_request_bytes": 1 * MIB,
     }
-    resolved = resolve(make_config(**chosen), NANO, SERVER)
-    assert resolved.config == make_config(**chosen)
+    resolved = resolve(make_options(**chosen), NANO, SERVER)
+    assert values(resolved.settings) == values(make_options(**chosen))
     assert resolved.decisions == ()
 
 
 def test_one_decision_a_line() -> None:
-    lines = resolve(make_config(page_size=8), NANO, LAPTOP).decisions
+    lines = resolve(make_options(page_size=8), NANO, LAPTOP).decisions
     assert "--device auto -> cpu" in lines
     assert "--cpu-threads auto -> 3" in lines
     assert not any("page-size" in line for line in lines)
     assert (
-        len(lines) == sum(value == "auto" for value in values(make_config()).values()) - 4
+        len(lines) == sum(value == "auto" for value in values(make_options()).values()) - 4
     )  # load_format, attention_backend, graph_max_len and spec_steps stay
 
 
@@ -138,31 +140,33 @@ def test_one_decision_a_line() -> None:
 def test_who_drafts_is_the_head_that_came_with_the_model(
     draft: DraftFacts | None, given: dict[str, Any], spec: str, why: str
 ) -> None:
-    resolved = resolve(make_config(**given), msgspec.structs.replace(NANO, draft=draft), LAPTOP)
-    assert resolved.config.spec.spec == spec
-    assert resolved.config.spec.spec_steps == given.get("spec_steps", "auto")
+    resolved = resolve(make_options(**given), msgspec.structs.replace(NANO, draft=draft), LAPTOP)
+    assert resolved.settings.spec.spec == spec
+    assert resolved.settings.spec.spec_steps == given.get("spec_steps", "auto")
     assert f"--spec auto -> {spec}: {why}" in resolved.decisions
 
 
 @pytest.mark.parametrize(("cores", "replicas", "threads"), [(1, 1, 1), (2, 1, 1), (9, 1, 8), (9, 2, 4), (3, 8, 1)])
 def test_threads_are_the_cores_less_one_shared_among_replicas(cores: int, replicas: int, threads: int) -> None:
     machine = msgspec.structs.replace(LAPTOP, cores=cores)
-    assert resolve(make_config(replicas=replicas), NANO, machine).config.runner.cpu_threads == threads
+    assert resolve(make_options(replicas=replicas), NANO, machine).settings.runner.cpu_threads == threads
 
 
 def test_each_replica_has_a_device_of_its_own_and_its_memory_is_not_shared() -> None:
     two = msgspec.structs.replace(SERVER, cuda_memory_bytes=(80 * GIB, 40 * GIB, 24 * GIB))
     one_of = {"host_cache_gib": 0}
-    alone = resolve(make_config(**one_of), LARGE, two)
-    assert alone.config.parallel.devices == "0"
+    alone = resolve(make_options(**one_of), LARGE, two)
+    assert alone.settings.parallel.devices == "0"
     assert "--devices None -> 0" in alone.decisions
-    both = resolve(make_config(**one_of, replicas=2), LARGE, two)
-    assert devices_of(both.config) == (0, 1)
-    assert both.memory == resolve(make_config(**one_of, devices="1"), LARGE, two).memory, "the smaller one decides"
-    assert alone.memory["KV pool"] > both.memory["KV pool"]
-    chosen = resolve(make_config(**one_of, replicas=2, devices="2,0"), LARGE, two)
-    assert devices_of(chosen.config) == (2, 0)
-    assert chosen.memory == resolve(make_config(**one_of, devices="2"), LARGE, two).memory
+    both = resolve(make_options(**one_of, replicas=2), LARGE, two)
+    assert devices_of(both.settings) == (0, 1)
+    assert both.memory.parts == resolve(make_options(**one_of, devices="1"), LARGE, two).memory.parts, (
+        "the smaller one decides"
+    )
+    assert alone.memory.parts["KV pool"] > both.memory.parts["KV pool"]
+    chosen = resolve(make_options(**one_of, replicas=2, devices="2,0"), LARGE, two)
+    assert devices_of(chosen.settings) == (2, 0)
+    assert chosen.memory.parts == resolve(make_options(**one_of, devices="2"), LARGE, two).memory.parts
 
 
 @pytest.mark.parametrize(
@@ -182,19 +186,19 @@ def test_each_replica_has_a_device_of_its_own_and_its_memory_is_not_shared() -> 
 def test_devices_that_cannot_be_had_are_refused(settings: dict[str, Any], words: str) -> None:
     three = msgspec.structs.replace(SERVER, cuda_memory_bytes=(80 * GIB,) * 3)
     with pytest.raises(ConfigError, match=re.escape(words)) as refusal:
-        resolve(make_config(**settings), LARGE, three)
+        resolve(make_options(**settings), LARGE, three)
     assert refusal.value.param in ("devices", "replicas")
 
 
 def test_replicas_share_the_memory() -> None:
     small = msgspec.structs.replace(LAPTOP, memory_bytes=GIB)
-    pools = [resolve(make_config(replicas=count), NANO, small).memory["KV pool"] for count in (1, 2)]
+    pools = [resolve(make_options(replicas=count), NANO, small).memory.parts["KV pool"] for count in (1, 2)]
     assert pools[1] < 0.55 * pools[0]
 
 
 def test_a_pool_is_no_larger_than_its_rows_can_use() -> None:
-    resolved = resolve(make_config(max_running_requests=1, max_model_len=64), NANO, LAPTOP)
-    assert resolved.config.cache.kv_pages == 1 + 4
+    resolved = resolve(make_options(max_running_requests=1, max_model_len=64), NANO, LAPTOP)
+    assert resolved.settings.cache.kv_pages == 1 + 4
 
 
 @pytest.mark.parametrize(
@@ -211,45 +215,45 @@ def test_a_pool_is_no_larger_than_its_rows_can_use() -> None:
     ],
 )
 def test_the_host_cache_follows_memory_and_pool(given: dict[str, Any], machine: Machine, host_bytes: int) -> None:
-    resolved = resolve(make_config(**given), NANO, machine)
-    assert resolved.config.cache.host_cache_gib == host_bytes / GIB
-    assert resolved.memory.get("host cache", 0) == host_bytes
-    assert resolved.host_memory == {}
+    resolved = resolve(make_options(**given), NANO, machine)
+    assert resolved.settings.cache.host_cache_gib == host_bytes / GIB
+    assert resolved.memory.parts.get("host cache", 0) == host_bytes
+    assert resolved.memory.host_parts == {}
 
 
 @pytest.mark.parametrize("given", [{"host_cache_gib": 0}, {"disable_prefix_cache": True}])
 def test_a_store_without_a_host_cache_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--store is 'file:d' but --host-cache-gib is 0") as caught:
-        resolve(make_config(store="file:d", **given), NANO, LAPTOP)
+        resolve(make_options(store="file:d", **given), NANO, LAPTOP)
     assert caught.value.param == "store"
     assert ("disabled" in caught.value.message) == ("disable_prefix_cache" in given)
 
 
 def test_on_cuda_the_host_cache_lies_beside_the_device_and_its_pages_pass_through_the_device() -> None:
-    resolved = resolve(make_config(host_cache_gib=40), LARGE, SERVER)
-    assert resolved.config.cache.host_cache_gib == 40
-    assert resolved.host_memory == {"host cache": 40 * GIB}
-    assert "host cache" not in resolved.memory
-    assert resolved.memory["staging of host pages"] == 160 * MIB
-    assert "staging of host pages" not in resolve(make_config(host_cache_gib=0), LARGE, SERVER).memory
+    resolved = resolve(make_options(host_cache_gib=40), LARGE, SERVER)
+    assert resolved.settings.cache.host_cache_gib == 40
+    assert resolved.memory.host_parts == {"host cache": 40 * GIB}
+    assert "host cache" not in resolved.memory.parts
+    assert resolved.memory.parts["staging of host pages"] == 160 * MIB
+    assert "staging of host pages" not in resolve(make_options(host_cache_gib=0), LARGE, SERVER).memory.parts
 
 
 def test_a_host_cache_takes_no_more_than_a_quarter_of_what_is_left() -> None:
-    resolved = resolve(make_config(), NANO, msgspec.structs.replace(LAPTOP, memory_bytes=GIB))
-    size = resolved.memory.pop("host cache")
-    assert size == (GIB - sum(resolved.memory.values())) // 4
+    resolved = resolve(make_options(), NANO, msgspec.structs.replace(LAPTOP, memory_bytes=GIB))
+    size = resolved.memory.parts.pop("host cache")
+    assert size == (GIB - sum(resolved.memory.parts.values())) // 4
 
 
 def test_a_host_cache_of_less_than_two_pages_is_none_and_says_why() -> None:
-    config = make_config(host_cache_name="n", disable_prefix_cache=False)
+    config = make_options(host_cache_name="n", disable_prefix_cache=False)
     resolved = resolve(config, NANO, msgspec.structs.replace(LAPTOP, shm_bytes=300_000))
-    assert resolved.config.cache.host_cache_gib == 0
+    assert resolved.settings.cache.host_cache_gib == 0
     (line,) = [line for line in resolved.decisions if line.startswith("--host-cache-gib")]
     assert line == "--host-cache-gib auto -> 0: 0.00014 GiB would hold fewer than two pages of 0.00012 GiB"
 
 
 def test_the_longest_request_shrinks_to_the_pool_when_nobody_chose_it() -> None:
-    assert resolve(make_config(kv_pages=5, page_size=8), NANO, LAPTOP).config.model.max_model_len == 32
+    assert resolve(make_options(kv_pages=5, page_size=8), NANO, LAPTOP).settings.model.max_model_len == 32
 
 
 REFUSED: list[tuple[str, dict[str, Any], ModelFacts, Machine, type[HiserveError], str]] = [
@@ -298,18 +302,20 @@ def test_what_does_not_fit_names_what_to_change(
     given: dict[str, Any], model: ModelFacts, machine: Machine, kind: type[HiserveError], flag: str
 ) -> None:
     with pytest.raises(kind, match=flag) as refused:
-        resolve(make_config(**given), model, machine)
-    assert refused.value.param in settings()
+        resolve(make_options(**given), model, machine)
+    assert refused.value.param in flags()
     assert "-1" not in refused.value.message
 
 
 def test_a_canary_is_part_of_every_page() -> None:
-    plain, watched = (resolve(make_config(kv_pages=64, kv_canary=is_on), NANO, LAPTOP) for is_on in (False, True))
-    assert watched.memory["KV pool"] - plain.memory["KV pool"] == 64 * 16 * 2 * 4  # token and position, an int32 each
+    plain, watched = (resolve(make_options(kv_pages=64, kv_canary=is_on), NANO, LAPTOP) for is_on in (False, True))
+    assert (
+        watched.memory.parts["KV pool"] - plain.memory.parts["KV pool"] == 64 * 16 * 2 * 4
+    )  # token and position, an int32 each
 
 
 def test_a_pool_of_exactly_the_longest_request_is_enough() -> None:
-    assert resolve(make_config(kv_pages=5, max_model_len=64), NANO, LAPTOP).config.cache.kv_pages == 5
+    assert resolve(make_options(kv_pages=5, max_model_len=64), NANO, LAPTOP).settings.cache.kv_pages == 5
 
 
 def magnitudes(most: int, least: int = 1) -> st.SearchStrategy[int]:
@@ -375,7 +381,7 @@ givens = st.fixed_dictionaries(
 def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     machine: Machine, model: ModelFacts, given: dict[str, Any]
 ) -> None:
-    config = make_config(**given)
+    config = make_options(**given)
     try:
         resolved = resolve(config, model, machine)
     except (ConfigError, ResourceError) as error:
@@ -383,11 +389,11 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     else:
         refusal = None
     if refusal is not None:
-        assert refusal.param in settings()
+        assert refusal.param in flags()
         assert "--" in refusal.message
         return
     assert resolve(config, model, machine) == resolved
-    found = values(resolved.config)
+    found = values(resolved.settings)
     assert [name for name, value in found.items() if value == "auto"] == [
         "load_format",
         "attention_backend",
@@ -397,13 +403,13 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     assert {name: found[name] for name in given} == given, "what was given was changed"
     on_cpu = found["device"] == "cpu"
     if on_cpu:
-        assert sum(resolved.memory.values()) * found["replicas"] <= machine.memory_bytes
+        assert sum(resolved.memory.parts.values()) * found["replicas"] <= machine.memory_bytes
     else:
-        devices = devices_of(resolved.config)
+        devices = devices_of(resolved.settings)
         assert len(devices) == found["replicas"]
-        assert all(sum(resolved.memory.values()) <= machine.cuda_memory_bytes[number] for number in devices)
-    assert sum(resolved.host_memory.values()) * found["replicas"] <= machine.memory_bytes
-    items = resolved.memory if on_cpu else resolved.host_memory
+        assert all(sum(resolved.memory.parts.values()) <= machine.cuda_memory_bytes[number] for number in devices)
+    assert sum(resolved.memory.host_parts.values()) * found["replicas"] <= machine.memory_bytes
+    items = resolved.memory.parts if on_cpu else resolved.memory.host_parts
     host_bytes = items.get("host cache", 0)
     assert host_bytes == int(found["host_cache_gib"] * GIB)
     if found["host_cache_name"]:
@@ -411,13 +417,13 @@ def test_whatever_the_machine_all_of_it_fits_or_a_typed_error_names_a_setting(
     group = CacheGroupSpec(
         name="kv", num_layers=1, num_kv_heads=1, head_dim=model.slot_elements // 2, dtype=found["dtype"]
     )
-    assert resolved.memory["weights"] == model.num_params * DTYPE_BYTES[found["dtype"]]
-    assert resolved.memory["KV pool"] == found["kv_pages"] * found["page_size"] * group.slot_bytes
-    pool_tokens = (known(resolved.config.cache.kv_pages) - 1) * found["page_size"]
+    assert resolved.memory.parts["weights"] == model.num_params * DTYPE_BYTES[found["dtype"]]
+    assert resolved.memory.parts["KV pool"] == found["kv_pages"] * found["page_size"] * group.slot_bytes
+    pool_tokens = (resolved.settings.cache.kv_pages - 1) * found["page_size"]
     assert 2 <= found["max_model_len"] <= min(pool_tokens, model.context_length)
     assert found["cpu_threads"] >= 1
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(resolved.config), type=Config) == resolved.config
-    assert resolve(resolved.config, model, machine).config == resolved.config
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(resolved.settings), type=Settings) == resolved.settings
+    assert resolve(resolved.settings, model, machine).settings == resolved.settings
 
 
 def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
@@ -427,17 +433,19 @@ def test_the_tables_of_rows_are_no_larger_than_planned() -> None:
 
     for page_size in (1, 16):
         resolved = resolve(
-            make_config(max_running_requests=7, max_model_len=500, kv_pages=600, page_size=page_size), NANO, LAPTOP
+            make_options(max_running_requests=7, max_model_len=500, kv_pages=600, page_size=page_size), NANO, LAPTOP
         )
         device = DeviceRows(7, 500, page_size, 600, "cpu")
         cache = PrefixCache(num_pages=600, page_size=page_size, namespace=b"")
         host = RowState(cache, 7, 500)
         tables = (device.tokens, device.page_table, device.entry_owner, host.tokens, host.tables.pages)
-        assert sum(table.nbytes for table in tables) == resolved.memory["token and page tables"]
+        assert sum(table.nbytes for table in tables) == resolved.memory.parts["token and page tables"]
 
 
 def test_on_cuda_the_pool_takes_what_a_step_leaves() -> None:
-    small, large = (resolve(make_config(max_batched_tokens=tokens), LARGE, SERVER).memory for tokens in (2048, 16_384))
+    small, large = (
+        resolve(make_options(max_batched_tokens=tokens), LARGE, SERVER).memory.parts for tokens in (2048, 16_384)
+    )
     assert sum(large.values()) <= 80 * GIB < sum(large.values()) + 16 * 65_536 * 2  # a page more would not fit
     per_token = (large["activations of the largest step"] - small["activations of the largest step"]) / 14_336
     assert 2 * (3 * 14_336 + 4096) < per_token < 2 * 80_000
@@ -446,7 +454,7 @@ def test_on_cuda_the_pool_takes_what_a_step_leaves() -> None:
 
 def test_graphs_are_paid_for_only_where_they_are_captured() -> None:
     held = [
-        resolve(make_config(graphs=graphs), LARGE, SERVER).memory.get("captured graphs", 0)
+        resolve(make_options(graphs=graphs), LARGE, SERVER).memory.parts.get("captured graphs", 0)
         for graphs in ("off", "decode", "all")
     ]
     assert held[0] == 0 < held[1] < held[2]
@@ -455,9 +463,9 @@ def test_graphs_are_paid_for_only_where_they_are_captured() -> None:
 def test_graphs_of_every_size_keep_their_page_tables() -> None:
     from hiserve.runners.capture import row_buckets
 
-    memory = [resolve(make_config(page_size=size, max_running_requests=64), LARGE, SERVER).memory for size in (1, 16)]
+    memory = [resolve(make_options(page_size=size, max_running_requests=64), LARGE, SERVER).memory for size in (1, 16)]
     in_a_step, in_graphs = (
-        memory[0][name] - memory[1][name] for name in ("activations of the largest step", "captured graphs")
+        memory[0].parts[name] - memory[1].parts[name] for name in ("activations of the largest step", "captured graphs")
     )
     entries = 131_072 - 131_072 // 16
     assert in_a_step == 64 * entries * 4
@@ -466,11 +474,11 @@ def test_graphs_of_every_size_keep_their_page_tables() -> None:
 
 def with_drafts(graphs: str = "all", **given: Any) -> dict[str, int]:
     model = msgspec.structs.replace(LARGE, draft=LARGE_HEAD)
-    return resolve(make_config(spec="auto", graphs=graphs, **given), model, SERVER).memory
+    return resolve(make_options(spec="auto", graphs=graphs, **given), model, SERVER).memory.parts
 
 
 def test_what_drafts_take_is_shown_and_the_pool_leaves_room_for_it() -> None:
-    plain, drafting = resolve(make_config(spec="off"), LARGE, SERVER).memory, with_drafts()
+    plain, drafting = resolve(make_options(spec="off"), LARGE, SERVER).memory.parts, with_drafts()
     assert drafting.keys() - plain.keys() == {
         "draft weights",
         "KV pool of drafts",
@@ -502,7 +510,7 @@ def test_drafts_of_every_number_keep_their_logits_for_each_size_of_graph() -> No
 
 
 def test_drafts_that_look_for_repetitions_take_what_verifying_them_takes() -> None:
-    plain, ngram = (resolve(make_config(spec=spec), LARGE, SERVER).memory for spec in ("off", "ngram"))
+    plain, ngram = (resolve(make_options(spec=spec), LARGE, SERVER).memory.parts for spec in ("off", "ngram"))
     assert plain.keys() == ngram.keys()
     assert ngram["captured graphs"] > 2 * plain["captured graphs"]
     assert ngram["logits, drawing and scores"] - plain["logits, drawing and scores"] == 5 * 256 * 128_256 * 2
@@ -510,7 +518,7 @@ def test_drafts_that_look_for_repetitions_take_what_verifying_them_takes() -> No
 
 def test_scored_prompts_take_no_more_than_a_step_may_score() -> None:
     drawing = [
-        resolve(make_config(max_batched_tokens=tokens), LARGE, SERVER).memory["logits, drawing and scores"]
+        resolve(make_options(max_batched_tokens=tokens), LARGE, SERVER).memory.parts["logits, drawing and scores"]
         for tokens in (8192, 32_768)
     ]
     assert drawing[0] == drawing[1]

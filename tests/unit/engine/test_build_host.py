@@ -20,13 +20,12 @@ from hiserve import LLM, SamplingParams
 from hiserve.attention.backends import open_attention
 from hiserve.attention.base import Attention, AttentionShape
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.cache.storage.cache_identity import identity_of
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.host_segment import open_segment
 from hiserve.cache.storage.inventory import delete_named_cache, store_in
 from hiserve.cache.storage.prefault import Populate
 from hiserve.cache.storage.segment import Segment, SegmentLayout
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy
 from hiserve.engine import build, runner_factory, worker
@@ -35,7 +34,7 @@ from hiserve.engine.tier_transfers import TierTransfers, recover_host_pages
 from hiserve.errors import ConfigError
 from hiserve.models.model_config import find_model
 from tests.helpers.host import NAMESPACE, PAGE_SIZE, fill, make_layout, make_run, told
-from tests.helpers.identity import identified
+from tests.helpers.settings import identified, settings_of
 from tests.helpers.transfers import GROUPS, PAGE_BYTES
 
 NUM_PAGES = 12
@@ -84,8 +83,8 @@ def test_only_who_leaves_pages_behind_finishes_copies_at_the_end(kept: str, tmp_
         "segment": {"host_cache_name": "left"},
         "store": {"store": f"file:{tmp_path}/store"},
     }
-    config = identified(make_config(**SMALL, spec="off", graphs="off", **given[kept]), tmp_path / "shm")
-    identity = identity_of(config)
+    config = identified(make_options(**SMALL, spec="off", graphs="off", **given[kept]), tmp_path / "shm")
+    identity = config.cache_identity
     layout = SegmentLayout(identity.namespace, config.cache.page_size, identity.page_bytes, NUM_PAGES)
     segment = Segment.anonymous(layout)
     engine = build_engine(config, segment)
@@ -173,7 +172,7 @@ def test_files_that_changed_since_the_server_started_are_refused(tmp_path: Path,
     """A worker that starts again must not serve other weights from the pages that its predecessor left."""
     folder = tmp_path / "model"
     shutil.copytree(find_model("hiserve-nano"), folder)
-    config = identified(make_config(**SMALL, model=str(folder), spec="off", graphs="off"))
+    config = identified(make_options(**SMALL, model=str(folder), spec="off", graphs="off"))
     if change == "config.json":
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
@@ -246,7 +245,7 @@ def test_attention_changes_after_the_start_at_the_earliest_and_only_where_nothin
         return open_attention(name, shape, device)
 
     monkeypatch.setattr(runner_factory, "open_attention", open_with)
-    config = identified(make_config(**SMALL | {"host_cache_gib": 0}, spec="off", graphs="off"))
+    config = identified(make_options(**SMALL | {"host_cache_gib": 0}, spec="off", graphs="off"))
     build_engine(config, waits_for_compilers=waits).close()
     (is_serving,) = asked
     assert (is_serving is None) == waits
@@ -257,5 +256,5 @@ def test_attention_changes_after_the_start_at_the_earliest_and_only_where_nothin
 def test_a_worker_of_a_server_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(worker, "build_engine", lambda *_, **named: given.update(named))
-    worker.build(make_config(), -1, 0, NO_MEASUREMENTS)
+    worker.build(settings_of(), -1, 0, NO_MEASUREMENTS)
     assert given == {"waits_for_compilers": False}

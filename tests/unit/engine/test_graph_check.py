@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hiserve.config import Config, make_config
+from hiserve.config.options import make_options
+from hiserve.config.settings import Settings
 from hiserve.core.drafts import DraftChain, DraftStep
 from hiserve.core.machine import probe
 from hiserve.core.plan import BatchPlan, StepResult
@@ -71,24 +72,24 @@ class Late:
         return getattr(self._inner, name)
 
 
-def resolved(spec: str = "off") -> Config:
-    given = make_config(device="cpu", spec=spec)
-    return resolve(given, model_facts(given, *read_model(given.model)), probe()).config
+def resolved(spec: str = "off") -> Settings:
+    given = make_options(device="cpu", spec=spec)
+    return resolve(given, model_facts(given, *read_model(given.model)), probe()).settings
 
 
 @pytest.fixture(scope="module")
-def config() -> Config:
+def config() -> Settings:
     return resolved()
 
 
 @pytest.fixture(scope="module")
-def loaded(config: Config) -> LoadedModel:
+def loaded(config: Settings) -> LoadedModel:
     torch.set_num_threads(1)
     return load(config)
 
 
 @pytest.fixture
-def subject(config: Config, loaded: LoadedModel) -> Iterator[CheckedEngine]:
+def subject(config: Settings, loaded: LoadedModel) -> Iterator[CheckedEngine]:
     subject = CheckedEngine(config, loaded, has_graphs=False)
     yield subject
     subject.executor.close()
@@ -110,7 +111,7 @@ def test_steps_of_every_kind_have_the_size_of_a_graph_and_run_on_the_cpu(subject
         assert (check.ran, check.problems) == ("eager/graphs_off", [])
 
 
-def test_values_that_differ_are_told(config: Config, loaded: LoadedModel, subject: CheckedEngine) -> None:
+def test_values_that_differ_are_told(config: Settings, loaded: LoadedModel, subject: CheckedEngine) -> None:
     other = CheckedEngine(config, loaded, has_graphs=False)
     subject.check("prefill", subject)
     assert other.check("prefill", subject).difference == 0
@@ -192,7 +193,7 @@ def test_drafts_that_come_late_make_no_difference(
 
 
 def test_memory_that_the_comparison_takes_is_not_the_step_s(
-    config: Config, loaded: LoadedModel, subject: CheckedEngine, monkeypatch: pytest.MonkeyPatch
+    config: Settings, loaded: LoadedModel, subject: CheckedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_grabbed = 0
     difference = CheckedEngine._difference
@@ -235,6 +236,6 @@ def test_a_step_that_ran_otherwise_than_it_should_is_told(
     assert problem == "ran as eager/graphs_off, not as replay/piecewise"
 
 
-def test_a_report_is_read_as_it_was_written(config: Config) -> None:
+def test_a_report_is_read_as_it_was_written(config: Settings) -> None:
     report = graph_check.check_graphs(config)
     assert msgspec.json.decode(msgspec.json.encode(report), type=graph_check.GraphReport) == report

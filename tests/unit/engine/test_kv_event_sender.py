@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import PrefixCache, Tier
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
@@ -208,4 +208,4 @@ def test_a_removal_keeps_its_digests_whatever_the_index_does_with_its_list() -> 
 
 
 def test_without_an_endpoint_nothing_is_opened() -> None:
-    assert open_kv_events(make_config(), 0) is None
+    assert open_kv_events(make_options(), 0) is None

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from hiserve.config import make_config
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine import service
 from hiserve.engine.service import WorkerService
@@ -36,6 +35,7 @@ from hiserve.ipc.messages import (
     WorkerStats,
 )
 from tests.helpers.fake_engine import FakeEngine, reply
+from tests.helpers.settings import settings_of
 
 pytestmark = pytest.mark.alone
 
@@ -60,7 +60,7 @@ class Harness:
     """A service in a thread, and the scheduler's end of its channel."""
 
     def __init__(self) -> None:
-        config = make_config(
+        config = settings_of(
             max_model_len=100_000, kv_pages=100, max_running_requests=4, max_batched_tokens=64, page_size=16
         )
         self.engine = CountingEngine(config, step_s=0.0)
@@ -263,7 +263,7 @@ def test_a_malformed_message_ends_the_loop_with_its_own_error(harness: Harness) 
 
 
 def test_a_second_configuration_ends_the_loop_as_a_breach_of_the_protocol(harness: Harness) -> None:
-    harness.send(*encode(Configure(make_config(), 0, 3)))
+    harness.send(*encode(Configure(settings_of(), 0, 3)))
     harness.join()
     assert isinstance(harness.error, MalformedError)
     assert "a second Configure, for incarnation 3" in str(harness.error)

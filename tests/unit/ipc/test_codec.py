@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiserve.config import Config
+from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
@@ -32,6 +32,7 @@ from hiserve.ipc.messages import (
     WorkerFacts,
     WorkerStats,
 )
+from tests.helpers.settings import settings_of
 
 TOKENS = np.array([1, 2, 2**31 - 1, 0], dtype=np.int32)
 SCORES = b"0123456789ab"
@@ -69,9 +70,9 @@ def test_a_report_carries_tokens_scores_and_both_lists_of_digests() -> None:
 
 
 def test_a_configuration_survives_the_wire() -> None:
-    message = Configure(config=Config(), replica=1, incarnation=2)
+    message = Configure(config=settings_of(), replica=1, incarnation=2)
     assert MessageDecoder[ToWorker](ToWorker).decode(encode(message)).message == message
-    assert MessageDecoder[Config](Config).decode(encode(Config())).message == Config()
+    assert MessageDecoder[Settings](Settings).decode(encode(settings_of())).message == settings_of()
 
 
 def test_tokens_that_are_a_strided_view_are_sent_in_order() -> None:
@@ -159,13 +160,13 @@ VALID = [
     encode(report(), TOKENS, SCORES, b"p" * 16, b""),
     encode(Tokens([1], [4], [1], [CacheUse()], [None], [3], [0.5]), TOKENS, SCORES),
     encode(Abort([1, 2**40])),
-    encode(Configure(config=Config(), replica=1, incarnation=2)),
+    encode(Configure(config=settings_of(), replica=1, incarnation=2)),
     encode(Admit(1, 2, SamplingParams(seed=1, stop=("a",), logit_bias={5: 1.0}), b"n" * 16, 0), TOKENS),
     encode(Ready(1, 1, 4, 64, 10, 16, b"n" * 16, {"load": 1.0})),
     encode(Status(1, 1, 1, [WorkerFacts(0, 1, 1, {"load": 1.0}, 1, WorkerStats())])),
     encode(Failed(1, 500, "x", "broke")),
 ]
-KINDS = [MessageDecoder[object](kinds) for kinds in (ToScheduler, ToClient, ToWorker, FromWorker, Config)]
+KINDS = [MessageDecoder[object](kinds) for kinds in (ToScheduler, ToClient, ToWorker, FromWorker, Settings)]
 
 
 def decode_everywhere(frames: list[bytes]) -> None:

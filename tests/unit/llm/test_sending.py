@@ -8,16 +8,15 @@ from collections.abc import AsyncGenerator, Iterator
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from hiserve.config import Config, Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.llm.offline_backends import Job, Processes
 from hiserve.scheduler.client import EngineClient
 from hiserve.scheduler.request_stream import TokenDelta
+from tests.helpers.settings import settings_of
 
 PROMPT, NUM_PROMPTS = 100, 12
 
@@ -78,7 +77,7 @@ def test_what_is_cancelled_has_cleaned_up_before_the_event_loop_ends(monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(EngineClient, "start", start)
-    config = msgspec.structs.replace(Config(), scheduler=Scheduler(max_running_requests=4))
+    config = settings_of(max_running_requests=4)
     monkeypatch.setattr(Processes, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Processes(config)

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.config import make_config, settings
+from hiserve.config.options import flags, make_options
 from hiserve.engine.build import build_engine
 from hiserve.errors import ConfigError, ModelError
 from hiserve.models.builtin_shapes import SHAPES, read_model, shape_config
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from hiserve.models.names import parameter_table
 from hiserve.models.weights import load_parameters
-from tests.helpers.identity import identified
+from tests.helpers.settings import identified
 from tests.unit.models.test_model_config import LLAMA
 
 NUM_PARAMS = {"llama-8b": 8_030_261_248, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
@@ -27,11 +27,11 @@ SLOT_BYTES = {"llama-8b": 128 << 10, "qwen3-0.6b": 112 << 10, "qwen3-8b": 144 <<
 
 
 def model_of(**values: Any) -> Any:
-    return make_config(load_format="dummy", **values).model
+    return make_options(load_format="dummy", **values).model
 
 
 def test_the_setting_names_the_built_in_shapes() -> None:
-    assert settings()["shape"].choices == tuple(SHAPES)
+    assert flags()["shape"].choices == tuple(SHAPES)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -70,7 +70,7 @@ def test_without_a_shape_it_is_the_folder_s_model() -> None:
 
 def test_a_shape_is_refused_where_weights_are_to_be_read() -> None:
     with pytest.raises(ConfigError, match="Add --load-format dummy") as refused:
-        read_model(make_config(shape="llama-8b").model)
+        read_model(make_options(shape="llama-8b").model)
     assert refused.value.param == "shape"
 
 
@@ -113,7 +113,7 @@ def test_caches_of_two_shapes_never_meet(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(SHAPES, shape, SHAPES[shape] | tiny)
         engine = build_engine(
             identified(
-                make_config(
+                make_options(
                     load_format="dummy",
                     shape=shape,
                     device="cpu",

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.errors import ModelError
 from hiserve.models.cache_digests import BLOCK_BYTES, NUM_BLOCKS, shape_digest, stamps, weight_digests
 from hiserve.models.draft_config import DraftKind, find_draft
 from hiserve.models.model_config import find_model, read_model_config
-from tests.helpers.identity import namespace_of
+from tests.helpers.settings import namespace_of
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "spec": "off"}
 LONGROPE = {
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def named(folder: Path, **settings: Any) -> bytes:
-    return namespace_of(make_config(model=str(folder), **(SETTINGS | settings)))
+    return namespace_of(make_options(model=str(folder), **(SETTINGS | settings)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hiserve.config import Scheduler
+from hiserve.config.options import Scheduler
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import RequestState
 from hiserve.scheduler.policy import POLICIES

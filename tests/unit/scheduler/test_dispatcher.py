@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hiserve.config import Scheduler
+from hiserve.config.options import Scheduler
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.request import FinishReason
 from hiserve.errors import InvariantError, UnavailableError

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hiserve.config import Scheduler
+from hiserve.config.options import Scheduler
 from hiserve.core.request import FinishReason
 from hiserve.scheduler.drain import MAX_RETRY_S, MEMORY_S, MIN_RETRY_S, DrainRate
 from hiserve.scheduler.policy import POLICIES, Fcfs, Priority

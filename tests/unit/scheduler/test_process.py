@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.config import make_config
 from hiserve.core.request import SamplingParams
 from hiserve.errors import EngineError
 from hiserve.ipc.channel import Link
 from hiserve.ipc.codec import MessageDecoder, encode
 from hiserve.ipc.messages import Failed, Generate, Halted, Ready, StartFailed, ToClient, Tokens
 from hiserve.scheduler.process import SchedulerService
+from tests.helpers.settings import settings_of
 
 pytestmark = pytest.mark.alone
 
@@ -29,7 +29,7 @@ class SlowClient:
     def __init__(self, **settings: object) -> None:
         self._link = Link.bind()
         self._scheduler_link = Link.connect(self._link.endpoint)
-        self.service = SchedulerService(make_config(host_cache_gib=0, **settings), self._scheduler_link, NO_WORKER)
+        self.service = SchedulerService(settings_of(host_cache_gib=0, **settings), self._scheduler_link, NO_WORKER)
         self._decoder = MessageDecoder[ToClient](ToClient)
         self.news: list[str] = []
         self.num_messages = 0

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from hiserve.config import Scheduler
+from hiserve.config.options import Scheduler
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason, SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hiserve.config import Scheduler
+from hiserve.config.options import Scheduler
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import Fcfs
 from hiserve.scheduler.prefix_index import PrefixIndex

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.devices import VISIBLE_DEVICES
 from hiserve.errors import ConfigError, HiserveError, ResourceError
 from hiserve.ipc.codec import Received
@@ -30,8 +30,8 @@ from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.progress_watch import CpuUsage, usage_of
 from hiserve.scheduler.supervisor import LostWork, Supervisor
 from tests.helpers.fake_scheduler import FAKE_WORKER
-from tests.helpers.identity import identified
 from tests.helpers.processes import wait_dead
+from tests.helpers.settings import identified, settings_of
 
 pytestmark = pytest.mark.alone
 
@@ -43,7 +43,7 @@ HOST = {
     "host_cache_gib": 0.01,
 }
 NANO = "hiserve-nano"  # a model whose pages are known
-IDENTITY = identified(make_config(**HOST)).identity
+IDENTITY = identified(make_options(**HOST)).identity
 ROGUE = (sys.executable, "-m", "tests.helpers.rogue_worker")
 
 
@@ -90,7 +90,7 @@ async def supervised(
 ) -> AsyncIterator[tuple[Supervisor, Witness]]:
     witness = Witness()
     config = msgspec.structs.replace(
-        make_config(**({"model": model, "host_cache_gib": 0} | settings)), identity=IDENTITY
+        settings_of(**({"model": model, "host_cache_gib": 0} | settings)), identity=IDENTITY
     )
     supervisor = Supervisor(config, command, witness, usage)
     run = asyncio.create_task(supervisor.run())

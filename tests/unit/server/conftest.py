@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest_asyncio
 
-from hiserve.config import make_config
+from hiserve.config.options import make_options
+from hiserve.core.machine import Machine
 from hiserve.core.request import SamplingParams
-from hiserve.core.resolve import Machine, ModelFacts, Resolved, resolve
-from hiserve.core.step_memory import StepShape
+from hiserve.core.resolve import Resolved, resolve
+from hiserve.core.step_memory import ModelFacts, StepShape
 from hiserve.server.app import create_app
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.metrics import Metrics
@@ -49,7 +50,7 @@ def resolved(**settings: Any) -> Resolved:
         num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=32, mlp_elements=24, vocab_size=500
     )
     facts = ModelFacts(context_length=256, checkpoint_dtype="float32", num_params=1000, slot_elements=64, step=step)
-    return resolve(make_config(**settings), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=()))
+    return resolve(make_options(**settings), facts, Machine(cores=2, memory_bytes=2**33, cuda_memory_bytes=()))
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from starlette.requests import Request
 
-from hiserve.config import Server as Settings
+from hiserve.config.serving import Server as Settings
 from hiserve.core.request import SamplingParams
 from hiserve.errors import AuthenticationError
 from hiserve.server.auth import PUBLIC_PATHS, Auth, Caller, namespace_of, tag_of

@@ -7,28 +7,29 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from hiserve.cache.storage.cache_identity import server_secret
 from hiserve.cache.storage.host_segment import layout_of, probe_segments
 from hiserve.cache.storage.host_segment import open_segment as open_identified
 from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.cache.storage.segment import SHARED_MEMORY, Segment
-from hiserve.config import Config, make_config
-from hiserve.core.resolve import GIB, Machine
+from hiserve.config.options import Options, make_options
+from hiserve.core.machine import GIB, Machine
 from hiserve.errors import ConfigError, ResourceError
 from hiserve.models.builtin_shapes import read_model
-from tests.helpers.identity import identified, namespace_of
+from tests.helpers.settings import identified, namespace_of
 
 MIB = 2**20
 MACHINE = Machine(cores=2, memory_bytes=8 * GIB, cuda_memory_bytes=(), shm_bytes=GIB)
-_, MODEL = read_model(make_config().model)
+_, MODEL = read_model(make_options().model)
 
 
-def config(**settings: Any) -> Config:
-    return make_config(**({"dtype": "float32", "host_cache_gib": 4 / 1024} | settings))
+def config(**settings: Any) -> Options:
+    return make_options(**({"dtype": "float32", "host_cache_gib": 4 / 1024} | settings))
 
 
-def open_segment(given: Config, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:
+def open_segment(given: Options, replica: int, directory: Path = SHARED_MEMORY) -> Segment | None:
     return open_identified(identified(given, directory), replica, directory)
 
 
@@ -43,8 +44,10 @@ def test_the_layout_is_that_of_the_pages_of_the_model() -> None:
 
 @pytest.mark.parametrize("gib", [0.0, 1e-5])
 def test_no_room_for_two_pages_is_no_segment(gib: float) -> None:
-    assert layout_of(identified(config(host_cache_gib=gib))) is None
-    assert open_segment(config(host_cache_gib=gib), 0) is None
+    settings = identified(config())
+    small = identified(replace(settings, cache=replace(settings.cache, host_cache_gib=gib)))
+    assert layout_of(small) is None
+    assert open_identified(small, 0) is None
 
 
 def test_each_replica_has_a_file_of_its_own(tmp_path: Path) -> None:

@@ -9,18 +9,18 @@ import pytest
 from hiserve.cache.storage.cache_identity import server_secret
 from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.store_factory import open_store, secret_of
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.errors import ConfigError
 from tests.helpers.host import make_keys
-from tests.helpers.identity import namespace_of
+from tests.helpers.settings import namespace_of
 
 
 def test_no_store_is_opened_without_a_name() -> None:
-    assert open_store(make_config().cache) is None
+    assert open_store(make_options().cache) is None
 
 
 def test_a_directory_is_a_store_of_its_size(tmp_path: Path) -> None:
-    cache = make_config(store=f"file:{tmp_path}/new", store_gib=2 / 1024).cache
+    cache = make_options(store=f"file:{tmp_path}/new", store_gib=2 / 1024).cache
     store = open_store(cache)
     assert isinstance(store, FileStore)
     keys = make_keys("a", 3)
@@ -32,13 +32,13 @@ def test_a_directory_is_a_store_of_its_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("store", ["redis:host", "file:", "/var/cache", "file", ""])
 def test_a_store_of_another_kind_is_refused_with_what_there_is(store: str) -> None:
     with pytest.raises(ConfigError, match="file:DIR") as caught:
-        open_store(make_config(store=store).cache)
+        open_store(make_options(store=store).cache)
     assert caught.value.param == "store"
     assert repr(store) in caught.value.message
 
 
 def test_servers_of_one_store_share_a_secret_that_others_do_not_have(tmp_path: Path) -> None:
-    one, two, other = (make_config(store=f"file:{tmp_path}/{name}").cache for name in ("a", "a", "b"))
+    one, two, other = (make_options(store=f"file:{tmp_path}/{name}").cache for name in ("a", "a", "b"))
     assert secret_of(one) == secret_of(two) != secret_of(other)
     assert open_store(one) is not None  # the secret is no stranger there
 
@@ -46,14 +46,14 @@ def test_servers_of_one_store_share_a_secret_that_others_do_not_have(tmp_path: P
 def test_the_secret_of_a_directory_that_is_no_store_is_not_made(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("all there is")
     with pytest.raises(ConfigError, match="no store"):
-        secret_of(make_config(store=f"file:{tmp_path}").cache)
+        secret_of(make_options(store=f"file:{tmp_path}").cache)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_the_store_gives_the_secret_of_the_namespace_even_where_the_segment_has_a_name(tmp_path: Path) -> None:
-    stored = make_config(store=f"file:{tmp_path}/a", dtype="float32")
-    named = make_config(store=f"file:{tmp_path}/a", dtype="float32", host_cache_name="n")
+    stored = make_options(store=f"file:{tmp_path}/a", dtype="float32")
+    named = make_options(store=f"file:{tmp_path}/a", dtype="float32", host_cache_name="n")
     assert server_secret(named, tmp_path) == server_secret(stored) == secret_of(stored.cache)
     assert namespace_of(named, tmp_path) == namespace_of(stored)
-    others = (make_config(dtype="float32"), make_config(store=f"file:{tmp_path}/b", dtype="float32"))
+    others = (make_options(dtype="float32"), make_options(store=f"file:{tmp_path}/b", dtype="float32"))
     assert namespace_of(stored) not in [namespace_of(other) for other in others]

@@ -17,7 +17,7 @@ from hiserve.bench.options import Fault
 from hiserve.bench.soak.faults import MAX_FLIPPED, inject, possible
 from hiserve.cache.storage.records import PageState
 from hiserve.cache.storage.segment import Segment, SegmentLayout
-from hiserve.config import Config, make_config
+from hiserve.config.options import Options, make_options
 from hiserve.errors import ConfigError
 
 LIMIT_S = 60.0
@@ -32,21 +32,21 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def config(**settings: object) -> Config:
-    return make_config(host_cache_gib=0.05, cache_verify="all", **settings)
+def config(**settings: object) -> Options:
+    return make_options(host_cache_gib=0.05, cache_verify="all", **settings)
 
 
 def test_the_settings_say_what_can_strike(tmp_path: Path) -> None:
     kills, store = ["kill-worker", "kill-scheduler"], f"file:{tmp_path}"
-    assert possible(make_config(), (), LIMIT_S) == kills
+    assert possible(make_options(), (), LIMIT_S) == kills
     assert possible(config(), (), LIMIT_S) == [*kills, "flip-host"]
     assert possible(config(store=store), (), LIMIT_S) == [*kills, "flip-host", "flip-store"]
-    assert possible(make_config(step_timeout_s=5), (), LIMIT_S) == ["kill-worker", "hang-worker", "kill-scheduler"]
+    assert possible(make_options(step_timeout_s=5), (), LIMIT_S) == ["kill-worker", "hang-worker", "kill-scheduler"]
     assert possible(config(), ("flip-host",), LIMIT_S) == ["flip-host"]
     for late in (0, LIMIT_S, 300):
         with pytest.raises(ConfigError, match="--step-timeout-s"):
-            possible(make_config(step_timeout_s=late), ("hang-worker",), LIMIT_S)
-    for unnoticed in (make_config(host_cache_gib=0.05), make_config(host_cache_gib=0, cache_verify="all")):
+            possible(make_options(step_timeout_s=late), ("hang-worker",), LIMIT_S)
+    for unnoticed in (make_options(host_cache_gib=0.05), make_options(host_cache_gib=0, cache_verify="all")):
         with pytest.raises(ConfigError, match="--cache-verify all"):
             possible(unnoticed, ("kill-worker", "flip-host"), LIMIT_S)
     with pytest.raises(ConfigError, match="needs --store"):

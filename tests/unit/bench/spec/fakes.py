@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hiserve.bench.spec.engine import BatchResult, Tokens
-from hiserve.config import Config, make_config
+from hiserve.config.options import Options, make_options
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.startup_measurements import StepCosts
@@ -52,7 +52,7 @@ class FakeEngine:
         score: Callable[[Tokens, int], tuple[float, float]] | None = None,
         **settings: Any,
     ) -> None:
-        self.config: Config = make_config(**({"dtype": "float64", "max_model_len": 500} | settings))
+        self.config: Options = make_options(**({"dtype": "float64", "max_model_len": 500} | settings))
         self.draft_costs: StepCosts | None = None
         self.log: list[str] = []
         self._reply = reply

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.spec_prompts import read_prompts, read_texts
 from hiserve.bench.spec.spec_run import Found, conditions, sweep_engines
-from hiserve.config import make_config
+from hiserve.config.options import make_options
 from hiserve.core.draft_use import DraftUse
 from hiserve.errors import ConfigError, EngineError
 from hiserve.models.model_config import NANO, find_model
@@ -29,7 +29,7 @@ def make(settings: dict[str, Any]) -> FakeEngine:
 
 
 def run(opener: Opener, sweep: SweepOptions, **settings: Any) -> Found:
-    return sweep_engines(make_config(**settings), sweep, opener, lambda _: lambda _: None)
+    return sweep_engines(make_options(**settings), sweep, opener, lambda _: lambda _: None)
 
 
 def test_every_case_is_measured_with_one_plain_engine_and_one_that_speculates() -> None:
@@ -149,7 +149,7 @@ def test_recorded_prompts_end_with_a_question_or_are_the_longest_of_their_sessio
 
 
 def test_prompts_are_rendered_and_lose_their_beginnings_where_they_are_too_long() -> None:
-    config = make_config()
+    config = make_options()
     whole, cut = (read_prompts(config, SweepOptions(batches=(8,), prompt_length=length)) for length in (4096, 30))
     assert all(prompt[-30:] == short for prompt, short in zip(whole, cut, strict=True))
     assert max(len(prompt) for prompt in cut) == 30 < max(len(prompt) for prompt in whole)
@@ -167,11 +167,11 @@ def test_ctrl_c_keeps_the_cases_that_were_measured() -> None:
             raise KeyboardInterrupt
 
     sweep = SweepOptions(proposers=("ngram",), steps=("0", "3"), **SMALL)
-    found = sweep_engines(make_config(), sweep, Opener(make), lambda _: stop_after_three)
+    found = sweep_engines(make_options(), sweep, Opener(make), lambda _: stop_after_three)
     assert found.is_partial and len(found.cases) == 3
     assert told[0].startswith("ngram 0: ") and told[0].endswith(" x")
     with pytest.raises(KeyboardInterrupt):
-        sweep_engines(make_config(), sweep, Opener(interrupting), lambda _: lambda _: None)
+        sweep_engines(make_options(), sweep, Opener(interrupting), lambda _: lambda _: None)
     assert not run(Opener(make), sweep).is_partial
 
 

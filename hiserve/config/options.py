@@ -1,18 +1,18 @@
-"""Every setting, in frozen sections; ``core.resolve`` turns each ``auto`` into a value, once.
+"""Every option, in frozen sections, as the user gives it; ``core.resolve`` turns options into ``Settings``, once.
 
 A field's description is its ``--help`` text and its name is its flag (``page_size`` is
-``--page-size``). A class takes its section or plain values, never the whole ``Config``.
+``--page-size``). A class takes its section or plain values, never all ``Options``.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from hiserve.config.description import MAX_INT32, Auto, about
-from hiserve.config.identity import CacheIdentity
-from hiserve.config.serving import Parallel, Server
+from hiserve.config.flags import Flag, about, flags_of, nearest
+from hiserve.config.serving import MAX_INT32, Auto, Parallel, Server
+from hiserve.errors import ConfigError
 
 AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
 CacheVerify = Literal["off", "store", "all"]
@@ -48,11 +48,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     load_format: Annotated[
-        Literal["auto", "dummy"], about("auto reads the weights; dummy draws random ones of the configured shape.")
+        Literal["auto", "dummy"],
+        about("auto reads the weights; dummy draws random ones of the configured shape.", is_debug=True),
     ] = "auto"
     shape: Annotated[
         Literal["llama-8b", "qwen3-0.6b", "qwen3-8b"] | None,
-        about("Built-in shape for dummy weights; the model then gives only the tokenizer and its end tokens."),
+        about(
+            "Built-in shape for dummy weights; the model then gives only the tokenizer and its end tokens.",
+            is_debug=True,
+        ),
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"], about("Where the model runs; auto is cuda if a device is there.")
@@ -102,23 +106,28 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         CacheVerify,
         about(
             "When host pages are checked against their checksums: store, once if a former server left them; all, "
-            "whenever they are loaded; or off, never. What comes from --store is always checked."
+            "whenever they are loaded; or off, never. What comes from --store is always checked.",
+            is_debug=True,
         ),
     ] = "store"
     host_admission: Annotated[
         Literal["write_through", "write_through_selective"],
-        about("Which prefixes the host keeps: all, or those that a second request used."),
+        about("Which prefixes the host keeps: all, or those that a second request used.", is_debug=True),
     ] = "write_through"
     eviction: Annotated[
         Literal["lru", "priority"],
         about(
             "What leaves the cache first: lru, what was used least recently; priority, what only requests of low priority "
-            "used."
+            "used.",
+            is_debug=True,
         ),
     ] = "lru"
     disable_prefix_cache: Annotated[
         bool,
-        about("Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings)."),
+        about(
+            "Reuse nothing between requests: each has a prefix cache of its own (to measure what sharing brings).",
+            is_debug=True,
+        ),
     ] = False
     store: Annotated[
         str | None,
@@ -140,7 +149,8 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
         StorePrefetch,
         about(
             "How long a request waits for its prefix from the store: timeout, up to --store-prefetch-timeout-s; wait, "
-            "until it has come; best_effort, not at all: it takes what has come when its turn does."
+            "until it has come; best_effort, not at all: it takes what has come when its turn does.",
+            is_debug=True,
         ),
     ] = "timeout"
     store_prefetch_timeout_s: Annotated[
@@ -148,7 +158,9 @@ class Cache(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1.0
     kv_canary: Annotated[
         bool,
-        about("Debug: keep token and position in each slot of a page, and stop when a request finds others there."),
+        about(
+            "Keep token and position in each slot of a page, and stop when a request finds others there.", is_debug=True
+        ),
     ] = False
     kv_events: Annotated[
         str | None,
@@ -243,6 +255,7 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
             unit="steps",
             least=0,
             most=1,
+            is_debug=True,
         ),
     ] = "auto"
     attention_backend: Annotated[
@@ -263,7 +276,8 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
         GraphGate,
         about(
             "When a step may be replayed beside loads from the host: precise, behind those that it reads itself; strict, "
-            "only while no load and no relocation of a running request's page is under way."
+            "only while no load and no relocation of a running request's page is under way.",
+            is_debug=True,
         ),
     ] = "precise"
     graph_max_len: Annotated[
@@ -274,6 +288,7 @@ class Runner(msgspec.Struct, frozen=True, kw_only=True):
             unit="tokens",
             least=64,
             most=MAX_INT32,
+            is_debug=True,
         ),
     ] = "auto"
     cpu_threads: Annotated[
@@ -308,26 +323,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
 
-    @property
-    def tiers(self) -> tuple[int, ...]:
-        """Numbers of tokens that may be proposed at once, ascending; of a resolved configuration."""
-        assert self.spec != "auto", "who drafts is not resolved yet"
-        if self.spec == "off":
-            return (0,)
-        return AUTO_TIERS if self.spec_steps == "auto" else (self.spec_steps,)
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Tokens of each row in steps that verify so many, ascending; 1 is one that verifies none."""
-        return tuple(sorted({1, *(1 + num_draft for num_draft in self.tiers)}))
-
-
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings. Travels to every process as the first message.
-
-    Attributes:
-        identity: What the cache is of, once that is known; no setting.
-    """
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user chose; a section for each part of the engine."""
 
     model: Model = Model()
     cache: Cache = Cache()
@@ -336,4 +334,50 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec = Spec()
     parallel: Parallel = Parallel()
     server: Server = Server()
-    identity: CacheIdentity | None = None
+
+
+SECTIONS = {section.name: type(section.default) for section in msgspec.structs.fields(Options)}
+Given = TypeVar("Given", bound=Options)
+
+
+def flags() -> dict[str, Flag]:
+    """Returns the flag of every option by name, in the order of the sections."""
+    return {name: flag for section, kind in SECTIONS.items() for name, flag in flags_of(section, kind).items()}
+
+
+def by_group() -> list[Flag]:
+    """Returns the flags in the order in which they are shown: group by group, those for debugging last."""
+    return sorted(flags().values(), key=lambda flag: flag.is_debug)
+
+
+def make_options(**values: Any) -> Options:
+    """Builds options from flat names, as flags and ``LLM(...)`` give them.
+
+    Numbers may be given as text. Names with dashes are accepted.
+
+    Raises:
+        ConfigError: An unknown name (the nearest known one is suggested), or a value of the wrong type or out of range.
+    """
+    known = flags()
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for given, value in values.items():
+        name = given.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"unknown setting {given!r}.{nearest(name, known)}", param=given)
+        sections[known[name].section][name] = known[name].check(value)
+    return Options(**{section: kind(**sections[section]) for section, kind in SECTIONS.items()})
+
+
+def flat(options: Options) -> dict[str, Any]:
+    """Returns every value by its flat name, as ``make_options`` takes them."""
+    return {name: getattr(getattr(options, flag.section), name) for name, flag in flags().items()}
+
+
+def without_secrets(options: Given) -> Given:
+    """Returns options or settings as they may be shown, and as processes that need no secrets get them."""
+    hidden: dict[str, dict[str, Any]] = {}
+    for flag in flags().values():
+        if flag.is_secret:
+            hidden.setdefault(flag.section, {})[flag.name] = flag.default
+    sections = {name: msgspec.structs.replace(getattr(options, name), **values) for name, values in hidden.items()}
+    return msgspec.structs.replace(options, **sections)

@@ -1,0 +1,369 @@
+"""The memory of each worker: how large its pools are and why, item by item, and which tiers of its cache cannot help."""
+
+from __future__ import annotations
+
+import msgspec
+
+from hiserve.config.options import DTYPE_BYTES, MIN_AUTO_LEN, Options
+from hiserve.config.serving import MAX_INT32
+from hiserve.config.settings import CacheSettings, ModelSettings, RunnerSettings, SchedulerSettings, SpecSettings
+from hiserve.core.devices import least_memory
+from hiserve.core.kv_groups import debug_groups, page_hidden_group
+from hiserve.core.machine import GIB, Machine
+from hiserve.core.step_memory import CONTEXT_BYTES, SPARE_SHARE, ModelFacts, step_memory
+from hiserve.core.transfers import STAGING_BYTES
+from hiserve.errors import ConfigError, ResourceError
+
+# Of ``auto`` on cpu, where the device's pages lie in the same memory: enough to outlive a worker, and soon touched.
+MAX_CPU_POOL_BYTES, MAX_CPU_HOST_BYTES = 2 * GIB, GIB // 4
+# Bytes that a row's tables take per token and per page, on the device and on the host together.
+TOKEN_ENTRY_BYTES, PAGE_ENTRY_BYTES = 8, 12
+LEAST_HOST_SHARE = 0.05  # of the device's pages; a host cache below that adds next to nothing
+
+
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """Options, and the values of those that do not depend on memory.
+
+    Attributes:
+        given: The options.
+        model: Its longest request is the longest that may be asked for; the plan may lower it where that was ``auto``.
+        scheduler: Rows and tokens of the largest step.
+        runner: Its graphs.
+        devices: CUDA devices of the replicas by number; empty on cpu.
+    """
+
+    given: Options
+    model: ModelSettings
+    scheduler: SchedulerSettings
+    runner: RunnerSettings
+    devices: tuple[int, ...]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the model runs on cpu."""
+        return self.model.device == "cpu"
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one worker. On cpu its host cache is one of ``parts``.
+
+    Attributes:
+        kv_pages: Pages of the device pool, the padding page included.
+        page_bytes: Bytes of a page, drafts and debugging included.
+        max_model_len: Longest request, in tokens.
+        host_cache_gib: Size of the host cache; 0 for none.
+        spec: The proposer.
+        free: Bytes that a worker may use where the model runs.
+        parts: Bytes by item, where the model runs.
+        host_parts: Bytes by item beside a device; empty on cpu.
+        reasons: Why a value that was ``auto`` is what it is, by option.
+    """
+
+    kv_pages: int
+    page_bytes: int
+    max_model_len: int
+    host_cache_gib: float
+    spec: SpecSettings
+    free: int
+    parts: dict[str, int]
+    host_parts: dict[str, int]
+    reasons: dict[str, str]
+
+    def lines(self) -> tuple[str, ...]:
+        """Returns each size with its reason, for people."""
+        sizes = {
+            "kv_pages": f"{self.kv_pages:,} KV pages of {self.page_bytes:,} bytes",
+            "max_model_len": f"requests of up to {self.max_model_len:,} tokens",
+            "host_cache_gib": f"a host cache of {self.host_cache_gib:.3g} GiB",
+        }
+        return tuple(f"{size}: {self.reasons.get(name, 'as given')}" for name, size in sizes.items())
+
+    def remarks(self, cache: CacheSettings) -> list[str]:
+        """Returns one line for each tier that cannot help: the fact, the limit and the remedy.
+
+        Args:
+            cache: The settings that follow from this plan.
+        """
+        host_pages = max(0, int(self.host_cache_gib * GIB) // self.page_bytes - 1)
+        found = []
+        if 0 < host_pages < LEAST_HOST_SHARE * self.kv_pages:
+            found.append(
+                f"the host cache can hardly help: it holds {host_pages} pages beside the device's {self.kv_pages}. "
+                f"Raise --host-cache-gib to {self.kv_pages * self.page_bytes / GIB:.3g} for as many."
+            )
+        return found + self._store_remarks(cache, self.kv_pages + host_pages)
+
+    def _store_remarks(self, cache: CacheSettings, nearer_pages: int) -> list[str]:
+        """Returns the remarks on the store; ``nearer_pages`` are those of device and host together."""
+        if cache.store is None:
+            return []
+        store_pages = int(cache.store_gib * GIB) // self.page_bytes
+        found = []
+        if not store_pages:
+            found.append(
+                f"the store cannot help: a page takes {self.page_bytes / GIB:.3g} GiB and --store-gib is "
+                f"{cache.store_gib:g}. Raise --store-gib."
+            )
+        elif store_pages <= nearer_pages:
+            found.append(
+                f"the store helps only after a restart: it holds {store_pages} pages, device and host hold "
+                f"{nearer_pages}. Raise --store-gib above {nearer_pages * self.page_bytes / GIB:.3g}."
+            )
+        if cache.store_prefetch == "timeout" and not cache.store_prefetch_timeout_s:
+            found.append(
+                "the store can hardly help: with --store-prefetch-timeout-s 0 no request waits for it. "
+                "Raise it, or say --store-prefetch best_effort."
+            )
+        return found
+
+
+def plan_memory(chosen: Chosen, model: ModelFacts, machine: Machine) -> MemoryPlan:
+    """Sizes the pools and the longest request of a worker, and checks that all of it fits.
+
+    Raises:
+        ConfigError: Sizes that were given contradict each other.
+        ResourceError: Something does not fit in memory; the message says what to lower.
+    """
+    worker = _Worker(chosen, model, machine)
+    worker.check_weights()
+    pages, length, reasons = worker.size_pool()
+    parts = worker.parts(pages, length)
+    room = worker.check_parts(parts, pages, length)
+    host_gib, why = worker.size_host(pages, room)
+    if chosen.given.cache.store is not None and not host_gib:
+        raise ConfigError(
+            f"--store is {chosen.given.cache.store!r} but --host-cache-gib is 0{why and f', as {why}'}: pages come from a "
+            "store through the host cache. Raise --host-cache-gib, or leave out --store.",
+            param="store",
+        )
+    host = {"host cache": int(host_gib * GIB)} if host_gib else {}
+    spec, why_spec = choose_spec(chosen.given, model, length)
+    return MemoryPlan(
+        kv_pages=pages,
+        page_bytes=worker.page_bytes,
+        max_model_len=length,
+        host_cache_gib=host_gib,
+        spec=spec,
+        free=worker.free,
+        parts=parts | host if chosen.on_cpu else parts,
+        host_parts={} if chosen.on_cpu else host,
+        reasons={
+            name: reason for name, reason in (reasons | {"host_cache_gib": why, "spec": why_spec}).items() if reason
+        },
+    )
+
+
+def choose_spec(given: Options, model: ModelFacts, length: int) -> tuple[SpecSettings, str]:
+    """Returns the proposer, and why where that was ``auto``; ``length`` is the longest request."""
+    who, why = given.spec.spec, ""
+    if who == "auto":
+        if model.draft is None:
+            who, why = "off", "no head came with the model"
+        elif given.spec.spec_steps == "auto" and length < MIN_AUTO_LEN:
+            who, why = "off", f"requests of {length} tokens are too short to measure what drafts cost"
+        else:
+            who, why = model.draft.kind, "this head came with the model"
+    return SpecSettings(spec=who, spec_steps=given.spec.spec_steps), why
+
+
+class _Worker:
+    """One worker's memory while it is planned."""
+
+    def __init__(self, chosen: Chosen, model: ModelFacts, machine: Machine) -> None:
+        self._chosen, self._model, self._machine = chosen, model, machine
+        self._cache = chosen.given.cache
+        self._replicas = chosen.given.parallel.replicas
+        element = DTYPE_BYTES[chosen.model.dtype]
+        params = {"weights": model.num_params} | ({"draft weights": model.draft.num_params} if model.draft else {})
+        self._weights = {item: num_params * element for item, num_params in params.items()}
+        self._page = self._page_items(element)
+        self.page_bytes = sum(self._page.values())
+        if chosen.on_cpu:
+            self.free = machine.memory_bytes // self._replicas
+        else:
+            self.free = least_memory(chosen.devices, machine.cuda_memory_bytes)
+        self._room = self.free - sum(self._weights.values())  # beside the weights
+
+    def _page_items(self, element: int) -> dict[str, int]:
+        """Returns the bytes of a page, by the item that they are part of."""
+        page_size, draft = self._cache.page_size, self._model.draft
+        slot_bytes = self._model.slot_elements * element
+        slot_bytes += sum(group.slot_bytes for group in debug_groups(self._cache))
+        items = {"KV pool": page_size * slot_bytes}
+        if draft is not None:
+            hidden = page_hidden_group(draft.step.feature_size, page_size, self._chosen.model.dtype)
+            items["KV pool of drafts"] = page_size * (draft.slot_elements * element + hidden.slot_bytes)
+        return items
+
+    def check_weights(self) -> None:
+        """Raises ``ResourceError`` if not even the weights fit."""
+        if self._room > 0:
+            return
+        on_cpu = self._chosen.on_cpu
+        raise ResourceError(
+            f"the weights need {_gib(self.free - self._room)} as {self._chosen.model.dtype} but {_gib(self.free)} are free "
+            f"for each worker. {'Lower --replicas, u' if on_cpu else 'U'}se a narrower --dtype or a smaller model.",
+            param="replicas" if on_cpu and self._replicas > 1 else "dtype",
+        )
+
+    def size_pool(self) -> tuple[int, int, dict[str, str]]:
+        """Returns pages, longest request and why; whichever of the two was ``auto`` shrinks to what there is.
+
+        Raises:
+            ConfigError: The pages that were given do not hold a request of the length that was given.
+            ResourceError: The pages do not fit.
+        """
+        page_size, given = self._cache.page_size, self._cache.kv_pages
+        length, reasons = self._chosen.model.max_model_len, dict[str, str]()
+        may_shrink = self._chosen.given.model.max_model_len == "auto"
+        if may_shrink:
+            reasons["max_model_len"] = "the model's context"
+            # What no pool could hold needs no tables either.
+            length = min(length, max(2, self._room // self.page_bytes * page_size))
+        if isinstance(given, int):
+            pages = given
+        else:
+            pages, reasons["kv_pages"] = self._auto_pages(length)
+        if pages * self.page_bytes > self._room:
+            raise ResourceError(
+                f"{pages} KV pages need {_gib(pages * self.page_bytes)} but {_gib(self._room)} are free beside the weights. "
+                "Lower --kv-pages, --replicas or --page-size.",
+                param="kv_pages",
+            )
+        longest = (pages - 1) * page_size
+        if longest >= length:
+            return pages, length, reasons
+        if may_shrink and longest >= 2:
+            return pages, longest, reasons | {"max_model_len": "all that the KV pool holds"}
+        raise ConfigError(
+            f"{pages} KV pages hold {longest} tokens, fewer than the {length} of the longest request. "
+            "Raise --kv-pages or lower --max-model-len.",
+            param="kv_pages",
+        )
+
+    def _auto_pages(self, length: int) -> tuple[int, str]:
+        """Returns the pages of ``auto``, and what bounds them.
+
+        Raises:
+            ResourceError: Fewer than two fit: one for padding, one to use.
+        """
+        page_size, rows = self._cache.page_size, self._chosen.scheduler.max_running_requests
+        if self._chosen.on_cpu:
+            share, why = min(
+                (self._room // 4, "a quarter of the memory beside the weights"),
+                (MAX_CPU_POOL_BYTES, f"{_gib(MAX_CPU_POOL_BYTES)}, the most on cpu"),
+            )
+        else:
+            share = max(0, self._room - sum(self._beside_pool(length).values()))
+            why = "all memory beside weights, tables and steps"
+        pages, why = min(
+            (share // self.page_bytes, why),
+            (1 + rows * -(-length // page_size), f"as many as {rows} requests of {length:,} tokens fill"),
+            (MAX_INT32, "page numbers have 32 bits"),
+        )
+        if pages < 2:
+            raise ResourceError(
+                f"a KV page of {page_size} tokens takes {_gib(self.page_bytes)}: fewer than two fit in {_gib(share)}. Lower "
+                "--page-size, --replicas, --max-running-requests or --max-batched-tokens, or set --kv-pages.",
+                param="page_size",
+            )
+        return pages, why
+
+    def _beside_pool(self, length: int) -> dict[str, int]:
+        """Returns the bytes beside weights and pool, by item, for requests of up to ``length`` tokens."""
+        chosen, page_size = self._chosen, self._cache.page_size
+        rows = chosen.scheduler.max_running_requests
+        tables = (rows + 1) * (length * TOKEN_ENTRY_BYTES + -(-length // page_size) * PAGE_ENTRY_BYTES)
+        items = {"token and page tables": tables}
+        if chosen.on_cpu:
+            return items
+        if self._cache.host_cache_gib != 0:  # large pages pass through: two each way at least
+            items["staging of host pages"] = max(STAGING_BYTES, 4 * self.page_bytes)
+        items |= step_memory(
+            self._model.step,
+            dtype_bytes=DTYPE_BYTES[chosen.model.dtype],
+            max_rows=rows,
+            max_tokens=chosen.scheduler.max_batched_tokens,
+            max_len=length,
+            page_size=page_size,
+            graphs=chosen.runner.graphs,
+            widths=choose_spec(chosen.given, self._model, length)[0].widths,
+            draft=None if self._model.draft is None else self._model.draft.step,
+        )
+        return items | {"driver, libraries and spare": CONTEXT_BYTES + self.free // SPARE_SHARE}
+
+    def parts(self, pages: int, length: int) -> dict[str, int]:
+        """Returns the bytes where the model runs, by item, the host cache not included."""
+        pool = {item: pages * num_bytes for item, num_bytes in self._page.items()}
+        return self._weights | pool | self._beside_pool(length)
+
+    def check_parts(self, parts: dict[str, int], pages: int, length: int) -> int:
+        """Returns the bytes of host memory that are left for a worker.
+
+        Raises:
+            ResourceError: The parts do not fit where the model runs.
+        """
+        left = self.free - sum(parts.values())
+        if left >= 0:
+            return left if self._chosen.on_cpu else self._machine.memory_bytes // self._replicas
+        beside = self._room - pages * self.page_bytes
+        scheduler = self._chosen.scheduler
+        raise ResourceError(
+            f"{scheduler.max_running_requests} requests at once, of up to {length} tokens and {scheduler.max_batched_tokens} of "
+            f"them in a step, need {_gib(beside - left)} but {_gib(max(0, beside))} are free beside weights and "
+            "KV pool. Lower --max-running-requests, --max-model-len, --max-batched-tokens or --kv-pages.",
+            param="max_running_requests",
+        )
+
+    def size_host(self, pages: int, room: int) -> tuple[float, str]:
+        """Returns the GiB of the host cache, and why where that was decided here.
+
+        Args:
+            pages: Of the device pool.
+            room: Bytes of host memory that are left.
+
+        Raises:
+            ConfigError: The size that was given holds fewer than two pages.
+            ResourceError: It does not fit.
+        """
+        given, page, where = self._cache.host_cache_gib, self.page_bytes, "memory"
+        if self._cache.disable_prefix_cache:
+            return 0.0, "the prefix cache is disabled"
+        shares = self._host_shares(pages * page, room)
+        if self._cache.host_cache_name is not None:
+            shm = self._machine.shm_bytes // self._replicas
+            shares.append((shm // 2, "half of /dev/shm"))
+            room, where = min((room, where), (shm, "/dev/shm"))
+        if isinstance(given, str):
+            kept = self._machine.kept_bytes
+            size, why = (kept, "the size of the segment that was kept") if kept else min(shares)
+            if size < 2 * page:  # one is nobody's
+                return 0.0, f"{size / GIB:.2g} GiB would hold fewer than two pages of {page / GIB:.2g} GiB"
+        else:
+            size, why = int(given * GIB), ""
+            if 0 < size < 2 * page:
+                raise ConfigError(
+                    f"--host-cache-gib is {given:.3g} but two pages take {2 * page / GIB:.3g}. Raise it, or give 0 for none.",
+                    param="host_cache_gib",
+                )
+        if size > room:
+            raise ResourceError(
+                f"the host cache of each worker needs {_gib(size)} but {_gib(room)} of {where} are left for it. "
+                "Lower --host-cache-gib or --replicas.",
+                param="host_cache_gib",
+            )
+        return size / GIB if isinstance(given, str) else given, why
+
+    def _host_shares(self, pool: int, room: int) -> list[tuple[int, str]]:
+        """Returns the sizes that a host cache has at most under ``auto``, each with its reason."""
+        if self._chosen.on_cpu:
+            return [
+                (room // 4, "a quarter of the memory that is left"),
+                (2 * pool, "twice the KV pool"),
+                (MAX_CPU_HOST_BYTES, f"{_gib(MAX_CPU_HOST_BYTES)}, the most on cpu"),
+            ]
+        return [(room // 2, "half of the memory that is left"), (4 * pool, "four times the KV pool")]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
