@@ -14,6 +14,7 @@ from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats
 from hiserve.ipc.messages import WorkerStats
 from hiserve.server.aliases import ALIASES
+from hiserve.server.metric_rows import ROWS
 from hiserve.server.metrics import Metrics, RequestTimer
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script
@@ -305,13 +306,15 @@ async def test_routers_find_the_gauges_they_need(compat: str, names: list[str]) 
         assert await made.metric(f"{compat}:cache_config_info", **sizes) == 1
 
 
-def test_every_alias_names_a_metric_that_exists() -> None:
-    shown = {
-        line.split()[2]
-        for line in Metrics("a", page_size=16, compat="none").render().decode().splitlines()
-        if line.startswith("# TYPE")
-    }
-    for compat, listed in ALIASES.items():
-        assert {alias.source for alias in listed} <= {
-            name.removeprefix("hiserve:").removesuffix("_total") for name in shown
-        }, compat
+def kinds(metrics: Metrics) -> list[str]:
+    """The names of all metrics, as often as they are described."""
+    lines = [line.split() for line in metrics.render().decode().splitlines()]
+    return [words[2].removeprefix("hiserve:").removesuffix("_total") for words in lines if words[:2] == ["#", "TYPE"]]
+
+
+def test_no_metric_is_there_twice_and_every_alias_names_one() -> None:
+    shown = kinds(Metrics("a", page_size=16, compat="none"))
+    assert len(set(shown)) == len(shown)
+    assert {row.name for row in ROWS} <= set(shown) and len({row.name for row in ROWS}) == len(ROWS)
+    for listed in ALIASES.values():
+        assert {alias.source for alias in listed} <= set(shown)
