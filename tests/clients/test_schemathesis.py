@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.clients.fuzzing import CHECKS, COMMAND, CONFIG
 from tests.e2e.live import serve
 
-CONFIG = Path(__file__).with_name("schemathesis.toml")
-CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance,status_code_conformance"
-COMMAND = (sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()")
 MAX_MODEL_LEN = 64  # Caps replies without changing a request: most requests do not say max_tokens.
 SEED = 20_261_121
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hiserve.attention.backends import open_attention
-from hiserve.attention.base import Attention, AttentionShape
-from hiserve.attention.paired import PairedAttention
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.core.forward import LayerKV
 from hiserve.kernels.reference import merge
+from tests.contract.attention_subject import FLASHINFER_HEAD_DIM, TOLERANCE, Subject
 from tests.helpers.attention import NO_PAGE, RAGGED, Case
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Tokens per page, whether the pages of a row are adjacent, query heads of one KV head, elements of a head.
 LAYOUTS = (
     (1, True, 1, 64),
@@ -38,47 +34,10 @@ LAYOUTS = (
 )
 # Of these each tile is compiled anew, so on a GPU the fewest with every size of page, of group and of head.
 LAYOUTS_ON_GPU = (LAYOUTS[1], LAYOUTS[3], LAYOUTS[2], LAYOUTS[8])
-FLASHINFER_HEAD_DIM = 128  # it compiles a module for each size of head, for minutes
 CHAINS = ((40, 4), (63, 4), (0, 4), (5, 1), (15, 2))
 TREES = ((40, 9), (63, 4), (0, 7), (5, 1), (30, 3))
 # Decode rows first, then prefill: the order of the planner's batches.
 ORDERED = ((16, 1), (15, 1), (63, 1), (0, 1), (0, 33), (0, 5), (40, 7), (63, 20))
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A backend, where it runs, and the type it computes in."""
-
-    name: str
-    device: str
-    dtype: torch.dtype
-
-    @property
-    def uses_flashinfer(self) -> bool:
-        return self.name == "flashinfer" or (self.name, self.device) == ("paired", "cuda")
-
-    def open(self, shape: AttentionShape, **options: bool) -> Attention:
-        if self.name == "triton" and self.device == "cpu":  # the interpreter; no user's choice
-            from hiserve.attention.triton import TritonAttention
-
-            return TritonAttention(shape)
-        device = torch.device(self.device)
-        if self.name == "paired":
-            names = ("reference", "cpu") if self.device == "cpu" else ("triton", "flashinfer")
-            return PairedAttention(*(open_attention(name, shape, device, **options) for name in names))
-        return open_attention(self.name, shape, device, **options)
-
-    def case(self, *arguments: Any, **options: Any) -> Case:
-        if self.uses_flashinfer:
-            options = {"head_dim": FLASHINFER_HEAD_DIM} | options
-        return Case(*arguments, **{"dtype": self.dtype, "device": self.device} | options)
-
-    def check(self, case: Case, layer: int = 0, **options: bool) -> torch.Tensor:
-        out = case.run(self.open(case.shape, **options), layer)
-        assert (out.shape, out.dtype) == (case.q.shape, self.dtype)
-        tolerance = TOLERANCE[self.dtype]
-        torch.testing.assert_close(out.cpu().double(), case.oracle(layer)[0], atol=tolerance, rtol=tolerance)
-        return out
 
 
 def _on_gpu(name: str, dtype: str) -> Any:

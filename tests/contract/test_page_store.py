@@ -14,8 +14,8 @@ from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.sim_store import SimStore
 from hiserve.cache.storage.store import PageStore
 from tests.helpers.host import make_keys
+from tests.helpers.stores import PAGE_BYTES, blanks, page, pages
 
-PAGE_BYTES = 1000
 MAKERS: dict[str, Callable[[Path], PageStore]] = {
     "file": lambda directory: FileStore(directory / "store", 10**9),
     "sim": lambda directory: SimStore(),
@@ -29,19 +29,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]
     made = MAKERS[request.param](tmp_path)
     yield made
     made.close()
-
-
-def page(key: bytes, num_bytes: int = PAGE_BYTES) -> memoryview:
-    """The bytes that belong to a key; writable, as pages of the host pool are."""
-    return memoryview(bytearray(random.Random(key).randbytes(num_bytes)))
-
-
-def pages(keys: list[bytes]) -> list[memoryview]:
-    return [page(key) for key in keys]
-
-
-def blanks(count: int, num_bytes: int = PAGE_BYTES) -> list[memoryview]:
-    return [memoryview(bytearray(num_bytes)) for _ in range(count)]
 
 
 def test_a_new_store_holds_nothing(store: PageStore) -> None:

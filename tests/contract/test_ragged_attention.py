@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hiserve.runners.mixed import StaticInputs
-from tests.contract.test_attention import TOLERANCE, Subject
+from tests.contract.attention_subject import TOLERANCE, Subject
 
 NUM_TOKENS, MAX_DECODE, MAX_WIDTH, MAX_PROMPTS, MAX_LEN = 64, 6, 4, 2, 320
 # Rows that decode, with drafts and without, then prompts; less of either than there are places, all, and none.

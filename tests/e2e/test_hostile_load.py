@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.clients.test_schemathesis import CHECKS, COMMAND, CONFIG
+from tests.clients.fuzzing import CHECKS, COMMAND, CONFIG
+from tests.e2e.good_streams import FLAGS, LIMITS, NUM_STREAMS, Belongings, GoodStreams, Quiet, exchange, fault
 from tests.e2e.live import Live, serve
-from tests.e2e.test_bad_requests import FLAGS, LIMITS, NUM_STREAMS, Belongings, GoodStreams, Quiet, exchange, fault
 from tests.helpers import bad_requests, bad_wire
 from tests.helpers.bad_wire import Wire
 

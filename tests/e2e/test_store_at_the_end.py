@@ -18,9 +18,8 @@ from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from hiserve.core.machine import GIB
 from hiserve.engine import build, store_prefetch
 from tests.e2e.live import Live
-from tests.e2e.test_store_tier import PAGE, SMALL
 from tests.faults.harness import serving
-from tests.helpers.tiered import cache_of, engine_of
+from tests.helpers.tiered import PAGE, SMALL, cache_of, engine_of
 
 SEED = 23
 NUM_PROMPTS, NUM_TOKENS = 12, 161  # ten whole pages each, twice the device and eight times the host

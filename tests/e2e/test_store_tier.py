@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,22 +17,8 @@ from hiserve.config.options import make_options
 from hiserve.engine import build, store_prefetch
 from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.models.builtin_shapes import read_model
-from tests.helpers.tiered import cache_of, check_whole, engine_of, rest
+from tests.helpers.tiered import PAGE, SMALL, cache_of, check_whole, engine_of, rest
 
-PAGE = 16
-SMALL: dict[str, Any] = {
-    "in_process": True,
-    "dtype": "float64",
-    "page_size": PAGE,
-    "max_model_len": 512,
-    "kv_pages": 60,
-    "host_cache_gib": 0.1,
-    "max_running_requests": 4,
-    "max_batched_tokens": 64,
-    "spec_steps": 2,
-    "cpu_threads": 1,
-    "log_level": "warning",
-}
 SEED = 17
 LENGTHS = (160, 161, 175)  # on, one after and one before the end of a page
 

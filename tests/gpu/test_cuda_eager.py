@@ -9,6 +9,7 @@ import torch
 
 from hiserve.core.request import SamplingParams
 from hiserve.models.model_config import NANO, find_model
+from tests.gpu.reference_engine import MAX_LEN, NUM_PAGES, engine
 from tests.helpers import oracle
 from tests.helpers.cuda import no_sync, run_all
 from tests.helpers.margin import as_tensor, join, margin, shape_difference, teacher_forced
@@ -17,7 +18,7 @@ from tests.helpers.plans import GREEDY, HandPlanner
 
 pytestmark = pytest.mark.gpu
 
-NUM_NEW, NUM_PAGES, MAX_LEN = 250, 400, 512
+NUM_NEW = 250
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=9)
 
 
@@ -33,12 +34,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def prompts_of(name: str, folder: Path) -> dict[int, list[int]]:
     return dict(enumerate(oracle.prompts_of(name, folder), start=1))
-
-
-def engine(folder: Path, dtype: str, device: str = "cuda") -> Engine:
-    return Engine(
-        folder, dtype=dtype, device=device, attention="reference", num_pages=NUM_PAGES, max_len=MAX_LEN, max_rows=8
-    )
 
 
 def generate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -119,3 +120,30 @@ class HandPlanner:
         """A row of the last ``draft_step`` emitted so many tokens: drafts beyond were refused."""
         self.known[row] += count - 1 - self._num_draft[row]
         self.computed[row] += count - 1 - self._num_draft[row]
+
+
+def make_plan(
+    rows: list[int],
+    waits: tuple[int, ...] = (),
+    *,
+    num_new: Any = 1,
+    num_draft: Any = 0,
+    samples: Any = True,
+    num_scored: Any = 0,
+    max_len: Any = 9,
+) -> BatchPlan:
+    """A plan whose columns hold one value for all rows, or one for each."""
+
+    def column(value: Any, dtype: Any = np.int32) -> np.ndarray:
+        return np.broadcast_to(np.array(value, dtype=dtype), len(rows)).copy()
+
+    return BatchPlan(
+        step_id=1,
+        rows=column(rows),
+        num_new=column(num_new),
+        num_draft=column(num_draft),
+        samples=column(samples, np.bool_),
+        num_scored=column(num_scored),
+        max_len=column(max_len),
+        waits=waits,
+    )

@@ -84,3 +84,19 @@ def wanted_logits(
         mass += math.exp(values[token])
     kept = [token for token in nucleus if math.exp(values[token]) >= params.min_p]
     return [value if token in kept else -math.inf for token, value in enumerate(values)]
+
+
+def random_logits(generator: torch.Generator, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    logits = torch.randn(num_rows, size, generator=generator) * 4
+    logits[torch.rand(num_rows, size, generator=generator) < 0.1] = -torch.inf
+    return logits.to(dtype)
+
+
+def keys(generator: torch.Generator, num_rows: int) -> tuple[torch.Tensor, ...]:
+    """Temperatures, seeds, choices and positions; some as large as they can be."""
+    temperature = torch.rand(num_rows, generator=generator, dtype=torch.float64) * 2 + 1e-6
+    seed = torch.randint(0, 2**63 - 1, (num_rows,), generator=generator)
+    choice, position = torch.randint(0, 2**32, (2, num_rows), generator=generator)
+    if num_rows > 1:
+        seed[1], choice[1], position[1] = 2**63 - 1, 2**32 - 1, 2**32 - 1
+    return temperature, seed, choice, position

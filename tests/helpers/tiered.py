@@ -12,6 +12,21 @@ from hiserve.engine.loop import Engine
 from hiserve.ipc.cache_stats import CacheStats
 from tests.helpers.tiers import squeeze, squeeze_host
 
+PAGE = 16
+SMALL: dict[str, Any] = {
+    "in_process": True,
+    "dtype": "float64",
+    "page_size": PAGE,
+    "max_model_len": 512,
+    "kv_pages": 60,
+    "host_cache_gib": 0.1,
+    "max_running_requests": 4,
+    "max_batched_tokens": 64,
+    "spec_steps": 2,
+    "cpu_threads": 1,
+    "log_level": "warning",
+}
+
 MAX_REST_S = 30.0
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from hiserve.engine.oom_recovery import LOAD_FAILED
-from tests.invariants.test_planner_workloads import Run
+from tests.invariants.planner_run import Run
 
 
 @pytest.mark.parametrize("num_draft", [0, 2])

@@ -10,7 +10,7 @@ import pytest
 from hiserve.cache.index.prefix_cache import HostAdmission
 from hiserve.core.transfers import CopyKind
 from hiserve.engine.host_loads import LoadCostModel
-from tests.invariants.test_planner_workloads import Run
+from tests.invariants.planner_run import Run
 
 CASES = list(itertools.product((0, 1, 2), (False, True), HostAdmission))
 

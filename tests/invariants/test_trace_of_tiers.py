@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.copying import FILLER, add, copying_engine, run
-from tests.invariants.test_conversation_trace import MAX_LEN, PAGE, requests
+from tests.invariants.conversation_trace import MAX_LEN, PAGE, requests
 
 NUM_DIFFERENT, NUM_REQUESTS = 120, 250  # of the trace, and drawn from them: its users come back
 ENDLESS = 60_000

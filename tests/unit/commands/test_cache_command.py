@@ -13,8 +13,8 @@ from hiserve.cache.storage.segment import Segment
 from hiserve.commands import cache
 from hiserve.config.options import make_options
 from hiserve.errors import ConfigError, ResourceError
-from tests.contract.test_page_store import pages
 from tests.helpers.host import make_keys, make_layout
+from tests.helpers.stores import pages
 
 KEYS = make_keys("x", 5)
 

@@ -14,7 +14,7 @@ from hiserve.commands import doctor
 from hiserve.config.options import make_options
 from hiserve.core.machine import GIB, probe
 from hiserve.core.resolve import resolve
-from tests.unit.core.test_resolve import NANO, NANO_HEAD, SERVER
+from tests.helpers.model_facts import NANO, NANO_HEAD, SERVER
 
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "float64", "max_model_len": 100, "kv_pages": 1000}
 ROOMY = {"host_cache_gib": 1.0, "store": "file:x"}

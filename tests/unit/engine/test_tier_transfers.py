@@ -19,8 +19,8 @@ from hiserve.core.transfers import CopyKind, PageCopy, StoreLookup
 from hiserve.engine import tier_transfers
 from hiserve.engine.tier_transfers import TierTransfers
 from tests.helpers.host import make_run
+from tests.helpers.plans import make_plan
 from tests.helpers.transfers import GROUPS, THREAD, TransferBench, ints
-from tests.unit.runners.test_gate import make_plan
 
 BROKEN = 3
 GIB = 1 << 30

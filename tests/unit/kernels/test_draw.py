@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from hiserve.kernels import step_reference as twins
 from hiserve.sampling.batch import Draws, SamplingBatch, Subset
 from hiserve.sampling.sampler import sample
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.sampling import keys, random_logits
 
 PROGRAM = """
 import torch
 from hiserve.kernels import draw, step_reference
-from tests.unit.kernels.test_draw import keys, random_logits
+from tests.helpers.sampling import keys, random_logits
 
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(SEED)
@@ -45,22 +45,6 @@ assert draw.draw_free(ties[1:2], temperature, seed, choice, position, None).toli
 wide = random_logits(generator, 6, 1200, torch.float32)
 assert torch.equal(draw.greedy(wide[1:5, :1000]), step_reference.greedy(wide[1:5, :1000]))
 """
-
-
-def random_logits(generator: torch.Generator, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
-    logits = torch.randn(num_rows, size, generator=generator) * 4
-    logits[torch.rand(num_rows, size, generator=generator) < 0.1] = -torch.inf
-    return logits.to(dtype)
-
-
-def keys(generator: torch.Generator, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Temperatures, seeds, choices and positions; some as large as they can be."""
-    temperature = torch.rand(num_rows, generator=generator, dtype=torch.float64) * 2 + 1e-6
-    seed = torch.randint(0, 2**63 - 1, (num_rows,), generator=generator)
-    choice, position = torch.randint(0, 2**32, (2, num_rows), generator=generator)
-    if num_rows > 1:
-        seed[1], choice[1], position[1] = 2**63 - 1, 2**32 - 1, 2**32 - 1
-    return temperature, seed, choice, position
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -19,8 +19,8 @@ from hiserve.models.builtin_shapes import SHAPES, read_model, shape_config
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from hiserve.models.names import parameter_table
 from hiserve.models.weights import load_parameters
+from tests.helpers.checkpoint_folder import LLAMA
 from tests.helpers.settings import identified
-from tests.unit.models.test_model_config import LLAMA
 
 NUM_PARAMS = {"llama-8b": 8_030_261_248, "qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
 SLOT_BYTES = {"llama-8b": 128 << 10, "qwen3-0.6b": 112 << 10, "qwen3-8b": 144 << 10}  # in bfloat16

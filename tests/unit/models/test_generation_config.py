@@ -11,7 +11,7 @@ from hiserve.core.request import SamplingParams
 from hiserve.errors import ModelError, RequestError
 from hiserve.models.generation_config import SamplingDefaults
 from hiserve.models.model_config import NANO, find_model, read_model_config
-from tests.unit.models.test_model_config import folder
+from tests.helpers.checkpoint_folder import folder
 
 
 def read(place: Path, **generation: Any) -> SamplingDefaults:

@@ -16,25 +16,9 @@ from transformers import AutoConfig
 from hiserve.errors import ModelError
 from hiserve.models.family import FAMILIES
 from hiserve.models.model_config import NANO, find_model, read_model_config
+from tests.helpers.checkpoint_folder import LLAMA, folder
 from tests.helpers.models import FAMILIES as SAVED
 from tests.helpers.models import load_transformers, save_family
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-}
 
 REQUIRED = [
     "vocab_size",
@@ -45,15 +29,6 @@ REQUIRED = [
     "rms_norm_eps",
     "max_position_embeddings",
 ]
-
-
-def folder(place: Path, without: tuple[str, ...] = (), generation: Any = None, **changes: Any) -> Path:
-    """Writes a checkpoint folder without weights."""
-    raw = {name: value for name, value in (LLAMA | changes).items() if name not in without}
-    (place / "config.json").write_text(json.dumps(raw))
-    if generation is not None:
-        (place / "generation_config.json").write_text(json.dumps(generation))
-    return place
 
 
 def refusal(place: Path) -> str:

@@ -16,7 +16,7 @@ from hiserve.kernels import reference
 from hiserve.layers.rotary import Rotary
 from hiserve.models.frequencies import rotary_frequencies
 from hiserve.models.model_config import read_model_config
-from tests.unit.models.test_model_config import folder
+from tests.helpers.checkpoint_folder import folder
 
 HEAD_DIM = 24
 LISTS = {"short_factor": [1.0 + 0.3 * i for i in range(12)], "long_factor": [2.0 + i for i in range(12)]}

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hiserve.core.plan import BatchPlan
@@ -22,6 +21,7 @@ from hiserve.runners.gate import (
     StepFacts,
     admit,
 )
+from tests.helpers.plans import make_plan
 
 LOADS = (1, 2)
 PAGE = 16
@@ -31,31 +31,6 @@ VERIFY = replace(DECODE, buckets=(2, 4))
 COVERAGE = Coverage(full={1: DECODE, 4: VERIFY}, piecewise=PiecewiseGraphs((16, 32, 64)))
 ONLY_FULL = replace(COVERAGE, piecewise=None)
 ONLY_PIECEWISE = replace(COVERAGE, full={})
-
-
-def make_plan(
-    rows: list[int],
-    waits: tuple[int, ...] = (),
-    *,
-    num_new: Any = 1,
-    num_draft: Any = 0,
-    samples: Any = True,
-    num_scored: Any = 0,
-    max_len: Any = 9,
-) -> BatchPlan:
-    def column(value: Any, dtype: Any = np.int32) -> np.ndarray:
-        return np.broadcast_to(np.array(value, dtype=dtype), len(rows)).copy()
-
-    return BatchPlan(
-        step_id=1,
-        rows=column(rows),
-        num_new=column(num_new),
-        num_draft=column(num_draft),
-        samples=column(samples, np.bool_),
-        num_scored=column(num_scored),
-        max_len=column(max_len),
-        waits=waits,
-    )
 
 
 def facts_of(plan: BatchPlan, **others: Any) -> StepFacts:

@@ -10,7 +10,7 @@ import pytest
 
 from hiserve.runners.gate import Action, Coverage, Decision, FullGraphs, PendingLoads, Reason, StepFacts, admit
 from tests.helpers.happens_before import World, all_worlds
-from tests.unit.runners.test_gate import make_plan
+from tests.helpers.plans import make_plan
 
 STEPS = ((1,), (2,), (1, 2))
 GRAPHS = FullGraphs(buckets=(2,), max_len=99)

@@ -20,18 +20,12 @@ from hiserve.cache.storage.file_store import MARKER, MARKER_TEXT, PAUSE_S, FileS
 from hiserve.cache.storage.store import HEADER_BYTES
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
-from tests.contract.test_page_store import PAGE_BYTES, blanks, pages
 from tests.helpers.host import make_keys
+from tests.helpers.stores import KEYS, PAGE_BYTES, PLENTY, blanks, flip, pages, path_of
 
 ROOT = Path(__file__).parents[3]
 FILE_BYTES = HEADER_BYTES + PAGE_BYTES
-KEYS = make_keys("x", 20)
 OTHERS = make_keys("y", 20)
-PLENTY = 10**9
-
-
-def path_of(directory: Path, key: bytes) -> Path:
-    return directory / key.hex()[:2] / key.hex()
 
 
 def files(directory: Path) -> list[str]:
@@ -66,10 +60,6 @@ def test_counts_are_told_while_the_directory_is_listed(tmp_path: Path) -> None:
         thread.start()
         thread.join(5)
         assert [stats.num_stored for stats in told] == [20]
-
-
-def flip(content: bytes, position: int) -> bytes:
-    return content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

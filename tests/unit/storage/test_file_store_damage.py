@@ -14,9 +14,8 @@ import pytest
 from hiserve.cache.storage import file_store
 from hiserve.cache.storage.file_store import MARKER, FileStore
 from hiserve.cache.storage.store import HEADER_BYTES
-from tests.contract.test_page_store import blanks, pages
 from tests.helpers.host import make_keys
-from tests.unit.storage.test_file_store import KEYS, PLENTY, flip, path_of
+from tests.helpers.stores import KEYS, PLENTY, blanks, flip, pages, path_of
 
 TIMEOUT_S = 10.0
 

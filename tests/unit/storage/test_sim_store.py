@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from hiserve.cache.storage.sim_store import Fault, SimStore, Step
-from tests.contract.test_page_store import blanks, pages
 from tests.helpers.host import make_keys
+from tests.helpers.stores import blanks, pages
 
 KEYS = make_keys("x", 6)
 FINE = Step()
