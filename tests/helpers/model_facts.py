@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from hiserve.core.resolve import DraftFacts, Machine, ModelFacts
-from hiserve.core.step_memory import DraftShape, StepShape
+from hiserve.core.machine import Machine
+from hiserve.core.step_memory import DraftFacts, DraftShape, ModelFacts, StepShape
 
 MIB, GIB = 2**20, 2**30
 NANO = ModelFacts(
