@@ -82,7 +82,7 @@ class HealthRoutes:
         engine, status = self._handle.engine, None
         with suppress(HiserveError):
             status = await self._handle.status(METRICS_TIMEOUT_S)
-        self._metrics.observe(
+        self._metrics.engine.observe(
             status,
             scheduler_pid=engine.started.scheduler_pid if engine else 0,
             num_restarts=self._handle.num_restarts,

@@ -51,14 +51,17 @@ class Metrics:
         model_name: Value of the ``model_name`` label.
         page_size: Tokens per KV page.
         compat: Repeat the metrics under the names of this engine: ``none``, ``vllm`` or ``sglang``.
+
+    Attributes:
+        engine: The metrics of the engine; the others are of requests.
     """
 
     def __init__(self, model_name: str, *, page_size: int, compat: str) -> None:
         self._model_name = model_name
         self._compat = compat
-        self._engine = EngineCollector(model_name, page_size)
+        self.engine = EngineCollector(model_name, page_size)
         self._registry = CollectorRegistry()
-        self._registry.register(self._engine)
+        self._registry.register(self.engine)
         ProcessCollector(registry=self._registry)
         self._responses = Counter(
             RESPONSES,
@@ -95,19 +98,6 @@ class Metrics:
             status: HTTP status.
         """
         self._responses.labels(self._model_name, endpoint, str(status)).inc()
-
-    def observe(
-        self, status: Status | None, *, scheduler_pid: int = 0, num_restarts: int = 0, num_slow_readers: int = 0
-    ) -> None:
-        """Updates the metrics of the engine.
-
-        Args:
-            status: None when the engine did not answer; its gauges then keep their last values.
-            scheduler_pid: Process that sent it.
-            num_restarts: Workers started again, whichever scheduler started them.
-            num_slow_readers: Streams ended because too much of them was not read, in all engines.
-        """
-        self._engine.observe(status, scheduler_pid, num_restarts, num_slow_readers)
 
     def render(self, *, is_whole: bool = True) -> bytes:
         """Returns the metrics in Prometheus' text format.
@@ -163,8 +153,17 @@ class EngineCollector(Collector):
         zeros = self._read(WORKER_COUNTERS, WorkerStats()) | self._read(SCHEDULER_COUNTERS, ReplayStats())
         self._counters = RestartTotals(zeros)
 
-    def observe(self, status: Status | None, scheduler_pid: int, num_restarts: int, num_slow_readers: int) -> None:
-        """Updates the engine's state, see ``Metrics.observe``."""
+    def observe(
+        self, status: Status | None, *, scheduler_pid: int = 0, num_restarts: int = 0, num_slow_readers: int = 0
+    ) -> None:
+        """Updates the engine's state.
+
+        Args:
+            status: None when the engine did not answer; its gauges then keep their last values.
+            scheduler_pid: Process that sent it.
+            num_restarts: Workers started again, whichever scheduler started them.
+            num_slow_readers: Streams ended because too much of them was not read, in all engines.
+        """
         self._state = EngineState(
             status or self._state.status, self._state.page_size, status is not None, num_restarts, num_slow_readers
         )

@@ -65,7 +65,7 @@ def metrics(of: list[WorkerFacts]) -> bytes:
     counted.prefix_hits.inc(600)
     counted.cached_tokens["device"].inc(400)
     counted.cached_tokens["host"].inc(200)
-    counted.observe(Status(ticket=1, queued=1, queued_tokens=10, workers=of))
+    counted.engine.observe(Status(ticket=1, queued=1, queued_tokens=10, workers=of))
     return counted.render()
 
 
@@ -163,7 +163,7 @@ async def test_what_a_server_does_not_show_is_said_and_the_rest_is_shown(capsys:
 
 async def test_without_the_admin_key_the_public_metrics_are_shown(capsys: Any) -> None:
     counted = Metrics("tiny", page_size=PAGE, compat="none")
-    counted.observe(Status(ticket=1, queued=1, queued_tokens=10, workers=workers(STATS)))
+    counted.engine.observe(Status(ticket=1, queued=1, queued_tokens=10, workers=workers(STATS)))
     async with serving(server_info=(401, {}), metrics=(200, counted.render(is_whole=False))) as server:
         assert await top("--url", server.url, "--once") == 0
     out = words(capsys)

@@ -79,13 +79,13 @@ def test_workers_share_a_store_but_not_what_they_did_with_it() -> None:
     metrics = Metrics("a", page_size=1, compat="none")
     assert CACHE.store is not None
     larger = msgspec.structs.replace(CACHE, store=msgspec.structs.replace(CACHE.store, num_pages=70, num_hits=1))
-    metrics.observe(status((1, CACHE), (1, larger)))
+    metrics.engine.observe(status((1, CACHE), (1, larger)))
     assert value(metrics, 'hiserve:store_pages{model_name="a"}') == 70
     assert value(metrics, 'hiserve:store_bytes{model_name="a"}') == 3000
     assert value(metrics, 'hiserve:store_tokens_total{model_name="a",result="hit"}') == 22
-    metrics.observe(status((1, CACHE), (1, larger)))
+    metrics.engine.observe(status((1, CACHE), (1, larger)))
     assert value(metrics, 'hiserve:store_tokens_total{model_name="a",result="hit"}') == 22
-    metrics.observe(status((2, CACHE), (1, larger)))
+    metrics.engine.observe(status((2, CACHE), (1, larger)))
     assert value(metrics, 'hiserve:store_tokens_total{model_name="a",result="hit"}') == 43
 
 
@@ -126,7 +126,7 @@ def test_counters_never_fall_and_workers_add_up() -> None:
         ((2, CacheStats()), (1, more)),
         ((2, CACHE), (1, more)),
     ):
-        metrics.observe(status(first, second))
+        metrics.engine.observe(status(first, second))
         told.append((value(metrics, missed), value(metrics, lost), value(metrics, free)))
     assert told == [(4, 4, 40), (7, 5, 40), (7, 5, 20), (9, 7, 40)]
 
@@ -152,5 +152,5 @@ def test_counters_never_fall_and_workers_add_up() -> None:
 )
 def test_other_engines_names_show_the_same_copies(compat: str, series: str, count: float) -> None:
     metrics = Metrics("a", page_size=1, compat=compat)
-    metrics.observe(status((1, CACHE)))
+    metrics.engine.observe(status((1, CACHE)))
     assert value(metrics, f"{compat}:{series}") == count
