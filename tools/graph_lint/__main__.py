@@ -1,4 +1,4 @@
-"""Prints code of the hot path that a CUDA graph or its launch cannot bear: ``python -m tools.graph_lint``."""
+"""``python -m tools.graph_lint`` prints the violations in hiserve's hot path."""
 
 from __future__ import annotations
 

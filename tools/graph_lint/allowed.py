@@ -1,4 +1,4 @@
-"""Where the hot path may do what ``scan`` looks for, and why it does no harm there."""
+"""The exceptions from the rules of ``scan``, each with its reason."""
 
 from __future__ import annotations
 

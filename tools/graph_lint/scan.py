@@ -1,4 +1,4 @@
-"""Reads the source of the hot path for what would break a CUDA graph, or make its launch wait for the device.
+"""Finds code of the hot path that breaks a CUDA graph, or makes its launch wait for the device.
 
 It looks for host syncs, for tensors made of Python values, for shapes that depend on data, and, where steps are launched,
 for memory that each of them takes anew. ``values`` says what is a tensor. Code of Triton kernels runs on the device
@@ -103,7 +103,7 @@ _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "clone", "pin_memory"}
 
 
 class GraphHazard(NamedTuple):
-    """Something that must not be there, or whose entry in the list of exceptions says why it may.
+    """A line that needs an exception.
 
     Attributes:
         file: Relative to the package.
@@ -136,7 +136,7 @@ class Allowed(NamedTuple):
     reason: str
 
     def covers(self, finding: GraphHazard) -> bool:
-        """Whether it is about this finding."""
+        """Returns whether the exception is for this finding."""
         return (
             finding.file == self.file
             and fnmatchcase(finding.function, self.function)
@@ -145,7 +145,7 @@ class Allowed(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What a scan found.
+    """The result of a scan.
 
     Attributes:
         violations: What no exception covers.
@@ -248,7 +248,7 @@ class _Reader(Names):
             yield from ((asked.lineno, "if tensor") for asked in _asked(node) if self.is_tensor(asked))
 
     def _called(self, call: ast.Call) -> str | None:
-        """What is wrong about a call."""
+        """Returns the pattern that a call matches."""
         if isinstance(call.func, ast.Name):
             return self._builtin(call, call.func.id)
         if not isinstance(call.func, ast.Attribute):
@@ -316,14 +316,14 @@ class _Reader(Names):
         return any(isinstance(each, ast.expr) and self.is_tensor(each) for each in ast.walk(node))
 
     def _stores_value(self, node: ast.Assign) -> bool:
-        """Whether a number of the host's, none that is always the same, goes into part of a tensor."""
+        """Returns whether a number of the host, constants excluded, is written into part of a tensor."""
         if isinstance(node.value, ast.Constant) or self.kind(node.value) is not ValueKind.HOST:
             return False
         return any(isinstance(target, ast.Subscript) and self.is_tensor(target.value) for target in node.targets)
 
 
 def _asked(node: ast.AST) -> list[ast.expr]:
-    """Returns what a node asks for the truth of; of ``a and b``, which is one of the two, that is the first."""
+    """Returns the expressions of which a node tests the truth; of ``a and b``, which yields one of them, the first."""
     match node:
         case ast.If() | ast.While() | ast.IfExp() | ast.Assert():
             return [node.test]

@@ -1,7 +1,7 @@
-"""What ``scan`` knows of values without running anything: which are tensors, masks, or the host's own.
+"""Infers from source which values are tensors, masks, or the host's own.
 
-Annotations say it, of arguments, fields and what functions return; docstrings say which tensors are masks (``x: bool``);
-the rest follows from torch calls and from operations on what is known. A name is what any of its assignments makes it.
+Annotations of arguments, fields and functions tell; docstrings tell which tensors are masks (``x: bool``); the rest
+follows from torch calls and from operations on known values. A name has the type that any of its assignments gives it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class ValueKind(Enum):
-    """What a value is; instead of one stands the name of its class, or None where nothing is known."""
+    """The kind of a value. A value of a known class has the class's name instead, an unknown value None."""
 
     TENSOR = "tensor"
     MASK = "tensor of bool"
@@ -58,7 +58,7 @@ _MANY_CALLS = {
 
 @dataclass
 class Facts:
-    """What the classes and functions of some files say of themselves.
+    """The annotated types of the classes and functions of some files.
 
     Attributes:
         classes: Of each class its attributes; methods with ``()`` behind their name.
@@ -117,7 +117,7 @@ def _masked(name: str, kind: Type, masks: set[str]) -> Type:
 
 
 def annotated(node: ast.expr | None, facts: Facts) -> Type:
-    """Returns what an annotation says."""
+    """Returns the type that an annotation names."""
     match node:
         case ast.Constant(value=str(text)):
             return annotated(ast.parse(text, mode="eval").body, facts)
@@ -154,7 +154,7 @@ def _of_many(node: ast.Subscript, facts: Facts) -> Type:
 
 
 class Names:
-    """What the names of one scope are, and so its expressions.
+    """The types of the names of one scope, and of its expressions.
 
     Args:
         scope: Its node.
@@ -189,7 +189,7 @@ class Names:
                         yield target.attr, _masked(target.attr, self.kind(node.value), set())
 
     def is_tensor(self, node: ast.expr) -> bool:
-        """Whether it is known to be one."""
+        """Returns whether an expression is known to be a tensor."""
         return self.kind(node) in TENSORS
 
     def _learn(self, node: ast.AST) -> None:
@@ -240,7 +240,7 @@ class Names:
                 self._note_each(target, element(self.kind(iterated)))
 
     def kind(self, node: ast.expr) -> Type:
-        """Returns what an expression is."""
+        """Returns the type of an expression."""
         match node:
             case ast.Name():
                 return self.known.get(node.id)
@@ -335,7 +335,7 @@ class Names:
 
 
 def _made(call: ast.Call, name: str) -> ValueKind:
-    """Returns what an operation of torch makes of tensors."""
+    """Returns the type that an operation of torch makes of tensors."""
     words = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     if name in _MASK_CALLS or "torch.bool" in (words.get("dtype"), *map(ast.unparse, call.args)):
         return ValueKind.MASK
@@ -347,7 +347,7 @@ def _made(call: ast.Call, name: str) -> ValueKind:
 
 
 def element(kind: Type) -> Type:
-    """Returns what iterating over a value gives."""
+    """Returns the type of the elements of a value."""
     return (
         ValueKind.TENSOR
         if kind in (ValueKind.MANY, ValueKind.TENSOR)
@@ -358,7 +358,7 @@ def element(kind: Type) -> Type:
 
 
 def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields what is inside of a scope, other scopes but not their insides."""
+    """Yields the nodes of a scope; of nested scopes, the definitions but not the bodies."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, Function | ast.ClassDef):
@@ -366,7 +366,7 @@ def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def root_of(node: ast.expr) -> str:
-    """Returns the name that an attribute of an attribute hangs on; empty if it is none."""
+    """Returns the name at the start of a chain of attributes; empty if there is none."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
