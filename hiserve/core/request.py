@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -62,7 +63,7 @@ class SpecParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     enabled: bool | None = None
-    num_steps: int | None = None
+    num_steps: Annotated[int, msgspec.Meta(ge=0, le=MAX_SPEC_STEPS)] | None = None
 
     def __post_init__(self) -> None:
         """Refuses a number out of range.

@@ -24,9 +24,10 @@ from hiserve.launch import prepare
 from hiserve.llm.offline_backends import InProcess, Job, OfflineBackend, Processes
 from hiserve.llm.outputs import ChoiceBuilder, RequestOutput
 from hiserve.llm.prompt_inputs import Prompt, as_batch, check_tokens
-from hiserve.text.chat_request import ChatRequest, check_text, parse_chat
+from hiserve.text.chat_request import ChatRequest, parse_chat
 from hiserve.text.frontend import load_frontend
 from hiserve.text.output import TextOutput
+from hiserve.text.request_json import check_text
 
 logger = logging.getLogger(__name__)
 

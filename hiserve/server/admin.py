@@ -14,11 +14,12 @@ from hiserve.config.options import without_secrets
 from hiserve.core.resolve import Resolved
 from hiserve.errors import RequestError, UnavailableError
 from hiserve.ipc.messages import Status, WorkerFacts
+from hiserve.server.admin_types import AbortRequest
 from hiserve.server.auth import Auth, tag_of
-from hiserve.server.body_fields import MAX_NAME_CHARS, Fields
-from hiserve.server.body_reader import BodyReader
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.reply_format import ServedModel, json_response
+from hiserve.server.request_body import BodyReader
+from hiserve.text.request_json import decode
 
 STATUS_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 2.0  # short, because an outage is when it is read
@@ -142,15 +143,14 @@ class AdminRoutes:
         ``rid`` names the caller's own (its ``x-request-id``, or its body's ``rid``). With the admin key it names
         anyone's, and ``abort_all`` ends all requests.
         """
-        fields = Fields(await self._bodies.read(request))
-        rid = fields.text("rid", most=MAX_NAME_CHARS) or ""
-        is_for_all = fields.flag("abort_all")
-        if is_for_all:
+        asked = decode(await self._bodies.read(request), AbortRequest)
+        rid = asked.rid or ""
+        if asked.abort_all:
             self._auth.require_admin(request)
         elif not rid:
             raise RequestError("rid is missing; name a request, or set abort_all.", param="rid")
         engine = self._handle.require()
-        if is_for_all:
+        if asked.abort_all:
             return json_response({"aborted": engine.abort()})
         tags = self._auth.tags(rid) if self._auth.is_admin(request) else [tag_of(request, rid)]
         return json_response({"aborted": sum(engine.abort(tag) for tag in tags)})

@@ -18,19 +18,19 @@ from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
 from hiserve.server.auth import Auth, AuthMiddleware
-from hiserve.server.body_limit import BodyLimit
-from hiserve.server.body_reader import BodyReader
 from hiserve.server.browser_pages import PageRoutes
 from hiserve.server.cache_routes import CacheRoutes
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.error_responses import error_response, failure_response
 from hiserve.server.health import HealthRoutes
 from hiserve.server.metrics import Metrics
-from hiserve.server.native import NativeRoutes
 from hiserve.server.openai import OpenAIRoutes
+from hiserve.server.openapi import Document
 from hiserve.server.reply_format import ServedModel
-from hiserve.server.schema import Document
-from hiserve.server.tokens import TokenRoutes
+from hiserve.server.request_body import BodyLimit, BodyReader
+from hiserve.server.routes import FrontEnd
+from hiserve.server.sglang import NativeRoutes
+from hiserve.server.tokenize import TokenRoutes
 from hiserve.text.body_parser import Sizes
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
@@ -82,25 +82,17 @@ def create_app(
     server = resolved.settings.server
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
-    bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len))
-    tokens = TokenRoutes(
-        bodies, encoder, words, token_bytes, model, tokenizer_info, max_model_len=max_model_len, is_strict=is_strict
-    )
+    bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
+    front = FrontEnd(handle, bodies, encoder, words, token_bytes, metrics, model)
     routers = [
-        OpenAIRoutes(handle, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
-        NativeRoutes(handle, bodies, encoder, words, token_bytes, metrics, model, is_strict=is_strict).router(),
-        tokens.router(),
+        OpenAIRoutes(front).router(),
+        NativeRoutes(front).router(),
+        TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).router(),
         HealthRoutes(handle, auth, metrics).router(),
         AdminRoutes(handle, bodies, auth, model, resolved, startup_s).router(),
         CacheRoutes(handle, auth, resolved.settings.cache).router(),
     ]
-    document = Document(
-        routers,
-        vocab_size=model.vocab_size,
-        spec_steps=model.spec_steps,
-        is_strict=is_strict,
-        has_keys=bool(server.api_key),
-    )
+    document = Document(routers, model, is_strict=is_strict, has_keys=bool(server.api_key))
     pages = PageRoutes(model, document.build, has_keys=bool(server.api_key))
     routers += [document.router(), pages.router()]
     for router in routers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from html import escape
@@ -13,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from hiserve import __version__
 from hiserve.server.known_fields import IGNORED, REFUSED
 from hiserve.server.reply_format import ServedModel
+from hiserve.text.request_json import Schema, forms, wanted
 
 # Pages load nothing, from nowhere: no scripts, no fonts, no pictures.
 HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'", "cache-control": "no-store"}
@@ -91,11 +91,13 @@ def _described(document: dict[str, Any]) -> Iterator[str]:
                 continue
             yield f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{_prose(operation['summary'])}</p>"
             fields = {each["name"]: each["schema"] for each in operation.get("parameters", ())}
-            yield from _fields("Parameters", fields, ())
+            yield from _fields("Parameters", fields, (), schemas)
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
             if body:
                 schema = schemas[body["$ref"].rpartition("/")[2]]
-                yield from _fields("Fields of the body", schema.get("properties", {}), schema.get("required", ()))
+                yield from _fields(
+                    "Fields of the body", schema.get("properties", {}), schema.get("required", ()), schemas
+                )
             answers = ((status, answer["description"]) for status, answer in operation["responses"].items())
             yield "<p>" + " ".join(f"<code>{status}</code> {escape(words)}" for status, words in answers) + "</p>"
 
@@ -105,77 +107,33 @@ def _prose(text: str) -> str:
     return re.sub("``(.+?)``", r"<code>\1</code>", escape(text))
 
 
-def _fields(title: str, fields: dict[str, Any], required: Any) -> Iterator[str]:
+def _fields(title: str, fields: dict[str, Any], required: Any, schemas: dict[str, Schema]) -> Iterator[str]:
     """Yields a table, and a folded one of the fields that change nothing; nothing without fields."""
-    named = dict(_named(fields))
-    served = {name: schema for name, schema in named.items() if not _is_neutral(name, schema)}
+    named = dict(_named(fields, schemas))
+    served = {name: schema for name, schema in named.items() if not _is_neutral(name, schema, schemas)}
     if "tools" in served:  # its two values differ then
         served["tool_choice"] = named["tool_choice"]
     neutral = {name: schema for name, schema in named.items() if name not in served}
-    if served:
-        yield f"<details open><summary>{title}</summary><table><tr><th>name</th><th>type</th><th>range</th></tr>"
-        for name, schema in served.items():
-            mark = " (required)" if name in required else ""
-            cells = f"<td><code>{escape(name)}</code>{mark}</td><td>{escape(_kind(schema))}</td>"
-            yield f"<tr>{cells}<td>{escape(_range(schema))}</td></tr>"
-        yield "</table></details>"
-    if neutral:
-        yield "<details><summary>Fields of other servers, taken with these values alone: they change nothing</summary>"
-        yield "<table><tr><th>name</th><th>values</th></tr>"
-        for name, schema in neutral.items():
-            yield f"<tr><td><code>{escape(name)}</code></td><td>{escape(_kind(schema))}</td></tr>"
-        yield "</table></details>"
+    others = "Fields of other servers, taken with these values alone: they change nothing"
+    for summary, table in ((title, served), (others, neutral)):
+        if table:
+            is_open = " open" * (table is served)
+            yield f"<details{is_open}><summary>{summary}</summary><table><tr><th>name</th><th>values</th></tr>"
+            for name, schema in table.items():
+                mark = " (required)" if name in required else ""
+                yield f"<tr><td><code>{escape(name)}</code>{mark}</td><td>{escape(wanted(schema, schemas))}</td></tr>"
+            yield "</table></details>"
 
 
-def _named(fields: dict[str, Any], before: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields fields by name, behind an object those in it: ``spec``, ``spec.num_steps``."""
+def _named(fields: dict[str, Any], schemas: dict[str, Schema], before: str = "") -> Iterator[tuple[str, Schema]]:
+    """Yields fields by name, after an object those in it: ``spec``, ``spec.num_steps``."""
     for name, schema in fields.items():
         yield before + name, schema
-        for each in _forms(schema):
-            yield from _named(each.get("properties", {}), f"{before}{name}.")
+        for each in forms(schema, schemas):
+            yield from _named(each.get("properties", {}), schemas, f"{before}{name}.")
 
 
-def _is_neutral(name: str, schema: dict[str, Any]) -> bool:
+def _is_neutral(name: str, schema: Schema, schemas: dict[str, Schema]) -> bool:
     """Says whether a field is taken for other servers' clients alone."""
     bare = name.rpartition(".")[2]
-    is_fixed = all("enum" in form or form.get("type") == "null" for form in _forms(schema))
-    return bare in IGNORED or (bare in REFUSED and is_fixed)
-
-
-def _forms(schema: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the alternatives of a schema, those within them too; itself if it has none."""
-    inner = [each for word in ("anyOf", "oneOf") for each in schema.get(word, ())]
-    return [form for each in inner for form in _forms(each)] or [schema]
-
-
-def _kind(schema: dict[str, Any]) -> str:
-    """Returns the type of a field in words; null, which is as good as nothing, where it is all."""
-    words: dict[str, None] = {}
-    for form in _forms(schema):
-        if "enum" in form or "const" in form:
-            words |= dict.fromkeys(map(json.dumps, form.get("enum", [form.get("const")])))
-        elif "$ref" in form:
-            words[str(form["$ref"].rpartition("/")[2])] = None
-        elif form.get("type") == "array":
-            words[f"list of {_kind(form.get('items', {}))}"] = None
-        else:
-            words[str(form.get("type", "any value"))] = None
-    return " or ".join(word for word in words if word != "null" or len(words) == 1)
-
-
-def _range(schema: dict[str, Any]) -> str:
-    """Returns the limits of a field in words, those of its alternatives too."""
-    words = {
-        "minimum": "at least",
-        "exclusiveMinimum": "above",
-        "maximum": "at most",
-        "exclusiveMaximum": "below",
-        "minItems": "items at least",
-        "maxItems": "items at most",
-        "minLength": "characters at least",
-        "maxLength": "characters at most",
-        "default": "default",
-    }
-    limits = [(name, form[name]) for form in _forms(schema) for name in words if name in form]
-    found = [f"{words[name]} {limit}" for name, limit in limits if (name, limit) != ("minItems", 0)]
-    return ", ".join(dict.fromkeys(found))
+    return bare in IGNORED or (bare in REFUSED and all("enum" in form for form in forms(schema, schemas)))

@@ -16,6 +16,21 @@ HEADERS = {
 }
 
 
+class ErrorFields(msgspec.Struct):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(msgspec.Struct):
+    """Every failure."""
+
+    error: ErrorFields
+
+
 def error_body(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
     """Returns ``{"error": {"message", "type", "param", "code"}}`` as JSON.
 

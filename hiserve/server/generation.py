@@ -1,26 +1,35 @@
-"""One choice from its prompt to its last token: deltas become text, counts and one log line."""
+"""Choices from their prompts to their last tokens: deltas become text, counts and a log line; all choices of a reply together."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from hiserve.core.cache_usage import NOTHING
+import msgspec
+
+from hiserve.core.cache_usage import NOTHING, CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.server.engine_handle import EngineConnection, EngineDelta
-from hiserve.server.metrics import RequestTimer
+from hiserve.server.metrics import Metrics, RequestTimer
+from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.output import TextOutput
 
+# Choices of one reply that are in the engine at once, and pieces that wait for a slow reader.
+MAX_AT_ONCE = 256
+MAX_WAITING = 16
+QUICK_CHOICES = 64
 # Wording the scores of so many bytes, four to eight of each token, takes a few milliseconds.
 QUICK_SCORE_BYTES = 2**14
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+Remember = Callable[[str, list[int]], None]
 
 
 class RequestContext(NamedTuple):
@@ -71,6 +80,7 @@ class Generation:
         name: The response's id, for the log.
         prompt: int32 ``[n]``.
         sampling: How to sample and when to stop.
+        context: For whom it runs, and when.
         output: Turns tokens into text, for this stream alone.
         timer: For this request alone.
         choice: Index in the reply.
@@ -97,6 +107,7 @@ class Generation:
         name: str,
         prompt: Int32Array,
         sampling: SamplingParams,
+        context: RequestContext,
         *,
         output: TextOutput,
         timer: RequestTimer,
@@ -104,12 +115,13 @@ class Generation:
         seat: int = 0,
         scorer: Generation | None = None,
         keeps_tokens: bool = True,
-        remember: Callable[[str, list[int]], None] | None = None,
+        remember: Remember | None = None,
     ) -> None:
         self._name = name
         self.prompt = prompt
         self.sampling = sampling
         self.choice = choice
+        self._context = context
         self._output = output
         self._timer = timer
         self._seat = seat
@@ -142,14 +154,14 @@ class Generation:
         """Returns everything so far as one piece."""
         return OutputDelta(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
 
-    async def run(self, engine: EngineConnection, context: RequestContext) -> AsyncGenerator[OutputDelta, None]:
+    async def run(self, engine: EngineConnection) -> AsyncGenerator[OutputDelta, None]:
         """Yields pieces until the choice ends. Closing the generator aborts the request.
 
         Raises:
             HiserveError: The engine refused or failed the request.
         """
         reason, detail = "abort", ""
-        namespace, priority, caller, tag = context
+        namespace, priority, caller, tag = self._context
         stream = engine.generate(
             self.prompt,
             self.sampling,
@@ -221,3 +233,159 @@ class Generation:
             "-" if self._timer.ttft_s is None else f"{self._timer.ttft_s:.3f} s",
             self._timer.e2e_s,
         )
+
+
+def each_choice(sampling: SamplingParams) -> list[SamplingParams]:
+    """Returns the sampling parameters of each of the n choices of a prompt.
+
+    They differ in their random numbers by the choice's index, not by their seed, so that the whole
+    reply can be had again with one seed. The first alone scores the prompt: a score needs the token before it
+    computed, so that each further one would compute the whole prompt again.
+    """
+    if sampling.n == 1:
+        return [sampling]
+    first = msgspec.structs.replace(sampling.seeded(), n=1)
+    return [first] + (sampling.n - 1) * [msgspec.structs.replace(first, prompt_logprobs=None)]
+
+
+def generations(
+    name: str,
+    prompt: Int32Array,
+    sampling: SamplingParams,
+    context: RequestContext,
+    *,
+    token_bytes: TokenBytes,
+    metrics: Metrics,
+    arrived: float,
+    first: int = 0,
+    keeps_tokens: bool = True,
+    remember: Remember | None = None,
+) -> list[Generation]:
+    """Returns the n choices of one prompt.
+
+    Args:
+        name: As for ``Generation``, like the arguments that are not named here.
+        prompt: int32 ``[n]``.
+        sampling: With ``n``, and fitted to the context.
+        context: For whom they run, and when.
+        token_bytes: Of the model's tokens.
+        metrics: Where the request is counted.
+        arrived: ``time.monotonic()`` when it came.
+        first: Index of the first choice in the reply.
+        keeps_tokens: False drops what is generated.
+        remember: Called with each reply.
+    """
+    made: list[Generation] = []
+    for seat, of_choice in enumerate(each_choice(sampling)):
+        generation = Generation(
+            name,
+            prompt,
+            of_choice,
+            context,
+            output=TextOutput(token_bytes, of_choice),
+            timer=RequestTimer(metrics, num_prompt=len(prompt), arrived=arrived),
+            choice=first + seat,
+            seat=seat,
+            scorer=made[0] if made else None,
+            keeps_tokens=keeps_tokens,
+            remember=remember,
+        )
+        made.append(generation)
+    return made
+
+
+class Choices:
+    """The choices of one reply: each prompt's first, second, ... together, prompt after prompt.
+
+    Args:
+        generations: One a choice, in order.
+        num_per_prompt: Choices of each prompt.
+    """
+
+    def __init__(self, generations: Sequence[Generation], num_per_prompt: int = 1) -> None:
+        assert generations and len(generations) % num_per_prompt == 0, (len(generations), num_per_prompt)
+        self.generations = generations
+        self._firsts = generations[::num_per_prompt]
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens; each prompt counts once."""
+        return sum(len(first.prompt) for first in self._firsts)
+
+    @property
+    def cached(self) -> CacheUse:
+        """What came from the cache when each prompt was first computed, all together; the miss is the first prompt's."""
+        first, *others = self._firsts
+        return sum((other.cached for other in others), first.cached)
+
+    @property
+    def drafts(self) -> DraftUse | None:
+        """All drafts so far, of all choices together; None without speculation."""
+        known = [generation.drafts for generation in self.generations if generation.drafts is not None]
+        return sum(known, DraftUse()) if known else None
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens so far, all choices together."""
+        return sum(len(generation.tokens) for generation in self.generations)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes long to word the reply."""
+        num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
+        return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
+
+    def run(self, engine: EngineConnection) -> AsyncGenerator[OutputDelta, None]:
+        """Yields pieces of all choices as they arrive. Closing the generator aborts them all.
+
+        Raises:
+            HiserveError: The engine refused or failed one of them; the others are aborted.
+        """
+        streams = [each.run(engine) for each in self.generations]
+        return streams[0] if len(streams) == 1 else merge(streams)
+
+
+async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
+    """Yields the items of several streams as they arrive; at most ``MAX_AT_ONCE`` streams are open.
+
+    A reader that is slow holds the streams up: few items wait for it, whatever the number of streams.
+    Closing this generator closes them all.
+
+    Raises:
+        Exception: The first that one of the streams raised; the others are closed.
+    """
+    arrived: asyncio.Queue[_T | _End] = asyncio.Queue(MAX_WAITING)
+    places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def pump(stream: AsyncGenerator[_T, None]) -> None:
+        try:
+            async with places, aclosing(stream):
+                async for item in stream:
+                    await arrived.put(item)
+        except Exception as error:
+            await arrived.put(_End(error))
+            raise
+        await arrived.put(_End(None))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await arrived.get()
+            if not isinstance(item, _End):
+                yield item
+            elif item.error is not None:
+                raise item.error
+            else:
+                num_open -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _End:
+    """A stream has ended, with or without an error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error

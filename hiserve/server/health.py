@@ -17,7 +17,7 @@ from hiserve.server.engine_handle import EngineConnection, EngineHandle
 from hiserve.server.error_responses import error_response
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import json_response
-from hiserve.server.sse import cancel_on_disconnect
+from hiserve.server.streaming import cancel_on_disconnect
 
 METRICS_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0

@@ -1,61 +1,13 @@
-"""The one table of request fields: which are honoured, which change nothing, which are refused."""
+"""Fields of requests that no type has: those that change nothing, those that are refused, and those that are not known."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hiserve.errors import RequestError
+import msgspec
 
-SAMPLING = frozenset(
-    {
-        "frequency_penalty",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "n",
-        "no_stop_trim",
-        "presence_penalty",
-        "repetition_penalty",
-        "seed",
-        "skip_special_tokens",
-        "spec",
-        "stop",
-        "stop_token_ids",
-        "temperature",
-        "top_k",
-        "top_p",
-    }
-)
-_OPENAI = SAMPLING | {
-    "best_of",
-    "cache_salt",
-    "logprobs",
-    "max_completion_tokens",
-    "model",
-    "priority",
-    "prompt_logprobs",
-    "return_token_ids",
-    "rid",
-    "stream",
-    "stream_options",
-    "truncate_prompt_tokens",
-}
-# What a conversation's prompt is made from.
-CONVERSATION = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "documents",
-        "messages",
-        "tools",
-    }
-)
-CHAT = _OPENAI | CONVERSATION | {"top_logprobs"}
-COMPLETIONS = _OPENAI | {"add_special_tokens", "echo", "prompt"}
+from hiserve.errors import NotFoundError, RequestError
+from hiserve.text.request_json import check_text
 
 # Fields that clients send and that cannot change what hiserve answers.
 IGNORED = frozenset(
@@ -130,6 +82,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def known_to(*kinds: type[msgspec.Struct]) -> frozenset[str]:
+    """Returns the fields of an endpoint whose body is read as these types."""
+    return frozenset(name for kind in kinds for name in kind.__struct_fields__)
+
+
 def check_fields(body: dict[str, Any], honoured: frozenset[str], *, is_strict: bool) -> None:
     """Refuses what would change the answer and is not served here.
 
@@ -149,6 +106,21 @@ def check_fields(body: dict[str, Any], honoured: frozenset[str], *, is_strict: b
                 raise RequestError(f"{name} is not supported yet.", param=name)
         elif is_strict:
             raise RequestError(f"{name[:100]} is not a field of this endpoint (--strict-fields).", param=name[:100])
+
+
+def check_model(body: dict[str, Any], served: str) -> None:
+    """Checks that the body names the served model, or none.
+
+    Raises:
+        NotFoundError: It names another one.
+        RequestError: The name is not a string.
+    """
+    name = body.get("model")
+    if not isinstance(name, str | None):
+        raise RequestError("model must be a string.", param="model")
+    check_text(name or "", "model")
+    if name is not None and name != served:
+        raise NotFoundError(f"there is no model {name[:100]!r} here; this server serves {served!r}.", param="model")
 
 
 def _is_same(value: Any, neutral: Any) -> bool:

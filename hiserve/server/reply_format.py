@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -12,8 +12,7 @@ from starlette.responses import Response
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
-from hiserve.server.choices import Choices
-from hiserve.server.generation import Generation, OutputDelta
+from hiserve.server.generation import Choices
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,25 +35,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     defaults: SamplingParams = SamplingParams()
     spec_steps: int = 0
-
-
-class ReplyFormatter(Protocol):
-    """Words one reply. Lives as long as the reply.
-
-    Attributes:
-        chunk_head: What each chunk of a stream begins with.
-    """
-
-    chunk_head: dict[str, Any]
-
-    def whole(self, choices: Choices) -> dict[str, Any]:
-        """Returns the reply that is not streamed."""
-
-    def opening(self, generation: Generation) -> dict[str, Any] | None:
-        """Returns the rest of the chunk before a choice's first piece, or None when there is none."""
-
-    def piece(self, output_delta: OutputDelta) -> dict[str, Any] | None:
-        """Returns the rest of the chunk for one piece, or None when the piece has nothing to show."""
 
 
 def envelope(model: ServedModel, prefix: str) -> dict[str, Any]:

@@ -1,68 +1,165 @@
-"""Reads sampling parameters from a request, the model's own defaults in the place of what it leaves out."""
+"""Fields of requests that say how to sample, with the model's defaults in the place of those that are left out."""
 
 from __future__ import annotations
 
-from hiserve.core.request import SamplingParams, SpecParams
-from hiserve.errors import RequestError
-from hiserve.server.body_fields import Fields
+import re
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from hiserve.config.serving import MAX_INT32
+from hiserve.core.request import LENGTHS, MAX_STOP_CHARS, NOT_ZERO, RANGES, SamplingParams, SpecParams
+from hiserve.errors import ContextLengthError, RequestError
+from hiserve.server.reply_format import ServedModel
+from hiserve.text.request_json import check_text
+
+MAX_NAME_CHARS = 1024
+TOKEN_ID = "a token id"
 
 
-def parse_sampling(
-    fields: Fields,
-    defaults: SamplingParams,
-    *,
-    vocab_size: int,
-    spec_steps: int,
-    max_tokens: int | None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-) -> SamplingParams:
-    """Reads how to sample and when to stop.
+def range_of(name: str) -> Meta:
+    """Returns the range of a field of ``SamplingParams``."""
+    least, most = RANGES[name]
+    return Meta(gt=least, le=most, description=NOT_ZERO[name]) if name in NOT_ZERO else Meta(ge=least, le=most)
+
+
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Priority = Annotated[int, Meta(ge=-MAX_INT32, le=MAX_INT32)]
+# The range is the model's: ``SamplingParams.check_vocabulary`` and ``openapi.py`` know it.
+TokenId = Annotated[int, Meta(title=TOKEN_ID)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+# Not a pattern of the names: msgspec 0.22 frees memory twice for some types with a pattern.
+TOKEN_KEY = re.compile("^[0-9]{1,10}$")
+Biases = Annotated[
+    dict[str, Bias],
+    Meta(
+        max_length=LENGTHS["logit_bias"],
+        description="names are token ids",
+        extra_json_schema={"propertyNames": {"pattern": TOKEN_KEY.pattern}},
+    ),
+]
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that all endpoints share; null is as good as leaving a field out."""
+
+    temperature: Annotated[float, range_of("temperature")] | None = None
+    top_k: Annotated[int, range_of("top_k")] | None = None
+    top_p: Annotated[float, range_of("top_p")] | None = None
+    min_p: Annotated[float, range_of("min_p")] | None = None
+    repetition_penalty: Annotated[float, range_of("repetition_penalty")] | None = None
+    presence_penalty: Annotated[float, range_of("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, range_of("frequency_penalty")] | None = None
+    logit_bias: Biases | None = None
+    seed: Annotated[int, range_of("seed")] | None = None
+    n: Annotated[int, range_of("n")] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=LENGTHS["stop"])] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=LENGTHS["stop_token_ids"])] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    spec: SpecParams | None = None
+
+    def params(
+        self,
+        model: ServedModel,
+        *,
+        max_tokens: int | None,
+        min_tokens: int | None,
+        seed: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
+        """Returns the sampling parameters.
+
+        Args:
+            model: Has the values of fields that are left out.
+            max_tokens: Each endpoint has names of its own for the rest.
+            min_tokens: None is 0.
+            seed: None draws one.
+            logprobs: As in ``SamplingParams``.
+            prompt_logprobs: As in ``SamplingParams``.
+
+        Raises:
+            RequestError: Fields exclude each other, or the model or engine has no such token or speculation.
+        """
+        given: dict[str, Any] = {
+            name: value for name in SamplingFields.__struct_fields__ if (value := getattr(self, name)) is not None
+        }
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            check_text(text, "stop")
+        if not all(TOKEN_KEY.fullmatch(token) for token in self.logit_bias or ()):
+            raise RequestError("logit_bias must be an object whose names are token ids.", param="logit_bias")
+        keeps_stop = given.pop("no_stop_trim", False) or self.include_stop_str_in_output or False
+        sampling = msgspec.structs.replace(
+            model.defaults,
+            **given
+            | {
+                "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()} or None,
+                "stop": stop,
+                "stop_token_ids": tuple(self.stop_token_ids or ()),
+                "include_stop_str_in_output": keeps_stop,
+                "seed": seed,
+                "max_tokens": max_tokens,
+                "min_tokens": min_tokens or 0,
+                "logprobs": logprobs,
+                "prompt_logprobs": prompt_logprobs,
+            },
+        )
+        sampling.check_vocabulary(model.vocab_size)
+        sampling.check_spec(model.spec_steps)
+        return sampling
+
+
+class Limits(NamedTuple):
+    """The length that a request asks for, and the fields that say so.
+
+    Attributes:
+        max_tokens: Tokens to generate at most; None if the request does not say.
+        default: Tokens in the place of None; None is up to the context limit.
+        max_field: ``param`` of errors, as the next two.
+        min_field: Of ``min_tokens``.
+        prompt_field: Of the prompt.
+    """
+
+    max_tokens: int | None
+    default: int | None
+    max_field: str
+    min_field: str
+    prompt_field: str
+
+
+def fit_context(sampling: SamplingParams, limits: Limits, num_prompt: int, max_model_len: int) -> SamplingParams:
+    """Checks that prompt and reply fit the context; returns the sampling parameters.
 
     Args:
-        fields: Where the fields of ``known_fields.SAMPLING`` are.
-        defaults: Values of temperature, filters and repetition penalty where the fields are silent.
-        vocab_size: Token ids must be below it.
-        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
-        max_tokens: As the endpoint reads it; its name differs.
-        logprobs: The same.
-        prompt_logprobs: The same.
+        sampling: As the request asks for it.
+        limits: Its length.
+        num_prompt: Tokens of the prompt.
+        max_model_len: Longest prompt plus output, in tokens.
 
     Raises:
-        RequestError: A field is malformed or out of range.
+        ContextLengthError: They do not fit; the message says what would.
     """
-    sampling = SamplingParams(
-        temperature=fields.number("temperature", defaults.temperature),
-        top_k=fields.count("top_k", defaults.top_k),
-        top_p=fields.number("top_p", defaults.top_p),
-        min_p=fields.number("min_p", defaults.min_p),
-        repetition_penalty=fields.number("repetition_penalty", defaults.repetition_penalty),
-        presence_penalty=fields.number("presence_penalty", 0.0),
-        frequency_penalty=fields.number("frequency_penalty", 0.0),
-        logit_bias=fields.numbers_by_token("logit_bias"),
-        seed=fields.integer("seed"),
-        n=fields.count("n", 1),
-        max_tokens=max_tokens,
-        min_tokens=fields.count("min_tokens", 0),
-        stop=fields.texts("stop"),
-        stop_token_ids=fields.integers("stop_token_ids"),
-        include_stop_str_in_output=fields.flag("include_stop_str_in_output") or fields.flag("no_stop_trim"),
-        skip_special_tokens=fields.flag("skip_special_tokens", True),
-        ignore_eos=fields.flag("ignore_eos"),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        spec=_spec(fields) if fields.has("spec") else None,
-    )
-    sampling.check_vocabulary(vocab_size)
-    sampling.check_spec(spec_steps)
-    return sampling
-
-
-def _spec(fields: Fields) -> SpecParams:
-    spec = fields.nested("spec")
-    for name in spec.values:
-        if name not in SpecParams.__struct_fields__:
-            raise RequestError(f"spec.{name[:100]} is not known; spec takes enabled and num_steps.", param="spec")
-    return SpecParams(
-        enabled=spec.flag("enabled") if spec.has("enabled") else None, num_steps=spec.integer("num_steps")
-    )
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise ContextLengthError(
+            f"the prompt is too long: it has {num_prompt} tokens; this model's maximum context length is {max_model_len} "
+            "tokens, reply included. Shorten the prompt.",
+            param=limits.prompt_field,
+        )
+    for field, wanted in ((limits.max_field, limits.max_tokens or 0), (limits.min_field, sampling.min_tokens)):
+        if wanted > room:
+            name = field.rpartition(".")[2]
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens and {name} is {wanted}; this model's maximum context length is "
+                f"{max_model_len} tokens. Shorten the prompt or lower {name} to {room}.",
+                param=field,
+            )
+    if limits.max_tokens is not None or limits.default is None:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=min(max(limits.default, sampling.min_tokens), room))

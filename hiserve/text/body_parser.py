@@ -11,8 +11,8 @@ import numpy as np
 
 from hiserve.core.plan import Int32Array
 from hiserve.errors import ContextLengthError, RequestError
-from hiserve.text.chat_request import MAX_MESSAGES, check_text, join_parts
-from hiserve.text.json_size import bare
+from hiserve.text.chat_request import join_parts
+from hiserve.text.request_json import bare, check_text
 
 MAX_PROMPTS = 1024
 # Values in a body, without the ids of prompts and with the parts of a content as one.
@@ -123,11 +123,8 @@ def slim(raw: bytes, sizes: Sizes) -> bytes:
         value = body.get(name)
         if isinstance(value, list) and value:
             body[name] = _packed(value, sizes, name, may_be_long=body.get("truncate_prompt_tokens") is not None)
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-        for i, message in enumerate(messages):
-            if isinstance(message, dict) and isinstance(message.get("content"), list):
-                message["content"] = join_parts(message["content"], f"messages[{i}].content")
+    if isinstance(messages := body.get("messages"), list):
+        join_parts(messages)
     _check_number(body)
     try:
         return msgspec.msgpack.encode(body)

@@ -3,37 +3,92 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from hiserve.errors import RequestError
-from hiserve.text.json_size import num_marks
+from hiserve.text.request_json import MAX_VALUES, check_json, check_text, decode, num_marks
 
 Message = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 4096
+MAX_PARTS = 16_384  # of the content of one message
+MAX_FIELDS = 64  # of one message
+MAX_TOOLS = 1024
 NOT_SERVED = {
     "function_call": "use tool_calls",
     "audio": "use text",
     "refusal": "put it in the content",
 }
-PLAIN_FIELDS = ("name", "tool_call_id", "reasoning_content")
-MAX_MESSAGES = 4096
-MAX_PARTS = 16_384  # of the content of one message
-MAX_FIELDS = 64  # of one message
-MAX_TOOLS = 1024
-# Of an object that a client passes through to the template, and of the arguments of all tool calls together.
-MAX_DEPTH = 32
-MAX_VALUES = 32_768
-MAX_INT = 2**63 - 1
+Name = Annotated[str, Meta(min_length=1)]
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    """A part of a content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """A function and the arguments of one call of it: an object, or the JSON text that spells one."""
+
+    name: Name
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool in a message of the assistant."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    id: str | None = None
+
+
+class RequestMessage(msgspec.Struct, frozen=True):
+    """A message. It may have other fields, of which the template sees the texts."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1, max_length=MAX_PARTS)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    reasoning_content: str | None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a request body that a conversation's prompt is made from."""
+
+    messages: Annotated[list[RequestMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the prompt of a conversation is made from.
 
     Attributes:
-        messages: As ``parse_messages`` returns them.
+        messages: As ``parse_messages`` returns them: plain objects.
         tools: OpenAI function tools, or None.
         documents: For templates that cite them, or None.
         template_kwargs: More variables for the template, by name.
@@ -60,7 +115,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 def parse_chat(body: dict[str, Any]) -> ChatRequest:
     """Reads the fields of a request that the chat template sees.
 
-    ``tool_choice`` ``none`` leaves the tools out: a model that does not know them does not call them.
+    ``tool_choice`` ``none`` leaves the tools out: a model that does not see them does not call them.
     ``continue_final_message`` is without a generation prompt, also when ``add_generation_prompt`` is not given.
 
     Args:
@@ -69,8 +124,9 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     Raises:
         RequestError: Something is malformed or not supported; ``param`` says where.
     """
-    continues = _flag(body, "continue_final_message", default=False)
-    adds_prompt = _flag(body, "add_generation_prompt", default=not continues)
+    fields = decode(body, ChatFields)
+    continues = bool(fields.continue_final_message)
+    adds_prompt = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
     if continues and adds_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other; set one of them to false.",
@@ -81,12 +137,13 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
             "chat_template is not supported in a request; the operator sets it (--chat-template).",
             param="chat_template",
         )
-    tools = _parse_tools(body.get("tools"))
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        check_json(body.get(name), name)
     return ChatRequest(
-        messages=parse_messages(body.get("messages")),
-        tools=None if body.get("tool_choice") == "none" else tools,
-        documents=_parse_documents(body.get("documents")),
-        template_kwargs=_parse_kwargs(body.get("chat_template_kwargs")),
+        messages=_plain_messages(body["messages"], fields.messages),
+        tools=None if body.get("tool_choice") == "none" else body.get("tools") or None,
+        documents=fields.documents or None,
+        template_kwargs=fields.chat_template_kwargs or {},
         add_generation_prompt=adds_prompt,
         continue_final_message=continues,
     )
@@ -100,121 +157,74 @@ def parse_messages(value: Any) -> list[Message]:
     - ``developer`` becomes ``system``.
     - The ``arguments`` of a tool call are a JSON text; templates expect the object that it spells. A text that
       does not spell an object (a model may have written it) stays a text.
-    - Other fields of a message are kept where they are strings (``name``, ``tool_call_id``,
-      ``reasoning_content``).
+    - Other fields of a message are kept where they are strings.
 
     Raises:
         RequestError: Something is malformed or not supported; ``param`` says where.
     """
-    if not isinstance(value, list) or not value:
-        raise RequestError("messages must be a list with at least one message.", param="messages")
-    if len(value) > MAX_MESSAGES:
-        raise RequestError(f"messages has {len(value)} entries; the most is {MAX_MESSAGES}.", param="messages")
-    messages, num_values = [], 0
-    for i, message in enumerate(value):
-        num_values += sum(map(num_marks, _argument_texts(message)))
+    return _plain_messages(value, decode({"messages": value}, ChatFields).messages)
+
+
+def join_parts(messages: list[Any]) -> None:
+    """Joins the text parts of each content, in place.
+
+    Raises:
+        RequestError: As for ``parse_messages``.
+    """
+    for value, message in zip(messages, decode({"messages": messages}, ChatFields).messages, strict=True):
+        if isinstance(message.content, list):
+            value["content"] = _joined(message.content)
+
+
+def _plain_messages(values: list[Message], messages: list[RequestMessage]) -> list[Message]:
+    plain, num_values = [], 0
+    for i, (value, message) in enumerate(zip(values, messages, strict=True)):
+        calls = message.tool_calls or []
+        num_values += sum(num_marks(text) for call in calls if isinstance(text := call.function.arguments, str))
         if num_values > MAX_VALUES:
             raise RequestError(
                 f"the arguments of the tool calls up to messages[{i}] have more than {MAX_VALUES} values. Send fewer.",
                 param=f"messages[{i}].tool_calls",
             )
-        messages.append(_parse_message(message, f"messages[{i}]"))
-    return messages
+        plain.append(_plain_message(value, message, f"messages[{i}]"))
+    return plain
 
 
-def _argument_texts(message: Any) -> list[str]:
-    """Returns the arguments of a message's tool calls where they are texts; the message may be malformed."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
-    return [text for text in arguments if isinstance(text, str)]
-
-
-def _parse_message(value: Any, where: str) -> Message:
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} must be an object with role and content.", param=where)
+def _plain_message(value: Message, message: RequestMessage, where: str) -> Message:
     if len(value) > MAX_FIELDS:
         raise RequestError(f"{where} has {len(value)} fields; the most is {MAX_FIELDS}.", param=where)
-    role = value.get("role")
-    if role not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}.", param=f"{where}.role")
     for name, remedy in NOT_SERVED.items():
         if value.get(name):
             raise RequestError(f"{where}.{name} is not supported; {remedy}.", param=f"{where}.{name}")
-    for name in PLAIN_FIELDS:
-        if not isinstance(value.get(name), str | None):
-            raise RequestError(f"{where}.{name} must be a string.", param=f"{where}.{name}")
-    message: Message = {name: text for name, text in value.items() if isinstance(text, str)}
-    message["role"] = "system" if role == "developer" else role
-    calls = _parse_tool_calls(value.get("tool_calls"), role, f"{where}.tool_calls")
-    if calls and value.get("content") is None:
-        message["content"] = ""
-    else:
-        message["content"] = _parse_content(value.get("content"), f"{where}.content")
-    for name, text in message.items():
+    calls, content = message.tool_calls, message.content
+    if calls and message.role != "assistant":
+        raise RequestError(f"{where}.tool_calls must be in a message of the assistant.", param=f"{where}.tool_calls")
+    if content is None and not calls:
+        raise RequestError(f"{where}.content must be a string or a list of text parts.", param=f"{where}.content")
+    plain: Message = {name: text for name, text in value.items() if isinstance(text, str)}
+    plain["role"] = "system" if message.role == "developer" else message.role
+    plain["content"] = _joined(content) if isinstance(content, list) else content or ""
+    for name, text in plain.items():
         check_text(name, where)
         check_text(text, f"{where}.{name[:100]}" if name in value else where)
     if calls:
-        message["tool_calls"] = calls
-    return message
+        plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return plain
 
 
-def _parse_content(value: Any, where: str) -> str:
-    return value if isinstance(value, str) else join_parts(value, where)
+def _joined(parts: list[TextPart]) -> str:
+    return "".join(part.text for part in parts)
 
 
-def join_parts(value: Any, where: str) -> str:
-    """Joins the text parts of a content.
-
-    Args:
-        value: The content, where it is no string.
-        where: Its place, for complaints.
-
-    Raises:
-        RequestError: It is no list of text parts.
-    """
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"{where} must be a string or a list of text parts.", param=where)
-    if len(value) > MAX_PARTS:
-        raise RequestError(f"{where} has {len(value)} parts; the most is {MAX_PARTS}.", param=where)
-    texts = []
-    for i, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            shown = kind[:100] if isinstance(kind, str) and kind.isidentifier() else "this part"
-            raise RequestError(f"{where}[{i}]: {shown} is not supported; use text parts.", param=f"{where}[{i}].type")
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{where}[{i}].text must be a string.", param=f"{where}[{i}].text")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _parse_tool_calls(value: Any, role: str, where: str) -> list[dict[str, Any]]:
-    if not value:
-        return []
-    if role != "assistant" or not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise RequestError(
-            f"{where} must be a list of at most {MAX_TOOLS} calls, in a message of the assistant.", param=where
-        )
-    return [_parse_tool_call(call, f"{where}[{i}]") for i, call in enumerate(value)]
-
-
-def _parse_tool_call(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.get("type", "function") != "function":
-        raise RequestError(f"{where} must be an object of type function.", param=f"{where}.type")
-    if not isinstance(value.get("id"), str | None):
-        raise RequestError(f"{where}.id must be a string.", param=f"{where}.id")
-    function = _parse_function(value, where)
-    arguments = function.get("arguments", "{}")
+def _plain_call(call: ToolCall, where: str) -> dict[str, Any]:
+    arguments = call.function.arguments
     if isinstance(arguments, str):
         arguments = _parse_arguments(arguments)
-    elif not isinstance(arguments, dict):
-        raise RequestError(f"{where}.function.arguments must be a JSON text.", param=f"{where}.function.arguments")
-    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    if value.get("id") is not None:
-        call["id"] = value["id"]
-    check_json(call, where)
-    return call
+    plain: dict[str, Any] = {"type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
+    if call.id is not None:
+        plain["id"] = call.id
+    check_json(plain, where)
+    return plain
 
 
 def _parse_arguments(text: str) -> str | dict[str, Any]:
@@ -223,95 +233,3 @@ def _parse_arguments(text: str) -> str | dict[str, Any]:
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
-
-
-def _parse_function(value: dict[str, Any], where: str) -> dict[str, Any]:
-    function = value.get("function")
-    if not isinstance(function, dict):
-        raise RequestError(f"{where}.function must be an object with a name.", param=f"{where}.function")
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.function.name must be a string.", param=f"{where}.function.name")
-    return function
-
-
-def _parse_tools(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or len(value) > MAX_TOOLS:
-        raise RequestError(f"tools must be a list of at most {MAX_TOOLS} tools.", param="tools")
-    for i, tool in enumerate(value):
-        where = f"tools[{i}]"
-        if not isinstance(tool, dict) or tool.get("type") != "function":
-            raise RequestError(f"{where} must be an object of type function.", param=f"{where}.type")
-        function = _parse_function(tool, where)
-        if not isinstance(function.get("parameters"), dict | None):
-            raise RequestError(f"{where}.function.parameters must be an object.", param=f"{where}.function.parameters")
-        if not isinstance(function.get("description"), str | None):
-            raise RequestError(f"{where}.function.description must be a string.", param=f"{where}.function.description")
-    check_json(value, "tools")
-    return value
-
-
-def _parse_documents(value: Any) -> list[dict[str, Any]] | None:
-    if value is None or value == []:
-        return None
-    if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
-        raise RequestError("documents must be a list of objects.", param="documents")
-    check_json(value, "documents")
-    return value
-
-
-def _parse_kwargs(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise RequestError("chat_template_kwargs must be an object.", param="chat_template_kwargs")
-    check_json(value, "chat_template_kwargs")
-    return value
-
-
-def _flag(body: dict[str, Any], name: str, *, default: bool) -> bool:
-    value = body.get(name)
-    if not isinstance(value, bool | None):
-        raise RequestError(f"{name} must be true or false.", param=name)
-    return default if value is None else value
-
-
-def check_json(value: Any, param: str) -> None:
-    """Refuses parsed JSON that no template should walk through.
-
-    Raises:
-        RequestError: It is nested too deeply, has too many values, a text in it is not valid Unicode, or a whole number
-            has more than 64 bits.
-    """
-    level, num_values = [value], 0
-    for _ in range(MAX_DEPTH):
-        num_values += len(level)
-        if num_values > MAX_VALUES:
-            raise RequestError(f"{param} has more than {MAX_VALUES} values.", param=param)
-        for entry in level:
-            if isinstance(entry, str):
-                check_text(entry, param)
-            elif isinstance(entry, int) and abs(entry) > MAX_INT:
-                raise RequestError(f"{param} has a whole number of more than 64 bits.", param=param)
-        inner = [part for part in level if isinstance(part, dict | list)]
-        level = [entry for part in inner for entry in part]
-        level += [entry for part in inner if isinstance(part, dict) for entry in part.values()]
-        if not level:
-            return
-    raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep.", param=param)
-
-
-def check_text(text: str, param: str) -> None:
-    """Refuses lone surrogates, which JSON can spell but UTF-8 cannot.
-
-    Raises:
-        RequestError: There is one.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{param} is not valid Unicode: a lone surrogate at character {error.start}.", param=param
-        ) from None

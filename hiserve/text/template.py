@@ -13,8 +13,9 @@ import jinja2
 import msgspec
 
 from hiserve.errors import ConfigError, ContextLengthError, ModelError, RequestError
-from hiserve.text.chat_request import ChatRequest, check_text
+from hiserve.text.chat_request import ChatRequest
 from hiserve.text.render_budget import MAX_WORK_CHARS, RenderBudget, RenderBudgetError
+from hiserve.text.request_json import check_text
 from hiserve.text.template_sandbox import BoundedEnvironment
 
 RENDER_S = 5.0

@@ -4,22 +4,21 @@ from hiserve.commands import serve
 from hiserve.core import request
 from hiserve.server import (
     admin,
-    answer,
     auth,
-    body_limit,
-    choices,
     connection,
     engine_handle,
+    generation,
     known_fields,
     metrics,
-    prompt_fields,
-    request_schemas,
-    sse,
+    openai_types,
+    request_body,
+    sampling_fields,
+    streaming,
 )
-from hiserve.server import body_reader as server_bodies
 from hiserve.text import body_parser as text_bodies
-from hiserve.text import chat_request
+from hiserve.text import chat_request, request_json
 from tests.unit.commands import test_serve
+from tests.unit.core import test_request
 from tests.unit.server import (
     test_auth,
     test_big_bodies,
@@ -30,7 +29,6 @@ from tests.unit.server import (
     test_disconnects,
     test_engine_handle,
     test_errors,
-    test_input_limits,
     test_large_replies,
     test_logprobs,
     test_metrics,
@@ -46,31 +44,31 @@ with text_bodies.parse_prompt, test_errors.test_a_bad_prompt_is_a_400:
     "INV 16: a token id outside the vocabulary is accepted"
     low < 0 or high >= vocab_size
     False
-with prompt_fields.parse_prompts, test_choices.test_the_most_choices_are_served:
+with openai_types.CompletionRequest.prompts, test_choices.test_the_most_choices_are_served:
     "INV 63: n has no limit"
-    len(prompts) * num_per_prompt > MAX_CHOICES
+    len(prompts) * self.num_choices > MAX_CHOICES
     False
-with request.SamplingParams.__post_init__, test_input_limits.test_too_much_is_refused_by_the_name_of_its_field:
+with request.SamplingParams.__post_init__, test_request.test_lists_and_pairs_of_fields_are_bounded:
     "INV 63: a stop text has no limit"
     (number := max(map(len, self.stop), default=0)) > MAX_STOP_CHARS
     False
-with chat_request.parse_messages, test_chat_request.test_arguments_of_all_calls_together_have_a_bounded_number_of_values:
+with chat_request._plain_messages, test_chat_request.test_arguments_of_all_calls_together_have_a_bounded_number_of_values:
     "INV 63: arguments of tool calls have no limit"
     num_values > MAX_VALUES
     False
-with chat_request.check_json, test_chat_request.test_malformed_fields_are_refused_with_their_place:
+with request_json.check_json, test_chat_request.test_malformed_fields_are_refused_with_their_place:
     "INV 23: nested JSON has no limit"
     range(MAX_DEPTH)
     iter(int, 1)
-with server_bodies.BodyReader.read, test_big_bodies.test_no_large_body_takes_the_event_loop:
+with request_body.BodyReader.read, test_big_bodies.test_no_large_body_takes_the_event_loop:
     "INV 63: every body is parsed in the event loop"
     is_quick(raw)
     True
-with answer.answer, test_large_replies.test_the_scores_of_a_long_prompt_are_worded_in_a_thread:
+with streaming.answer, test_large_replies.test_the_scores_of_a_long_prompt_are_worded_in_a_thread:
     "INV 63: large replies are worded in the event loop"
     choices.is_large
     False
-with body_limit.BodyLimit.__call__.receive_counted, test_body_limit.test_a_longer_body_is_refused_where_it_exceeds_the_limit:
+with request_body.BodyLimit.__call__.receive_counted, test_body_limit.test_a_longer_body_is_refused_where_it_exceeds_the_limit:
     "INV 63: only an announced body length is limited"
     self._check(num_bytes)
     pass
@@ -78,10 +76,10 @@ with connection.HttpConnection.data_received, test_connection.test_a_head_withou
     "INV 63: the head of a request has no limit"
     self._num_idle_bytes += len(data)
     pass
-with request_schemas._sampling, test_schema.test_the_described_limits_are_those_that_are_checked:
+with sampling_fields.range_of, test_schema.test_the_described_limits_are_those_that_are_checked:
     "INV 25: the schema promises values that are refused"
-    {"type": "integer" if is_whole else "number", "minimum": least, "maximum": most}
-    {"type": "integer" if is_whole else "number", "minimum": least, "maximum": 2 * most}
+    Meta(ge=least, le=most)
+    Meta(ge=least)
 with auth.AuthMiddleware.__call__, test_auth.test_without_a_known_key_nothing_is_served:
     "a path without a route needs no key"
     scope["path"] in PUBLIC_PATHS
@@ -118,15 +116,15 @@ with metrics.RestartTotals.observe, test_metrics.test_replays_are_counted_and_th
     "counters of a process that was restarted are lost"
     last != life
     False
-with sse.cancel_on_disconnect, test_disconnects.test_a_closed_socket_aborts_the_request:
+with streaming.cancel_on_disconnect, test_disconnects.test_a_closed_socket_aborts_the_request:
     "a request runs on after its client has gone"
     raise ClientDisconnect
     await asyncio.wait(tasks[:1])
-with choices.each_choice, test_logprobs.test_one_choice_of_a_prompt_scores_it_for_all:
+with generation.each_choice, test_logprobs.test_one_choice_of_a_prompt_scores_it_for_all:
     "n > 1 with prompt_logprobs scores the prompt n times"
     msgspec.structs.replace(first, prompt_logprobs=None)
     first
-with choices.Choices.cached, test_cache_usage.test_several_prompts_are_summed_and_the_miss_is_the_first_ones:
+with generation.Choices.cached, test_cache_usage.test_several_prompts_are_summed_and_the_miss_is_the_first_ones:
     "INV 12: usage of several prompts counts the first alone"
     sum((other.cached for other in others), first.cached)
     first.cached

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiserve.core.plan import Scores
-from hiserve.core.request import MAX_SEED, NOT_ZERO, RANGES, FinishReason, SamplingParams
+from hiserve.core.request import MAX_SEED, MAX_STOP_CHARS, NOT_ZERO, RANGES, FinishReason, SamplingParams
 from hiserve.errors import RequestError
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -87,6 +87,7 @@ def test_some_numbers_must_not_be_zero(name: str) -> None:
     [
         ({"stop": ("x",) * 17}, "stop"),
         ({"stop": ("",)}, "stop"),
+        ({"stop": ("x" * (MAX_STOP_CHARS + 1),)}, "stop"),
         ({"stop_token_ids": tuple(range(65))}, "stop_token_ids"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"),

@@ -11,21 +11,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hiserve.server import known_fields, native_fields, tokens
+from hiserve.server import known_fields
 from tests.helpers.error_shape import fault_of_error
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.unit.server.conftest import Server, make_server, reply_script
+from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server, make_server, reply_script
 
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 HI = [{"role": "user", "content": "Hi"}]
 # Each route: a good body, and the fields that it knows.
 ROUTES: dict[str, tuple[dict[str, Any], frozenset[str]]] = {
-    CHAT: ({"messages": HI}, known_fields.CHAT),
-    TEXT: ({"prompt": "Hi"}, known_fields.COMPLETIONS),
-    NATIVE: ({"text": "Hi"}, native_fields.GENERATE),
-    "/tokenize": ({"prompt": "Hi"}, tokens.TOKENIZE),
-    "/detokenize": ({"tokens": [5]}, tokens.DETOKENIZE),
-    "/abort_request": ({"rid": "x"}, frozenset({"rid", "abort_all"})),
+    CHAT: ({"messages": HI}, KNOWN["ChatCompletionRequest"]),
+    TEXT: ({"prompt": "Hi"}, KNOWN["CompletionRequest"]),
+    NATIVE: ({"text": "Hi"}, KNOWN["GenerateRequest"]),
+    "/tokenize": ({"prompt": "Hi"}, KNOWN["TokenizeRequest"]),
+    "/detokenize": ({"tokens": [5]}, KNOWN["DetokenizeRequest"]),
+    "/abort_request": ({"rid": "x"}, KNOWN["AbortRequest"]),
 }
 OTHERS = sorted(known_fields.IGNORED | set(known_fields.REFUSED))
 EXPECTED = {200, 400, 413, 429, 503}
@@ -74,7 +74,7 @@ NEAR: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.lists(NUMBERS, max_size=70),
     "logit_bias": st.dictionaries(st.integers(-1, 520).map(str), NUMBERS, max_size=4),
     "stream_options": st.dictionaries(st.sampled_from(["include_usage", "continuous_usage_stats"]), VALUES),
-    "sampling_params": st.dictionaries(st.sampled_from(sorted(native_fields.NATIVE_SAMPLING)), VALUES, max_size=4),
+    "sampling_params": st.dictionaries(st.sampled_from(sorted(NATIVE_SAMPLING)), VALUES, max_size=4),
     "chat_template_kwargs": st.dictionaries(st.sampled_from(["a", "self", "messages", "bos_token", "range"]), VALUES),
 }
 FIELDS = {name: near | VALUES for name, near in NEAR.items()}

@@ -133,7 +133,7 @@ BAD: list[tuple[str, Any, str | None]] = [
 
 @pytest.fixture
 def always_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiserve.server.body_reader.is_quick", lambda raw: False)
+    monkeypatch.setattr("hiserve.server.request_body.is_quick", lambda raw: False)
 
 
 @pytest.mark.usefixtures("always_aside")

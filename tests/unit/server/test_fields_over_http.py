@@ -9,11 +9,13 @@ import pytest
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.models.generation_config import SamplingDefaults
 from hiserve.server import known_fields
-from hiserve.server.body_fields import Fields
-from hiserve.server.sampling_fields import parse_sampling
+from hiserve.server.known_fields import known_to
+from hiserve.server.sampling_fields import SamplingFields
+from hiserve.server.sglang_types import GenerateRequest
+from hiserve.text.request_json import decode
 from tests.helpers import tiny_text
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.unit.server.conftest import REPLY, TOKENIZER, Server, make_server, reply_script
+from tests.unit.server.conftest import KNOWN, REPLY, TOKENIZER, Server, make_server, reply_script
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -64,7 +66,7 @@ async def test_a_sampling_field_reaches_the_engine(
 
 def test_every_sampling_field_is_tested() -> None:
     tested = {name for name, _, _ in REACHES_THE_ENGINE}
-    assert tested | {"n"} >= known_fields.SAMPLING  # n: test_choices
+    assert tested | {"n"} >= known_to(SamplingFields)  # n: test_choices
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -89,9 +91,8 @@ def test_what_a_model_is_silent_about_is_openais() -> None:
 
 
 def test_fields_of_an_object_inside_a_body_are_named_with_it() -> None:
-    fields = Fields({"sampling_params": {"top_p": "x"}}).nested("sampling_params")
-    with pytest.raises(Exception, match=r"sampling_params\.top_p must be a number"):
-        parse_sampling(fields, SamplingParams(), vocab_size=10, spec_steps=0, max_tokens=None)
+    with pytest.raises(Exception, match=r"sampling_params\.top_p must be a number above 0 and at most 1"):
+        decode({"text": "x", "sampling_params": {"top_p": "x"}}, GenerateRequest)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
@@ -238,8 +239,10 @@ async def test_what_changes_nothing_is_accepted_even_if_strict(path: str, name: 
 
 
 def test_a_field_is_in_one_table_only() -> None:
-    assert not known_fields.IGNORED & (known_fields.CHAT | known_fields.COMPLETIONS | known_fields.REFUSED.keys())
-    assert not known_fields.REFUSED.keys() & known_fields.CHAT & known_fields.COMPLETIONS
+    assert not known_fields.IGNORED & (
+        KNOWN["ChatCompletionRequest"] | KNOWN["CompletionRequest"] | known_fields.REFUSED.keys()
+    )
+    assert not known_fields.REFUSED.keys() & KNOWN["ChatCompletionRequest"] & KNOWN["CompletionRequest"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

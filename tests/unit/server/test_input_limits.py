@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from hiserve.core.request import MAX_STOP_CHARS
-from hiserve.server.body_fields import MAX_NAME_CHARS
-from hiserve.server.known_fields import CHAT, COMPLETIONS
-from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING
-from hiserve.server.tokens import DETOKENIZE, MAX_CHARS, MAX_TOKENS, TOKENIZE
-from hiserve.text.chat_request import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_VALUES
-from tests.unit.server.conftest import Server
+from hiserve.server.sampling_fields import MAX_NAME_CHARS
+from hiserve.server.tokenize import MAX_CHARS, MAX_TOKENS
+from hiserve.text.chat_request import MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from hiserve.text.request_json import MAX_VALUES
+from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server
 
 LONG = "x" * 200_000
 HUGE = 10**30
@@ -74,11 +73,11 @@ TOO_MUCH: dict[str, Any] = {
     "truncate_prompt_tokens": HUGE,
 }
 ROUTES: dict[str, tuple[frozenset[str], dict[str, Any]]] = {
-    "/v1/chat/completions": (CHAT, {"messages": [HI]}),
-    "/v1/completions": (COMPLETIONS, {"prompt": "Hi"}),
-    "/generate": (GENERATE, {"text": "Hi"}),
-    "/tokenize": (TOKENIZE, {"prompt": "Hi"}),
-    "/detokenize": (DETOKENIZE, {"tokens": [5]}),
+    "/v1/chat/completions": (KNOWN["ChatCompletionRequest"], {"messages": [HI]}),
+    "/v1/completions": (KNOWN["CompletionRequest"], {"prompt": "Hi"}),
+    "/generate": (KNOWN["GenerateRequest"], {"text": "Hi"}),
+    "/tokenize": (KNOWN["TokenizeRequest"], {"prompt": "Hi"}),
+    "/detokenize": (KNOWN["DetokenizeRequest"], {"tokens": [5]}),
 }
 CASES = [(path, field) for path, (fields, _) in ROUTES.items() for field in sorted(fields)]
 

@@ -14,7 +14,7 @@ from hiserve.core.plan import Scores
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import EngineError
 from hiserve.server.logprobs import Scored
-from hiserve.server.native_format import Entry, NativeFormatter
+from hiserve.server.sglang import Entry, NativeFormatter
 from tests.helpers import tiny_text
 from tests.helpers.asgi import Call
 from tests.unit.server.conftest import NUM_STEPS, REPLY, TOKENIZER, Server, reply_script

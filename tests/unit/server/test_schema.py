@@ -11,13 +11,12 @@ import pytest
 
 from hiserve.core.request import RANGES
 from hiserve.server import known_fields
-from hiserve.server import reply_schemas as replies
 from hiserve.server.auth import PUBLIC_PATHS
-from hiserve.server.native_fields import GENERATE, NATIVE_SAMPLING
-from hiserve.server.schema import BODIES, REPLIES, STREAMED, TEXT_REPLIES
+from hiserve.server.error_responses import Error
+from hiserve.server.openapi import BODIES, REPLIES, STREAMED, TEXT_REPLIES
 from tests.helpers.asgi import Call
 from tests.helpers.fake_engine_client import FakeEngineClient
-from tests.unit.server.conftest import Server, make_server
+from tests.unit.server.conftest import KNOWN, NATIVE_SAMPLING, Server, make_server
 
 HI = [{"role": "user", "content": "Hi"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -90,7 +89,7 @@ async def test_streams_are_events(server: Server, path: str) -> None:
 async def test_refusals_have_the_form_that_is_described(server: Server, path: str) -> None:
     call = await server.post(path, b"[]")
     assert call.status == 400
-    msgspec.json.decode(call.text, type=replies.Error)
+    msgspec.json.decode(call.text, type=Error)
 
 
 async def test_every_field_that_is_read_is_described(server: Server) -> None:
@@ -100,11 +99,9 @@ async def test_every_field_that_is_read_is_described(server: Server) -> None:
         return set(schemas[schema]["properties"])
 
     everywhere = known_fields.REFUSED.keys() | known_fields.IGNORED
-    assert names("ChatCompletionRequest") == known_fields.CHAT | everywhere
-    assert names("CompletionRequest") == known_fields.COMPLETIONS | everywhere
-    assert names("GenerateRequest") == GENERATE | everywhere
-    sampling = inner(inner(schemas["GenerateRequest"]["properties"]["sampling_params"]))
-    assert sampling["properties"].keys() == NATIVE_SAMPLING | everywhere
+    for name, fields in KNOWN.items():
+        assert names(name) == (fields if name == "AbortRequest" else fields | everywhere)
+    assert names("NativeSampling") == NATIVE_SAMPLING | everywhere
 
 
 def inner(schema: dict[str, Any]) -> dict[str, Any]:
@@ -144,3 +141,20 @@ async def test_keys_are_described_where_they_are_needed() -> None:
         for operation in operations.values():
             assert ("security" in operation) == (path not in PUBLIC_PATHS)
     assert call.json["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+
+
+def patterns(schema: Any) -> list[str]:
+    """Patterns of texts in a schema; those of an object's names are its own affair."""
+    if isinstance(schema, list):
+        return [found for each in schema for found in patterns(each)]
+    if not isinstance(schema, dict):
+        return []
+    own = [schema["pattern"]] if isinstance(schema.get("pattern"), str) else []
+    return own + [found for name, each in schema.items() if name != "propertyNames" for found in patterns(each)]
+
+
+async def test_no_type_of_a_request_has_a_pattern(server: Server) -> None:
+    """msgspec 0.22 frees memory twice at the exit of a process that has a type of texts with a pattern, or of lists of them."""
+    schemas = (await document(server))["components"]["schemas"]
+    assert patterns([{"type": "string", "pattern": "x"}]) == ["x"]
+    assert patterns(schemas) == []

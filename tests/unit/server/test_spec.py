@@ -106,7 +106,7 @@ async def test_what_is_asked_reaches_the_engine(
         ({"num_steps": 1.0}, "spec.num_steps", "whole number"),
         ({"num_steps": True}, "spec.num_steps", "whole number"),
         ({"enabled": 1}, "spec.enabled", "true or false"),
-        ({"steps": 2}, "spec", "spec.steps is not known"),
+        ({"steps": 2}, "spec", "has a field 'steps', which is not known; it must be an object with enabled, num_steps"),
         ([], "spec", "an object"),
         (True, "spec", "an object"),
     ],

@@ -9,15 +9,8 @@ from typing import Any
 import pytest
 
 from hiserve.errors import RequestError
-from hiserve.text.chat_request import (
-    MAX_DEPTH,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    MAX_VALUES,
-    check_text,
-    parse_chat,
-    parse_messages,
-)
+from hiserve.text.chat_request import MAX_MESSAGES, MAX_TOOLS, parse_chat, parse_messages
+from hiserve.text.request_json import MAX_DEPTH, MAX_VALUES, check_text
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"where": "Oslo"}'}}
 TOOL = {"type": "function", "function": {"name": "find", "description": "d", "parameters": {"type": "object"}}}

@@ -12,13 +12,19 @@ from fastapi import APIRouter, Response
 from starlette.routing import Route
 
 from hiserve import __version__
-from hiserve.server import reply_schemas as replies
+from hiserve.server import admin_types as admin
+from hiserve.server import openai_types as openai
+from hiserve.server import sglang_types as sglang
+from hiserve.server import tokenize
 from hiserve.server.auth import PUBLIC_PATHS
 from hiserve.server.cache_routes import DEFAULT_DEPTH, FLUSHED, MAX_DEPTH
-from hiserve.server.reply_format import json_response
-from hiserve.server.request_schemas import request_bodies
+from hiserve.server.error_responses import Error
+from hiserve.server.known_fields import IGNORED, REFUSED
+from hiserve.server.reply_format import ServedModel, json_response
+from hiserve.server.sampling_fields import TOKEN_ID
+from hiserve.text.chat_request import ChatFields
+from hiserve.text.request_json import REF, Schema, components
 
-REF = "#/components/schemas/{name}"
 PATH_PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 # Path -> name of its body's schema.
 BODIES = {
@@ -31,6 +37,17 @@ BODIES = {
     "/v1/detokenize": "DetokenizeRequest",
     "/abort_request": "AbortRequest",
 }
+# Name -> the types that a body is read as.
+REQUESTS: dict[str, tuple[type[msgspec.Struct], ...]] = {
+    "ChatCompletionRequest": (openai.ChatOptions, ChatFields),
+    "CompletionRequest": (openai.CompletionRequest,),
+    "GenerateRequest": (sglang.GenerateRequest,),
+    "TokenizeRequest": (tokenize.TokenizeRequest, ChatFields),
+    "DetokenizeRequest": (tokenize.DetokenizeRequest,),
+    "AbortRequest": (admin.AbortRequest,),
+}
+# Name -> fields of which exactly one must be there.
+EITHER = {"GenerateRequest": ("text", "input_ids"), "TokenizeRequest": ("prompt", "messages")}
 # Path -> its query parameters: name, schema.
 _TIER = {"type": "string", "enum": list(FLUSHED)}
 QUERIES: dict[str, dict[str, Any]] = {
@@ -40,31 +57,31 @@ QUERIES: dict[str, dict[str, Any]] = {
 }
 # Path -> form of its reply.
 REPLIES: dict[str, Any] = {
-    "/v1/chat/completions": replies.ChatCompletion,
-    "/v1/completions": replies.Completion,
-    "/v1/models": replies.ModelList,
-    "/v1/models/{name:path}": replies.Card,
-    "/generate": replies.Generated | list[replies.Generated],
-    "/tokenize": replies.Tokenized,
-    "/v1/tokenize": replies.Tokenized,
-    "/detokenize": replies.Detokenized,
-    "/v1/detokenize": replies.Detokenized,
+    "/v1/chat/completions": openai.ChatCompletion,
+    "/v1/completions": openai.Completion,
+    "/v1/models": openai.ModelList,
+    "/v1/models/{name:path}": openai.Card,
+    "/generate": sglang.Generated | list[sglang.Generated],
+    "/tokenize": tokenize.Tokenized,
+    "/v1/tokenize": tokenize.Tokenized,
+    "/detokenize": tokenize.Detokenized,
+    "/v1/detokenize": tokenize.Detokenized,
     "/tokenizer_info": dict[str, Any],
-    "/abort_request": replies.Aborted,
-    "/cache/stats": replies.Caches,
-    "/cache/tree": replies.Trees,
-    "/flush_cache": replies.Flushed,
-    "/reset_prefix_cache": replies.Flushed,
-    "/health": replies.Health,
-    "/ping": replies.Health,
-    "/ready": replies.Health,
-    "/health_generate": replies.Health,
-    "/model_info": replies.ModelInfo,
-    "/get_model_info": replies.ModelInfo,
-    "/server_info": replies.ServerInfo,
-    "/get_server_info": replies.ServerInfo,
-    "/get_load": list[replies.Load],
-    "/v1/loads": replies.Loads,
+    "/abort_request": admin.Aborted,
+    "/cache/stats": admin.Caches,
+    "/cache/tree": admin.Trees,
+    "/flush_cache": admin.Flushed,
+    "/reset_prefix_cache": admin.Flushed,
+    "/health": admin.Health,
+    "/ping": admin.Health,
+    "/ready": admin.Health,
+    "/health_generate": admin.Health,
+    "/model_info": admin.ModelInfo,
+    "/get_model_info": admin.ModelInfo,
+    "/server_info": admin.ServerInfo,
+    "/get_server_info": admin.ServerInfo,
+    "/get_load": list[admin.Load],
+    "/v1/loads": admin.Loads,
     "/openapi.json": dict[str, Any],
 }
 STREAMED = frozenset({"/v1/chat/completions", "/v1/completions", "/generate"})
@@ -81,18 +98,14 @@ class Document:
 
     Args:
         routers: Of all routes; looked at when the document is asked for.
-        vocab_size: Token ids are below it.
-        spec_steps: Drafts that the engine verifies at once, at most; 0 without speculation.
+        model: The served model.
         is_strict: Fields that are not known are refused.
         has_keys: Requests must carry an API key.
     """
 
-    def __init__(
-        self, routers: Iterable[APIRouter], *, vocab_size: int, spec_steps: int, is_strict: bool, has_keys: bool
-    ) -> None:
+    def __init__(self, routers: Iterable[APIRouter], model: ServedModel, *, is_strict: bool, has_keys: bool) -> None:
         self._routers = routers
-        self._vocab_size = vocab_size
-        self._spec_steps = spec_steps
+        self._model = model
         self._is_strict = is_strict
         self._has_keys = has_keys
 
@@ -108,11 +121,8 @@ class Document:
 
     def build(self) -> dict[str, Any]:
         """Returns the OpenAPI document."""
-        forms = [
-            msgspec.json.schema_components([form], ref_template=REF) for form in (replies.Error, *REPLIES.values())
-        ]
-        schemas = {name: schema for _, components in forms for name, schema in components.items()}
-        schemas |= request_bodies(self._vocab_size, spec_steps=self._spec_steps, is_strict=self._is_strict)
+        _, schemas = msgspec.json.schema_components([Error, *REPLIES.values()], ref_template=REF)
+        schemas |= request_schemas(self._model, is_strict=self._is_strict)
         paths: dict[str, Any] = {}
         for route in (route for router in self._routers for route in router.routes):
             assert isinstance(route, Route), f"a route of another kind: {route}"
@@ -179,3 +189,52 @@ class Document:
         for status, description in sorted(failures.items()):
             shown[str(status)] = {"description": description} | ({"content": error} if error else {})
         return shown
+
+
+def request_schemas(model: ServedModel, *, is_strict: bool) -> dict[str, Schema]:
+    """Returns the schemas of request bodies, and of what stands in them, by name.
+
+    Args:
+        model: Bounds token ids and drafts.
+        is_strict: Fields that are not known are refused.
+    """
+    schemas: dict[str, Schema] = {}
+    for name, kinds in REQUESTS.items():
+        for kind in kinds:
+            schemas |= components(kind)[1]
+        bodies = [schemas.pop(kind.__name__) for kind in kinds]
+        schemas[name] = _joined(bodies, is_strict=is_strict) if name != "AbortRequest" else bodies[0]
+        for field in EITHER.get(name, ()):
+            schemas[name]["required"] = []
+            given = {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
+            schemas[name].setdefault("oneOf", []).append(given)
+    schemas["NativeSampling"] = _joined([schemas["NativeSampling"]], is_strict=is_strict)
+    bounded: dict[str, Schema] = _bounded(schemas, model.vocab_size)
+    spec = bounded["SpecParams"]["properties"]
+    spec["num_steps"] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": model.spec_steps}, {"type": "null"}]}
+    if not model.spec_steps:
+        spec["enabled"] = {"enum": [False, None]}
+    return bounded
+
+
+def _joined(bodies: list[Schema], *, is_strict: bool) -> Schema:
+    """Returns the schema of one object with the fields of several, and those that are taken with certain values alone."""
+    known: dict[str, Schema] = {name: {"enum": [*values, None]} for name, values in REFUSED.items()}
+    known |= {name: {} for name in IGNORED}
+    for body in bodies:
+        known |= body["properties"]
+    required = [name for body in bodies for name in body.get("required", ())]
+    closed = {"additionalProperties": False} if is_strict else {}
+    return {"type": "object", "properties": dict(sorted(known.items())), "required": required} | closed
+
+
+def _bounded(schema: Any, vocab_size: int) -> Any:
+    """Returns a schema with token ids below the model's limit."""
+    if isinstance(schema, list):
+        return [_bounded(each, vocab_size) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    shown = {name: _bounded(each, vocab_size) for name, each in schema.items()}
+    if schema.get("title") == TOKEN_ID:
+        shown |= {"minimum": 0, "maximum": vocab_size - 1}
+    return shown

@@ -1,19 +1,24 @@
-"""Server-sent events, and noticing that a client has gone."""
+"""Replies on their way: whole, or as server-sent events, and ended when the client has gone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hiserve.errors import HiserveError
+from hiserve.server.auth import caller_of
+from hiserve.server.engine_handle import EngineConnection
 from hiserve.server.error_responses import describe, error_body
+from hiserve.server.generation import Choices, OutputDelta
+from hiserve.server.reply_format import json_response
+from hiserve.text.fair_threads import FairThreads
 
 DONE = b"data: [DONE]\n\n"
 _T = TypeVar("_T")
@@ -108,3 +113,41 @@ class EventStream(Response):
                 raise
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def answer(
+    request: Request,
+    engine: EngineConnection,
+    choices: Choices,
+    words: FairThreads,
+    *,
+    whole: Callable[[], Any],
+    events: Callable[[AsyncGenerator[OutputDelta, None]], AsyncGenerator[bytes, None]] | None,
+) -> Response:
+    """Runs the choices of a reply; returns it whole when all have ended, or as a stream that is about to begin.
+
+    Args:
+        request: What is answered; its body must have been read.
+        engine: Where the choices run.
+        choices: All of them.
+        words: Where large replies are worded.
+        whole: Returns the reply, once the choices have ended.
+        events: Turns the pieces of the choices into events; None sends the reply whole.
+
+    Raises:
+        HiserveError: The engine refused or failed a choice; not for a stream, which ends with the error.
+        ClientDisconnect: The client went away; all choices are aborted.
+    """
+    pieces = choices.run(engine)
+    if events is not None:
+        return EventStream(events(pieces))
+    await cancel_on_disconnect(request.receive, _exhaust(pieces))
+    if choices.is_large:
+        return await words.do(lambda: json_response(whole()), caller_of(request).number)
+    return json_response(whole())
+
+
+async def _exhaust(pieces: AsyncGenerator[OutputDelta, None]) -> None:
+    async with aclosing(pieces):
+        async for _ in pieces:
+            pass

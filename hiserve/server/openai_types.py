@@ -1,0 +1,313 @@
+"""Requests to ``/v1`` in OpenAI's form, and their replies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from hiserve.config.serving import MAX_INT32
+from hiserve.core.plan import Int32Array
+from hiserve.core.request import SamplingParams
+from hiserve.errors import RequestError
+from hiserve.server.reply_format import ServedModel
+from hiserve.server.sampling_fields import Limits, Name, Priority, SamplingFields, TokenId, range_of
+from hiserve.text.body_parser import MAX_PROMPTS, parse_prompt
+from hiserve.text.request_json import union
+
+MAX_CHOICES = 4096
+DEFAULT_COMPLETION_TOKENS = 16
+
+NonEmpty = Annotated[str, Meta(min_length=1)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+# Read by ``parse_prompt``, which also takes arrays: msgspec has no type for lists of several types.
+Prompts = Annotated[
+    Any,
+    union("a text, a list of token ids, or a list of those", NonEmpty, TokenIds, Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_PROMPTS)],
+          Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_PROMPTS)]),
+]  # fmt: skip
+Scores = Annotated[int, range_of("logprobs")]
+MaxTokens = Annotated[int, range_of("max_tokens")]
+MaxTokensOrNone = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+NotTrue = Annotated[bool, Meta(extra_json_schema={"const": False})]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``stream_options``: a last event with the usage, or the usage so far in each."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
+    """The fields that chat and text completions share."""
+
+    model: str | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    min_tokens: Annotated[int, range_of("min_tokens")] | None = None
+    best_of: Annotated[int, range_of("n")] | None = None
+    prompt_logprobs: Annotated[int, range_of("prompt_logprobs")] | None = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, le=MAX_INT32, extra_json_schema={"not": {"const": 0}})] | None
+    ) = None
+    cache_salt: Name | None = None
+    rid: Name | None = None
+    priority: Priority | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that exclude each other.
+
+        Raises:
+            RequestError: There are some.
+        """
+        if self.best_of not in (None, self.num_choices):
+            raise RequestError(f"best_of is {self.best_of}; only n ({self.num_choices}) is supported.", param="best_of")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be at least 1, or -1 for all that fits the context.",
+                param="truncate_prompt_tokens",
+            )
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def limit_field(self) -> str:
+        """The field that says how many tokens to generate at most."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most; 0 in a text completion drops the one token that is generated."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the events end with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_running_usage(self) -> bool:
+        """Whether each event has the usage so far."""
+        return self.stream_options is not None and self.has_usage and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens shown for each generated one; None shows no scores."""
+        raise NotImplementedError
+
+    def sampling(self, model: ServedModel) -> SamplingParams:
+        """Returns the sampling parameters, with the scores that the shown ones need; as ``SamplingFields.params``."""
+        has_echo = isinstance(self, CompletionRequest) and self.echo
+        scored = [number for number in (self.prompt_logprobs, self.num_top if has_echo else None) if number is not None]
+        return self.params(
+            model,
+            max_tokens=None if self.limit is None else max(1, self.limit),
+            min_tokens=self.min_tokens,
+            seed=self.seed,
+            logprobs=self.num_top,
+            prompt_logprobs=max(scored, default=None),
+        )
+
+
+class ChatOptions(OpenAIFields, frozen=True, kw_only=True):
+    """A chat completion, without the fields of its conversation (``text.chat_request.ChatFields``)."""
+
+    logprobs: bool | None = None
+    top_logprobs: Scores | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that exclude each other."""
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens shown for each generated one; None shows no scores."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limits(self) -> Limits:
+        """The length asked for: up to the context limit, if the request does not say."""
+        return Limits(self.limit, None, self.limit_field, "min_tokens", "messages")
+
+
+class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
+    """A text completion. ``max_tokens`` 0, with ``echo``, generates nothing."""
+
+    prompt: Prompts
+    max_tokens: MaxTokensOrNone | None = None
+    max_completion_tokens: MaxTokensOrNone | None = None
+    echo: bool | None = None
+    logprobs: Scores | NotTrue | None = None
+    add_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that exclude each other."""
+        super().__post_init__()
+        if self.logprobs is True:
+            raise RequestError("logprobs must be a number of tokens, not true.", param="logprobs")
+        if self.limit == 0 and not self.echo:
+            raise RequestError(
+                f"{self.limit_field} must be at least 1; without echo, 0 shows nothing.", param=self.limit_field
+            )
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens shown for each generated one; None shows no scores."""
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
+
+    @property
+    def limits(self) -> Limits:
+        """The length asked for: OpenAI's 16 tokens, if the request does not say."""
+        return Limits(self.limit, DEFAULT_COMPLETION_TOKENS, self.limit_field, "min_tokens", "prompt")
+
+    def prompts(self, vocab_size: int) -> list[str | Int32Array]:
+        """Returns the prompts: non-empty texts, or int32 ``[n]`` with n > 0.
+
+        Args:
+            vocab_size: Token ids must be below it.
+
+        Raises:
+            RequestError: A prompt is empty or malformed, or there are too many.
+        """
+        given = self.prompt
+        is_list = isinstance(given, list) and given and isinstance(given[0], str | list | np.ndarray)
+        prompts = given if is_list else [given]
+        check_number(len(prompts), "prompt")
+        if len(prompts) * self.num_choices > MAX_CHOICES:
+            raise RequestError(
+                f"{len(prompts)} prompts with {self.num_choices} choices each are too many; the most is {MAX_CHOICES} in all.",
+                param="n",
+            )
+        return [parse_prompt(prompt, vocab_size=vocab_size) for prompt in prompts]
+
+
+def check_number(num_prompts: int, param: str) -> None:
+    """Refuses too many prompts.
+
+    Raises:
+        RequestError: There are more than ``MAX_PROMPTS``.
+    """
+    if num_prompts > MAX_PROMPTS:
+        raise RequestError(f"{param} has {num_prompts} prompts; the most is {MAX_PROMPTS}.", param=param)
+
+
+class CachedTokensDetails(msgspec.Struct):
+    """Cached tokens by the tier that had them."""
+
+    device: int
+    host: int
+    store: int
+
+
+class CacheMiss(msgspec.Struct):
+    """Why no more of a prompt was cached, and where in it that ended, in tokens."""
+
+    reason: str
+    at: int
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How the tokens of the prompt came about."""
+
+    cached_tokens: int
+    cached_tokens_details: CachedTokensDetails
+    cache_miss: CacheMiss | None
+
+
+class SpecTokensDetails(msgspec.Struct):
+    """What speculation gave; accepted are tokens beyond the one that every step gives."""
+
+    accept_length: float
+    proposed: int
+    accepted: int
+    verify_steps: int
+    accepted_per_position: list[int]
+
+
+class Usage(msgspec.Struct):
+    """Tokens of a reply; without speculation there is nothing to say of it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    spec_tokens_details: SpecTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    """What the model says."""
+
+    role: str
+    content: str | None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: dict[str, Any] | None
+
+
+class ChatCompletion(msgspec.Struct):
+    """Reply of ``/v1/chat/completions`` that is not streamed."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(msgspec.Struct):
+    """One continuation."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None
+
+
+class Completion(msgspec.Struct):
+    """Reply of ``/v1/completions`` that is not streamed."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Card(msgspec.Struct):
+    """A served model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct):
+    """Reply of ``/v1/models``."""
+
+    object: str
+    data: list[Card]

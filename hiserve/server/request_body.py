@@ -1,0 +1,109 @@
+"""Bodies of requests: bounded in size, read here and now if small, by a process of their own if large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hiserve.errors import TooLargeError
+from hiserve.server.auth import caller_of
+from hiserve.server.known_fields import check_fields, check_model, known_to
+from hiserve.server.streaming import cancel_on_disconnect
+from hiserve.text.body_parser import Sizes, is_quick, parse_body
+from hiserve.text.helper_pool import HelperPool
+
+
+class BodyLimit:
+    """Refuses bodies over the limit, before they are in memory.
+
+    A length that is announced is refused at once. A body that comes in chunks, or is longer than announced, is
+    refused at the chunk that exceeds the limit.
+
+    Args:
+        app: What is protected.
+        max_bytes: Largest body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, its body counted.
+
+        Raises:
+            TooLargeError: The body exceeds the limit.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if announced.isdigit():
+            self._check(int(announced))
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            self._check(num_bytes)
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise TooLargeError(
+                f"the body is larger than {self._max_bytes} bytes. Send less, or raise --max-request-bytes."
+            )
+
+
+class BodyReader:
+    """Parses bodies and checks which fields they have.
+
+    Args:
+        helpers: Parses large ones.
+        sizes: Bounds of token ids and prompts.
+        model: Name of the served model.
+        is_strict: Refuse fields that are not known.
+    """
+
+    def __init__(self, helpers: HelperPool, sizes: Sizes, model: str, *, is_strict: bool) -> None:
+        self._helpers = helpers
+        self._sizes = sizes
+        self._model = model
+        self._is_strict = is_strict
+
+    async def read(self, request: Request, *kinds: type[msgspec.Struct]) -> dict[str, Any]:
+        """Returns the JSON object of a request's body; token ids of a large one are arrays, int32 ``[n]``.
+
+        Args:
+            request: Whose body it is.
+            kinds: The types that the endpoint reads it as.
+
+        Raises:
+            NotFoundError: It is for another model.
+            RequestError: It is malformed, more than any request can be, or has a field that is not served.
+            ClientDisconnect: The client went away.
+        """
+        raw = await request.body()
+        if is_quick(raw):
+            body = parse_body(raw)
+        else:
+            slimming = self._helpers.slim(raw, self._sizes, caller_of(request).number)
+            body = await cancel_on_disconnect(request.receive, slimming)
+        if kinds:
+            check_model(body, self._model)
+            self.check(body, *kinds)
+        return body
+
+    def check(self, fields: dict[str, Any], *kinds: type[msgspec.Struct]) -> None:
+        """Refuses fields that would change the answer and are not served, or, if strict, are not known.
+
+        Raises:
+            RequestError: There is one.
+        """
+        check_fields(fields, known_to(*kinds), is_strict=self._is_strict)

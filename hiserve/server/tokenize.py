@@ -1,0 +1,143 @@
+"""Texts and conversations to token ids and back, in vLLM's form: what a client counts with before it asks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from msgspec import Meta
+
+from hiserve.config.serving import MAX_INT32
+from hiserve.errors import RequestError
+from hiserve.server.auth import caller_of, namespace_of
+from hiserve.server.logprobs import token_text
+from hiserve.server.reply_format import json_response
+from hiserve.server.routes import FrontEnd
+from hiserve.server.sampling_fields import Name, TokenId
+from hiserve.server.streaming import cancel_on_disconnect
+from hiserve.text.body_parser import parse_prompt
+from hiserve.text.chat_request import ChatFields, parse_chat
+from hiserve.text.request_json import check_text, decode, union
+
+# What is worked on at once: others wait meanwhile. Encoding so much takes a second or two of a thread, decoding 0.05 s.
+MAX_CHARS = 4 * 2**20
+MAX_TOKENS = 2**18
+QUICK_TOKENS = 2**12
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A text to encode; or a conversation, whose fields are ``ChatFields``."""
+
+    prompt: Annotated[str, Meta(max_length=MAX_CHARS)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    cache_salt: Name | None = None
+    model: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids to decode."""
+
+    tokens: Annotated[Any, union("a list of token ids", Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)])]
+    model: str | None = None
+
+
+class Tokenized(msgspec.Struct):
+    """Reply of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """Reply of ``/detokenize``."""
+
+    prompt: str
+
+
+class TokenRoutes:
+    """Handlers that need the tokenizer and not the engine.
+
+    Args:
+        front: What they share with other handlers.
+        tokenizer_info: What ``/tokenizer_info`` shows, as JSON.
+        max_model_len: Longest prompt plus output, in tokens.
+    """
+
+    def __init__(self, front: FrontEnd, tokenizer_info: bytes, *, max_model_len: int) -> None:
+        self._front = front
+        self._tokenizer_info = tokenizer_info
+        self._max_model_len = max_model_len
+
+    def router(self) -> APIRouter:
+        """Returns the routes."""
+        router = APIRouter()
+        for prefix in ("", "/v1"):
+            router.add_api_route(f"{prefix}/tokenize", self.tokenize, methods=["POST"])
+            router.add_api_route(f"{prefix}/detokenize", self.detokenize, methods=["POST"])
+        router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
+        return router
+
+    async def tokenize(self, request: Request) -> Response:
+        """Returns the token ids of ``prompt``, or those that a chat completion of ``messages`` would be given.
+
+        They may be more than fit the context.
+        """
+        body, caller = await self._front.bodies.read(request, TokenizeRequest, ChatFields), caller_of(request).number
+        asked, encoder = decode(body, TokenizeRequest), self._front.encoder
+        has_messages = body.get("messages") is not None
+        if has_messages == (asked.prompt is not None):
+            raise RequestError("give either prompt or messages.", param="prompt")
+        if asked.prompt is None:
+            chat, namespace = parse_chat(body), namespace_of(request, asked.cache_salt)
+            if chat.num_chars > MAX_CHARS:
+                raise RequestError(f"messages must be at most {MAX_CHARS} characters long.", param="messages")
+            encoding = encoder.encode_chat(chat, namespace=namespace, max_tokens=MAX_INT32, caller=caller)
+        else:
+            check_text(asked.prompt, "prompt")
+            adds_special = asked.add_special_tokens is not False
+            encoding = encoder.encode_text(
+                asked.prompt, max_tokens=MAX_INT32, add_special_tokens=adds_special, caller=caller
+            )
+        ids = await cancel_on_disconnect(request.receive, encoding)
+
+        def worded() -> Response:
+            tokens = ids.tolist()
+            strings = (
+                [token_text(self._front.token_bytes.bytes_of(token)) for token in tokens]
+                if asked.return_token_strs
+                else None
+            )
+            reply = {
+                "count": len(tokens),
+                "max_model_len": self._max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+            return json_response(reply)
+
+        return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Returns the text of ``tokens``, special tokens as they are spelled."""
+        tokens = decode(await self._front.bodies.read(request, DetokenizeRequest), DetokenizeRequest).tokens
+        if isinstance(tokens, list) and not tokens:
+            return json_response({"prompt": ""})
+        if isinstance(tokens, list | np.ndarray) and len(tokens) > MAX_TOKENS:
+            raise RequestError(f"tokens must be a list of at most {MAX_TOKENS} token ids.", param="tokens")
+        ids = parse_prompt(tokens, vocab_size=self._front.model.vocab_size, param="tokens")
+        if isinstance(ids, str):
+            raise RequestError("tokens must be a list of token ids.", param="tokens")
+
+        def worded() -> Response:
+            return json_response({"prompt": self._front.encoder.detokenize(ids.tolist())})
+
+        return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller_of(request).number)
+
+    async def tokenizer_info(self) -> Response:
+        """Shows the tokenizer's configuration."""
+        return Response(self._tokenizer_info, media_type="application/json")
