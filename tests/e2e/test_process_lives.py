@@ -23,6 +23,7 @@ from hiserve.ipc.messages import Halted
 from hiserve.scheduler import client as client_module
 from hiserve.scheduler.client import EngineClient
 from tests.helpers.fake_engine import CRASH, KILL, LIE, reply
+from tests.helpers.fake_processes import FAKE_CLIENT
 from tests.helpers.process_engine import collect, engine, finish, order, private_folder, settled, tokens, until_running
 from tests.helpers.processes import children, wait_dead
 from tests.helpers.settings import settings_of
@@ -144,9 +145,7 @@ class Family:
     """A client in a process of its own, with its scheduler and workers."""
 
     def __init__(self, model: str = "fake", replicas: int = 2) -> None:
-        self.client = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.fake_client", model, str(replicas)], stdout=subprocess.PIPE
-        )
+        self.client = subprocess.Popen([*FAKE_CLIENT, model, str(replicas)], stdout=subprocess.PIPE)
         self._num_workers = replicas
 
     def wait_ready(self) -> None:

@@ -14,8 +14,8 @@ import pytest
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.scheduler.client import EngineClient, TokenDelta
-from tests.helpers.fake_client import FAKE_SCHEDULER
 from tests.helpers.fake_engine import reply
+from tests.helpers.fake_processes import FAKE_SCHEDULER, SETTINGS
 from tests.helpers.processes import children, is_alive, wait_dead
 from tests.helpers.settings import settings_of
 
@@ -33,15 +33,7 @@ def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @asynccontextmanager
 async def engine(*, max_unread_bytes: int | None = None, **settings: object) -> AsyncIterator[EngineClient]:
     """Starts an engine, and after the test sees to it that no process is left."""
-    defaults = {
-        "max_model_len": 100_000,
-        "kv_pages": 10_000,
-        "max_running_requests": 8,
-        "max_batched_tokens": 512,
-        "host_cache_gib": 0,
-        "log_level": "error",
-    }
-    config = settings_of(**(defaults | settings))
+    config = settings_of(**(SETTINGS | settings))
     client = await EngineClient.start(config, command=FAKE_SCHEDULER, max_unread_bytes=max_unread_bytes)
     pids = [client.started.scheduler_pid, *(worker.pid for worker in client.started.workers)]
     try:

@@ -1,4 +1,4 @@
-"""A worker that breaks the protocol as the configured model's name asks. Run as ``fake_worker``."""
+"""A worker that breaks the protocol as the configured model's name asks. Run as a fake worker: ``... rogue_worker ENDPOINT``."""
 
 from __future__ import annotations
 

@@ -14,19 +14,11 @@ from hiserve.config.options import Options, flags, flat, make_options
 from hiserve.config.settings import Settings
 from hiserve.core.machine import GIB, Machine
 from hiserve.core.resolve import resolve
-from hiserve.core.step_memory import ModelFacts, StepShape
+from hiserve.core.step_memory import ModelFacts
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
+from tests.helpers.model_facts import NANO
 
-NANO = ModelFacts(
-    context_length=8192,
-    checkpoint_dtype="bfloat16",
-    num_params=7_344_384,
-    slot_elements=2048,
-    step=StepShape(
-        num_layers=8, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_elements=3 * 768, vocab_size=4096
-    ),
-)
 LAPTOP = Machine(cores=4, memory_bytes=16 * GIB, cuda_memory_bytes=(), shm_bytes=16 * GIB)
 WITH_CUDA = replace(LAPTOP, cuda_memory_bytes=(80 * GIB,) * 8)
 NO_HOST = CacheIdentity(namespace=bytes(16), page_bytes=2**50, shape=bytes(16), files=())

@@ -29,7 +29,7 @@ from hiserve.ipc.parent import wait_for_event
 from hiserve.scheduler import supervisor as supervisor_module
 from hiserve.scheduler.progress_watch import CpuUsage, usage_of
 from hiserve.scheduler.supervisor import LostWork, Supervisor
-from tests.helpers.fake_scheduler import FAKE_WORKER
+from tests.helpers.fake_processes import FAKE_WORKER
 from tests.helpers.processes import wait_dead
 from tests.helpers.settings import identified, settings_of
 
