@@ -16,7 +16,7 @@ from typing import Any
 import hiserve
 from hiserve import LLM, SamplingParams
 from hiserve.engine.loop import Engine
-from hiserve.engine.updates import RequestUpdates
+from hiserve.ipc.updates import RequestUpdates
 
 GIB = 1 << 30
 READY_TIMEOUT_S = 30.0

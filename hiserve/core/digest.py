@@ -68,3 +68,8 @@ def _links(link: Callable[[bytes], bytes], parent: bytes, key: bytes, page_size:
 
 def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:DIGEST_BYTES]
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    """Returns the single digests of several joined ones."""
+    return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]

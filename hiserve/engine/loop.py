@@ -14,11 +14,11 @@ from hiserve.core.transfers import CopyAck
 from hiserve.engine.kv_event_sender import KvEventSender
 from hiserve.engine.planner import Planner
 from hiserve.engine.step_timer import StepTimer
-from hiserve.engine.updates import RequestUpdates
 from hiserve.engine.waiting_queue import Request
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot
 from hiserve.ipc.messages import Admit, GateCounts, WorkerStats
+from hiserve.ipc.updates import RequestUpdates
 
 MAX_ACK_WAIT_S = 0.002  # while nothing runs; messages wait as long
 

@@ -7,7 +7,7 @@ import numpy as np
 from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, Int64Array, StepResult
 from hiserve.engine.draft_choice import DraftCounts
 from hiserve.engine.rows import RowState
-from hiserve.engine.updates import RequestUpdates
+from hiserve.ipc.updates import RequestUpdates
 
 
 def report(
@@ -25,10 +25,15 @@ def report(
         others = np.array(sorted(scores.keys() - set(rows.tolist())), dtype=np.int64)
         rows, nothing = np.concatenate((rows, others)), np.zeros(others.size, dtype=np.int32)
         counts, finishes = np.concatenate((counts, nothing)), np.concatenate((finishes, nothing))
-    uids, cached, drafts = state.uid[rows].tolist(), state.take_cached(rows), draft_counts.take(rows)
-    updates.add_tokens(uids, counts.tolist(), finishes.tolist(), cached, drafts, tokens)
-    if scores:
-        updates.add_scores([scores.get(row, b"") for row in rows.tolist()])
+    updates.extend(
+        state.uid[rows].tolist(),
+        counts.tolist(),
+        finishes.tolist(),
+        tokens,
+        [scores.get(row, b"") for row in rows.tolist()] if scores else (),
+        cached=state.take_cached(rows),
+        drafts=draft_counts.take(rows),
+    )
 
 
 def pick_scores(

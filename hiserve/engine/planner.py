@@ -22,12 +22,12 @@ from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report
 from hiserve.engine.rows import RowState
 from hiserve.engine.store_prefetch import StorePrefetcher
-from hiserve.engine.updates import RequestUpdates
 from hiserve.engine.waiting_queue import Request, WaitingQueue
 from hiserve.errors import EngineError, ResourceError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, StoreStats, TierName
 from hiserve.ipc.lifecycle import StepSnapshot
 from hiserve.ipc.messages import GateCounts, WorkerStats
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.spec.adaptive import DraftController
 
 MAX_FAULTS = 1  # a row with a stale page table is recomputed this often before its request fails
@@ -145,9 +145,9 @@ class Planner:
             if request.uid in wanted:
                 self._waiting.remove(request)
                 self._prefetcher.drop(request.uid)
-                self._updates.add_end(request.uid, FinishReason.ABORT)
+                self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=request.uid))
         for row in self._rows.active[np.isin(self._rows.uid[self._rows.active], uids)].tolist():
-            self._updates.add_end(self._release(row).uid, FinishReason.ABORT)
+            self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=self._release(row).uid))
 
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
         """Evicts every prefix that no running request uses from tiers of the worker's own; returns how many pages."""

@@ -15,7 +15,6 @@ from hiserve.core.startup_measurements import StartupMeasurements
 from hiserve.engine.fatal import EXIT_FAILED, exit_code_of, exit_with_error
 from hiserve.engine.loop import Engine
 from hiserve.engine.report_sender import ReportSender
-from hiserve.engine.updates import RequestUpdates
 from hiserve.ipc.channel import PeerGoneError, PollingChannel
 from hiserve.ipc.child import log_to_stderr, meet_parent
 from hiserve.ipc.codec import MalformedError, MessageDecoder, Received
@@ -33,6 +32,7 @@ from hiserve.ipc.messages import (
     ToWorker,
     WorkerStats,
 )
+from hiserve.ipc.updates import RequestUpdates
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
-"""What processes say to each other: typed structs, and raw int32 frames for token ids.
+"""Messages between processes: typed structs.
 
 Directions: client -> scheduler ``Generate Abort Flush Inspect Query Stop``; scheduler -> client
-``Started StartFailed Tokens Failed WorkerLost WorkerBack Halted Flushed Inspected Status``; scheduler -> worker ``Configure Admit
-Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected``.
-Token ids travel in frames beside the struct: see each struct's ``Frames``.
+``Started StartFailed RequestUpdates Failed WorkerLost WorkerBack Halted Flushed Inspected Status``; scheduler -> worker
+``Configure Admit Drop FlushCache InspectCache Stop``; worker -> scheduler ``Ready WorkerFailed StepReport CacheFlushed CacheInspected``.
+The tokens of ``Generate`` and ``Admit`` travel in a second frame; output travels as ``ipc.updates.RequestUpdates``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config.settings import Settings
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftStats, DraftUse
+from hiserve.core.draft_use import DraftStats
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, CrashSnapshot, Recovery, ReplayStats
+from hiserve.ipc.updates import RequestUpdates
 
 # --- client -> scheduler ------------------------------------------------------------------
 
@@ -130,31 +130,6 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     message: str
     code: str
     trace: str
-
-
-class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """News of several requests, coalesced. Frames: tokens int32 ``[sum(counts)]``; scores, ``4 * sum(score_words)`` bytes.
-
-    The scores of a request are those of its prompt's tokens but the first, if it asked for them, then those of its
-    generated tokens, if it asked for them; each as ``core.plan.Scores.pack`` writes it.
-
-    Attributes:
-        uids: One entry per request.
-        counts: New tokens of each; 0 is possible with a finish, and with scores of its prompt.
-        finishes: ``FinishReason`` of each, 0 while it runs.
-        cached: What of its prompt came from the cache; None when already reported.
-        drafts: All its drafts until now; None when nothing is new, and without speculation.
-        score_words: Words of four bytes in the scores frame, of each.
-        queue_s: Seconds from acceptance to admission to a worker, -1 when already reported.
-    """
-
-    uids: list[int]
-    counts: list[int]
-    finishes: list[int]
-    cached: list[CacheUse | None]
-    drafts: list[DraftUse | None]
-    score_words: list[int]
-    queue_s: list[float]
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -347,23 +322,13 @@ class WorkerFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class StepReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What one or more steps changed.
 
-    Frames: tokens int32 ``[sum(counts)]``; scores, ``4 * sum(score_words)`` bytes; digests of pages that a tier
-    gained, 16 bytes each, and of those that one lost.
-
     Attributes:
-        uids, counts, finishes, cached, drafts, score_words: As in ``Tokens``.
-        failed: (uid, code, message) of requests the engine had to fail.
+        updates: Output of requests, and pages of the cache.
         stats: Gauges and counters after the step.
     """
 
     incarnation: int
-    uids: list[int]
-    counts: list[int]
-    finishes: list[int]
-    cached: list[CacheUse | None]
-    drafts: list[DraftUse | None]
-    score_words: list[int]
-    failed: list[tuple[int, str, str]]
+    updates: RequestUpdates
     stats: WorkerStats
 
 
@@ -384,6 +349,8 @@ class CacheInspected(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 ToScheduler = Generate | Abort | Flush | Inspect | Query | Stop
-ToClient = Started | StartFailed | Tokens | Failed | WorkerLost | WorkerBack | Halted | Flushed | Inspected | Status
+ToClient = (
+    Started | StartFailed | RequestUpdates | Failed | WorkerLost | WorkerBack | Halted | Flushed | Inspected | Status
+)
 ToWorker = Configure | Admit | Drop | FlushCache | InspectCache | Stop
 FromWorker = Ready | WorkerFailed | StepReport | CacheFlushed | CacheInspected

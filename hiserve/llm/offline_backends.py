@@ -15,17 +15,15 @@ import uvloop
 
 from hiserve.cache.storage.host_segment import open_segment
 from hiserve.config.settings import Settings
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import StepCosts
 from hiserve.engine.build import build_engine
 from hiserve.engine.loop import Engine
-from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import EngineError, HiserveError, UnavailableError
 from hiserve.ipc.cache_stats import TierName
 from hiserve.ipc.messages import Admit
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.client import EngineClient
 
 CLEAN_UP_S = 20.0  # of what Ctrl-C has interrupted
@@ -40,9 +38,7 @@ class Job:
         tokens: int32 ``[n]``. The prompt.
         sampling: With a seed.
         choice: Index among the prompt's choices.
-        take: Called with new tokens, the finish reason, what of the prompt came from the cache (None when told
-            before), all drafts until now (None when nothing is new) and packed scores; returns True when the engine need
-            not go on.
+        take: Called with each delta; returns True when the engine need not go on.
         fail: Called with the error that ended the job instead; other jobs go on.
     """
 
@@ -50,7 +46,7 @@ class Job:
     tokens: Int32Array
     sampling: SamplingParams
     choice: int
-    take: Callable[[list[int], FinishReason, CacheUse | None, DraftUse | None, bytes], bool]
+    take: Callable[[TokenDelta], bool]
     fail: Callable[[HiserveError], None]
 
 
@@ -153,21 +149,16 @@ class InProcess:
                 job = live.pop(uid)
                 job.fail(EngineError(f"the request failed: {message}"))
                 yield job
-        token_at = score_at = 0
-        columns = (updates.uids, updates.counts, updates.finishes, updates.cached, updates.drafts, updates.score_words)
-        for uid, count, finish, cached, drafts, words in zip(*columns, strict=True):
-            tokens = updates.tokens[token_at : token_at + count].tolist()
-            scores = updates.scores[score_at : score_at + 4 * words]
-            token_at, score_at = token_at + count, score_at + 4 * words
-            running = live.get(uid)
+        for delta in updates:
+            running = live.get(delta.uid)
             if running is None:  # it had enough, and this is the answer to its abort
                 continue
-            has_enough = running.take(tokens, FinishReason(finish), cached, drafts, scores)
-            if finish or has_enough:
-                del live[uid]
+            has_enough = running.take(delta)
+            if delta.finish or has_enough:
+                del live[delta.uid]
                 yield running
-            if has_enough and not finish:
-                self.engine.abort([uid])
+            if has_enough and not delta.finish:
+                self.engine.abort([delta.uid])
 
     @property
     def draft_costs(self) -> StepCosts | None:
@@ -235,7 +226,7 @@ class Processes:
         try:
             async with aclosing(self._client.generate(job.tokens, job.sampling, choice=job.choice)) as deltas:
                 async for delta in deltas:
-                    if job.take(delta.tokens, delta.finish, delta.cached, delta.drafts, delta.scores):
+                    if job.take(delta):
                         break
         except UnavailableError:  # the engine, not the request
             raise

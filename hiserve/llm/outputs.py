@@ -9,8 +9,9 @@ from functools import cached_property
 from hiserve.core.cache_usage import NOTHING, CacheUse
 from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array, Scores
-from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.request import SamplingParams
 from hiserve.errors import HiserveError
+from hiserve.ipc.updates import TokenDelta
 from hiserve.text.output import TextOutput
 
 
@@ -126,27 +127,20 @@ class ChoiceBuilder:
         self._choice = CompletionOutput(index)
         self._sampling = sampling
         self._shown = shown
-        self._scores: list[bytes] = []
+        self._scores: list[bytes | bytearray] = []
         request.add(self._choice)
 
-    def take(
-        self,
-        tokens: list[int],
-        finish: FinishReason,
-        cached: CacheUse | None,
-        drafts: DraftUse | None,
-        scores: bytes,
-    ) -> bool:
-        """Takes news of the choice; returns True when it needs no more tokens."""
-        choice = self._choice
-        if cached is not None and choice.index == 0:
-            self._request.cached = cached
-        choice.drafts = drafts or choice.drafts
+    def take(self, delta: TokenDelta) -> bool:
+        """Adds output to the choice; returns True when it needs no more tokens."""
+        choice, tokens = self._choice, delta.tokens
+        if delta.cached is not None and choice.index == 0:
+            self._request.cached = delta.cached
+        choice.drafts = delta.drafts or choice.drafts
         choice.end_s = time.perf_counter()
         if tokens and not choice.token_ids:
             choice.first_token_s = choice.end_s
-        self._scores.append(scores)
-        shown = self._shown.push(tokens, finish)
+        self._scores.append(delta.scores)
+        shown = self._shown.push(tokens, delta.finish)
         choice.text += shown.text
         choice.token_ids += tokens[: shown.num_tokens]
         choice.finish_reason = shown.finish.text

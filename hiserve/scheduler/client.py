@@ -11,9 +11,9 @@ from typing import Any
 
 from hiserve.config.options import without_secrets
 from hiserve.config.settings import Settings
-from hiserve.core.plan import WORD_BYTES, Int32Array
+from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.errors import EngineError, UnavailableError
+from hiserve.errors import EngineError, HiserveError, SlowReaderError, UnavailableError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, TierName, TreeFacts
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
@@ -32,16 +32,84 @@ from hiserve.ipc.messages import (
     Status,
     Stop,
     ToClient,
-    Tokens,
     WorkerBack,
     WorkerLost,
 )
 from hiserve.ipc.parent import ChildProcess, wait_for_event
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.wire_errors import to_error
-from hiserve.scheduler.request_stream import RequestStream, TokenDelta
 
 SCHEDULER_COMMAND = (sys.executable, "-m", "hiserve.scheduler.process")
 STOP_TIMEOUT_S = 10.0
+TOKEN_BYTES = 36  # an int, and its place in a list
+
+
+class RequestStream:
+    """Output of one request that its reader has not taken, as one delta.
+
+    Args:
+        tag: Name by which its request can be aborted.
+        max_unread_bytes: Limit of what waits for a slow reader; None is no limit.
+    """
+
+    def __init__(self, tag: str, max_unread_bytes: int | None = None) -> None:
+        self.tag = tag
+        self._max_unread_bytes = max_unread_bytes
+        self._num_unread_bytes = 0
+        self._has_begun = False
+        self._unread: TokenDelta | None = None
+        self._is_cache_told = False
+        self._error: HiserveError | None = None
+        self._arrived = asyncio.Event()
+
+    def push(self, delta: TokenDelta) -> None:
+        """Adds output; after an error there is none."""
+        if self._error is not None:
+            return
+        if (
+            delta.tokens
+        ):  # the scores of a prompt come at once, with the first token at the latest: nobody is slow for that
+            self._num_unread_bytes += TOKEN_BYTES * len(delta.tokens) + (len(delta.scores) if self._has_begun else 0)
+            self._has_begun = True
+        if self._unread is None:
+            self._unread = delta
+        else:
+            self._unread.append(delta)
+        self._arrived.set()
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether more waits than may, of a request that goes on."""
+        if self._max_unread_bytes is None or self._error is not None or self._unread is None or self._unread.finish:
+            return False
+        return self._num_unread_bytes > self._max_unread_bytes
+
+    def fail(self, error: HiserveError) -> None:
+        """Ends the stream after what waits."""
+        self._error = error
+        self._arrived.set()
+
+    def cut(self) -> None:
+        """Ends the stream of a reader that is too slow, and frees what waits for it."""
+        unread = f"{self._num_unread_bytes} bytes of this stream were not read in time"
+        self._unread = None
+        self.fail(SlowReaderError(f"{unread}; the limit is {self._max_unread_bytes}. Read as fast as tokens come."))
+
+    async def take(self) -> TokenDelta:
+        """Waits for output; an error comes after the tokens and scores that preceded it."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        delta, self._unread = self._unread, None
+        if self._error is not None:
+            if delta is None or not (delta.tokens or delta.scores):
+                raise self._error
+            self._arrived.set()
+        assert delta is not None, "woken without output"
+        self._num_unread_bytes = 0
+        if self._is_cache_told:
+            delta.cached = None
+        self._is_cache_told = self._is_cache_told or delta.cached is not None
+        return delta
 
 
 class EngineClient:
@@ -279,8 +347,8 @@ class EngineClient:
 
     def _on_message(self, received: Received[ToClient]) -> None:
         match received.message:
-            case Tokens() as news:
-                self._spread(news, received.tokens.tolist(), received.scores)
+            case RequestUpdates() as updates:
+                self._deliver(updates)
             case Failed() as failed:
                 self._end(failed.uid).fail(to_error(failed.code, failed.message, retry_after_s=failed.retry_after_s))
             case Flushed() | Inspected() | Status() as answer:
@@ -299,18 +367,14 @@ class EngineClient:
                 if not self._starting.done():
                     self._starting.set_exception(to_error(code, message, trace))
 
-    def _spread(self, news: Tokens, tokens: list[int], scores: bytes) -> None:
-        at = score_at = 0
-        columns = (news.uids, news.counts, news.finishes, news.cached, news.drafts, news.score_words, news.queue_s)
-        for uid, count, finish, cached, drafts, words, queue_s in zip(*columns, strict=True):
-            stream = self._end(uid) if finish else self._stream(uid)
-            end, score_end = at + count, score_at + WORD_BYTES * words
-            stream.push(tokens[at:end], finish, cached, drafts, scores[score_at:score_end], queue_s)
+    def _deliver(self, updates: RequestUpdates) -> None:
+        for delta in updates:
+            stream = self._end(delta.uid) if delta.finish else self._stream(delta.uid)
+            stream.push(delta)
             if stream.is_too_long:
                 self.num_slow_readers += 1
                 stream.cut()
-                self._process.send(encode(Abort([uid])))
-            at, score_at = end, score_end
+                self._process.send(encode(Abort([delta.uid])))
 
     def _stream(self, uid: int) -> RequestStream:
         if uid not in self._streams:

@@ -8,8 +8,6 @@ from functools import partial
 from itertools import takewhile
 from typing import Protocol
 
-import numpy as np
-
 from hiserve.config.options import Scheduler
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
@@ -22,9 +20,9 @@ from hiserve.errors import (
     RequestError,
     UnavailableError,
 )
-from hiserve.ipc.coalesce import UNREPORTED
 from hiserve.ipc.lifecycle import ReplayCounter
-from hiserve.ipc.messages import Admit, Generate, Ready, StepReport, Tokens
+from hiserve.ipc.messages import Admit, Generate, Ready
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.ipc.wire_errors import to_error
 from hiserve.scheduler.crash_isolation import CrashIsolation
 from hiserve.scheduler.drain import DrainRate
@@ -40,8 +38,8 @@ _GUILTY = "the worker died {} times with this request, at last with no other. It
 class DispatcherEvents(Protocol):
     """Where the decisions go. Nothing in it may block or fail."""
 
-    def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
-        """Tells the client news of requests."""
+    def updated(self, updates: RequestUpdates) -> None:
+        """Sends the client output of requests."""
 
     def failed(self, uid: int, error: HiserveError) -> None:
         """Tells the client that a request ended with an error, or was refused."""
@@ -129,17 +127,9 @@ class Dispatcher:
         """Tells the client that requests ended that no worker has."""
         if not ended:
             return
-        zeros = [0] * len(ended)
-        news = Tokens(
-            uids=[entry.uid for entry in ended],
-            counts=zeros,
-            finishes=[int(FinishReason.ABORT)] * len(ended),
-            cached=[None] * len(ended),  # nobody looked
-            drafts=[None] * len(ended),
-            score_words=zeros,
-            queue_s=[UNREPORTED] * len(ended),
-        )
-        self._events.tokens(news, np.empty(0, dtype=np.int32), b"")
+        updates = RequestUpdates()
+        updates.add(*(TokenDelta(finish=FinishReason.ABORT, uid=entry.uid) for entry in ended))
+        self._events.updated(updates)
 
     def expire(self) -> None:
         """Ends what is past its deadline: queued requests with an error, others with what they have.
@@ -221,60 +211,33 @@ class Dispatcher:
             self._end(entry)
             self._events.failed(entry.uid, error)
 
-    def report(
-        self,
-        replica: int,
-        report: StepReport,
-        tokens: Int32Array,
-        scores: bytes = b"",
-        published: bytes = b"",
-        removed: bytes = b"",
-    ) -> None:
-        """Records what a worker did and passes it on.
-
-        Args:
-            replica: The worker.
-            report: Its report, and the arrays that came beside it:
-            tokens: int32 ``[sum(counts)]``.
-            scores: ``4 * sum(score_words)`` bytes.
-            published: Joined digests of pages its cache gained.
-            removed: Joined digests of pages its cache lost.
+    def report(self, replica: int, updates: RequestUpdates) -> None:
+        """Records a worker's updates and passes them on; failures one by one, and pages not at all.
 
         Raises:
             MalformedError: It reports on requests it does not hold; nothing was recorded.
         """
-        entries = self.ledger.rows(report.uids, replica)
-        failures = self.ledger.rows([uid for uid, _, _ in report.failed], replica)
-        self.index.update(replica, published, removed)
+        entries = self.ledger.rows(updates.uids, replica)
+        failures = self.ledger.rows([uid for uid, _, _ in updates.failed], replica)
+        self.index.update(replica, updates.published, updates.removed)
+        failed, updates.failed, updates.published, updates.removed = updates.failed, [], b"", b""
         if entries:
             self._moved.add(replica)
-            self._record(entries, report, tokens)
-            news = Tokens(
-                uids=report.uids,
-                counts=report.counts,
-                finishes=report.finishes,
-                cached=[entry.take_cached(cached) for entry, cached in zip(entries, report.cached, strict=True)],
-                drafts=[entry.take_drafts(drafts) for entry, drafts in zip(entries, report.drafts, strict=True)],
-                score_words=report.score_words,
-                queue_s=[entry.take_queue_s() for entry in entries],
-            )
-            self._events.tokens(news, tokens, scores)
-        for entry, (_, code, message) in zip(failures, report.failed, strict=True):
+            self._record(entries, updates)
+            self._events.updated(updates)
+        for entry, (_, code, message) in zip(failures, failed, strict=True):
             self._end(entry)
             self._events.failed(entry.uid, to_error(code, message))
 
-    def _record(self, entries: Sequence[Entry], report: StepReport, tokens: Int32Array) -> None:
-        """Takes news of requests into the ledger."""
-        ids = tokens.tolist()
-        start = 0
-        columns = (report.counts, report.finishes, report.cached, report.score_words)
-        for entry, count, finish, cached, num_words in zip(entries, *columns, strict=True):
-            if cached is not None and entry.num_admissions > 1:
-                self.replays.found(cached)
-            entry.extend(ids[start : start + count], num_words)
-            start += count
-            self.queue.charge(entry.caller, count)
-            if finish:
+    def _record(self, entries: Sequence[Entry], updates: RequestUpdates) -> None:
+        """Takes the output of requests into the ledger, and corrects the facts that the client is sent."""
+        for index, (entry, delta) in enumerate(zip(entries, updates, strict=True)):
+            if delta.cached is not None and entry.num_admissions > 1:
+                self.replays.found(delta.cached)
+            self.queue.charge(entry.caller, len(delta.tokens))
+            entry.record(delta)
+            updates.set_facts(index, delta)
+            if delta.finish:
                 self._end(entry)
 
     def dispatch(self) -> None:

@@ -9,14 +9,13 @@ from enum import IntEnum
 
 import numpy as np
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.draft_use import DraftUse
-from hiserve.core.plan import Int32Array
+from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import InvariantError
-from hiserve.ipc.coalesce import UNREPORTED
 from hiserve.ipc.codec import MalformedError
 from hiserve.ipc.messages import Admit, Generate
+from hiserve.ipc.updates import UNREPORTED, TokenDelta
 
 NO_DRAFTS = DraftUse()
 
@@ -40,7 +39,7 @@ class Entry:
         priority: As asked.
         caller: Number of the API key it came with.
         accepted_at_s: When it was accepted, by a monotonic clock.
-        queue_s: Seconds until a worker got it first, once; -1 before that and when the client was told.
+        queue_s: Seconds until a worker got it first; -1 before that and when reported.
         generated: Tokens the client was sent, in order.
         replica: The worker that runs it; None while queued.
         num_admissions: Workers that got it, one after the other.
@@ -96,37 +95,21 @@ class Entry:
         if self.drafts is not None:
             self.former_drafts, self.drafts = self.former_drafts + self.drafts, None
 
-    def take_queue_s(self) -> float:
-        """Returns the seconds it was queued, for the first who asks after its admission; -1 for others."""
-        queue_s, self.queue_s = self.queue_s, UNREPORTED
-        return queue_s
-
-    def take_cached(self, cached: CacheUse | None) -> CacheUse | None:
-        """Returns what the client is told of a worker's news of the cache: the first there is."""
-        if cached is None or self.is_cache_told:
-            return None
-        self.is_cache_told = True
-        return cached
-
-    def take_drafts(self, drafts: DraftUse | None) -> DraftUse | None:
-        """Returns what the client is told of a worker's drafts: those of the workers before it are added."""
-        if drafts is None:
-            return None
-        self.drafts = drafts
-        return self.former_drafts + drafts
-
-    def extend(self, tokens: list[int], num_words: int) -> None:
-        """Records what the client is sent.
-
-        Args:
-            tokens: New tokens.
-            num_words: Words of scores beside them: of the prompt first, then of the tokens.
-        """
-        self.generated.extend(tokens)
+    def record(self, delta: TokenDelta) -> None:
+        """Records what the client is sent; corrects the facts so that they are of all its workers and reported once."""
+        self.generated.extend(delta.tokens)
         self.has_moved = True
         num_top = self.sampling.prompt_logprobs
-        if num_top is not None and num_words:
-            self.num_scored = min(len(self.prompt) - 1, self.num_scored + num_words // (1 + 2 * num_top))
+        if num_top is not None and delta.scores:
+            num_scores = len(delta.scores) // WORD_BYTES // (1 + 2 * num_top)
+            self.num_scored = min(len(self.prompt) - 1, self.num_scored + num_scores)
+        if delta.cached is not None:
+            delta.cached = None if self.is_cache_told else delta.cached
+            self.is_cache_told = True
+        if delta.drafts is not None:
+            self.drafts = delta.drafts
+            delta.drafts = self.former_drafts + delta.drafts
+        delta.queue_s, self.queue_s = self.queue_s, UNREPORTED
 
     def to_admit(self) -> tuple[Admit, Int32Array]:
         """Returns what a worker needs to run the request from here, and its tokens int32 ``[n + generated]``."""

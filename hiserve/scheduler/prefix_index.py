@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hiserve.core.digest import Chain, chain, namespace_digest, pack_tokens
+from hiserve.core.digest import Chain, chain, namespace_digest, pack_tokens, split_digests
 from hiserve.core.plan import Int32Array
-from hiserve.ipc.codec import split_digests
 
 HASHED_PAGES = 32
 

@@ -19,7 +19,6 @@ from hiserve.core.plan import Int32Array
 from hiserve.errors import EngineError, HiserveError, RequestError, UnavailableError
 from hiserve.ipc.channel import AsyncChannel, Link
 from hiserve.ipc.child import log_to_stderr, meet_parent
-from hiserve.ipc.coalesce import Coalescer
 from hiserve.ipc.codec import Frames, MalformedError, MessageDecoder, Received, encode
 from hiserve.ipc.lifecycle import Crash
 from hiserve.ipc.messages import (
@@ -43,11 +42,11 @@ from hiserve.ipc.messages import (
     Status,
     StepReport,
     Stop,
-    Tokens,
     ToScheduler,
     WorkerBack,
     WorkerLost,
 )
+from hiserve.ipc.updates import MergedUpdates, RequestUpdates
 from hiserve.ipc.wire_errors import trace_of
 from hiserve.scheduler.broadcast import Broadcast
 from hiserve.scheduler.dispatcher import Dispatcher
@@ -79,7 +78,7 @@ class SchedulerService:
         loop.add_signal_handler(PARENT_DIED, self._end, 0)
         self._page_size = config.cache.page_size
         self._decoder = MessageDecoder[ToScheduler](ToScheduler)
-        self._late = Coalescer()
+        self._late = MergedUpdates()
         self._num_malformed = 0
         self._abandoned: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -171,10 +170,10 @@ class SchedulerService:
 
     # --- from the dispatcher --------------------------------------------------------------
 
-    def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
-        """Sends news on, or merges it with what the client was too slow for."""
-        if self._late or not self._client.try_send(encode(news, tokens, scores)):
-            self._late.add(news, tokens, scores)
+    def updated(self, updates: RequestUpdates) -> None:
+        """Sends output on, or merges it with what the client was too slow for."""
+        if self._late or not self._client.try_send(encode(updates)):
+            self._late.merge(updates)
 
     def failed(self, uid: int, error: HiserveError) -> None:
         """Tells the client; behind all tokens of the request."""
@@ -191,7 +190,7 @@ class SchedulerService:
 
     def _send_late(self) -> None:
         if self._late:
-            self._client.send(encode(*self._late.take()))
+            self._client.send(encode(self._late.take()))
 
     # --- from the supervisor --------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class SchedulerService:
         """
         message = received.message
         if isinstance(message, StepReport):
-            self._dispatcher.report(replica, message, *received[1:])
+            self._dispatcher.report(replica, message.updates)
         elif isinstance(message, CacheFlushed | CacheInspected):
             self._broadcast.answered(replica, message)
 

@@ -343,7 +343,7 @@ class Supervisor:
     def _on_stats(self, worker: WorkerProcess, report: StepReport) -> None:
         """Keeps a worker's stats, and sees whether it has recovered."""
         worker.on_stats(report.stats, worker.last_message_s)
-        if report.uids:
+        if report.updates.uids:
             self.recovery_times.first_output(worker)
         elif not report.stats.running + report.stats.waiting and worker.last_message_s - worker.ready_s > REST_S:
             self.recovery_times.on_idle(worker.replica)

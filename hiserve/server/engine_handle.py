@@ -5,117 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
-from hiserve.core.plan import Int32Array
-from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError, UnavailableError
-from hiserve.ipc.cache_stats import TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash
-from hiserve.ipc.messages import Started, Status
+from hiserve.ipc.messages import Status
+from hiserve.scheduler.client import EngineClient
 
 RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0)
 MAX_FAILURES = 8
 SETTLED_S = 60.0  # an engine that lived for so long does not die of how it was started
 
 logger = logging.getLogger(__name__)
-
-
-class EngineDelta(Protocol):
-    """News of one request: tokens, and in the last delta why it ended.
-
-    Attributes:
-        tokens: New token ids; may be empty with a finish, and with scores of the prompt.
-        finish: RUNNING until the last delta.
-        cached: What of the prompt came from the cache, once; None where no worker looked.
-        drafts: All drafts until now; None when nothing is new, and without speculation.
-        scores: Of tokens, as ``ipc.messages.Tokens`` says; those of a prompt come before its first token.
-        queue_s: Seconds until a worker got the request in the first delta (-1 if none got it), -1 after.
-    """
-
-    @property
-    def tokens(self) -> list[int]: ...
-
-    @property
-    def finish(self) -> FinishReason: ...
-
-    @property
-    def cached(self) -> CacheUse | None: ...
-
-    @property
-    def drafts(self) -> DraftUse | None: ...
-
-    @property
-    def scores(self) -> bytes: ...
-
-    @property
-    def queue_s(self) -> float: ...
-
-
-class EngineConnection(Protocol):
-    """What the front end needs of the engine client.
-
-    Attributes:
-        started: What the workers reported when they became ready.
-        is_ready: Requests can be served now.
-        trouble: Why not; empty when they can.
-        max_model_len: Longest prompt plus output, in tokens.
-        num_inflight: Requests that have not ended.
-        num_slow_readers: Streams that were ended because too much of them was not read.
-        num_restarts: Workers that were ready again after one died.
-        crash: The latest death of a worker, as it was told when it came.
-    """
-
-    started: Started
-    num_slow_readers: int
-    num_restarts: int
-    crash: Crash | None
-
-    @property
-    def is_ready(self) -> bool: ...
-
-    @property
-    def trouble(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def num_inflight(self) -> int: ...
-
-    def generate(
-        self,
-        prompt: Int32Array,
-        sampling: SamplingParams,
-        *,
-        namespace: bytes = b"",
-        choice: int = 0,
-        priority: int = 0,
-        caller: int = 0,
-        tag: str = "",
-    ) -> AsyncGenerator[EngineDelta, None]:
-        """Yields deltas until one has a finish. Closing the generator aborts the request."""
-
-    def abort(self, tag: str | None = None) -> int:
-        """Ends the requests of this tag, or all; returns how many. Each still yields a last delta."""
-
-    async def flush(self, tiers: tuple[TierName, ...]) -> int:
-        """Empties tiers of the prefix caches; returns the pages emptied."""
-
-    async def inspect(self, depth: int) -> list[TreeFacts]:
-        """Returns the radix trees of the workers, from the roots to ``depth`` levels below them."""
-
-    async def status(self) -> Status:
-        """Asks the scheduler for its state and that of the workers."""
-
-    async def stop(self, drain_s: float = 0.0, copy_s: float = 0.0) -> None:
-        """Ends the engine's processes; running requests have ``drain_s`` seconds to finish, then pages ``copy_s``."""
-
-    async def ended(self) -> str:
-        """Returns when the engine's processes have ended: why."""
 
 
 class EngineHandle:
@@ -130,12 +31,12 @@ class EngineHandle:
         last_status_s: When, by ``time.monotonic``.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[EngineConnection]]) -> None:
+    def __init__(self, start: Callable[[], Awaitable[EngineClient]]) -> None:
         self._start = start
         self._is_begun = asyncio.Event()
-        self._opening: asyncio.Task[EngineConnection] | None = None
-        self._engine: EngineConnection | None = None
-        self._stopping: EngineConnection | None = None
+        self._opening: asyncio.Task[EngineClient] | None = None
+        self._engine: EngineClient | None = None
+        self._stopping: EngineClient | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._is_draining = False
         self._loss = ""  # why the engine that served last does not
@@ -147,7 +48,7 @@ class EngineHandle:
         self.startup_s = 0.0
 
     @property
-    def engine(self) -> EngineConnection | None:
+    def engine(self) -> EngineClient | None:
         """The engine, ready or not; None before it has started and after it was stopped."""
         return self._engine
 
@@ -184,7 +85,7 @@ class EngineHandle:
         """The latest death of a worker; it is known here, whoever dies."""
         return None if self._engine is None else self._engine.crash or self._crash
 
-    def require(self) -> EngineConnection:
+    def require(self) -> EngineClient:
         """Returns the engine for one request.
 
         Raises:
@@ -247,16 +148,16 @@ class EngineHandle:
             await self._stopping.stop(copy_s=copy_s)
             self._stopping = None
 
-    async def _open(self) -> EngineConnection:
+    async def _open(self) -> EngineClient:
         begin = time.monotonic()
         self._engine = await self._start()
         self.startup_s = time.monotonic() - begin
         self._keeping = asyncio.create_task(self._keep(self._engine))
         return self._engine
 
-    async def _keep(self, first: EngineConnection) -> None:
+    async def _keep(self, first: EngineClient) -> None:
         """Starts the engine again whenever it has died, but not for ever."""
-        engine: EngineConnection | None = first
+        engine: EngineClient | None = first
         why, num_failures = "", 0
         while True:
             if engine is not None:
@@ -278,7 +179,7 @@ class EngineHandle:
         self._loss = f"the engine died, or did not start, {num_failures} times in a row: {why}"
         logger.error("%s", self._loss)
 
-    def _take_over(self, engine: EngineConnection) -> None:
+    def _take_over(self, engine: EngineClient) -> None:
         """Serves with an engine that takes the place of one that died."""
         assert self._engine is not None, "an engine follows none"
         self._num_restarts += self._engine.num_restarts + len(engine.started.workers)
@@ -286,7 +187,7 @@ class EngineHandle:
         self._crash = self.crash
         self._engine, self._loss = engine, ""
 
-    async def _try_start(self) -> EngineConnection | None:
+    async def _try_start(self) -> EngineClient | None:
         """Starts an engine; None if that fails."""
         try:
             return await self._start()

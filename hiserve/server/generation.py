@@ -15,7 +15,8 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError, InvariantError
-from hiserve.server.engine_handle import EngineConnection, EngineDelta
+from hiserve.ipc.updates import RequestFacts, TokenDelta
+from hiserve.scheduler.client import EngineClient
 from hiserve.server.metrics import Metrics, RequestTimer
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.output import TextOutput
@@ -91,8 +92,7 @@ class Generation:
             is handed out: the client's next request may follow at once.
 
     Attributes:
-        cached: What of the prompt came from the cache.
-        queue_s: Seconds until a worker got the request; -1 before it.
+        facts: All that was reported of the request until now.
         scorer: The choice whose ``prompt_scores`` are this one's.
         prompt_scores: Of the prompt's tokens but the first, packed; those of the scorer are complete with the first piece
             of each choice of the prompt.
@@ -131,14 +131,17 @@ class Generation:
         self._remember = remember
         self._texts: list[str] = []
         self._num_score_bytes = 0 if sampling.logprobs is None else WORD_BYTES * (1 + 2 * sampling.logprobs)
-        self.cached = NOTHING
-        self.drafts: DraftUse | None = None
-        self.queue_s = -1.0
+        self.facts = RequestFacts()
         self.prompt_scores = bytearray()
         self.tokens: list[int] = []
         self.scores = bytearray()
         self.finish = FinishReason.RUNNING
         self.stop: str | int | None = None
+
+    @property
+    def cached(self) -> CacheUse:
+        """Prompt tokens that came from the cache."""
+        return self.facts.cached or NOTHING
 
     @property
     def text(self) -> str:
@@ -154,7 +157,7 @@ class Generation:
         """Returns everything so far as one piece."""
         return OutputDelta(self.choice, self.text, self.tokens, bytes(self.scores), self.finish, self.stop)
 
-    async def run(self, engine: EngineConnection) -> AsyncGenerator[OutputDelta, None]:
+    async def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
         """Yields pieces until the choice ends. Closing the generator aborts the request.
 
         Raises:
@@ -194,18 +197,16 @@ class Generation:
             self._is_scored.set()
             self._end(reason, detail)
 
-    def _take(self, delta: EngineDelta) -> OutputDelta:
+    def _take(self, delta: TokenDelta) -> OutputDelta:
         tokens, scores = delta.tokens, b""
         if delta.cached is not None:
-            self.cached = delta.cached
-            self.queue_s = delta.queue_s
             self._timer.admitted(delta.cached, delta.queue_s)
-        self.drafts = delta.drafts or self.drafts
+        self.facts.update(delta)
         self._timer.tokens(len(tokens))
         if delta.scores:
             of_prompt = len(delta.scores) - len(tokens) * self._num_score_bytes
             self.prompt_scores += delta.scores[:of_prompt]
-            scores = delta.scores[of_prompt:]
+            scores = bytes(delta.scores[of_prompt:])
         if not self._keeps_tokens:
             self.finish = FinishReason.LENGTH if tokens else delta.finish
             return OutputDelta(self.choice, "", [], b"", self.finish, None)
@@ -321,7 +322,7 @@ class Choices:
     @property
     def drafts(self) -> DraftUse | None:
         """All drafts so far, of all choices together; None without speculation."""
-        known = [generation.drafts for generation in self.generations if generation.drafts is not None]
+        known = [generation.facts.drafts for generation in self.generations if generation.facts.drafts is not None]
         return sum(known, DraftUse()) if known else None
 
     @property
@@ -335,7 +336,7 @@ class Choices:
         num_bytes = sum(len(each.scores) + len(each.scorer.prompt_scores) for each in self.generations)
         return len(self.generations) > QUICK_CHOICES or num_bytes > QUICK_SCORE_BYTES
 
-    def run(self, engine: EngineConnection) -> AsyncGenerator[OutputDelta, None]:
+    def run(self, engine: EngineClient) -> AsyncGenerator[OutputDelta, None]:
         """Yields pieces of all choices as they arrive. Closing the generator aborts them all.
 
         Raises:

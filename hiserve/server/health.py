@@ -12,8 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from hiserve.core.digest import namespace_digest
 from hiserve.core.request import SamplingParams
 from hiserve.errors import HiserveError, OverloadedError, UnavailableError
+from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import Auth
-from hiserve.server.engine_handle import EngineConnection, EngineHandle
+from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.error_responses import error_response
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import json_response
@@ -90,7 +91,7 @@ class HealthRoutes:
         )
         return Response(self._metrics.render(is_whole=is_whole), media_type=CONTENT_TYPE_LATEST)
 
-    async def _proof(self, engine: EngineConnection) -> None:
+    async def _proof(self, engine: EngineClient) -> None:
         """Returns when there is progress.
 
         Raises:
@@ -109,7 +110,7 @@ class HealthRoutes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _probe(self, engine: EngineConnection) -> None:
+    async def _probe(self, engine: EngineClient) -> None:
         """Returns when a request of one token is answered; if the queue is full, when a step ends."""
         sampling = SamplingParams(temperature=0, max_tokens=1)
         try:

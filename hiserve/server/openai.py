@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request, Response
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
 from hiserve.errors import NotFoundError
+from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of
-from hiserve.server.engine_handle import EngineConnection
 from hiserve.server.generation import Choices, Generation, OutputDelta, Remember, RequestContext, generations
 from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.openai_format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
@@ -174,7 +174,7 @@ class OpenAIRoutes:
     async def _answer(
         self,
         request: Request,
-        engine: EngineConnection,
+        engine: EngineClient,
         asked: OpenAIFields,
         choices: Choices,
         formatter: ReplyFormatter,

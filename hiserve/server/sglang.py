@@ -215,12 +215,12 @@ class NativeFormatter:
             "cached_tokens_details": {"device": cached.device, "host": cached.host, "storage": cached.store},
             "cache_miss": cache_miss(cached),
             "weight_version": self._version,
-            **spec_details(generation.drafts),
+            **spec_details(generation.facts.drafts),
         }
         if is_over:
             meta["e2e_latency"] = time.monotonic() - self._arrived
-        if generation.queue_s >= 0:
-            meta["queue_time"] = generation.queue_s
+        if generation.facts.queue_s >= 0:
+            meta["queue_time"] = generation.facts.queue_s
         if generation.sampling.logprobs is not None:
             meta |= self._logprobs(generation.sampling.logprobs)
         return {"text": self._text, "output_ids": self._tokens, "meta_info": meta}

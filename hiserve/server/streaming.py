@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from hiserve.errors import HiserveError
+from hiserve.scheduler.client import EngineClient
 from hiserve.server.auth import caller_of
-from hiserve.server.engine_handle import EngineConnection
 from hiserve.server.error_responses import describe, error_body
 from hiserve.server.generation import Choices, OutputDelta
 from hiserve.server.reply_format import json_response
@@ -117,7 +117,7 @@ class EventStream(Response):
 
 async def answer(
     request: Request,
-    engine: EngineConnection,
+    engine: EngineClient,
     choices: Choices,
     words: FairThreads,
     *,

@@ -22,11 +22,11 @@ from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
 from hiserve.engine.loop import EngineFacts
-from hiserve.engine.updates import RequestUpdates
 from hiserve.errors import ModelError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, TierName
 from hiserve.ipc.lifecycle import CrashSnapshot, StepSnapshot
 from hiserve.ipc.messages import Admit, WorkerStats
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 
 CRASH = 900001  # the step that runs this request raises
 KILL = 900002  # the step that runs this request ends the process as kill -9 would
@@ -129,10 +129,8 @@ class FakeEngine:
 
     def step(self) -> RequestUpdates | None:
         updates = RequestUpdates()
-        tokens: list[int] = []
-        scores: list[bytes] = []
         for uid in self._aborted:
-            updates.add_end(uid, FinishReason.ABORT)
+            updates.add(TokenDelta(finish=FinishReason.ABORT, uid=uid))
         self._aborted.clear()
         running = list(self._requests.values())[: self._max_running]
         if running:
@@ -143,8 +141,8 @@ class FakeEngine:
             order, sampling = request.tokens[0], request.admit.sampling
             if not request.is_scored and sampling.prompt_logprobs is not None:
                 request.is_scored = request.is_reported = True
-                scores.append(score_words(1, request.admit.num_prompt, sampling.prompt_logprobs))
-                self._tell(updates, uid, 0, FinishReason.RUNNING, request.cached, scores[-1])
+                scores = score_words(1, request.admit.num_prompt, sampling.prompt_logprobs)
+                updates.add(TokenDelta(scores=scores, uid=uid, cached=request.cached))
                 continue
             if order == CRASH:
                 raise RuntimeError("the device is on fire")
@@ -156,20 +154,19 @@ class FakeEngine:
                 continue
             prompt = np.array(request.tokens[: request.admit.num_prompt], dtype=np.int32)
             token = reply_token(prompt, request.num_generated)
-            tokens.append(token)
             request.tokens.append(token)
             is_last = request.num_generated >= request.max_tokens
             finish = FinishReason.LENGTH if is_last else FinishReason.RUNNING
-            scores.append(score_words(len(request.tokens) - 1, len(request.tokens), sampling.logprobs))
+            scores = score_words(len(request.tokens) - 1, len(request.tokens), sampling.logprobs)
             told_uid = uid + (10**9 if order == LIE else 0)
-            self._tell(updates, told_uid, 1, finish, None if request.is_reported else request.cached, scores[-1])
+            cached = None if request.is_reported else request.cached
+            updates.add(TokenDelta([token], finish, scores, told_uid, cached=cached))
             request.is_reported = True
             self._publish(request)
             if is_last:
                 del self._requests[uid]
-        updates.tokens, updates.scores = np.array(tokens, dtype=np.int32), b"".join(scores)
         updates.published, updates.removed = self._events.take()
-        return updates if updates.uids or updates.failed or updates.published or updates.removed else None
+        return None if updates.is_empty else updates
 
     def stats(self) -> WorkerStats:
         return WorkerStats(running=len(self._requests), steps=self._num_steps, free_pages=self.facts.num_pages)
@@ -183,22 +180,6 @@ class FakeEngine:
 
     def close(self) -> None:
         self._requests.clear()
-
-    def _tell(
-        self,
-        updates: RequestUpdates,
-        uid: int,
-        count: int,
-        finish: FinishReason,
-        cached: CacheUse | None,
-        scores: bytes,
-    ) -> None:
-        updates.uids.append(uid)
-        updates.counts.append(count)
-        updates.finishes.append(int(finish))
-        updates.cached.append(cached)
-        updates.drafts.append(None)
-        updates.score_words.append(len(scores) // 4)
 
     def _publish(self, request: _Request) -> None:
         """Publishes the pages whose tokens are all computed: every token but the newest."""

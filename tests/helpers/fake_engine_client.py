@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from hiserve.core.cache_usage import CacheUse
@@ -17,17 +16,7 @@ from hiserve.errors import HiserveError
 from hiserve.ipc.cache_stats import NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, Recovery, ReplayStats
 from hiserve.ipc.messages import Started, Status, WorkerFacts, WorkerStats
-
-
-class FakeDelta(msgspec.Struct):
-    """Shaped like the client's delta."""
-
-    tokens: list[int]
-    finish: FinishReason = FinishReason.RUNNING
-    cached: CacheUse | None = None
-    scores: bytes = b""
-    queue_s: float = -1.0
-    drafts: DraftUse | None = None
+from hiserve.ipc.updates import TokenDelta
 
 
 @dataclass
@@ -96,7 +85,7 @@ class FakeEngineClient:
     step: Callable[[int], object] | None = None
 
     def __post_init__(self) -> None:
-        self._streams: list[AsyncGenerator[FakeDelta, None]] = []
+        self._streams: list[AsyncGenerator[TokenDelta, None]] = []
         self.started = Started(scheduler_pid=4242, workers=[self._worker()])
 
     @property
@@ -113,12 +102,12 @@ class FakeEngineClient:
         priority: int = 0,
         caller: int = 0,
         tag: str = "",
-    ) -> AsyncGenerator[FakeDelta, None]:
+    ) -> AsyncGenerator[TokenDelta, None]:
         stream = self._generate(Seen(prompt, sampling, namespace, choice, priority, caller, tag))
         self._streams.append(stream)  # so that only an explicit close ends it, not the garbage collector
         return stream
 
-    async def _generate(self, seen: Seen) -> AsyncGenerator[FakeDelta, None]:
+    async def _generate(self, seen: Seen) -> AsyncGenerator[TokenDelta, None]:
         assert seen.prompt.dtype == np.int32
         self.seen.append(seen)
         try:
@@ -127,7 +116,7 @@ class FakeEngineClient:
                 await self._wait(i, seen)
                 if seen.cut.is_set():
                     seen.finished = True
-                    yield FakeDelta([], FinishReason.ABORT, CacheUse() if i == 0 and self.looks_up else None)
+                    yield TokenDelta(finish=FinishReason.ABORT, cached=CacheUse() if i == 0 and self.looks_up else None)
                     return
                 if self.fail_at == i and self.failure is not None:
                     seen.failed = True
@@ -142,7 +131,7 @@ class FakeEngineClient:
                     self._use(seen.prompt) if is_first and self.looks_up else None,
                     self.drafts[i] if self.drafts else None,
                 )
-                yield FakeDelta(tokens, finish, use, scores, queue_s, drafts)
+                yield TokenDelta(tokens, finish, scores, cached=use, drafts=drafts, queue_s=queue_s)
         finally:
             if not seen.finished and not seen.failed:
                 seen.aborted = True

@@ -8,9 +8,10 @@ import numpy as np
 
 from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import Int32Array
-from hiserve.core.request import SamplingParams
+from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import HiserveError
-from hiserve.ipc.messages import Admit, Generate, Ready, StepReport, Tokens, WorkerStats
+from hiserve.ipc.messages import Admit, Generate, Ready
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 
 PAGE_SIZE = 4
 NAMESPACE = b"n" * 16
@@ -23,18 +24,16 @@ class FakeOutlet:
         self.errors: dict[int, HiserveError] = {}
         self.admitted: list[tuple[int, int]] = []
         self.admits: dict[int, tuple[Admit, list[int]]] = {}
-        self.news: list[tuple[Tokens, bytes]] = []
+        self.news: list[RequestUpdates] = []
         self.dropped: list[tuple[int, list[int]]] = []
 
-    def tokens(self, news: Tokens, tokens: Int32Array, scores: bytes) -> None:
-        self.news.append((news, scores))
-        start = 0
-        for uid, count, finish in zip(news.uids, news.counts, news.finishes, strict=True):
-            assert not self.terminals[uid], f"news of {uid} after its end"
-            self.sent[uid] += tokens[start : start + count].tolist()
-            start += count
-            if finish:
-                self.terminals[uid].append(str(finish))
+    def updated(self, updates: RequestUpdates) -> None:
+        self.news.append(updates)
+        for delta in updates:
+            assert not self.terminals[delta.uid], f"news of {delta.uid} after its end"
+            self.sent[delta.uid] += delta.tokens
+            if delta.finish:
+                self.terminals[delta.uid].append(str(int(delta.finish)))
 
     def failed(self, uid: int, error: HiserveError) -> None:
         self.terminals[uid].append(error.code)
@@ -69,17 +68,8 @@ def prompt(*tokens: int) -> Int32Array:
     return np.array(tokens, dtype=np.int32)
 
 
-def step_report(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ()) -> tuple[StepReport, Int32Array]:
+def step_updates(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ()) -> RequestUpdates:
     """Rows are (uid, tokens, finish)."""
-    report = StepReport(
-        incarnation=1,
-        uids=[uid for uid, _, _ in rows],
-        counts=[len(tokens) for _, tokens, _ in rows],
-        finishes=[finish for _, _, finish in rows],
-        cached=[CacheUse() for _ in rows],
-        drafts=[None for _ in rows],
-        score_words=[0 for _ in rows],
-        failed=[(uid, "engine_error", "it broke") for uid in failed],
-        stats=WorkerStats(),
-    )
-    return report, np.array([token for _, tokens, _ in rows for token in tokens], dtype=np.int32)
+    updates = RequestUpdates(failed=[(uid, "engine_error", "it broke") for uid in failed])
+    updates.add(*(TokenDelta(tokens, FinishReason(finish), uid=uid, cached=CacheUse()) for uid, tokens, finish in rows))
+    return updates

@@ -8,13 +8,12 @@ import signal
 import sys
 import time
 
-import numpy as np
-
 from hiserve.ipc.channel import Link
 from hiserve.ipc.child import meet_parent
 from hiserve.ipc.codec import Frames, MessageDecoder, encode
 from hiserve.ipc.lifecycle import CrashSnapshot, StepSnapshot
 from hiserve.ipc.messages import Configure, Ready, StepReport, WorkerFailed, WorkerStats
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 
 
 def say(link: Link, frames: Frames) -> None:
@@ -24,8 +23,9 @@ def say(link: Link, frames: Frames) -> None:
 
 def report(incarnation: int, uid: int, *, running: int = 0) -> Frames:
     stats = WorkerStats(steps=incarnation, running=running)
-    message = StepReport(incarnation, [uid], [1], [0], [None], [None], [0], [], stats)
-    return encode(message, np.array([1], dtype=np.int32), b"", b"", b"")
+    updates = RequestUpdates()
+    updates.add(TokenDelta([1], uid=uid))
+    return encode(StepReport(incarnation, updates, stats))
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams
-from hiserve.engine.updates import RequestUpdates
 from hiserve.ipc.messages import Admit
+from hiserve.ipc.updates import RequestUpdates
 from tests.helpers.echo import oracle
 from tests.helpers.engines import echo_engine
 from tests.invariants.page_checks import check_pages

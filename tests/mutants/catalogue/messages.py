@@ -1,11 +1,11 @@
 """Messages between processes and to routers."""
 
-from hiserve.ipc import channel, child, codec, parent
+from hiserve.ipc import channel, child, codec, parent, updates
 from tests.unit.ipc import test_channel, test_codec, test_strangers
 
-with codec._check_columns, test_codec.test_columns_that_contradict_each_other_are_malformed:
+with updates.RequestUpdates.check, test_codec.test_columns_that_contradict_each_other_are_malformed:
     "INV 62: columns of different lengths are accepted"
-    (counts, finishes, message.cached, message.drafts, words)
+    (counts, finishes, words, self.cached, self.drafts, self.queue_s)
     (counts, finishes, words)
 with codec.MessageDecoder.decode, test_codec.test_neither_depth_nor_announced_sizes_get_through:
     "INV 62: deep nesting escapes the decoder"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from hiserve.core.cache_usage import CacheUse
+from hiserve.core.request import FinishReason
 from hiserve.engine.report_sender import ReportSender
-from hiserve.engine.updates import RequestUpdates
-from hiserve.ipc.codec import Frames, MessageDecoder, Received
+from hiserve.ipc.codec import Frames, MessageDecoder
 from hiserve.ipc.messages import CacheFlushed, FromWorker, StepReport, WorkerStats
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 
 
 class FakeChannel:
@@ -23,16 +22,20 @@ class FakeChannel:
             self.sent.append(frames)
         return self.is_writable
 
-    def received(self) -> list[Received[FromWorker]]:
-        return [MessageDecoder[FromWorker](FromWorker).decode(frames) for frames in self.sent]
+    def messages(self) -> list[FromWorker]:
+        return [MessageDecoder[FromWorker](FromWorker).decode(frames).message for frames in self.sent]
+
+    def reports(self) -> list[StepReport]:
+        messages = self.messages()
+        assert all(isinstance(message, StepReport) for message in messages)
+        return messages  # type: ignore[return-value]
 
 
 def report(
     uid: int, *tokens: int, finish: int = 0, scores: bytes = b"", published: bytes = b"", removed: bytes = b""
 ) -> RequestUpdates:
     made = RequestUpdates(published=published, removed=removed)
-    made.add_tokens([uid], [len(tokens)], [finish], [CacheUse()], [None], np.array(tokens, dtype=np.int32))
-    made.add_scores([scores])
+    made.add(TokenDelta(list(tokens), FinishReason(finish), scores, uid, cached=CacheUse()))
     return made
 
 
@@ -42,11 +45,10 @@ def test_a_listening_scheduler_gets_each_report_as_it_is() -> None:
     sender.report(report(1, 10, 11, scores=b"scores__", published=b"p" * 16), WorkerStats(steps=1))
     sender.report(report(1, 12, finish=1), WorkerStats(steps=2))
     assert not sender.is_pending
-    first, second = channel.received()
-    assert isinstance(first.message, StepReport)
-    assert (first.message.incarnation, first.tokens.tolist(), first.published) == (3, [10, 11], b"p" * 16)
-    assert (first.message.score_words, first.scores) == ([2], b"scores__")
-    assert second.tokens.tolist() == [12]
+    first, second = channel.reports()
+    assert (first.incarnation, first.updates.tokens.tolist(), first.updates.published) == (3, [10, 11], b"p" * 16)
+    assert (first.updates.score_words, first.updates.scores) == ([2], b"scores__")
+    assert second.updates.tokens.tolist() == [12]
 
 
 def test_reports_for_a_slow_scheduler_become_one() -> None:
@@ -63,16 +65,15 @@ def test_reports_for_a_slow_scheduler_become_one() -> None:
     assert sender.is_pending
     channel.is_writable = True
     sender.flush()
-    [received] = channel.received()
-    message = received.message
-    assert isinstance(message, StepReport)
-    assert (message.uids, message.counts, message.finishes) == ([1, 2], [500, 1], [0, 1])
-    assert received.tokens.tolist() == [*range(500), 7]
-    assert message.score_words == [500, 0]
-    assert received.scores == b"".join(step.to_bytes(4, "little") for step in range(500))
-    assert message.failed == [(3, "engine_error", "no")]
+    [message] = channel.reports()
+    updates = message.updates
+    assert (updates.uids, updates.counts, updates.finishes) == ([1, 2], [500, 1], [0, 1])
+    assert updates.tokens.tolist() == [*range(500), 7]
+    assert updates.score_words == [500, 0]
+    assert updates.scores == b"".join(step.to_bytes(4, "little") for step in range(500))
+    assert updates.failed == [(3, "engine_error", "no")]
     assert message.stats.steps == 501
-    assert (received.published, received.removed) == (b + c, b"")
+    assert (updates.published, updates.removed) == (b + c, b"")
     assert not sender.is_pending
 
 
@@ -84,7 +85,7 @@ def test_a_page_lost_and_found_again_while_waiting_is_not_reported() -> None:
     sender.report(RequestUpdates(published=b"x" * 16), WorkerStats())
     channel.is_writable = True
     sender.flush()
-    assert channel.received()[0].published == channel.received()[0].removed == b""
+    assert channel.reports()[0].updates.published == channel.reports()[0].updates.removed == b""
 
 
 def test_a_report_does_not_overtake_those_that_wait() -> None:
@@ -95,8 +96,8 @@ def test_a_report_does_not_overtake_those_that_wait() -> None:
     channel.is_writable = True
     sender.report(report(1, 11), WorkerStats())
     sender.flush()
-    [received] = channel.received()
-    assert received.tokens.tolist() == [10, 11]
+    [message] = channel.reports()
+    assert message.updates.tokens.tolist() == [10, 11]
 
 
 def test_answers_wait_and_are_not_merged() -> None:
@@ -108,7 +109,7 @@ def test_answers_wait_and_are_not_merged() -> None:
     sender.report(report(1, 10), WorkerStats())
     channel.is_writable = True
     sender.flush()
-    kinds = [type(received.message).__name__ for received in channel.received()]
+    kinds = [type(message).__name__ for message in channel.messages()]
     assert kinds == ["CacheFlushed", "CacheFlushed", "StepReport"]
 
 
@@ -121,7 +122,8 @@ def test_a_page_that_two_tiers_gained_while_it_waited_is_told_twice_and_one_that
     sender.report(RequestUpdates(published=a + b, removed=b), WorkerStats())  # on the host too; another moved there
     channel.is_writable = True
     sender.flush()
-    assert (channel.received()[0].published, channel.received()[0].removed) == (a + a, b"")
+    updates = channel.reports()[0].updates
+    assert (updates.published, updates.removed) == (a + a, b"")
 
 
 def test_pages_that_come_and_go_while_the_scheduler_is_slow_take_no_memory() -> None:
@@ -133,4 +135,4 @@ def test_pages_that_come_and_go_while_the_scheduler_is_slow_take_no_memory() -> 
         digest = number.to_bytes(16, "little")
         sender.report(RequestUpdates(published=digest), WorkerStats())
         sender.report(RequestUpdates(removed=digest), WorkerStats())
-    assert list(sender._late_pages) == [b"a" * 16]
+    assert list(sender._late._pages) == [b"a" * 16]

@@ -16,7 +16,6 @@ import pytest
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.engine import service
 from hiserve.engine.service import WorkerService
-from hiserve.engine.updates import RequestUpdates
 from hiserve.ipc.cache_stats import LOCAL_TIERS
 from hiserve.ipc.channel import Link, PeerGoneError, PollingChannel
 from hiserve.ipc.codec import MalformedError, MessageDecoder, Received, encode
@@ -34,6 +33,7 @@ from hiserve.ipc.messages import (
     Stop,
     WorkerStats,
 )
+from hiserve.ipc.updates import RequestUpdates
 from tests.helpers.fake_engine import FakeEngine, reply
 from tests.helpers.settings import settings_of
 
@@ -73,7 +73,7 @@ class Harness:
         self._decoder = MessageDecoder[FromWorker](FromWorker)
         assert isinstance(self.receive().message, Ready)
         first = self.receive().message
-        assert isinstance(first, StepReport) and not first.uids
+        assert isinstance(first, StepReport) and not first.updates.uids
 
     def _run(self) -> None:
         try:
@@ -102,7 +102,7 @@ class Harness:
             received = self.receive()
             assert isinstance(received.message, StepReport)
             reports.append(received.message)
-            tokens += received.tokens.tolist()
+            tokens += received.message.updates.tokens.tolist()
         return reports, tokens
 
     def stop(self) -> None:
@@ -126,7 +126,7 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness
 
 
 def is_over(reports: list[StepReport]) -> bool:
-    return any(any(report.finishes) for report in reports)
+    return any(any(report.updates.finishes) for report in reports)
 
 
 def test_a_request_is_run_and_reported(harness: Harness) -> None:
@@ -134,8 +134,8 @@ def test_a_request_is_run_and_reported(harness: Harness) -> None:
     reports, tokens = harness.until(is_over)
     assert tokens == reply(PROMPT, 3)
     assert [report.incarnation for report in reports] == [2, 2, 2]
-    assert [report.uids for report in reports] == [[5], [5], [5]]
-    assert reports[-1].finishes == [FinishReason.LENGTH]
+    assert [report.updates.uids for report in reports] == [[5], [5], [5]]
+    assert reports[-1].updates.finishes == [FinishReason.LENGTH]
 
 
 def test_an_abort_is_reported_once(harness: Harness) -> None:
@@ -143,7 +143,7 @@ def test_an_abort_is_reported_once(harness: Harness) -> None:
     harness.until(bool)
     harness.send(*encode(Drop([5, 77])))
     reports, _ = harness.until(is_over)
-    assert reports[-1].finishes[-1] == FinishReason.ABORT
+    assert reports[-1].updates.finishes[-1] == FinishReason.ABORT
     harness.send(*encode(FlushCache(9, LOCAL_TIERS)))
     assert isinstance(harness.receive().message, CacheFlushed), "the aborted request was reported again"
 
@@ -153,7 +153,9 @@ def test_a_flush_of_an_idle_worker_also_reports_the_removed_pages(harness: Harne
     harness.until(is_over)
     harness.send(*encode(FlushCache(1, LOCAL_TIERS)))
     assert isinstance(harness.receive().message, CacheFlushed)
-    assert len(harness.receive().removed) == 2 * 16
+    report = harness.receive().message
+    assert isinstance(report, StepReport)
+    assert len(report.updates.removed) == 2 * 16
 
 
 def test_stats_that_changed_without_news_of_a_request_are_told_once_the_worker_rests(harness: Harness) -> None:
@@ -161,7 +163,7 @@ def test_stats_that_changed_without_news_of_a_request_are_told_once_the_worker_r
     harness.send(*encode(Drop([77])))
     report = harness.receive().message
     assert isinstance(report, StepReport)
-    assert (report.uids, report.stats.preemptions) == ([], 1)
+    assert (report.updates.uids, report.stats.preemptions) == ([], 1)
     before, deadline = harness.engine.num_step_calls, time.monotonic() + 60
     harness.send(*encode(Drop([77])))
     while harness.engine.num_step_calls == before:  # else one turn may take both messages
@@ -209,7 +211,7 @@ def test_an_idle_worker_tells_what_changes_meanwhile_by_itself(
         time.sleep(0.01)
     report = MessageDecoder[FromWorker](FromWorker).decode(frames).message
     assert isinstance(report, StepReport)
-    assert (report.uids, report.stats.preemptions) == ([], 1)
+    assert (report.updates.uids, report.stats.preemptions) == ([], 1)
     before = harness.engine.num_step_calls
     while harness.engine.num_step_calls < before + 3:
         assert time.monotonic() < deadline, "it does not look any more"
@@ -234,7 +236,7 @@ def test_a_worker_says_every_second_that_it_lives(harness: Harness, monkeypatch:
             continue
         report = MessageDecoder[FromWorker](FromWorker).decode(frames).message
         assert isinstance(report, StepReport)
-        assert not report.uids
+        assert not report.updates.uids
         steps.add(report.stats.steps)
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from hiserve.config.settings import Settings
 from hiserve.core.cache_usage import CacheUse
+from hiserve.core.digest import split_digests
 from hiserve.core.draft_use import DraftUse
-from hiserve.core.request import SamplingParams
-from hiserve.ipc.codec import MalformedError, MessageDecoder, encode, split_digests
+from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.ipc.codec import MalformedError, MessageDecoder, encode
 from hiserve.ipc.messages import (
     Abort,
     Admit,
@@ -26,12 +27,12 @@ from hiserve.ipc.messages import (
     Status,
     StepReport,
     ToClient,
-    Tokens,
     ToScheduler,
     ToWorker,
     WorkerFacts,
     WorkerStats,
 )
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from tests.helpers.settings import settings_of
 
 TOKENS = np.array([1, 2, 2**31 - 1, 0], dtype=np.int32)
@@ -39,16 +40,12 @@ SCORES = b"0123456789ab"
 
 
 def report(**changes: object) -> StepReport:
-    fields = {
-        "uids": [5, 6],
-        "counts": [3, 1],
-        "finishes": [0, 2],
-        "cached": [CacheUse(16, 8, 4, "cold", 28), None],
-        "drafts": [None, DraftUse(2, 6, (2, 1, 0))],
-        "score_words": [2, 1],
-        "failed": [(9, "engine_error", "no")],
-    }
-    return StepReport(incarnation=3, stats=WorkerStats(running=2), **(fields | changes))
+    updates = RequestUpdates(failed=[(9, "engine_error", "no")], published=b"p" * 32, removed=b"r" * 16)
+    updates.add(
+        TokenDelta([1, 2, 2**31 - 1], scores=SCORES[:8], uid=5, cached=CacheUse(16, 8, 4, "cold", 28), queue_s=0.5),
+        TokenDelta([0], FinishReason.LENGTH, SCORES[8:], 6, drafts=DraftUse(2, 6, (2, 1, 0))),
+    )
+    return StepReport(3, msgspec.structs.replace(updates, **changes), WorkerStats(running=2))
 
 
 def test_a_message_with_tokens_survives_the_wire() -> None:
@@ -57,16 +54,17 @@ def test_a_message_with_tokens_survives_the_wire() -> None:
     assert received.message == message
     assert received.tokens.tolist() == TOKENS.tolist()
     assert received.tokens.dtype == np.int32
-    assert received.published == received.removed == b""
 
 
 def test_a_report_carries_tokens_scores_and_both_lists_of_digests() -> None:
-    received = MessageDecoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 32, b"r" * 16))
-    assert received.message == report()
-    assert received.tokens.tolist() == TOKENS.tolist()
-    assert received.scores == SCORES
-    assert split_digests(received.published) == [b"p" * 16, b"p" * 16]
-    assert received.removed == b"r" * 16
+    message = MessageDecoder[FromWorker](FromWorker).decode(encode(report())).message
+    assert message == report()
+    assert isinstance(message, StepReport)
+    updates = message.updates
+    assert updates.tokens.tolist() == TOKENS.tolist()
+    assert updates.scores == SCORES
+    assert split_digests(updates.published) == [b"p" * 16, b"p" * 16]
+    assert updates.removed == b"r" * 16
 
 
 def test_a_configuration_survives_the_wire() -> None:
@@ -121,26 +119,24 @@ def test_malformed_frames_raise_one_typed_error(frames: list[bytes]) -> None:
         {"uids": [5, 5]},
         {"failed": [(6, "engine_error", "ended twice")]},
         {"failed": [(8, "a", "b"), (8, "a", "b")]},
+        {"queue_s": []},
+        {"token_bytes": bytes(15)},
+        {"scores": bytes(13)},
+        {"published": b"p" * 17},
+        {"removed": b"r" * 15},
     ],
 )
 def test_columns_that_contradict_each_other_are_malformed(changes: dict[str, object]) -> None:
+    updates = report(**changes).updates
     with pytest.raises(MalformedError):
-        MessageDecoder[FromWorker](FromWorker).decode(encode(report(**changes), TOKENS, SCORES, b"", b""))
-
-
-@pytest.mark.parametrize("changes", [{"queue_s": []}, {"drafts": []}, {"score_words": [1]}, {"counts": [3]}])
-def test_news_whose_columns_contradict_each_other_is_malformed(changes: dict[str, object]) -> None:
-    news = Tokens([1], [4], [1], [CacheUse()], [DraftUse(1, 3, (1, 1, 0))], [3], [0.5])
-    frames = encode(news, TOKENS, SCORES)
-    received = MessageDecoder[ToClient](ToClient).decode(frames)
-    assert (received.message, received.scores) == (news, SCORES)
+        MessageDecoder[FromWorker](FromWorker).decode(encode(report(**changes)))
     with pytest.raises(MalformedError):
-        MessageDecoder[ToClient](ToClient).decode(encode(msgspec.structs.replace(news, **changes), TOKENS, SCORES))
+        MessageDecoder[ToClient](ToClient).decode(encode(updates))
 
 
-def test_digests_cut_short_are_malformed() -> None:
-    with pytest.raises(MalformedError, match="digests"):
-        MessageDecoder[FromWorker](FromWorker).decode(encode(report(), TOKENS, SCORES, b"p" * 17, b""))
+def test_output_reaches_the_client_as_the_worker_wrote_it() -> None:
+    updates = report().updates
+    assert MessageDecoder[ToClient](ToClient).decode(encode(updates)).message == updates
 
 
 def test_an_error_keeps_the_struct_that_could_be_read() -> None:
@@ -151,14 +147,14 @@ def test_an_error_keeps_the_struct_that_could_be_read() -> None:
 
 
 def test_sending_a_message_without_its_array_is_our_own_fault() -> None:
-    with pytest.raises(AssertionError, match="takes 1"):
+    with pytest.raises(AssertionError, match="needs tokens"):
         encode(Generate(1, SamplingParams()))
 
 
 VALID = [
     encode(Generate(7, SamplingParams(), b"x", 1), TOKENS),
-    encode(report(), TOKENS, SCORES, b"p" * 16, b""),
-    encode(Tokens([1], [4], [1], [CacheUse()], [None], [3], [0.5]), TOKENS, SCORES),
+    encode(report()),
+    encode(report().updates),
     encode(Abort([1, 2**40])),
     encode(Configure(config=settings_of(), replica=1, incarnation=2)),
     encode(Admit(1, 2, SamplingParams(seed=1, stop=("a",), logit_bias={5: 1.0}), b"n" * 16, 0), TOKENS),

@@ -13,9 +13,9 @@ import pytest
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.ipc.updates import TokenDelta
 from hiserve.llm.offline_backends import Job, Processes
 from hiserve.scheduler.client import EngineClient
-from hiserve.scheduler.request_stream import TokenDelta
 from tests.helpers.settings import settings_of
 
 PROMPT, NUM_PROMPTS = 100, 12
@@ -44,7 +44,7 @@ class Client:
     async def generate(self, tokens: Int32Array, sampling: Any, *, choice: int) -> AsyncGenerator[TokenDelta, None]:
         self._diary.events.append(f"sent {tokens[0]}")
         await asyncio.sleep(0.001)
-        yield TokenDelta([1], FinishReason.LENGTH, None, None, b"", -1)
+        yield TokenDelta([1], FinishReason.LENGTH)
 
 
 def test_processes_get_each_prompt_before_the_next_is_encoded() -> None:

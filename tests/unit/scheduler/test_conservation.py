@@ -14,7 +14,7 @@ from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import RequestState
 from hiserve.scheduler.policy import POLICIES
 from hiserve.scheduler.prefix_index import PrefixIndex
-from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_report
+from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_updates
 
 ROWS = 2
 CAPACITY = ROWS + 1
@@ -128,7 +128,7 @@ class Conservation(RuleBasedStateMachine):
             elif fate != "nothing":
                 rows.append((uid, tokens, {"stop": 1, "abort": 3}.get(fate, 0)))
             self.expected.setdefault(uid, []).extend(tokens)
-        self.dispatcher.report(replica, *step_report(*rows, failed=tuple(failed)))
+        self.dispatcher.report(replica, step_updates(*rows, failed=tuple(failed)))
         self.dispatcher.dispatch()
 
     @invariant()
@@ -168,7 +168,7 @@ class Conservation(RuleBasedStateMachine):
         for _ in range(self.uid):
             for replica in REPLICAS:
                 rows = [(uid, [9], 1) for uid in self.held(replica)]
-                self.dispatcher.report(replica, *step_report(*rows))
+                self.dispatcher.report(replica, step_updates(*rows))
             self.dispatcher.dispatch()
         assert len(self.dispatcher.queue) == len(self.dispatcher.ledger) == 0
         assert all(len(self.outlet.terminals[uid]) == 1 for uid in range(1, self.uid + 1))

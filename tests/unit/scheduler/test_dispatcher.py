@@ -10,12 +10,13 @@ from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.request import FinishReason
 from hiserve.errors import InvariantError, UnavailableError
 from hiserve.ipc.codec import MalformedError
+from hiserve.ipc.updates import RequestUpdates
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
 from hiserve.scheduler.policy import Fcfs, LongestPrefix, Policy, Priority
 from hiserve.scheduler.prefix_index import PrefixIndex
 from hiserve.scheduler.queue import MAX_OVERTAKEN
-from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
+from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_updates
 
 ABORT = str(int(FinishReason.ABORT))
 STOP = str(int(FinishReason.STOP))
@@ -44,12 +45,12 @@ class Desk:
         self.dispatcher.dispatch()
 
     def report(self, *rows: tuple[int, list[int], int], replica: int = 0, failed: tuple[int, ...] = ()) -> None:
-        self.dispatcher.report(replica, *step_report(*rows, failed=failed))
+        self.dispatcher.report(replica, step_updates(*rows, failed=failed))
         self.dispatcher.dispatch()
 
     def cache(self, replica: int, *tokens: int) -> None:
         digests = chain(namespace_digest(NAMESPACE, b""), pack_tokens(np.array(tokens)), PAGE_SIZE)
-        self.dispatcher.report(replica, *step_report(), published=b"".join(digests))
+        self.dispatcher.report(replica, RequestUpdates(published=b"".join(digests)))
 
     @property
     def admitted(self) -> list[int]:
@@ -132,7 +133,7 @@ def test_an_abort_while_queued_ends_at_once() -> None:
         desk.submit(uid)
     desk.dispatcher.abort([3, 4, 3])
     assert desk.outlet.terminals[3] == desk.outlet.terminals[4] == [ABORT]
-    assert desk.outlet.news[-1][0].cached == [None, None], "nobody looked: that is no miss"
+    assert desk.outlet.news[-1].cached == [None, None], "nobody looked: that is no miss"
     assert desk.outlet.dropped == []
     desk.report((1, [5], 1), (2, [5], 1))
     assert desk.is_empty()

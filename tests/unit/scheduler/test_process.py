@@ -14,7 +14,8 @@ from hiserve.core.request import SamplingParams
 from hiserve.errors import EngineError
 from hiserve.ipc.channel import Link
 from hiserve.ipc.codec import MessageDecoder, encode
-from hiserve.ipc.messages import Failed, Generate, Halted, Ready, StartFailed, ToClient, Tokens
+from hiserve.ipc.messages import Failed, Generate, Halted, Ready, StartFailed, ToClient
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.process import SchedulerService
 from tests.helpers.settings import settings_of
 
@@ -37,8 +38,9 @@ class SlowClient:
 
     def tell(self, uid: int) -> None:
         """Sends the next number to a request."""
-        tokens = np.full(2000, self.num_sent, dtype=np.int32)
-        self.service.tokens(Tokens([uid], [len(tokens)], [0], [None], [None], [0], [-1]), tokens, b"")
+        updates = RequestUpdates()
+        updates.add(TokenDelta([self.num_sent] * 2000, uid=uid))
+        self.service.updated(updates)
         self.num_sent += 1
 
     async def stop_reading(self) -> None:
@@ -61,8 +63,8 @@ class SlowClient:
             self.num_messages += 1
             received = self._decoder.decode(frames)
             match received.message:
-                case Tokens():
-                    self.news += [str(number) for number in received.tokens[::2000]]
+                case RequestUpdates() as updates:
+                    self.news += [str(number) for number in updates.tokens[::2000]]
                 case Failed(uid):
                     self.news.append(f"failed {uid}")
                 case Halted(reason):

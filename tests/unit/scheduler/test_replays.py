@@ -13,7 +13,7 @@ from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.errors import UnavailableError
 from hiserve.ipc.lifecycle import ReplayStats
-from hiserve.ipc.messages import StepReport, WorkerStats
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from tests.helpers.outlet import ready
 from tests.unit.scheduler.test_dispatcher import ABORT, STOP, Desk
 
@@ -38,8 +38,9 @@ def tell(
     drafts: DraftUse | None = None,
     words: int = 0,
 ) -> None:
-    report = StepReport(1, [uid], [len(tokens)], [0], [cached], [drafts], [words], [], WorkerStats())
-    desk.dispatcher.report(0, report, np.array(tokens, dtype=np.int32), b"\0" * (4 * words))
+    updates = RequestUpdates()
+    updates.add(TokenDelta(tokens, scores=bytes(4 * words), uid=uid, cached=cached, drafts=drafts))
+    desk.dispatcher.report(0, updates)
 
 
 def test_a_request_goes_on_behind_what_the_client_has_with_its_seed_and_its_limits() -> None:
@@ -86,8 +87,8 @@ def test_what_of_the_prompt_was_cached_and_the_time_in_the_queue_are_told_once()
     desk.now_s += 5
     restart(desk)
     tell(desk, 1, [8], cached=CacheUse(host=4, device=1))
-    assert [news.cached for news, _ in desk.outlet.news] == [[CacheUse(device=4)], [None]]
-    assert [news.queue_s for news, _ in desk.outlet.news] == [[0.0], [-1]]
+    assert [news.cached for news in desk.outlet.news] == [[CacheUse(device=4)], [None]]
+    assert [news.queue_s for news in desk.outlet.news] == [[0.0], [-1]]
     assert desk.dispatcher.replays.stats() == ReplayStats(1, 6, {"device": 1, "host": 4, "store": 0})
 
 
@@ -97,7 +98,7 @@ def test_the_time_in_the_queue_is_until_the_first_worker_even_if_it_never_spoke(
     desk.now_s += 5
     restart(desk)
     tell(desk, 1, [8], cached=CacheUse())
-    assert desk.outlet.news[0][0].queue_s == [0.0]
+    assert desk.outlet.news[0].queue_s == [0.0]
 
 
 def test_drafts_of_all_workers_are_counted_together() -> None:
@@ -107,7 +108,7 @@ def test_drafts_of_all_workers_are_counted_together() -> None:
         for use in uses:
             tell(desk, 1, [7], drafts=use)
         restart(desk)
-    told = [news.drafts[0] for news, _ in desk.outlet.news]
+    told = [news.drafts[0] for news in desk.outlet.news]
     assert told == [
         DraftUse(1, 2, (1,)),
         DraftUse(3, 6, (2, 1)),
@@ -147,7 +148,7 @@ def test_what_was_being_aborted_ends_with_its_worker() -> None:
     desk.dispatcher.abort([1])
     restart(desk)
     assert desk.outlet.terminals[1] == [ABORT]
-    assert desk.outlet.news[-1][0].cached == [None], "told before"
+    assert desk.outlet.news[-1].cached == [None], "told before"
     assert desk.admitted == [1, 2, 2]
 
 

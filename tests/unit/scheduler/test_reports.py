@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from hiserve.config.options import Scheduler
+from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import Fcfs
 from hiserve.scheduler.prefix_index import PrefixIndex
-from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_report
+from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_updates
 
 
 class Desk:
@@ -25,7 +24,7 @@ class Desk:
         self.dispatcher.dispatch()
 
     def report(self, *rows: tuple[int, list[int], int]) -> None:
-        self.dispatcher.report(0, *step_report(*rows))
+        self.dispatcher.report(0, step_updates(*rows))
         self.dispatcher.dispatch()
 
 
@@ -33,10 +32,11 @@ def test_scores_are_passed_on_as_they_came() -> None:
     desk = Desk()
     desk.submit(1)
     desk.submit(2)
-    report, tokens = step_report((2, [], 0), (1, [7], 0))
-    desk.dispatcher.report(0, msgspec.structs.replace(report, score_words=[2, 1]), tokens, b"0123456789ab")
-    [(news, scores)] = desk.outlet.news
-    assert (news.uids, news.counts, news.score_words, scores) == ([2, 1], [0, 1], [2, 1], b"0123456789ab")
+    updates = RequestUpdates()
+    updates.add(TokenDelta(scores=b"01234567", uid=2), TokenDelta([7], scores=b"89ab", uid=1))
+    desk.dispatcher.report(0, updates)
+    [news] = desk.outlet.news
+    assert (news.uids, news.counts, news.score_words, news.scores) == ([2, 1], [0, 1], [2, 1], b"0123456789ab")
 
 
 def test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then() -> None:
@@ -52,7 +52,7 @@ def test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then() -> No
     desk.now_s = 200.0
     desk.report((2, [5], 0), (3, [5], 0))
     desk.report((2, [5], 0), (3, [5], 1))
-    assert [news.queue_s for news, _ in desk.outlet.news] == [[0], [-1, 0], [-1, 3.5], [-1, -1]]
+    assert [news.queue_s for news in desk.outlet.news] == [[0], [-1, 0], [-1, 3.5], [-1, -1]]
 
 
 def test_a_request_that_no_worker_got_has_no_time_in_the_queue() -> None:
@@ -61,5 +61,5 @@ def test_a_request_that_no_worker_got_has_no_time_in_the_queue() -> None:
         desk.submit(uid)
     desk.now_s = 110.0
     desk.dispatcher.abort([3])
-    [(news, scores)] = desk.outlet.news
-    assert (news.uids, news.queue_s, news.score_words, scores) == ([3], [-1], [0], b"")
+    [news] = desk.outlet.news
+    assert (news.uids, news.queue_s, news.score_words, news.scores) == ([3], [-1], [0], b"")

@@ -118,7 +118,7 @@ async def test_messages_of_another_incarnation_are_counted_and_ignored() -> None
         async with asyncio.timeout(60):
             while not witness.reports:
                 await asyncio.sleep(0.005)
-        assert [report.uids for report in witness.reports] == [[1]]
+        assert [report.updates.uids for report in witness.reports] == [[1]]
         assert witness.events == ["ready 1"]
         assert supervisor.num_stale == 3
         assert supervisor.facts()[0].stats.steps == 1
