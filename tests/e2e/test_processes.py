@@ -187,14 +187,14 @@ async def test_a_stream_is_ended_when_too_much_of_it_is_unread_and_no_other() ->
 async def test_a_client_that_stands_still_costs_the_scheduler_no_memory() -> None:
     async with engine(max_running_requests=32) as client:
         num_batches = 0
-        spread = client._spread
+        deliver = client._deliver
 
         def counting(*news: object) -> None:
             nonlocal num_batches
             num_batches += 1
-            spread(*news)  # type: ignore[arg-type]
+            deliver(*news)  # type: ignore[arg-type]
 
-        client._spread = counting  # type: ignore[method-assign]
+        client._deliver = counting  # type: ignore[method-assign]
         tasks = [asyncio.create_task(finish(client, tokens(1000 * number), 2500)) for number in range(32)]
         await until_running(client, 32)
         before = resident_bytes(client.started.scheduler_pid)
