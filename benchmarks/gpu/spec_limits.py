@@ -35,7 +35,7 @@ class CycleLimits:
         """Returns those of an EAGLE-3 head, or of an MTP head, which speaks by the model's output head."""
         table, own_table = model.vocab_size * model.hidden_size, draft_vocab_size * draft.feature_size
         is_eagle = draft.kind == "eagle3"
-        fused = len(draft.taps) * model.hidden_size * draft.feature_size if is_eagle else 0
+        fused = len(draft.aux_layers) * model.hidden_size * draft.feature_size if is_eagle else 0
         return cls(
             model=Limits.of(model, dtype),
             element=DTYPE_BYTES[dtype],

@@ -51,7 +51,7 @@ class ForwardInputs:
             At most 63 new tokens a row then. None is causal.
         before_layer: Called with the index of each layer before it reads keys and values that may still be on their way;
             None when all are there.
-        is_shown: Whether a draft head reads hidden states of this step, if the model shows any.
+        wants_hidden_states: Whether a draft head reads hidden states of this step, if the model shows any.
     """
 
     input_ids: Tensor
@@ -68,7 +68,7 @@ class ForwardInputs:
     num_decode: int = 0
     tree_mask: Tensor | None = None
     before_layer: Callable[[int], None] | None = None
-    is_shown: bool = True
+    wants_hidden_states: bool = True
 
     @property
     def max_q_len(self) -> int:

@@ -155,7 +155,7 @@ def _load(
     """Reads the weights of the model, and of what drafts."""
     max_len = config.model.max_model_len
     settings: dict[str, Any] = {name: getattr(config.model, name) for name in ("dtype", "device", "load_format")}
-    aux_layers = () if draft is None else draft.taps
+    aux_layers = () if draft is None else draft.aux_layers
     model = load_decoder(folder, model_config, max_len=max_len, aux_layers=aux_layers, **settings)
     return model, None if draft is None else load_draft(draft, model, max_len=max_len, **settings)
 

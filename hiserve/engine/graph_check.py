@@ -99,7 +99,7 @@ def load(config: Settings) -> LoadedModel:
     draft = read_draft(config, folder, shape)
     of_model = config.model
     settings: dict[str, Any] = {"dtype": of_model.dtype, "device": of_model.device, "load_format": of_model.load_format}
-    aux_layers = () if draft is None else draft.taps
+    aux_layers = () if draft is None else draft.aux_layers
     model = load_decoder(folder, shape, max_len=MAX_LEN, aux_layers=aux_layers, **settings)
     return LoadedModel(
         shape, model, draft, None if draft is None else load_draft(draft, model, max_len=MAX_LEN, **settings)

@@ -21,7 +21,7 @@ __all__ = ["draft_hidden_states", "draft_inputs", "draft_ngrams", "draft_window"
 _TABLE_BLOCK = 4096
 _TOKEN_BLOCK = 256
 _INPUT_WARPS = 8
-_FEATURE_BLOCK = 2048
+_HIDDEN_BLOCK = 2048
 
 
 def draft_inputs(
@@ -79,11 +79,11 @@ def draft_inputs(
 
 def draft_hidden_states(step: StepHiddenStates) -> Tensor:
     """Gathers for each draft token of a step the features of the token before it."""
-    hidden_states = _check_features(step)
+    hidden_states = _check_hidden_states(step)
     num_tokens, size = step.token_rows.shape[0], hidden_states.shape[1]
     out = torch.empty((num_tokens, size), dtype=hidden_states.dtype, device=hidden_states.device)
-    block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
-    _draft_features[(num_tokens, triton.cdiv(size, block))](
+    block = min(_HIDDEN_BLOCK, triton.next_power_of_2(size))
+    _draft_hidden_states[(num_tokens, triton.cdiv(size, block))](
         hidden_states,
         step.last,
         step.page_hidden,
@@ -109,10 +109,10 @@ def draft_hidden_states(step: StepHiddenStates) -> Tensor:
 
 def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
     """Keeps what later steps take of a step's features."""
-    hidden_states = _check_features(step)
+    hidden_states = _check_hidden_states(step)
     size = hidden_states.shape[1]
-    block = min(_FEATURE_BLOCK, triton.next_power_of_2(size))
-    _keep_features[(step.token_rows.shape[0], triton.cdiv(size, block))](
+    block = min(_HIDDEN_BLOCK, triton.next_power_of_2(size))
+    _keep_hidden_states[(step.token_rows.shape[0], triton.cdiv(size, block))](
         hidden_states,
         step.last,
         step.page_hidden,
@@ -136,7 +136,7 @@ def keep_hidden_states(step: StepHiddenStates, state: RowTensors) -> None:
     )
 
 
-def _check_features(step: StepHiddenStates) -> Tensor:
+def _check_hidden_states(step: StepHiddenStates) -> Tensor:
     hidden_states = step.hidden_states
     for kept in (step.last, step.page_hidden):
         assert kept.dtype == hidden_states.dtype, f"features of {hidden_states.dtype} are kept as {kept.dtype}"
@@ -236,10 +236,10 @@ def _own_page(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
-def _draft_features(  # type: ignore[no-untyped-def]
+def _draft_hidden_states(  # type: ignore[no-untyped-def]
     hidden_states,
     last,
-    boundary_pages,
+    page_hidden,
     rows,
     first,
     token_rows,
@@ -248,9 +248,9 @@ def _draft_features(  # type: ignore[no-untyped-def]
     qo_indptr,
     table,
     out,
-    feature_stride,
+    hidden_stride,
     last_stride,
-    boundary_stride,
+    page_hidden_stride,
     table_stride,
     size,
     PAGE_SIZE: tl.constexpr,  # noqa: N803
@@ -273,17 +273,17 @@ def _draft_features(  # type: ignore[no-untyped-def]
     # At most one of the three is read.
     in_row, in_page = element < tl.where(follows, size, 0), element < tl.where(starts_page, size, 0)
     value = tl.load(last + row * last_stride + element, mask=in_row & ~in_page, other=0.0)
-    value = tl.load(boundary_pages + page * boundary_stride + element, mask=in_page, other=value)
+    value = tl.load(page_hidden + page * page_hidden_stride + element, mask=in_page, other=value)
     in_step = element < tl.where(offset > 0, size, 0)
-    value = tl.load(hidden_states + computed * feature_stride + element, mask=in_step, other=value)
+    value = tl.load(hidden_states + computed * hidden_stride + element, mask=in_step, other=value)
     tl.store(out + token * size + element, value, mask=element < size)
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
-def _keep_features(  # type: ignore[no-untyped-def]
+def _keep_hidden_states(  # type: ignore[no-untyped-def]
     hidden_states,
     last,
-    boundary_pages,
+    page_hidden,
     rows,
     first,
     token_rows,
@@ -292,9 +292,9 @@ def _keep_features(  # type: ignore[no-untyped-def]
     qo_indptr,
     table,
     computed_len,
-    feature_stride,
+    hidden_stride,
     last_stride,
-    boundary_stride,
+    page_hidden_stride,
     table_stride,
     size,
     SINK: tl.constexpr,  # noqa: N803
@@ -316,6 +316,6 @@ def _keep_features(  # type: ignore[no-untyped-def]
     ends_page = ends_page & (page != SINK)
     index = tl.load(qo_indptr + number).to(tl.int64) + offset - 1
     to_row, to_page = element < tl.where(is_last, size, 0), element < tl.where(ends_page, size, 0)
-    value = tl.load(hidden_states + index * feature_stride + element, mask=to_row | to_page, other=0.0)
+    value = tl.load(hidden_states + index * hidden_stride + element, mask=to_row | to_page, other=0.0)
     tl.store(last + row * last_stride + element, value, mask=to_row)
-    tl.store(boundary_pages + page * boundary_stride + element, value, mask=to_page)
+    tl.store(page_hidden + page * page_hidden_stride + element, value, mask=to_page)

@@ -60,7 +60,7 @@ def shape_digest(model: ModelConfig, draft: DraftConfig | None, max_len: int) ->
         draft: The draft's; None without.
         max_len: Tokens of the longest request: with longrope the frequencies depend on it.
     """
-    drafts = None if draft is None else (draft.kind, _shape(draft.model, max_len), draft.taps, draft.head)
+    drafts = None if draft is None else (draft.kind, _shape(draft.model, max_len), draft.aux_layers, draft.head)
     return namespace_digest(msgspec.json.encode((_shape(model, max_len), drafts), order="deterministic"))
 
 

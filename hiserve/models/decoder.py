@@ -40,14 +40,14 @@ class Layer:
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
 
-    def close(self, mixed: Tensor, residual: Tensor) -> Tensor:
+    def finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
         """Computes what follows attention, token by token; returns what the residual stream does not hold yet.
 
         Args:
-            mixed: ``[T, num_heads * head_dim]``, what attention gave.
+            attn_out: ``[T, num_heads * head_dim]``, what attention gave.
             residual: ``[T, hidden_size]``. Updated in place.
         """
-        return self.mlp(self.mlp_norm.add(self.attention.out(mixed), residual))
+        return self.mlp(self.mlp_norm.add(self.attention.out(attn_out), residual))
 
 
 class Decoder:
@@ -80,10 +80,10 @@ class Decoder:
         self._columns = {
             layer: slice(i * config.hidden_size, (i + 1) * config.hidden_size) for i, layer in enumerate(aux_layers)
         }
-        self._shows_end = any(layer >= config.num_layers - 1 for layer in aux_layers)
+        self._has_last_aux = any(layer >= config.num_layers - 1 for layer in aux_layers)
 
     @property
-    def features_size(self) -> int:
+    def hidden_states_size(self) -> int:
         """Elements that are shown of each token."""
         return len(self._columns) * self.embedding.weight.shape[1]
 
@@ -95,14 +95,14 @@ class Decoder:
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
         """
-        hidden_states = self.new_features(inputs.input_ids.shape[0]) if inputs.is_shown else None
-        mixed, residual = self.trunk(inputs, layers, attention, hidden_states)
-        logits = self.logits(mixed, residual, inputs.logits_rows, hidden_states)
+        hidden_states = self.new_hidden_states(inputs.input_ids.shape[0]) if inputs.wants_hidden_states else None
+        attn_out, residual = self.trunk(inputs, layers, attention, hidden_states)
+        logits = self.logits(attn_out, residual, inputs.logits_rows, hidden_states)
         return ForwardOutputs(logits=logits, hidden_states=hidden_states)
 
-    def new_features(self, num_tokens: int) -> Tensor | None:
+    def new_hidden_states(self, num_tokens: int) -> Tensor | None:
         """Returns room for what is shown of so many tokens; None where nothing is."""
-        return self.embedding.weight.new_empty((num_tokens, self.features_size)) if self._columns else None
+        return self.embedding.weight.new_empty((num_tokens, self.hidden_states_size)) if self._columns else None
 
     def trunk(
         self,
@@ -117,7 +117,7 @@ class Decoder:
             inputs: The batch.
             layers: The pool's views, one per layer.
             attention: A backend on which ``plan(inputs)`` was called.
-            hidden_states: ``[T, features_size]``. Filled in for the layers before the last; None shows nothing.
+            hidden_states: ``[T, hidden_states_size]``. Filled in for the layers before the last; None shows nothing.
 
         Returns:
             ``[T, num_heads * head_dim]``, what the last attention gives, and ``[T, hidden_size]``, the residual stream
@@ -129,39 +129,39 @@ class Decoder:
         for index, (layer, kv) in enumerate(zip(self._layers, layers, strict=True)):
             if inputs.before_layer is not None:
                 inputs.before_layer(index)
-            mixed = layer.attention(x, inputs, rotation, kv, attention)
+            attn_out = layer.attention(x, inputs, rotation, kv, attention)
             if index + 1 < len(self._layers):
-                x = self._layers[index + 1].input_norm.add(layer.close(mixed, residual), residual)
-                self._show(index, residual, hidden_states)
-        return mixed, residual
+                x = self._layers[index + 1].input_norm.add(layer.finish(attn_out, residual), residual)
+                self._keep_aux(index, residual, hidden_states)
+        return attn_out, residual
 
     def logits(
-        self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None = None
+        self, attn_out: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None = None
     ) -> Tensor:
         """Returns the logits ``[N, vocab_size]`` of some tokens.
 
         Of a prompt few are wanted: the others stop here, unless the last layer is shown.
 
         Args:
-            mixed: From ``trunk``.
-            residual: Likewise; rows past those of ``mixed`` mean nothing. Unchanged.
+            attn_out: From ``trunk``.
+            residual: Likewise; rows past those of ``attn_out`` mean nothing. Unchanged.
             logits_rows: int64 ``[N]``, indices into T.
             hidden_states: As ``trunk`` left it. Filled in for the last layer and what follows it.
         """
-        if hidden_states is None or not self._shows_end:
+        if hidden_states is None or not self._has_last_aux:
             residual = residual.index_select(0, logits_rows)
-            return self.head(self._close(mixed.index_select(0, logits_rows), residual))
-        residual = residual[: mixed.shape[0]].clone()
-        states = self._close(mixed, residual)
-        self._show(len(self._layers) - 1, residual, hidden_states)
-        self._show(len(self._layers), states, hidden_states)
+            return self.head(self._finish(attn_out.index_select(0, logits_rows), residual))
+        residual = residual[: attn_out.shape[0]].clone()
+        states = self._finish(attn_out, residual)
+        self._keep_aux(len(self._layers) - 1, residual, hidden_states)
+        self._keep_aux(len(self._layers), states, hidden_states)
         return self.head(states.index_select(0, logits_rows))
 
-    def _close(self, mixed: Tensor, residual: Tensor) -> Tensor:
+    def _finish(self, attn_out: Tensor, residual: Tensor) -> Tensor:
         """Computes what follows the last attention; leaves the last layer's output in ``residual``."""
-        return self._norm.add(self._layers[-1].close(mixed, residual), residual)
+        return self._norm.add(self._layers[-1].finish(attn_out, residual), residual)
 
-    def _show(self, layer: int, states: Tensor, hidden_states: Tensor | None) -> None:
+    def _keep_aux(self, layer: int, states: Tensor, hidden_states: Tensor | None) -> None:
         if hidden_states is not None and layer in self._columns:
             hidden_states[:, self._columns[layer]] = states
 

@@ -28,7 +28,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         kind: ``eagle3``, ``mtp`` or ``draft_model``.
         folder: Its checkpoint's.
         model: Shape of its layers: a head's one, or those of a small model.
-        taps: Layers of the model, counted from 0, whose outputs it sees; their number is what the output head takes.
+        aux_layers: Layers of the model, counted from 0, whose outputs it sees; their number is what the output head takes.
         head: A head's own settings; None of a small model.
         is_bundled: It came with the model.
     """
@@ -36,7 +36,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
     kind: DraftKind
     folder: Path
     model: ModelConfig
-    taps: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()
     head: Head | None = None
     is_bundled: bool = False
 
@@ -62,7 +62,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns what its forwards are made of, behind a model of such a residual stream."""
         return DraftShape(
             step=self.model.facts().step,
-            shown_elements=len(self.taps) * hidden_size,
+            shown_elements=len(self.aux_layers) * hidden_size,
             feature_size=self.feature_size,
         )
 
@@ -193,7 +193,7 @@ def _read_eagle3(form: DraftFormat, raw: dict[str, Any], path: Path, target: Mod
         norm_before_residual=bool(fields.norm_before_residual),
         norm_before_fuse=bool(fields.norm_before_fc),
     )
-    return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), taps=aux_layers, head=head)
+    return DraftConfig(kind="eagle3", folder=path.parent, model=_one_layer(model), aux_layers=aux_layers, head=head)
 
 
 def _aux_layers(form: DraftFormat, fields: _HeadFields, eagle: _EagleFields, target: ModelConfig) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def _read_mtp(base: str, raw: dict[str, Any], path: Path, target: ModelConfig) -
         is_in_model=_architecture(raw) == base,
     )
     aux_layers = (target.num_layers if form.sees_normed else target.num_layers - 1,)
-    return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), taps=aux_layers, head=head)
+    return DraftConfig(kind="mtp", folder=path.parent, model=_one_layer(model), aux_layers=aux_layers, head=head)
 
 
 def _one_layer(model: ModelConfig) -> ModelConfig:
@@ -232,7 +232,7 @@ def _one_layer(model: ModelConfig) -> ModelConfig:
 def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:
     head, model = draft.head, draft.model
     assert head is not None
-    seen = ", ".join(map(str, draft.taps))
+    seen = ", ".join(map(str, draft.aux_layers))
     shares = not head.has_embedding
     facts = {
         f"it was made for a hidden_size of {head.target_hidden_size}, the model's is {target.hidden_size}": (
@@ -251,10 +251,11 @@ def _refuse_misfit(draft: DraftConfig, target: ModelConfig) -> None:
             head.target_layers != target.num_layers
         ),
         f"it sees layers {seen}, counted from 0, but the model has {target.num_layers}": (
-            draft.kind == "eagle3" and any(not 0 <= layer < target.num_layers for layer in draft.taps)
+            draft.kind == "eagle3" and any(not 0 <= layer < target.num_layers for layer in draft.aux_layers)
         ),
-        f"it sees layers {seen}, one of them twice; config.json must say which": len(set(draft.taps)) < len(draft.taps),
-        "it sees no layer at all": not draft.taps,
+        f"it sees layers {seen}, one of them twice; config.json must say which": len(set(draft.aux_layers))
+        < len(draft.aux_layers),
+        "it sees no layer at all": not draft.aux_layers,
     }
     if named := [fact for fact, is_so in facts.items() if is_so]:
         raise _misfit(f"The head ({head.format.title})", draft.folder, "; ".join(named))

@@ -41,7 +41,7 @@ class DraftHead(Protocol):
     def groups(self, dtype: str) -> tuple[CacheGroupSpec, ...]:
         """Returns the KV groups of its layers, stored as ``dtype``."""
 
-    def fuse(self, tapped: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """Makes features ``[T, feature_size]`` of what the model showed of each token, ``[T, len(taps) * hidden_size]``."""
 
     def forward(
@@ -97,9 +97,9 @@ class _Body:
         if not inputs.logits_rows.shape[0]:
             self.layer.attention.store(x, inputs, rotation, kv)
             return stream.new_empty((0, self.vocab_size)), stream[:0]
-        mixed = self.layer.attention(x, inputs, rotation, kv, attention)
+        attn_out = self.layer.attention(x, inputs, rotation, kv, attention)
         stream = stream.index_select(0, inputs.logits_rows)
-        normed = self.norm.add(self.layer.close(mixed.index_select(0, inputs.logits_rows), stream), stream)
+        normed = self.norm.add(self.layer.finish(attn_out.index_select(0, inputs.logits_rows), stream), stream)
         logits = self.output(normed)
         if self.tokens is not None:
             spread = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
@@ -125,7 +125,7 @@ class Eagle3Head:
     ) -> None:
         head, ops = _head(draft), _ops(target)
         self.feature_size = draft.feature_size
-        self.aux_layers = draft.taps
+        self.aux_layers = draft.aux_layers
         self.groups = draft.kv_groups
         own = parameters.pop("embedding", None)
         is_shared = own is None or torch.equal(own, target.embedding.weight)
@@ -137,9 +137,9 @@ class Eagle3Head:
         self._norm_before_residual = head.norm_before_residual
         self._body = _body(draft, parameters, Linear(parameters.pop("head")), tokens, target, max_len)
 
-    def fuse(self, tapped: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """As the protocol."""
-        return self._fuse(tapped if self._fuse_norm is None else self._fuse_norm(tapped))
+        return self._fuse(aux_states if self._fuse_norm is None else self._fuse_norm(aux_states))
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
@@ -168,7 +168,7 @@ class MTPHead:
     def __init__(self, draft: DraftConfig, parameters: dict[str, Tensor], target: Decoder, max_len: int) -> None:
         head, ops, eps = _head(draft), _ops(target), draft.model.norm_eps
         self.feature_size = draft.feature_size
-        self.aux_layers = draft.taps
+        self.aux_layers = draft.aux_layers
         self.groups = draft.kv_groups
         self._embedding = target.embedding
         self._embedding_norm = RMSNorm(parameters.pop("embedding_norm"), eps, ops)
@@ -178,9 +178,9 @@ class MTPHead:
         self._masks_first = head.format.masks_first
         self._body = _body(draft, parameters, target.head, None, target, max_len)
 
-    def fuse(self, tapped: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """As the protocol: there is nothing to fuse."""
-        return tapped
+        return aux_states
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention
@@ -210,9 +210,9 @@ class DraftModel:
         self.groups = draft.kv_groups
         self._decoder = decoder
 
-    def fuse(self, tapped: Tensor) -> Tensor:
+    def fuse(self, aux_states: Tensor) -> Tensor:
         """As the protocol: nothing is taken."""
-        return tapped[:, :0]
+        return aux_states[:, :0]
 
     def forward(
         self, inputs: ForwardInputs, hidden_states: Tensor, layers: Sequence[LayerKV], attention: Attention

@@ -158,14 +158,14 @@ class Capture:
             raise
 
 
-def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], T], told: str) -> dict[int, T]:
+def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], T], message: str) -> dict[int, T]:
     """Captures something for each size, the largest first: smaller ones then find room in its memory.
 
     Args:
         capture: Where.
         sizes: Ascending.
         work: Captures one; raises ``RuntimeError`` where that cannot be done.
-        told: What is told then, once for each such size: of the size, and of the reason.
+        message: Logged for each size that fails, with the size and the reason.
 
     Returns:
         What was captured, by size; those that failed are left out.
@@ -176,7 +176,7 @@ def capture_sizes(capture: Capture, sizes: Sequence[int], work: Callable[[int], 
             try:
                 captured[size] = work(size)
             except RuntimeError as error:
-                logger.warning(told, size, str(error).splitlines()[0])
+                logger.warning(message, size, str(error).splitlines()[0])
     return captured
 
 

@@ -14,7 +14,7 @@ from hiserve.kernels.step_ops import StepInputs
 from hiserve.runners.capture import Capture, Graph
 
 # Drafts that are computed before anything is captured.
-NUM_REHEARSED = 2
+NUM_WARMUP_DRAFTS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,7 +134,7 @@ class DraftCapture:
         """Draws and computes drafts after a step that was taken in, and captures that."""
         extend = partial(self._proposer.extend, chain)
         draws = {is_greedy: partial(self._proposer.draft, chain, is_greedy=is_greedy) for is_greedy in (True, False)}
-        assert len(draws) == NUM_REHEARSED, "a place of each row for each draw"
+        assert len(draws) == NUM_WARMUP_DRAFTS, "a place of each row for each draw"
         for draw in draws.values():
             draw()
             extend()

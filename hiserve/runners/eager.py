@@ -53,11 +53,26 @@ class LogitsHead:
         self._model = model
         self._sizes = sizes
 
-    def logits(self, mixed: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None) -> Tensor:
+    def finish(
+        self, attn_out: Tensor, residual: Tensor, inputs: ForwardInputs, hidden_states: Tensor | None
+    ) -> ForwardOutputs:
+        """Computes what follows the last attention of a replay.
+
+        Args:
+            attn_out: ``[T, num_heads * head_dim]``, of the step's T tokens.
+            residual: The graph's residual stream before the last attention, at least T tokens.
+            inputs: Of the step.
+            hidden_states: Of the graph, at least T tokens; None where the model has no ``aux_layers``.
+        """
+        if hidden_states is not None:
+            hidden_states = hidden_states[: attn_out.shape[0]] if inputs.wants_hidden_states else None
+        return ForwardOutputs(self.logits(attn_out, residual, inputs.logits_rows, hidden_states), hidden_states)
+
+    def logits(self, attn_out: Tensor, residual: Tensor, logits_rows: Tensor, hidden_states: Tensor | None) -> Tensor:
         """As ``Decoder.logits``; the first token is computed again for each that a size has more."""
         count = logits_rows.shape[0]
         index = bisect_left(self._sizes, count)
         more = self._sizes[index] - count if count and index < len(self._sizes) else 0
         if more:
             logits_rows = F.pad(logits_rows, (0, more))
-        return self._model.logits(mixed, residual, logits_rows, hidden_states)[:count]
+        return self._model.logits(attn_out, residual, logits_rows, hidden_states)[:count]

@@ -18,7 +18,7 @@ from hiserve.kernels.step_ops import StepInputs
 from hiserve.models.decoder import Decoder
 from hiserve.runners.capture import Capture, Graph
 from hiserve.runners.device_rows import DeviceRows
-from hiserve.runners.draft_graphs import NUM_REHEARSED, DraftCapture, DraftGraphs
+from hiserve.runners.draft_graphs import NUM_WARMUP_DRAFTS, DraftCapture, DraftGraphs
 from hiserve.runners.gate import FullGraphs
 from hiserve.runners.inputs import fill_inputs, uniform_inputs
 from hiserve.runners.step_output import DeviceOutput, LaunchedStep, draw, finish_step, record
@@ -178,15 +178,15 @@ class GraphRunner:
             drawn = draw(inputs, made["logits"], rows, drawing)
             made["words"] = record(inputs, drawn.view(num_rows, self._width), rows)
 
-        def rehearse() -> None:
+        def reset_rows() -> None:
             # Behind this step's tokens comes the one that is drawn, and its own drafts.
-            rows.warm_up(self._width + 1 + NUM_REHEARSED)
+            rows.warm_up(self._width + 1 + NUM_WARMUP_DRAFTS)
 
-        rehearse()
+        reset_rows()
         forward()
         expected, words = {name: tensor.clone() for name, tensor in made.items()}, {}
         for drawing in DRAWINGS:
-            rehearse()
+            reset_rows()
             finish(drawing)
             words[drawing] = made["words"]
         forward_graph = self._capture.record(forward)
@@ -195,10 +195,10 @@ class GraphRunner:
             graph = self._capture.record(partial(finish, drawing))
             draws[drawing] = graph, made["words"]
         for name, tensor in expected.items():
-            rehearse()
+            reset_rows()
             _check_replay(forward_graph, made[name], tensor)
         for drawing, (graph, drawn) in draws.items():
-            rehearse()
+            reset_rows()
             _check_replay(graph, drawn, words[drawing])
         hidden_states = made.get("features")
         drafts = None if self._drafts is None else self._drafts.after(inputs, hidden_states)

@@ -23,7 +23,7 @@ def build_inputs(plan: BatchPlan, rows: DeviceRows) -> StepInputs:
     scored = inputs.forward.logits_rows[inputs.sampling.shape[0] * inputs.width :]
     if scored.shape[0]:
         inputs = replace(inputs, scored_tokens=_next_tokens(inputs, scored, rows))
-    return replace(inputs, forward=replace(inputs.forward, is_shown=False)) if plan.is_cold else inputs
+    return replace(inputs, forward=replace(inputs.forward, wants_hidden_states=False)) if plan.is_cold else inputs
 
 
 def uniform_inputs(varying: Tensor, width: int, max_kv_len: int, rows: DeviceRows) -> StepInputs:

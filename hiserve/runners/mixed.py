@@ -207,32 +207,31 @@ class MixedRunner:
         self._captured.clear()
 
     def capture(self) -> None:
-        """Captures every bucket, the largest first. One that fails is told once and remembered."""
-        told, buckets = "mixed steps of up to %d tokens are not one graph: %s", self._coverage.buckets
-        self._captured = capture_sizes(self._capture, buckets, self._capture_bucket, told)
+        """Captures every bucket, the largest first. A failure is logged and remembered."""
+        message, buckets = "mixed steps of up to %d tokens are not one graph: %s", self._coverage.buckets
+        self._captured = capture_sizes(self._capture, buckets, self._capture_bucket, message)
         self.failed = set(buckets) - self._captured.keys()
 
     def _capture_bucket(self, num_tokens: int) -> _CapturedMixed:
         """Captures a step in which all tokens are padding."""
         inputs = self._static.bounded(num_tokens, self._coverage.max_width, self._max_len)
         self._attention.plan(inputs)
-        hidden_states = self._model.new_features(num_tokens)
-        shown = (
-            () if hidden_states is None else (hidden_states.zero_(),)
-        )  # what follows the last attention is shown later
+        hidden_states = self._model.new_hidden_states(num_tokens)
+        # Those of layers up to the last attention; ``LogitsHead`` writes the others.
+        aux = () if hidden_states is None else (hidden_states.zero_(),)
         made: list[Tensor] = []
 
         def work() -> None:
             made[:] = self._model.trunk(inputs, self._layers, self._attention, hidden_states)
 
         work()
-        expected = [each.clone() for each in (made[1], *shown)]
+        expected = [each.clone() for each in (made[1], *aux)]
         graph = self._capture.record(work)
         residual = made[1].fill_(torch.nan)
-        for each in shown:
+        for each in aux:
             each.zero_()
         graph.replay()
-        if not all(torch.equal(*both) for both in zip((residual, *shown), expected, strict=True)):
+        if not all(torch.equal(*both) for both in zip((residual, *aux), expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
         return _CapturedMixed(graph, residual, hidden_states)
 
@@ -247,11 +246,8 @@ class MixedRunner:
         captured, num_tokens = self._captured[bucket], inputs.input_ids.shape[0]
         self._static.fill(inputs, bucket)
         captured.graph.replay()
-        mixed = self._out[:num_tokens].flatten(1)
-        shown = captured.hidden_states if inputs.is_shown else None
-        hidden_states = None if shown is None else shown[:num_tokens]
-        logits = self._head.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
-        return ForwardOutputs(logits, hidden_states)
+        attn_out = self._out[:num_tokens].flatten(1)
+        return self._head.finish(attn_out, captured.residual, inputs, captured.hidden_states)
 
 
 def _spread(q_lens: Int32Array, num_decode: int, first: int, size: int) -> Int32Array:

@@ -123,7 +123,7 @@ class PiecewiseRunner:
         self._attention = attention
         self._capture = capture
         self._buckets = buckets
-        self._bridge = _AttentionSplit(capture, shape, buckets[-1], layers[0].k.device)
+        self._split = _AttentionSplit(capture, shape, buckets[-1], layers[0].k.device)
         # Its own: torch's is of no use outside graphs any more once a capture has failed.
         self._noise = torch.Generator(layers[0].k.device)
         self._captured: dict[int, _CapturedPieces] = {}
@@ -142,40 +142,39 @@ class PiecewiseRunner:
     def close(self) -> None:
         """Gives the graphs and their memory back."""
         self._captured.clear()
-        self._bridge.pieces.clear()  # of the bucket that was captured last
+        self._split.pieces.clear()  # of the bucket that was captured last
 
     def capture(self) -> None:
-        """Captures every bucket, the largest first. One that fails is told once and remembered; its steps run eagerly."""
-        told = "steps of up to %d tokens run without graphs: %s"
-        self._captured = capture_sizes(self._capture, self._buckets, self._capture_bucket, told)
+        """Captures every bucket, the largest first. A failure is logged and remembered; its steps run eagerly."""
+        message = "steps of up to %d tokens run without graphs: %s"
+        self._captured = capture_sizes(self._capture, self._buckets, self._capture_bucket, message)
         self.failed = set(self._buckets) - self._captured.keys()
 
     def _capture_bucket(self, num_tokens: int) -> _CapturedPieces:
-        inputs = _padding(num_tokens, self._bridge.q.device)
-        bridge = self._bridge
-        bridge.out.normal_(generator=self._noise)
-        hidden_states = self._model.new_features(num_tokens)
-        shown = (
-            () if hidden_states is None else (hidden_states.zero_(),)
-        )  # what follows the last attention is shown later
-        _, residual = self._model.trunk(inputs, self._layers, bridge, hidden_states)
-        expected = [each.clone() for each in (residual, bridge.q[:num_tokens], *shown)]
-        bridge.pieces = []
+        inputs = _padding(num_tokens, self._split.q.device)
+        split = self._split
+        split.out.normal_(generator=self._noise)
+        hidden_states = self._model.new_hidden_states(num_tokens)
+        # Those of layers up to the last attention; ``LogitsHead`` writes the others.
+        aux = () if hidden_states is None else (hidden_states.zero_(),)
+        _, residual = self._model.trunk(inputs, self._layers, split, hidden_states)
+        expected = [each.clone() for each in (residual, split.q[:num_tokens], *aux)]
+        split.pieces = []
         self._capture.begin()
         with ExitStack() as undo:
             undo.callback(self._capture.abandon)
-            _, residual = self._model.trunk(inputs, self._layers, bridge, hidden_states)
+            _, residual = self._model.trunk(inputs, self._layers, split, hidden_states)
             undo.pop_all()
-        made = residual, bridge.q[:num_tokens], *shown
+        made = residual, split.q[:num_tokens], *aux
         for each in made[:2]:
             each.fill_(torch.nan)
-        for each in shown:
+        for each in aux:
             each.zero_()
-        for piece in bridge.pieces:
+        for piece in split.pieces:
             piece.replay()
         if not all(torch.equal(*both) for both in zip(made, expected, strict=True)):
             raise RuntimeError("its replay differs from the eager step")
-        return _CapturedPieces(inputs, tuple(bridge.pieces), residual, hidden_states)
+        return _CapturedPieces(inputs, tuple(split.pieces), residual, hidden_states)
 
     def run(self, inputs: ForwardInputs, bucket: int) -> ForwardOutputs:
         """Plans attention and computes a step on the current stream.
@@ -184,21 +183,17 @@ class PiecewiseRunner:
             inputs: Of at most ``bucket`` tokens, as the coverage says.
             bucket: Whose capture did not fail.
         """
-        captured, bridge = self._captured[bucket], self._bridge
+        captured, split = self._captured[bucket], self._split
         num_tokens, static = inputs.input_ids.shape[0], captured.inputs
         put_tokens(inputs, static, bucket)
         self._attention.plan(inputs)
-        q, k, v, out = (each[:num_tokens] for each in (bridge.q, bridge.k, bridge.v, bridge.out))
+        q, k, v, out = (each[:num_tokens] for each in (split.q, split.k, split.v, split.out))
         for layer, (kv, piece) in enumerate(zip(self._layers, captured.pieces, strict=True)):
             piece.replay()
             if inputs.before_layer is not None:
                 inputs.before_layer(layer)
             self._attention.forward(q, k, v, kv, layer, out)
-        mixed = out.flatten(1)
-        shown = captured.hidden_states if inputs.is_shown else None
-        hidden_states = None if shown is None else shown[:num_tokens]
-        logits = self._head.logits(mixed, captured.residual, inputs.logits_rows, hidden_states)
-        return ForwardOutputs(logits, hidden_states)
+        return self._head.finish(out.flatten(1), captured.residual, inputs, captured.hidden_states)
 
 
 def _padding(num_tokens: int, device: torch.device) -> ForwardInputs:

@@ -58,9 +58,9 @@ class Counted:
         self.num_forwards += 1
         return self._head.forward(*args)
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_states: torch.Tensor) -> torch.Tensor:
         self.num_forwards += 1
-        return self._head.fuse(tapped)
+        return self._head.fuse(aux_states)
 
 
 def script(llm: LLM, controller: Any) -> None:

@@ -235,8 +235,8 @@ def _spoil_whole(runner: Any, bucket: int) -> None:
 
 def _spoil_pieces(runner: Any, bucket: int) -> None:
     """Padding tokens are any tokens."""
-    captured, bridge = runner._captured[bucket], runner._bridge
-    for floats in (bridge.q, bridge.k, bridge.v, bridge.out, captured.residual):
+    captured, split = runner._captured[bucket], runner._split
+    for floats in (split.q, split.k, split.v, split.out, captured.residual):
         floats.fill_(torch.nan)
     _spoil_tokens(captured.inputs)
 

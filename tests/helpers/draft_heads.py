@@ -164,7 +164,7 @@ class Drafter:
         config = read_model_config(target)
         self.draft = find_draft(kind, None if source is None else str(source), target, config)
         sizes: dict[str, Any] = {"dtype": dtype, "device": "cpu", "max_len": MAX_LEN}
-        self.model = load_decoder(target, config, load_format="auto", aux_layers=self.draft.taps, **sizes)
+        self.model = load_decoder(target, config, load_format="auto", aux_layers=self.draft.aux_layers, **sizes)
         self.head = load_draft(self.draft, self.model, load_format=load_format, **sizes)
         element = getattr(torch, dtype)
         self._target = Paged(config.kv_groups(dtype), attention_shape(config, dtype=element, page_size=page_size))

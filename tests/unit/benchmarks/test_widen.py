@@ -269,7 +269,7 @@ def test_a_head_drafts_what_the_narrow_one_drafts_and_no_padded_token(
     torch.testing.assert_close(wide[:, :NARROW_VOCAB], narrow, atol=tolerance, rtol=0)
     assert wide[:, NARROW_VOCAB:].max() < LOUDLY
     assert narrow.std() > 0.2  # random as it is, it says something
-    assert drafter.draft.taps == ((1, 6, 10) if kind == "eagle3" else (12,))
+    assert drafter.draft.aux_layers == ((1, 6, 10) if kind == "eagle3" else (12,))
 
 
 def test_an_eagle3_head_has_a_vocabulary_of_its_own_size_with_the_ids_of_its_target(
@@ -349,5 +349,5 @@ def test_the_command_writes_heads_where_the_engine_finds_those_of_a_model(
         shutil.copytree(heads["eagle3"], model / "eagle3")
     command(monkeypatch, "llama-8b", empty_folder, "--model", model, "--device", "cpu", *flags)
     found = find_draft("eagle3", None, empty_folder, read_model_config(empty_folder))
-    assert (found.is_bundled, found.taps, found.model.hidden_size) == (True, (1, 6, 10), 384)
+    assert (found.is_bundled, found.aux_layers, found.model.hidden_size) == (True, (1, 6, 10), 384)
     load_parameters(empty_folder, read_model_config(empty_folder), torch.bfloat16, CPU, "auto")

@@ -495,11 +495,11 @@ def test_sizes_of_graphs_are_no_more_than_planned() -> None:
         TOKEN_BUCKETS,
     )
     from hiserve.runners.capture import row_buckets, token_buckets
-    from hiserve.runners.draft_graphs import NUM_REHEARSED
+    from hiserve.runners.draft_graphs import NUM_WARMUP_DRAFTS
     from hiserve.runners.graph import DRAWINGS
 
     assert 1 + len(DRAWINGS) <= ROW_GRAPHS
-    assert NUM_REHEARSED + 1 <= FURTHER_GRAPHS  # each way of drawing a draft, and what computes it
+    assert NUM_WARMUP_DRAFTS + 1 <= FURTHER_GRAPHS  # each way of drawing a draft, and what computes it
     for most in (*range(1, 600), 10_000):
         rows, tokens = row_buckets(most), token_buckets(most)
         assert max(len(rows), len(tokens)) <= NUM_BUCKETS

@@ -43,7 +43,7 @@ def run(ops, case):
 
 generator = torch.Generator().manual_seed(SEED)
 draft_window._TABLE_BLOCK = 2
-draft_triton._TABLE_BLOCK, draft_triton._TOKEN_BLOCK, draft_triton._FEATURE_BLOCK = 2, 32, 2
+draft_triton._TABLE_BLOCK, draft_triton._TOKEN_BLOCK, draft_triton._HIDDEN_BLOCK = 2, 32, 2
 for number in range(NUM_CASES):
     case = draft_case(generator)
     for each in (case, case.drafting(number % 4)):

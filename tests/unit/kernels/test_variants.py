@@ -24,8 +24,16 @@ import pytest
             "_draft_inputs",
             ("rows", "first", "num", "legal", "token_rows", "offsets", "kv_lens", "table"),
         ),
-        ("draft_triton", "_draft_features", ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table")),
-        ("draft_triton", "_keep_features", ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table")),
+        (
+            "draft_triton",
+            "_draft_hidden_states",
+            ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table"),
+        ),
+        (
+            "draft_triton",
+            "_keep_hidden_states",
+            ("rows", "first", "token_rows", "offsets", "legal", "qo_indptr", "table"),
+        ),
         ("ngram_search", "_draft_ngrams", ("rows",)),
     ],
 )

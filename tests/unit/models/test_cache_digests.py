@@ -103,7 +103,7 @@ def test_an_edited_draft_is_another_cache(folder: Path, kind: DraftKind) -> None
     model = read_model_config(folder)
     draft = find_draft(kind, None, folder, model)
     digest = shape_digest(model, draft, 512)
-    shapes: dict[str, Any] = {"kind": "draft_model", "model": model, "taps": (0,), "head": None}
+    shapes: dict[str, Any] = {"kind": "draft_model", "model": model, "aux_layers": (0,), "head": None}
     for name, other in shapes.items():
         assert shape_digest(model, msgspec.structs.replace(draft, **{name: other}), 512) != digest, name
     places: dict[str, Any] = {"folder": Path("x"), "is_bundled": False}

@@ -232,7 +232,7 @@ def test_a_head_sees_the_layers_that_the_trainer_showed_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "taps"),
+    ("name", "aux_layers"),
     [
         ("specforge", AUX_LAYERS),
         ("original", (1, 3, 4)),
@@ -241,10 +241,10 @@ def test_a_head_sees_the_layers_that_the_trainer_showed_it(tmp_path: Path) -> No
         ("mimo", (7,)),
     ],
 )
-def test_which_layers_a_format_sees(tmp_path: Path, name: str, taps: tuple[int, ...]) -> None:
+def test_which_layers_a_format_sees(tmp_path: Path, name: str, aux_layers: tuple[int, ...]) -> None:
     _, kind, target, source = FORMATS[name](tmp_path)
     found = find_draft(kind, None if source is None else str(source), target, read_model_config(target))
-    assert (found.taps, found.shift, found.feature_size) == (taps, 1, SHAPE.hidden_size)
+    assert (found.aux_layers, found.shift, found.feature_size) == (aux_layers, 1, SHAPE.hidden_size)
     assert found.is_bundled == (source is None)
 
 

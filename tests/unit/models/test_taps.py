@@ -113,14 +113,14 @@ def test_the_stages_of_a_pass_fill_what_the_caller_holds(llama: Path) -> None:
     (out,) = passes(llama, taps)
     model, paged = loaded(llama, taps)
     inputs = paged.plan([(row, 0, text) for row, text in enumerate(TEXTS)])
-    assert model.features_size == 3 * 64
-    features = torch.full((len(inputs.input_ids), model.features_size), torch.nan, dtype=torch.float64)
+    assert model.hidden_states_size == 3 * 64
+    features = torch.full((len(inputs.input_ids), model.hidden_states_size), torch.nan, dtype=torch.float64)
     attention: Attention = paged.attention
-    mixed, residual = model.trunk(inputs, paged.layers, attention, features)
+    attn_out, residual = model.trunk(inputs, paged.layers, attention, features)
     longer = torch.cat((residual, residual.new_full((5, 64), torch.nan)))
     kept, heads = longer.clone(), _Few(model)
     wanted = torch.tensor([len(TEXTS[0]) - 1, len(inputs.input_ids) - 1])
-    logits = model.logits(mixed, longer, wanted, features)
+    logits = model.logits(attn_out, longer, wanted, features)
     torch.testing.assert_close(features, out.hidden_states, rtol=0, atol=0)
     torch.testing.assert_close(logits, out.logits[wanted], rtol=1e-12, atol=1e-12)
     assert torch.equal(longer.nan_to_num(), kept.nan_to_num())
