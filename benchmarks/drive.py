@@ -12,9 +12,9 @@ import torch
 
 from hiserve.cache.storage.host_segment import open_segment
 from hiserve.config.options import make_options
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
+from hiserve.core.usage import CacheUse
 from hiserve.engine.build import build_engine
 from hiserve.ipc.messages import Admit
 from hiserve.launch import prepare

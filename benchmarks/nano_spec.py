@@ -15,7 +15,7 @@ import time
 from benchmarks.measured import ENGINE
 from benchmarks.record import RESULTS, ROOT, Record
 from hiserve import LLM, SamplingParams
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 
 PROMPTS = ROOT / "tests/data/held_out_prompts.jsonl"
 KINDS = {"dialogue": ("coffee", "services"), "code": ("python", "pytask")}

@@ -28,7 +28,7 @@ from benchmarks.widen.target import widen, write
 from hiserve import LLM, SamplingParams
 from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.spec_prompts import read_prompts
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO, find_model
 from tools.nano.head_files import export_head, load_target
 from tools.nano.heads import HEADS

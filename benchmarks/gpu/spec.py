@@ -26,8 +26,8 @@ from hiserve.bench.spec.engine import BatchResult, Tokens, run_batch
 from hiserve.bench.spec.equality import Equality, EqualityChecker, are_kept, over_all
 from hiserve.bench.spec.spec_prompts import read_prompts
 from hiserve.bench.spec.spec_run import sampling
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
+from hiserve.core.usage import DraftUse
 from hiserve.models.draft_config import find_draft
 from hiserve.models.model_config import NANO, find_model, read_model_config
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.prefix_cache import Match, PrefixCache
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import RowAdmit
+from hiserve.core.usage import CacheUse
 from hiserve.engine.budget import Allocation, allocation_of_chunks
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.engine.host_loads import HostLoads, LoadCostModel

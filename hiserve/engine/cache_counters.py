@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hiserve.cache.index.prefix_cache import MissReason, PrefixCache, PrefixCacheStats
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
+from hiserve.core.usage import CacheUse
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats
 
 PLACE_LOST = "place_lost"  # all bytes arrived, but what they belonged to had left the cache

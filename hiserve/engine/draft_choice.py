@@ -7,9 +7,8 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from hiserve.core.cache_usage import SOURCES
-from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.plan import BatchPlan, Int32Array
+from hiserve.core.usage import SOURCES, DraftStats, DraftUse
 from hiserve.engine.rows import RowState
 from hiserve.spec.adaptive import DraftController
 

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock
-from hiserve.core.cache_usage import SOURCES, CacheUse
 from hiserve.core.plan import BoolArray, Int32Array, Int64Array
 from hiserve.core.request import MAX_STOP_TOKENS, FinishReason, SamplingParams
+from hiserve.core.usage import SOURCES, CacheUse
 from hiserve.engine.page_tables import PageTables
 from hiserve.engine.waiting_queue import Request
 

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hiserve.core.cache_usage import COLD, CacheUse
 from hiserve.core.digest import pack_tokens
 from hiserve.core.plan import WORD_BYTES, Int32Array, RowAdmit
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import COLD, CacheUse
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hiserve.core.cache_usage import CacheUse
+from hiserve.core.usage import CacheUse
 
 
 class StepSnapshot(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ from __future__ import annotations
 import msgspec
 
 from hiserve.config.settings import Settings
-from hiserve.core.draft_use import DraftStats
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
+from hiserve.core.usage import DraftStats
 from hiserve.ipc.cache_stats import CacheStats, NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, CrashSnapshot, Recovery, ReplayStats
 from hiserve.ipc.updates import RequestUpdates

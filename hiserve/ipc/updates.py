@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.digest import DIGEST_BYTES, split_digests
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason
+from hiserve.core.usage import CacheUse, DraftUse
 
 UNREPORTED = -1.0
 _FINISHES = tuple(FinishReason)  # by number

@@ -6,10 +6,9 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hiserve.core.cache_usage import NOTHING, CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array, Scores
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.updates import TokenDelta
 from hiserve.text.output import TextOutput

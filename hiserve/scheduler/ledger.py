@@ -9,9 +9,9 @@ from enum import IntEnum
 
 import numpy as np
 
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import DraftUse
 from hiserve.errors import InvariantError
 from hiserve.ipc.codec import MalformedError
 from hiserve.ipc.messages import Admit, Generate

@@ -10,10 +10,9 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from hiserve.core.cache_usage import NOTHING, CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import WORD_BYTES, Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import NOTHING, CacheUse, DraftUse
 from hiserve.errors import HiserveError, InvariantError
 from hiserve.ipc.updates import RequestFacts, TokenDelta
 from hiserve.scheduler.client import EngineClient

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.ipc.cache_stats import StoreStats
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import Status, WorkerStats

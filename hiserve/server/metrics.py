@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from hiserve.core.cache_usage import CacheUse
+from hiserve.core.usage import CacheUse
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.messages import Status, WorkerStats
 from hiserve.server.aliases import aliases

@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.server.generation import Choices
 
 

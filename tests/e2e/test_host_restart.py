@@ -20,11 +20,10 @@ from hiserve.cache.storage.records import NO_CHECKSUM
 from hiserve.cache.storage.segment import SHARED_MEMORY, Segment, segment_path, stored_layout
 from hiserve.config.options import make_options
 from hiserve.config.settings import Settings
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
 from hiserve.core.request import SamplingParams
 from hiserve.core.resolve import resolve
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import ConfigError, EngineError, HiserveError, ResourceError
 from hiserve.ipc.cache_stats import CopyStats
 from hiserve.models.builtin_shapes import read_model

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import CacheUse
 from hiserve.errors import ModelError
 from hiserve.scheduler.client import EngineClient, TokenDelta
 from tests.helpers.fake_engine import score_words

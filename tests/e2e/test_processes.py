@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import CacheUse
 from hiserve.errors import ContextLengthError, EngineError, HiserveError, RequestError, SlowReaderError
 from hiserve.scheduler.client import TOKEN_BYTES, EngineClient
 from tests.helpers.fake_engine import FAIL, reply

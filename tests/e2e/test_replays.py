@@ -13,11 +13,10 @@ import numpy as np
 
 from hiserve.config.options import make_options
 from hiserve.config.settings import Settings
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.machine import probe
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
 from hiserve.core.resolve import resolve
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.models.builtin_shapes import read_model
 from hiserve.models.draft_config import model_facts
 from hiserve.scheduler.client import EngineClient

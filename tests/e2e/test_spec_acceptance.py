@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO, find_model
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.held_out import held_out_prompts

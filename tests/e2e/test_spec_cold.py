@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.startup_measurements import StepCosts
+from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO
 from hiserve.spec.adaptive import DraftController
 from tests.helpers.cache_paths import HOST, SETTINGS, answer, check, pool

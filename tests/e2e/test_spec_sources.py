@@ -19,7 +19,7 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.segment import SHARED_MEMORY
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.cache_paths import HOST, SETTINGS, pool
 from tests.helpers.dialogues import conversations, trained

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from tests.helpers import cuda
 from tests.helpers.gated import spoil_device
 from tests.helpers.tiered import engine_of

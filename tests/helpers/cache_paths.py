@@ -11,8 +11,8 @@ from typing import Any
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.segment import SHARED_MEMORY
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import CopyKind, PageCopy
+from hiserve.core.usage import CacheUse
 from hiserve.llm.outputs import CompletionOutput
 from tests.helpers.tiered import check_whole, counts_of, engine_of, garble_host, leave_device, rest, seal, transfers_of
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from hiserve.cache.index.eviction import EvictionOrder
 from hiserve.cache.index.prefix_cache import PrefixCache, TierListener
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyAck, PageCopy
+from hiserve.core.usage import CacheUse
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner

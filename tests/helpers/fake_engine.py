@@ -16,11 +16,11 @@ import numpy as np
 
 from hiserve.cache.index.reports import PrefixEvents
 from hiserve.config.settings import Settings
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
+from hiserve.core.usage import CacheUse
 from hiserve.engine.loop import EngineFacts
 from hiserve.errors import ModelError
 from hiserve.ipc.cache_stats import LOCAL_TIERS, NodeFacts, TierName

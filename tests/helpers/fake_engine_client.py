@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.cache_stats import NodeFacts, TierName, TreeFacts
 from hiserve.ipc.lifecycle import Crash, Recovery, ReplayStats

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.messages import Admit, Generate, Ready
 from hiserve.ipc.updates import RequestUpdates, TokenDelta

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hiserve import LLM, SamplingParams
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.llm.outputs import RequestOutput
 from tests.helpers.dialogues import conversations
 from tests.helpers.storm import PAGE, Load, Requests

@@ -21,7 +21,7 @@ import torch
 from benchmarks.measured import ENGINE
 from benchmarks.record import about
 from hiserve import LLM, SamplingParams
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.models.model_config import NANO, find_model
 from hiserve.spec.head import HeadProposer
 from tools.nano.accept import SOURCES, Reply, agreements, figures, prompts_of, walk

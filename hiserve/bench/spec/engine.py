@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import msgspec
 
 from hiserve.config.options import Options
-from hiserve.core.cache_usage import COLD
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.startup_measurements import StepCosts
+from hiserve.core.usage import COLD, DraftUse
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import TierName
 

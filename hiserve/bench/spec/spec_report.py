@@ -14,7 +14,7 @@ from hiserve.bench.report import columns
 from hiserve.bench.spec.equality import over_all
 from hiserve.bench.spec.spec_run import Found
 from hiserve.bench.spec.spec_summary import Case, CycleCost, acceptance, crossover, drafts_of, figures_of
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 
 GOOD, BAD = "green", "red"
 GAINS = (

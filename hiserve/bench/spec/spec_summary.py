@@ -9,8 +9,8 @@ import msgspec
 
 from hiserve.bench.spec.engine import BatchResult
 from hiserve.bench.spec.equality import Equality
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.startup_measurements import StepCosts
+from hiserve.core.usage import DraftUse
 from hiserve.errors import EngineError
 
 

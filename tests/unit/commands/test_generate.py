@@ -18,8 +18,8 @@ import hiserve
 from hiserve import cli
 from hiserve.commands import generate
 from hiserve.commands.generate import InputLine, PromptBatch
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import CacheUse
 from hiserve.errors import ConfigError, ContextLengthError, EngineError
 from hiserve.llm import CompletionOutput, RequestOutput, TokenLogprob
 

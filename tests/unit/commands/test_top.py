@@ -19,7 +19,7 @@ from hiserve import cli
 from hiserve.commands import serve
 from hiserve.commands.top import draw
 from hiserve.commands.top_frames import WINDOW_S, Frame, FrameHistory, ServerInfo, read_series
-from hiserve.core.draft_use import DraftStats, DraftUse
+from hiserve.core.usage import DraftStats, DraftUse
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from hiserve.ipc.messages import Status, WorkerFacts, WorkerStats
 from hiserve.server.metrics import Metrics

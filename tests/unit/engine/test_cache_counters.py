@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import PrefixCache, PrefixLock, RunOp, Tier
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
+from hiserve.core.usage import CacheUse
 from hiserve.engine.cache_counters import CacheCounters
 from hiserve.ipc.cache_stats import CacheStats, CopyStats, StoreStats, TierStats
 from tests.helpers.engines import echo_engine

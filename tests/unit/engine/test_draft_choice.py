@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.core.cache_usage import SOURCES, CacheUse
-from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.request import SamplingParams, SpecParams
+from hiserve.core.usage import SOURCES, CacheUse, DraftStats, DraftUse
 from hiserve.engine.draft_choice import DraftCounts
 from hiserve.engine.loop import Engine
 from hiserve.engine.rows import RowState

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import PrefixCache
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.plan import BatchPlan, StepResult
 from hiserve.core.request import FinishReason, SamplingParams, SpecParams
+from hiserve.core.usage import DraftUse
 from hiserve.engine.planner import Planner
 from hiserve.engine.waiting_queue import Request
 

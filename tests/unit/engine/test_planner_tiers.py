@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hiserve.cache.index.prefix_cache import HostAdmission
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import SamplingParams
 from hiserve.core.transfers import CopyKind
+from hiserve.core.usage import CacheUse
 from hiserve.engine import host_loads
 from hiserve.engine.host_loads import LoadCostModel
 from hiserve.engine.loop import Engine

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import FinishReason
+from hiserve.core.usage import CacheUse
 from hiserve.engine.report_sender import ReportSender
 from hiserve.ipc.codec import Frames, MessageDecoder
 from hiserve.ipc.messages import CacheFlushed, FromWorker, StepReport, WorkerStats

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiserve.config.settings import Settings
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.digest import split_digests
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.ipc.codec import MalformedError, MessageDecoder, encode
 from hiserve.ipc.messages import (
     Abort,

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.ipc.updates import MergedUpdates, RequestUpdates, TokenDelta
 
 RUNNING, LENGTH, ABORT = FinishReason.RUNNING, FinishReason.LENGTH, FinishReason.ABORT

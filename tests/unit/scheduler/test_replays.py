@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from hiserve.config.options import Scheduler
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason, SamplingParams
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import UnavailableError
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta

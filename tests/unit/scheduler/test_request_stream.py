@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import FinishReason
+from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import EngineError, SlowReaderError
 from hiserve.ipc.updates import TokenDelta
 from hiserve.scheduler.client import TOKEN_BYTES, RequestStream

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from hiserve.core.cache_usage import CacheUse
+from hiserve.core.usage import CacheUse
 from tests.unit.server.conftest import Server
 
 USE = CacheUse(device=16, host=32, store=64, miss="evicted", miss_at=112)

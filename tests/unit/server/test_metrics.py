@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hiserve.core.cache_usage import CacheUse
 from hiserve.core.request import FinishReason
+from hiserve.core.usage import CacheUse
 from hiserve.errors import EngineError
 from hiserve.ipc.cache_stats import CacheStats, TierStats
 from hiserve.ipc.lifecycle import Recovery, ReplayStats

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hiserve.core.draft_use import DraftStats, DraftUse
 from hiserve.core.request import SpecParams
+from hiserve.core.usage import DraftStats, DraftUse
 from hiserve.ipc.messages import WorkerStats
 from tests.helpers.fake_engine_client import FakeEngineClient
 from tests.unit.server.conftest import NUM_STEPS, Server, make_server, reply_script

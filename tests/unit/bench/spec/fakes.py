@@ -11,9 +11,8 @@ import numpy as np
 
 from hiserve.bench.spec.engine import BatchResult, Tokens
 from hiserve.config.options import Options, make_options
-from hiserve.core.cache_usage import CacheUse
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.startup_measurements import StepCosts
+from hiserve.core.usage import CacheUse, DraftUse
 from tests.helpers.step_costs import step_costs
 
 Reply = Callable[[Tokens], Tokens]

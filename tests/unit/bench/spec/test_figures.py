@@ -7,8 +7,8 @@ import pytest
 from hiserve.bench.spec.engine import BatchResult, check_source, prepare, run_batch
 from hiserve.bench.spec.equality import Equality
 from hiserve.bench.spec.spec_summary import Case, check_accepted, crossover, cycle_costs, figures_of
-from hiserve.core.draft_use import DraftUse
 from hiserve.core.request import SamplingParams
+from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError
 from tests.unit.bench.spec.fakes import FakeEngine, batch, costs, counting
 

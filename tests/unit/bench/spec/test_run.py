@@ -13,7 +13,7 @@ from hiserve.bench.options import SweepOptions
 from hiserve.bench.spec.spec_prompts import read_prompts, read_texts
 from hiserve.bench.spec.spec_run import Found, conditions, sweep_engines
 from hiserve.config.options import make_options
-from hiserve.core.draft_use import DraftUse
+from hiserve.core.usage import DraftUse
 from hiserve.errors import ConfigError, EngineError
 from hiserve.models.model_config import NANO, find_model
 from tests.unit.bench.spec.fakes import FakeEngine, Opener, costs, counting
