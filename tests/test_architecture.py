@@ -1,4 +1,4 @@
-"""What the linters cannot say: sizes, docstrings, what importing costs, versions, no environment."""
+"""What the linters cannot say: sizes, docstrings, imports between tests, what importing costs, versions, no environment."""
 
 from __future__ import annotations
 
@@ -119,6 +119,22 @@ def test_nothing_reaches_into_the_index_past_its_contract() -> None:
     assert len(users) >= 8
     assert {named(path): parts for path in users if (parts := reached(path.read_text()))} == {}
     assert reached("self._cache.tiers.clock += cache.device.pages.num_free") == {"tiers", "device"}
+
+
+def test_no_test_module_imports_from_another() -> None:
+    """Programs inside strings count too. The mutants name test modules as the addresses of their tests."""
+    tests = ROOT / "tests"
+    folder = r"tests(?:\.\w+)*"
+    imported = re.compile(
+        rf"^\s*(?:from|import) {folder}\.test_\w+|^\s*from {folder} import .*\btest_\w+", re.MULTILINE
+    )
+    found = [
+        f"{path.relative_to(tests)}: {line[0].strip()}"
+        for path in sorted(tests.rglob("*.py"))
+        if not path.is_relative_to(tests / "mutants")
+        for line in imported.finditer(path.read_text())
+    ]
+    assert not found, "what tests share lives in tests/helpers or in a module beside them: " + "; ".join(found)
 
 
 def test_the_changelog_and_the_project_file_know_the_version() -> None:

@@ -1,4 +1,6 @@
-"""An engine without a model: token ids follow from the prompt, pages are digests in a set.
+"""An engine without a model, for real workers: token ids follow from the prompt, pages are digests in a set.
+
+Tests of the scheduler and of the worker process need an engine on the worker's side; ``fake_engine_client`` has no process.
 
 Some token ids at the front of a prompt are orders: see ``CRASH``, ``FAIL``, ``SLOW``.
 """

@@ -1,4 +1,7 @@
-"""An engine client without an engine: it plays scripted deltas and counts what happened to each request."""
+"""The fake of the engine: stands for ``EngineClient``, plays scripted deltas and counts what happened to each request.
+
+Tests of processes use ``fake_engine`` instead, which runs inside a real worker.
+"""
 
 from __future__ import annotations
 

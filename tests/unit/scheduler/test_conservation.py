@@ -14,7 +14,7 @@ from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import RequestState
 from hiserve.scheduler.policy import POLICIES
 from hiserve.scheduler.prefix_index import PrefixIndex
-from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, ready, step_updates
+from tests.helpers.dispatch import PAGE_SIZE, RecordedEvents, generate, ready, step_updates
 
 ROWS = 2
 CAPACITY = ROWS + 1
@@ -22,7 +22,7 @@ REPLICAS = (0, 1)
 
 
 class Conservation(RuleBasedStateMachine):
-    """Clients, workers and crashes drive a dispatcher; the outlet is the witness."""
+    """Clients, workers and crashes drive a dispatcher; their events are the witness."""
 
     @initialize(
         policy=st.sampled_from(sorted(POLICIES)),
@@ -31,13 +31,13 @@ class Conservation(RuleBasedStateMachine):
         request_timeout_s=st.sampled_from([0.0, 5.0]),
     )
     def start(self, policy: str, max_queued: int, queue_timeout_s: float, request_timeout_s: float) -> None:
-        self.outlet = FakeOutlet()
+        self.events = RecordedEvents()
         self.now_s = 0.0
         self.limits = Scheduler(
             max_queued_requests=max_queued, queue_timeout_s=queue_timeout_s, request_timeout_s=request_timeout_s
         )
         self.dispatcher = Dispatcher(
-            self.outlet, POLICIES[policy](), PrefixIndex(PAGE_SIZE), self.limits, lambda: self.now_s
+            self.events, POLICIES[policy](), PrefixIndex(PAGE_SIZE), self.limits, lambda: self.now_s
         )
         self.uid = 0
         self.accepted: set[int] = set()
@@ -86,7 +86,7 @@ class Conservation(RuleBasedStateMachine):
             self.uid += 1
             message = generate(self.uid, priority=priority, caller=caller)
             self.dispatcher.submit(message, np.full(length, token, dtype=np.int32))
-            if self.outlet.terminals[self.uid] == ["overloaded"]:
+            if self.events.terminals[self.uid] == ["overloaded"]:
                 assert len(self.queued()) >= self.limits.max_queued_requests
                 event("refused")
             elif 0 < length < 32:
@@ -140,10 +140,10 @@ class Conservation(RuleBasedStateMachine):
         assert all(ledger.get(uid) is not None for uid in queued)
         for uid in self.accepted:
             entry = ledger.get(uid)
-            assert len(self.outlet.terminals[uid]) == (entry is None)
+            assert len(self.events.terminals[uid]) == (entry is None)
             if entry is not None:
                 assert (entry.state is RequestState.QUEUED) == (entry.replica is None) == (uid in queued)
-                assert entry.generated.tolist() == self.outlet.sent[uid]
+                assert entry.generated.tolist() == self.events.sent[uid]
 
     @invariant()
     def credits_are_the_requests_held(self) -> None:
@@ -155,10 +155,10 @@ class Conservation(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_admitted_twice_and_no_token_is_lost(self) -> None:
-        for uid, count in Counter(uid for _, uid in self.outlet.admitted).items():
+        for uid, count in Counter(uid for _, uid in self.events.admitted).items():
             assert count <= 1 + self.crashes[uid]
         for uid, tokens in self.expected.items():
-            assert self.outlet.sent[uid] == tokens
+            assert self.events.sent[uid] == tokens
 
     def teardown(self) -> None:
         if not hasattr(self, "dispatcher"):
@@ -171,7 +171,7 @@ class Conservation(RuleBasedStateMachine):
                 self.dispatcher.report(replica, step_updates(*rows))
             self.dispatcher.dispatch()
         assert len(self.dispatcher.queue) == len(self.dispatcher.ledger) == 0
-        assert all(len(self.outlet.terminals[uid]) == 1 for uid in range(1, self.uid + 1))
+        assert all(len(self.events.terminals[uid]) == 1 for uid in range(1, self.uid + 1))
 
 
 Conservation.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -6,58 +6,19 @@ import numpy as np
 import pytest
 
 from hiserve.config.options import Scheduler
-from hiserve.core.digest import chain, namespace_digest, pack_tokens
-from hiserve.core.request import FinishReason
 from hiserve.errors import InvariantError, UnavailableError
 from hiserve.ipc.codec import MalformedError
-from hiserve.ipc.updates import RequestUpdates
-from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.ledger import Ledger
 from hiserve.scheduler.policy import Fcfs, LongestPrefix, Policy, Priority
-from hiserve.scheduler.prefix_index import PrefixIndex
 from hiserve.scheduler.queue import MAX_OVERTAKEN
-from tests.helpers.outlet import NAMESPACE, PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_updates
-
-ABORT = str(int(FinishReason.ABORT))
-STOP = str(int(FinishReason.STOP))
-UNLIMITED = Scheduler()
-
-
-class Desk:
-    """A dispatcher with its outlet."""
-
-    def __init__(
-        self, policy: Policy | None = None, *, replicas: int = 1, rows: int = 2, limits: Scheduler = UNLIMITED
-    ) -> None:
-        self.outlet = FakeOutlet()
-        self.now_s = 100.0
-        self.dispatcher = Dispatcher(self.outlet, policy or Fcfs(), PrefixIndex(PAGE_SIZE), limits, lambda: self.now_s)
-        for replica in range(replicas):
-            self.dispatcher.worker_ready(replica, ready(replica, rows=rows))
-
-    def submit(self, uid: int, *tokens: int, priority: int = 0, **sampling: object) -> None:
-        self.dispatcher.submit(generate(uid, priority=priority, **sampling), prompt(*(tokens or (1, 2, 3))))
-        self.dispatcher.dispatch()
-
-    def expire_after(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.dispatcher.expire()
-        self.dispatcher.dispatch()
-
-    def report(self, *rows: tuple[int, list[int], int], replica: int = 0, failed: tuple[int, ...] = ()) -> None:
-        self.dispatcher.report(replica, step_updates(*rows, failed=failed))
-        self.dispatcher.dispatch()
-
-    def cache(self, replica: int, *tokens: int) -> None:
-        digests = chain(namespace_digest(NAMESPACE, b""), pack_tokens(np.array(tokens)), PAGE_SIZE)
-        self.dispatcher.report(replica, RequestUpdates(published=b"".join(digests)))
-
-    @property
-    def admitted(self) -> list[int]:
-        return [uid for _, uid in self.outlet.admitted]
-
-    def is_empty(self) -> bool:
-        return len(self.dispatcher.ledger) == len(self.dispatcher.queue) == 0
+from tests.helpers.dispatch import (
+    ABORT,
+    STOP,
+    Desk,
+    generate,
+    prompt,
+    ready,
+)
 
 
 def test_fcfs_admits_in_order_of_arrival_as_credits_come_back() -> None:
@@ -102,7 +63,7 @@ def test_a_request_goes_to_the_worker_that_holds_its_prefix() -> None:
     desk.submit(1, *range(33))
     desk.submit(2, *range(500, 533))
     desk.submit(3, *range(33))
-    assert desk.outlet.admitted == [(1, 1), (0, 2), (1, 3)]
+    assert desk.events.admitted == [(1, 1), (0, 2), (1, 3)]
 
 
 def test_the_seed_is_drawn_once_and_a_given_one_is_kept() -> None:
@@ -110,7 +71,7 @@ def test_the_seed_is_drawn_once_and_a_given_one_is_kept() -> None:
     desk.submit(1)
     desk.submit(2, seed=7)
     desk.submit(3)
-    seeds = [desk.outlet.admits[uid][0].sampling.seed for uid in (1, 2, 3)]
+    seeds = [desk.events.admits[uid][0].sampling.seed for uid in (1, 2, 3)]
     assert seeds[1] == 7
     assert isinstance(seeds[0], int)
     assert isinstance(seeds[2], int)
@@ -132,9 +93,9 @@ def test_an_abort_while_queued_ends_at_once() -> None:
     for uid in (1, 2, 3, 4):
         desk.submit(uid)
     desk.dispatcher.abort([3, 4, 3])
-    assert desk.outlet.terminals[3] == desk.outlet.terminals[4] == [ABORT]
-    assert desk.outlet.news[-1].cached == [None, None], "nobody looked: that is no miss"
-    assert desk.outlet.dropped == []
+    assert desk.events.terminals[3] == desk.events.terminals[4] == [ABORT]
+    assert desk.events.news[-1].cached == [None, None], "nobody looked: that is no miss"
+    assert desk.events.dropped == []
     desk.report((1, [5], 1), (2, [5], 1))
     assert desk.is_empty()
 
@@ -145,10 +106,10 @@ def test_an_abort_while_running_ends_when_the_worker_answers() -> None:
     desk.submit(2)
     desk.dispatcher.abort([2])
     desk.dispatcher.abort([2])
-    assert desk.outlet.dropped == [(0, [2])]
-    assert desk.outlet.terminals[2] == []
+    assert desk.events.dropped == [(0, [2])]
+    assert desk.events.terminals[2] == []
     desk.report((1, [5], 0), (2, [], 3))
-    assert desk.outlet.terminals[2] == [ABORT]
+    assert desk.events.terminals[2] == [ABORT]
     assert desk.dispatcher.placement.num_held(0) == 1
 
 
@@ -158,7 +119,7 @@ def test_an_abort_that_crosses_the_natural_end_adds_no_second_one() -> None:
     desk.dispatcher.abort([1])
     desk.report((1, [5], 1))
     desk.dispatcher.abort([1])
-    assert desk.outlet.terminals[1] == [STOP]
+    assert desk.events.terminals[1] == [STOP]
     assert desk.is_empty()
 
 
@@ -168,11 +129,11 @@ def test_a_lost_worker_gets_nothing_until_its_successor_is_there() -> None:
         desk.submit(uid)
     desk.dispatcher.worker_lost(0)
     desk.submit(9)
-    assert desk.outlet.admitted[4:] == [(1, 1)]  # the first of those that lost it; the next has to wait
+    assert desk.events.admitted[4:] == [(1, 1)]  # the first of those that lost it; the next has to wait
     desk.dispatcher.worker_ready(0, ready(0, rows=2))
     desk.dispatcher.dispatch()
-    assert desk.outlet.admitted[5:] == [(0, 3), (0, 9)]
-    assert not any(desk.outlet.terminals.values())
+    assert desk.events.admitted[5:] == [(0, 3), (0, 9)]
+    assert not any(desk.events.terminals.values())
 
 
 def test_without_any_worker_left_everything_is_refused() -> None:
@@ -182,7 +143,7 @@ def test_without_any_worker_left_everything_is_refused() -> None:
     desk.dispatcher.worker_lost(0)
     desk.dispatcher.close(UnavailableError("no worker is left"))
     desk.submit(4)
-    assert [desk.outlet.terminals[uid] for uid in (1, 2, 3, 4)] == [["unavailable"]] * 4
+    assert [desk.events.terminals[uid] for uid in (1, 2, 3, 4)] == [["unavailable"]] * 4
     assert desk.is_empty()
 
 
@@ -193,7 +154,7 @@ def test_a_request_that_cannot_run_is_refused_and_not_accepted(length: int, code
     desk = Desk()
     desk.submit(1)
     desk.dispatcher.submit(generate(2), np.zeros(length, dtype=np.int32))
-    assert desk.outlet.terminals[2] == [code]
+    assert desk.events.terminals[2] == [code]
     assert desk.dispatcher.ledger.num_accepted == 1
 
 
@@ -207,15 +168,15 @@ def test_the_longest_request_that_fits_is_accepted() -> None:
 def test_a_negative_token_id_never_reaches_a_worker() -> None:
     desk = Desk()
     desk.submit(1, 5, -1, 5)
-    assert desk.outlet.terminals[1] == ["invalid_request"]
+    assert desk.events.terminals[1] == ["invalid_request"]
 
 
 def test_a_request_the_engine_fails_ends_with_its_error_after_its_tokens() -> None:
     desk = Desk()
     desk.submit(1)
     desk.report((1, [5], 0), failed=(1,))
-    assert desk.outlet.sent[1] == [5]
-    assert desk.outlet.terminals[1] == ["engine_error"]
+    assert desk.events.sent[1] == [5]
+    assert desk.events.terminals[1] == ["engine_error"]
     assert desk.is_empty()
 
 
@@ -228,7 +189,7 @@ def test_a_report_on_what_the_worker_does_not_hold_changes_nothing() -> None:
             desk.report(*rows)
     with pytest.raises(MalformedError, match="does not hold"):
         desk.report((1, [5], 0), failed=(2,))
-    assert desk.outlet.sent[1] == []
+    assert desk.events.sent[1] == []
     assert len(desk.dispatcher.ledger) == 2
 
 
@@ -254,7 +215,7 @@ def test_a_full_queue_refuses_and_loses_nothing_it_accepted() -> None:
     desk = Desk(rows=1, limits=Scheduler(max_queued_requests=2))
     for uid in range(1, 7):  # two are admitted, two wait
         desk.submit(uid)
-    assert {uid: desk.outlet.terminals[uid] for uid in (5, 6)} == {5: ["overloaded"], 6: ["overloaded"]}
+    assert {uid: desk.events.terminals[uid] for uid in (5, 6)} == {5: ["overloaded"], 6: ["overloaded"]}
     for uid in (1, 2, 3, 4):
         desk.report((uid, [5], 1))
     assert desk.admitted == [1, 2, 3, 4]
@@ -267,13 +228,13 @@ def test_the_queue_is_bounded_by_tokens_too_but_takes_any_single_request() -> No
     desk.submit(2)
     desk.submit(3, *range(50))
     desk.submit(4, 1)
-    assert desk.outlet.terminals[3] == []
-    assert desk.outlet.terminals[4] == ["overloaded"]
+    assert desk.events.terminals[3] == []
+    assert desk.events.terminals[4] == ["overloaded"]
     desk.report((1, [5], 1))
     desk.submit(5, *range(6))
     desk.submit(6, *range(5))
     desk.submit(7, *range(4))
-    assert [desk.outlet.terminals[uid] for uid in (5, 6, 7)] == [[], ["overloaded"], []]
+    assert [desk.events.terminals[uid] for uid in (5, 6, 7)] == [[], ["overloaded"], []]
     assert desk.dispatcher.queue.num_tokens == 10
 
 
@@ -283,7 +244,7 @@ def test_a_burst_fills_free_rows_before_it_is_refused() -> None:
         desk.dispatcher.submit(generate(uid), prompt(1, 2))
     desk.dispatcher.dispatch()
     assert desk.admitted == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert [uid for uid in range(1, 11) if desk.outlet.terminals[uid]] == [10]
+    assert [uid for uid in range(1, 11) if desk.events.terminals[uid]] == [10]
 
 
 def test_a_wrong_prompt_is_wrong_even_when_the_queue_is_full() -> None:
@@ -291,7 +252,7 @@ def test_a_wrong_prompt_is_wrong_even_when_the_queue_is_full() -> None:
     for uid in range(1, 4):
         desk.submit(uid)
     desk.submit(4, -1)
-    assert desk.outlet.terminals[4] == ["invalid_request"]
+    assert desk.events.terminals[4] == ["invalid_request"]
 
 
 def test_a_request_that_waited_too_long_ends_with_an_error_and_a_running_one_goes_on() -> None:
@@ -302,16 +263,16 @@ def test_a_request_that_waited_too_long_ends_with_an_error_and_a_running_one_goe
     desk.submit(4)
     assert desk.dispatcher.seconds_to_deadline() == 1.0
     desk.expire_after(0.99)
-    assert desk.outlet.terminals[3] == []
+    assert desk.events.terminals[3] == []
     desk.expire_after(0.01)
-    assert desk.outlet.terminals[3] == ["queue_timeout"]
+    assert desk.events.terminals[3] == ["queue_timeout"]
     assert desk.dispatcher.seconds_to_deadline() == 1.0
     desk.report((1, [5], 1))
     desk.expire_after(50)
     assert desk.admitted == [1, 2, 4]
     assert desk.dispatcher.seconds_to_deadline() is None
-    assert desk.outlet.terminals[4] == []
-    assert desk.outlet.dropped == []
+    assert desk.events.terminals[4] == []
+    assert desk.events.dropped == []
 
 
 def test_a_request_that_takes_too_long_in_all_is_aborted_wherever_it_is() -> None:
@@ -320,16 +281,16 @@ def test_a_request_that_takes_too_long_in_all_is_aborted_wherever_it_is() -> Non
         desk.submit(uid)
     desk.report((1, [7, 8], 0))
     desk.expire_after(2.5)
-    assert desk.outlet.dropped == []
+    assert desk.events.dropped == []
     assert desk.dispatcher.seconds_to_deadline() == 0.5
     desk.expire_after(0.5)
-    assert desk.outlet.dropped == [(0, [1, 2])]
-    assert desk.outlet.terminals[3] == [ABORT]
+    assert desk.events.dropped == [(0, [1, 2])]
+    assert desk.events.terminals[3] == [ABORT]
     assert desk.dispatcher.seconds_to_deadline() is None  # nothing is asked twice
     desk.expire_after(0.5)
-    assert desk.outlet.dropped == [(0, [1, 2])]
+    assert desk.events.dropped == [(0, [1, 2])]
     desk.report((1, [], 3), (2, [], 3))
-    assert desk.outlet.sent[1] == [7, 8]
+    assert desk.events.sent[1] == [7, 8]
     assert desk.is_empty()
 
 
@@ -339,7 +300,7 @@ def test_without_timeouts_there_is_no_deadline() -> None:
         desk.submit(uid)
     assert desk.dispatcher.seconds_to_deadline() is None
     desk.expire_after(10**6)
-    assert not any(desk.outlet.terminals.values())
+    assert not any(desk.events.terminals.values())
 
 
 def test_the_largest_priority_goes_first_and_the_oldest_among_equals() -> None:

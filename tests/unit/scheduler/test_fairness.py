@@ -12,7 +12,7 @@ from hiserve.core.request import FinishReason
 from hiserve.scheduler.drain import MAX_RETRY_S, MEMORY_S, MIN_RETRY_S, DrainRate
 from hiserve.scheduler.policy import POLICIES, Fcfs, Priority
 from hiserve.scheduler.queue import MAX_OVERTAKEN
-from tests.unit.scheduler.test_dispatcher import Desk
+from tests.helpers.dispatch import Desk
 
 STOP = int(FinishReason.STOP)
 GREEDY, MODEST = 1, 2
@@ -21,7 +21,7 @@ SEED = 7
 
 def finish_first(desk: Desk, tokens: int = 1) -> int:
     """Ends the oldest running request; returns the request that got its place."""
-    running = [uid for uid in desk.admitted if not desk.outlet.terminals[uid]]
+    running = [uid for uid in desk.admitted if not desk.events.terminals[uid]]
     desk.report((running[0], [5] * tokens, STOP))
     return desk.admitted[-1]
 
@@ -98,11 +98,11 @@ def test_a_full_queue_makes_room_for_who_has_less_than_a_share() -> None:
     desk = Desk(rows=1, limits=Scheduler(max_queued_requests=6))
     for uid in range(1, 10):  # two are admitted, six wait, one is refused
         desk.submit(uid, caller=GREEDY)
-    assert [uid for uid in range(1, 10) if desk.outlet.terminals[uid]] == [9]
+    assert [uid for uid in range(1, 10) if desk.events.terminals[uid]] == [9]
     for uid in range(20, 25):
         desk.submit(uid, caller=MODEST)
-    assert list(desk.outlet.errors) == [9, 8, 7, 6, 23, 24]  # half of the queue each, and no more
-    assert {error.code for error in desk.outlet.errors.values()} == {"overloaded"}
+    assert list(desk.events.errors) == [9, 8, 7, 6, 23, 24]  # half of the queue each, and no more
+    assert {error.code for error in desk.events.errors.values()} == {"overloaded"}
     assert len(desk.dispatcher.queue) == 6
 
 
@@ -115,7 +115,7 @@ def test_room_is_made_by_whoever_has_most_of_what_there_is_too_little_of() -> No
     for uid in (10, 11):
         desk.submit(uid, *range(90), caller=MODEST)
     desk.submit(20, *range(60), caller=3)
-    assert [uid for uid in (*range(3, 9), 10, 11, 20) if desk.outlet.terminals[uid]] == [11]
+    assert [uid for uid in (*range(3, 9), 10, 11, 20) if desk.events.terminals[uid]] == [11]
 
 
 def test_nobody_is_pushed_out_for_a_request_that_finds_no_room_anyway() -> None:
@@ -125,7 +125,7 @@ def test_nobody_is_pushed_out_for_a_request_that_finds_no_room_anyway() -> None:
     for uid in range(3, 13):
         desk.submit(uid, *range(10), caller=GREEDY)
     desk.submit(20, *range(60), caller=MODEST)
-    assert [uid for uid in (*range(3, 13), 20) if desk.outlet.terminals[uid]] == [20]
+    assert [uid for uid in (*range(3, 13), 20) if desk.events.terminals[uid]] == [20]
 
 
 def test_who_was_answered_in_part_is_not_pushed_out() -> None:
@@ -136,8 +136,8 @@ def test_who_was_answered_in_part_is_not_pushed_out() -> None:
     assert entry is not None
     entry.num_admissions = 1  # as when its worker has died
     desk.submit(5, caller=MODEST)
-    assert desk.outlet.terminals[4] == []
-    assert desk.outlet.terminals[5] == ["overloaded"]
+    assert desk.events.terminals[4] == []
+    assert desk.events.terminals[5] == ["overloaded"]
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -254,8 +254,8 @@ def test_who_is_refused_or_waited_too_long_is_told_when_to_come_back() -> None:
         finish_first(desk)
         desk.submit(uid)
     desk.submit(100)
-    assert 9 <= (desk.outlet.errors[100].retry_after_s or 0) <= 15
+    assert 9 <= (desk.events.errors[100].retry_after_s or 0) <= 15
     desk.expire_after(61.0)
-    late = [error for error in desk.outlet.errors.values() if error.code == "queue_timeout"]
+    late = [error for error in desk.events.errors.values() if error.code == "queue_timeout"]
     assert late
     assert all(error.retry_after_s and error.retry_after_s > 9 for error in late)

@@ -13,8 +13,7 @@ from hiserve.core.usage import CacheUse, DraftUse
 from hiserve.errors import UnavailableError
 from hiserve.ipc.lifecycle import ReplayStats
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
-from tests.helpers.outlet import ready
-from tests.unit.scheduler.test_dispatcher import ABORT, STOP, Desk
+from tests.helpers.dispatch import ABORT, STOP, Desk, ready
 
 PROMPT = (1, 2, 3, 4, 5)
 
@@ -45,16 +44,16 @@ def tell(
 def test_a_request_goes_on_behind_what_the_client_has_with_its_seed_and_its_limits() -> None:
     desk = Desk()
     desk.submit(1, *PROMPT, max_tokens=9, temperature=0.7)
-    first = desk.outlet.admits[1][0]
+    first = desk.events.admits[1][0]
     desk.report((1, [7, 8, 9], 0))
     restart(desk)
-    message, tokens = desk.outlet.admits[1]
+    message, tokens = desk.events.admits[1]
     assert tokens == [*PROMPT, 7, 8, 9]
     assert message == first, "the worker is told the whole request again"
     assert message.num_prompt == len(PROMPT)
     desk.report((1, [10], 1))
-    assert desk.outlet.sent[1] == [7, 8, 9, 10]
-    assert desk.outlet.terminals[1] == [STOP]
+    assert desk.events.sent[1] == [7, 8, 9, 10]
+    assert desk.events.terminals[1] == [STOP]
     assert desk.is_empty()
 
 
@@ -70,13 +69,13 @@ def test_those_that_lost_their_worker_come_first_and_in_their_order() -> None:
 def test_they_may_go_to_another_worker_at_once_and_take_what_it_has_cached_into_account() -> None:
     desk = Desk(replicas=3, rows=8)
     desk.submit(1, *range(100, 104))
-    (replica, _) = desk.outlet.admitted[0]
+    (replica, _) = desk.events.admitted[0]
     desk.report((1, list(range(104, 120)), 0), replica=replica)
     others = [each for each in range(3) if each != replica]
     desk.cache(others[1], *range(100, 116))
     desk.dispatcher.worker_lost(replica)
     desk.dispatcher.dispatch()
-    assert desk.outlet.admitted[1:] == [(others[1], 1)]
+    assert desk.events.admitted[1:] == [(others[1], 1)]
 
 
 def test_what_of_the_prompt_was_cached_and_the_time_in_the_queue_are_told_once() -> None:
@@ -86,8 +85,8 @@ def test_what_of_the_prompt_was_cached_and_the_time_in_the_queue_are_told_once()
     desk.now_s += 5
     restart(desk)
     tell(desk, 1, [8], cached=CacheUse(host=4, device=1))
-    assert [news.cached for news in desk.outlet.news] == [[CacheUse(device=4)], [None]]
-    assert [news.queue_s for news in desk.outlet.news] == [[0.0], [-1]]
+    assert [news.cached for news in desk.events.news] == [[CacheUse(device=4)], [None]]
+    assert [news.queue_s for news in desk.events.news] == [[0.0], [-1]]
     assert desk.dispatcher.replays.stats() == ReplayStats(1, 6, {"device": 1, "host": 4, "store": 0})
 
 
@@ -97,7 +96,7 @@ def test_the_time_in_the_queue_is_until_the_first_worker_even_if_it_never_spoke(
     desk.now_s += 5
     restart(desk)
     tell(desk, 1, [8], cached=CacheUse())
-    assert desk.outlet.news[0].queue_s == [0.0]
+    assert desk.events.news[0].queue_s == [0.0]
 
 
 def test_drafts_of_all_workers_are_counted_together() -> None:
@@ -107,7 +106,7 @@ def test_drafts_of_all_workers_are_counted_together() -> None:
         for use in uses:
             tell(desk, 1, [7], drafts=use)
         restart(desk)
-    told = [news.drafts[0] for news in desk.outlet.news]
+    told = [news.drafts[0] for news in desk.events.news]
     assert told == [
         DraftUse(1, 2, (1,)),
         DraftUse(3, 6, (2, 1)),
@@ -128,7 +127,7 @@ def test_scores_of_the_prompt_are_asked_for_from_where_they_ended(told: list[tup
     for count, num_scores in told:
         tell(desk, 1, list(range(count)), words=3 * num_scores)
     restart(desk)
-    assert desk.outlet.admits[1][0].num_scored == expected
+    assert desk.events.admits[1][0].num_scored == expected
 
 
 def test_a_request_without_scores_of_its_prompt_asks_for_none() -> None:
@@ -136,7 +135,7 @@ def test_a_request_without_scores_of_its_prompt_asks_for_none() -> None:
     desk.submit(1, *PROMPT, logprobs=1)
     tell(desk, 1, [5], words=3)
     restart(desk)
-    assert desk.outlet.admits[1][0].num_scored == 0
+    assert desk.events.admits[1][0].num_scored == 0
 
 
 def test_what_was_being_aborted_ends_with_its_worker() -> None:
@@ -146,8 +145,8 @@ def test_what_was_being_aborted_ends_with_its_worker() -> None:
     desk.report((1, [5], 0))
     desk.dispatcher.abort([1])
     restart(desk)
-    assert desk.outlet.terminals[1] == [ABORT]
-    assert desk.outlet.news[-1].cached == [None], "told before"
+    assert desk.events.terminals[1] == [ABORT]
+    assert desk.events.news[-1].cached == [None], "told before"
     assert desk.admitted == [1, 2, 2]
 
 
@@ -157,8 +156,8 @@ def test_an_abort_while_no_worker_is_there_ends_at_once() -> None:
     desk.submit(2)
     desk.dispatcher.worker_lost(0)
     desk.dispatcher.abort([1])
-    assert desk.outlet.terminals[1] == [ABORT]
-    assert desk.outlet.dropped == []
+    assert desk.events.terminals[1] == [ABORT]
+    assert desk.events.dropped == []
     desk.dispatcher.worker_ready(0, ready(0))
     desk.dispatcher.dispatch()
     assert desk.admitted == [1, 2, 2]
@@ -172,11 +171,11 @@ def test_the_deadline_of_the_queue_is_for_those_that_no_worker_ever_had() -> Non
     desk.dispatcher.worker_lost(0)
     assert desk.dispatcher.seconds_to_deadline() == 2.0
     desk.expire_after(3)
-    assert [desk.outlet.terminals[uid] for uid in (1, 2, 3)] == [[], [], ["queue_timeout"]]
+    assert [desk.events.terminals[uid] for uid in (1, 2, 3)] == [[], [], ["queue_timeout"]]
     assert desk.dispatcher.seconds_to_deadline() == 6.0
     desk.expire_after(6)
-    assert desk.outlet.terminals[1] == desk.outlet.terminals[2] == [ABORT]
-    assert desk.outlet.sent[1] == [5]
+    assert desk.events.terminals[1] == desk.events.terminals[2] == [ABORT]
+    assert desk.events.sent[1] == [5]
     assert desk.is_empty()
 
 
@@ -201,7 +200,7 @@ def crash_until_quiet(desk: Desk, is_deadly: set[int], *, max_crashes: int = 40)
             if is_deadly & set(held):
                 restart(desk)
                 break
-            desk.report(*((uid, [7], int(FinishReason.STOP) if len(desk.outlet.sent[uid]) == 3 else 0) for uid in held))
+            desk.report(*((uid, [7], int(FinishReason.STOP) if len(desk.events.sent[uid]) == 3 else 0) for uid in held))
         else:
             return num_crashes
     raise AssertionError(f"{max_crashes} workers died; {len(desk.dispatcher.ledger)} requests are left")
@@ -214,9 +213,9 @@ def test_the_one_request_that_kills_its_workers_fails_and_no_other(num_requests:
         for uid in range(1, num_requests + 1):
             desk.submit(uid)
         num_crashes = crash_until_quiet(desk, {deadly})
-        assert desk.outlet.terminals.pop(deadly) == ["engine_error"]
-        assert all(end == [STOP] for end in desk.outlet.terminals.values())
-        assert all(tokens == [7] * 4 for uid, tokens in desk.outlet.sent.items() if uid != deadly)
+        assert desk.events.terminals.pop(deadly) == ["engine_error"]
+        assert all(end == [STOP] for end in desk.events.terminals.values())
+        assert all(tokens == [7] * 4 for uid, tokens in desk.events.sent.items() if uid != deadly)
         assert num_crashes <= 4 + np.ceil(np.log2(num_requests))
         assert desk.is_empty()
 
@@ -231,7 +230,7 @@ def test_several_that_kill_their_workers_are_all_found() -> None:
         for uid in range(1, 10):
             desk.submit(uid)
         crash_until_quiet(desk, deadly)
-        assert {uid for uid, ends in desk.outlet.terminals.items() if ends == ["engine_error"]} == deadly
+        assert {uid for uid, ends in desk.events.terminals.items() if ends == ["engine_error"]} == deadly
         assert desk.is_empty()
 
 
@@ -242,7 +241,7 @@ def test_one_crash_and_crashes_between_which_a_request_moved_make_no_suspect() -
         restart(desk)
         assert 0 not in desk.dispatcher.isolation
         desk.report((1, [5], 0))
-    assert desk.outlet.sent[1] == [5] * 5
+    assert desk.events.sent[1] == [5] * 5
 
 
 def test_a_request_is_given_up_when_it_had_its_worker_for_itself_and_not_before() -> None:
@@ -256,10 +255,10 @@ def test_a_request_is_given_up_when_it_had_its_worker_for_itself_and_not_before(
     desk.report((1, [5], 0))
     assert desk.admitted[-1] == 2, "the first is cleared"
     restart(desk)
-    assert desk.outlet.terminals[2] == [], "the first was there too"
+    assert desk.events.terminals[2] == [], "the first was there too"
     assert desk.admitted[-1] == 2
     restart(desk)
-    assert desk.outlet.terminals[2] == ["engine_error"]
+    assert desk.events.terminals[2] == ["engine_error"]
     assert desk.admitted[-1] == 1
 
 
@@ -275,13 +274,13 @@ def test_suspects_have_their_worker_for_themselves_and_others_use_the_other_work
         desk.dispatcher.placement.reserve(1)
         desk.dispatcher.dispatch()
         desk.dispatcher.placement.unreserve(1)
-    assert desk.outlet.admitted[-1] == (0, 1)
+    assert desk.events.admitted[-1] == (0, 1)
     desk.submit(5)
-    assert desk.outlet.admitted[-1] == (1, 5)
+    assert desk.events.admitted[-1] == (1, 5)
     desk.report((1, [5], 1))
     desk.report((3, [5], 1))
     desk.submit(6)
-    assert desk.outlet.admitted[-1] == (0, 6)
+    assert desk.events.admitted[-1] == (0, 6)
 
 
 def test_a_suspect_can_be_aborted_while_it_waits() -> None:
@@ -292,7 +291,7 @@ def test_a_suspect_can_be_aborted_while_it_waits() -> None:
     restart(desk)
     assert desk.admitted[-1] == 1
     desk.dispatcher.abort([2])
-    assert desk.outlet.terminals[2] == [ABORT]
+    assert desk.events.terminals[2] == [ABORT]
     desk.report((1, [5], 1))
     desk.submit(3)
     assert desk.admitted[-1] == 3
@@ -311,10 +310,10 @@ def test_suspects_of_a_worker_that_never_comes_again_run_elsewhere_or_are_refuse
     assert desk.admitted == [1]
     desk.dispatcher.worker_abandoned(0)
     desk.dispatcher.dispatch()
-    assert desk.outlet.admitted[-1] == (1, 1)
+    assert desk.events.admitted[-1] == (1, 1)
     desk.dispatcher.worker_lost(1)
     desk.dispatcher.close(UnavailableError("no worker is left"))
-    assert desk.outlet.terminals[1] == ["unavailable"]
+    assert desk.events.terminals[1] == ["unavailable"]
     assert desk.is_empty()
 
 
@@ -324,4 +323,4 @@ def test_parameters_that_count_from_the_prompt_are_sent_as_they_were() -> None:
     desk.submit(1, *PROMPT, **wanted)
     desk.report((1, [5, 6], 0))
     restart(desk)
-    assert desk.outlet.admits[1][0].sampling == SamplingParams(**wanted)  # type: ignore[arg-type]
+    assert desk.events.admits[1][0].sampling == SamplingParams(**wanted)  # type: ignore[arg-type]

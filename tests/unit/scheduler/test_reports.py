@@ -7,7 +7,7 @@ from hiserve.ipc.updates import RequestUpdates, TokenDelta
 from hiserve.scheduler.dispatcher import Dispatcher
 from hiserve.scheduler.policy import Fcfs
 from hiserve.scheduler.prefix_index import PrefixIndex
-from tests.helpers.outlet import PAGE_SIZE, FakeOutlet, generate, prompt, ready, step_updates
+from tests.helpers.dispatch import PAGE_SIZE, RecordedEvents, generate, prompt, ready, step_updates
 
 
 class Desk:
@@ -15,8 +15,8 @@ class Desk:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.outlet = FakeOutlet()
-        self.dispatcher = Dispatcher(self.outlet, Fcfs(), PrefixIndex(PAGE_SIZE), Scheduler(), clock=lambda: self.now_s)
+        self.events = RecordedEvents()
+        self.dispatcher = Dispatcher(self.events, Fcfs(), PrefixIndex(PAGE_SIZE), Scheduler(), clock=lambda: self.now_s)
         self.dispatcher.worker_ready(0, ready(rows=1))  # holds two: one runs, one waits
 
     def submit(self, uid: int) -> None:
@@ -35,7 +35,7 @@ def test_scores_are_passed_on_as_they_came() -> None:
     updates = RequestUpdates()
     updates.add(TokenDelta(scores=b"01234567", uid=2), TokenDelta([7], scores=b"89ab", uid=1))
     desk.dispatcher.report(0, updates)
-    [news] = desk.outlet.news
+    [news] = desk.events.news
     assert (news.uids, news.counts, news.score_words, news.scores) == ([2, 1], [0, 1], [2, 1], b"0123456789ab")
 
 
@@ -52,7 +52,7 @@ def test_the_time_in_the_queue_is_told_with_the_first_news_and_only_then() -> No
     desk.now_s = 200.0
     desk.report((2, [5], 0), (3, [5], 0))
     desk.report((2, [5], 0), (3, [5], 1))
-    assert [news.queue_s for news in desk.outlet.news] == [[0], [-1, 0], [-1, 3.5], [-1, -1]]
+    assert [news.queue_s for news in desk.events.news] == [[0], [-1, 0], [-1, 3.5], [-1, -1]]
 
 
 def test_a_request_that_no_worker_got_has_no_time_in_the_queue() -> None:
@@ -61,5 +61,5 @@ def test_a_request_that_no_worker_got_has_no_time_in_the_queue() -> None:
         desk.submit(uid)
     desk.now_s = 110.0
     desk.dispatcher.abort([3])
-    [news] = desk.outlet.news
+    [news] = desk.events.news
     assert (news.uids, news.queue_s, news.score_words, news.scores) == ([3], [-1], [0], b"")

@@ -1,4 +1,4 @@
-"""A scheduler's outlet that remembers everything, per request and per worker."""
+"""A dispatcher without processes: its events are recorded per request and per worker."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ from collections import defaultdict
 
 import numpy as np
 
+from hiserve.config.options import Scheduler
+from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason, SamplingParams
 from hiserve.core.usage import CacheUse
 from hiserve.errors import HiserveError
 from hiserve.ipc.messages import Admit, Generate, Ready
 from hiserve.ipc.updates import RequestUpdates, TokenDelta
+from hiserve.scheduler.dispatcher import Dispatcher
+from hiserve.scheduler.policy import Fcfs, Policy
+from hiserve.scheduler.prefix_index import PrefixIndex
 
 PAGE_SIZE = 4
 NAMESPACE = b"n" * 16
+ABORT = str(int(FinishReason.ABORT))
+STOP = str(int(FinishReason.STOP))
+UNLIMITED = Scheduler()
 
 
-class FakeOutlet:
+class RecordedEvents:
+    """Remembers each event of a dispatcher; fails when a request has news after its end."""
+
     def __init__(self) -> None:
         self.sent: dict[int, list[int]] = defaultdict(list)
         self.terminals: dict[int, list[str]] = defaultdict(list)
@@ -73,3 +83,40 @@ def step_updates(*rows: tuple[int, list[int], int], failed: tuple[int, ...] = ()
     updates = RequestUpdates(failed=[(uid, "engine_error", "it broke") for uid in failed])
     updates.add(*(TokenDelta(tokens, FinishReason(finish), uid=uid, cached=CacheUse()) for uid, tokens, finish in rows))
     return updates
+
+
+class Desk:
+    """A dispatcher, its clock and its recorded events."""
+
+    def __init__(
+        self, policy: Policy | None = None, *, replicas: int = 1, rows: int = 2, limits: Scheduler = UNLIMITED
+    ) -> None:
+        self.events = RecordedEvents()
+        self.now_s = 100.0
+        self.dispatcher = Dispatcher(self.events, policy or Fcfs(), PrefixIndex(PAGE_SIZE), limits, lambda: self.now_s)
+        for replica in range(replicas):
+            self.dispatcher.worker_ready(replica, ready(replica, rows=rows))
+
+    def submit(self, uid: int, *tokens: int, priority: int = 0, **sampling: object) -> None:
+        self.dispatcher.submit(generate(uid, priority=priority, **sampling), prompt(*(tokens or (1, 2, 3))))
+        self.dispatcher.dispatch()
+
+    def expire_after(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.dispatcher.expire()
+        self.dispatcher.dispatch()
+
+    def report(self, *rows: tuple[int, list[int], int], replica: int = 0, failed: tuple[int, ...] = ()) -> None:
+        self.dispatcher.report(replica, step_updates(*rows, failed=failed))
+        self.dispatcher.dispatch()
+
+    def cache(self, replica: int, *tokens: int) -> None:
+        digests = chain(namespace_digest(NAMESPACE, b""), pack_tokens(np.array(tokens)), PAGE_SIZE)
+        self.dispatcher.report(replica, RequestUpdates(published=b"".join(digests)))
+
+    @property
+    def admitted(self) -> list[int]:
+        return [uid for _, uid in self.events.admitted]
+
+    def is_empty(self) -> bool:
+        return len(self.dispatcher.ledger) == len(self.dispatcher.queue) == 0
