@@ -20,13 +20,20 @@ from hiserve.ipc.messages import WorkerFailed
 EXIT_FAILED = 1  # while it started, or because the scheduler is gone
 EXIT_STEP = 70  # a step failed
 EXIT_DEVICE = 71  # a step failed, and the device with it: nothing may be computed there any more
-LAST_WORDS_MS = 500
-MAX_FAREWELL_S = 4.0  # a full pipe or a broken device may hold this process up
+LINGER_MS = 500
+MAX_REPORT_S = 4.0  # a full pipe or a broken device may delay the end of this process
 
 logger = logging.getLogger(__name__)
 
-# What torch, its libraries and Triton say of a device or a kernel that failed.
-_SAYINGS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS_", "CUDNN_STATUS_", "device-side")
+# Parts of the messages of torch, its libraries and Triton when a device or a kernel has failed.
+_DEVICE_ERRORS = (
+    "CUDA error",
+    "CUDA driver error",
+    "Triton Error [CUDA]",
+    "CUBLAS_STATUS_",
+    "CUDNN_STATUS_",
+    "device-side",
+)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -52,10 +59,10 @@ def exit_with_error(
         incarnation: Of this worker.
         error: The exception.
         exit_code: Of the process.
-        snapshot: What the engine was at.
+        snapshot: The steps and copies in flight.
     """
     fault_s = time.monotonic()
-    deadline = threading.Timer(MAX_FAREWELL_S, os._exit, (exit_code,))
+    deadline = threading.Timer(MAX_REPORT_S, os._exit, (exit_code,))
     deadline.daemon = True
     deadline.start()
     trace = traceback.format_exc()
@@ -65,7 +72,7 @@ def exit_with_error(
     link.try_send(encode(WorkerFailed(incarnation, message, code, trace, fault_s, snapshot)))
     if not isinstance(error, HiserveError):
         logger.error("incarnation %d ends with exit code %d\n%s", incarnation, exit_code, trace)
-    link.close(linger_ms=LAST_WORDS_MS)
+    link.close(linger_ms=LINGER_MS)
     os._exit(exit_code)
 
 
@@ -82,4 +89,4 @@ def _is_of_device(error: BaseException) -> bool:
     message = str(error)
     if isinstance(error, Exception) and fault_of(error):
         return False
-    return type(error).__name__ == "AcceleratorError" or any(saying in message for saying in _SAYINGS)
+    return type(error).__name__ == "AcceleratorError" or any(part in message for part in _DEVICE_ERRORS)

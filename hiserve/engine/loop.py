@@ -42,10 +42,10 @@ class PlanExecutor(Protocol):
         """Returns the counts of the store beyond the host, without waiting for it; None without one."""
 
     def gate_counts(self) -> GateCounts:
-        """Returns the verdicts over steps until now: verdict -> reason -> steps."""
+        """Returns the gate's decisions until now: decision -> reason -> steps."""
 
     def last_decision(self) -> tuple[int, str]:
-        """Returns the latest step that the gate let pass or deferred, and its verdict in words; touches no device."""
+        """Returns the latest step that passed the gate, and the decision in words; touches no device."""
 
     def clear_store(self) -> None:
         """Begins to empty the store beyond the host; there must be one."""
@@ -55,12 +55,12 @@ class PlanExecutor(Protocol):
         """Host pages below this may be copied to and from."""
 
     def close(self) -> None:
-        """Finishes what was submitted and gives everything back."""
+        """Finishes the submitted steps and frees all resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine tells before its first step.
+    """Facts of an engine before its first step.
 
     Attributes:
         max_running: Rows.
@@ -88,11 +88,11 @@ class Engine:
         planner: Decides each step.
         executor: Runs it.
         depth: Steps in flight while the next is planned: 0 waits for each, 1 hides the planning.
-        facts: What it tells before its first step.
+        facts: For the scheduler.
         shares_prefixes: Requests of one namespace reuse each other's prefixes.
-        kv_events: Publishes what the cache tells it, step by step; closed with the engine.
+        kv_events: Publishes the cache's events after each step; closed with the engine.
         timer: Estimates when the step in flight ends; by the monotonic clock if None.
-        has_heirs: What is copied to slower tiers outlives this process.
+        has_heirs: Pages on slower tiers outlive this process.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Engine:
         return self._planner.stats(self._executor.store_stats(), dropped, self._executor.gate_counts())
 
     def crash_snapshot(self) -> CrashSnapshot:
-        """Returns what it is at, also after a step that failed; touches no device."""
+        """Returns the steps and copies in flight, also after a failed step; touches no device."""
         steps, pending_ops = self._planner.in_flight()
         verdict_step, verdict = self._executor.last_decision()
         return CrashSnapshot(steps, verdict, verdict_step, pending_ops)
@@ -220,7 +220,7 @@ class Engine:
         return self._has_heirs and self._is_consistent and self._planner.is_copying
 
     def finish_copies(self, timeout_s: float) -> None:
-        """Steps until every page is where it is to be kept, or the time is over."""
+        """Steps until every page is on its slower tiers, or the time is over."""
         end_s = time.monotonic() + timeout_s
         while self.is_copying and time.monotonic() < end_s:
             self.step()
@@ -228,7 +228,7 @@ class Engine:
                 time.sleep(MAX_ACK_WAIT_S)
 
     def close(self) -> None:
-        """Waits for the steps in flight and gives everything back."""
+        """Waits for the steps in flight and frees all resources."""
         self._executor.close()
         if self._kv_events is not None:
             self._kv_events.close()

@@ -1,4 +1,4 @@
-"""Decides each step: who runs, how many tokens, on which pages; and takes the results in."""
+"""Plans each step, its rows, tokens and pages, and commits its result."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class _InFlight:
 class Planner:
     """Plans steps over the rows and the cache. Integers only; knows no device.
 
-    A plan may be made while earlier ones run: lengths are upper bounds (``pending``) that
-    results correct. A result for a row that has changed hands meanwhile is ignored.
+    A plan may be made while earlier ones run: lengths are upper bounds (``pending``) that results correct. The result of
+    a row that has another request by then is ignored.
 
     Args:
         cache: Pages and prefixes.
@@ -77,11 +77,11 @@ class Planner:
         max_len: Longest prompt plus output, in tokens.
         max_batched_tokens: Budget of a step, in tokens.
         eos_token_ids: Tokens that end a reply.
-        num_draft: Drafts proposed for a row whenever it samples, to be verified when it does so next; 0 is plain decoding.
-        controller: Chooses how many, up to that; None always takes as many.
-        overlaps_loads: A row whose load is unfinished may start when nobody else runs: its forward waits for the
-            load on the device.
-        costs: Says whether a load is worth it; measures it unless given.
+        num_draft: Drafts proposed for a row when it samples, and verified in its next step; 0 is plain decoding.
+        controller: Chooses a number up to that for each step; None takes all.
+        overlaps_loads: A row whose load is unfinished may start when no other row runs: its forward waits for the load
+            on the device.
+        costs: Whether a load is worth it; measured unless given.
         store_prefetch: How long a request waits for its prefix from the store; None without one.
         store_timeout_s: Longest, where that is ``timeout``.
     """
@@ -150,7 +150,7 @@ class Planner:
             self._updates.add(TokenDelta(finish=FinishReason.ABORT, uid=self._release(row).uid))
 
     def flush(self, tiers: tuple[TierName, ...] = LOCAL_TIERS) -> int:
-        """Evicts every prefix that no running request uses from tiers of the worker's own; returns how many pages."""
+        """Evicts every prefix that no running request uses from the worker's own tiers; returns the number of pages."""
         local = [tier for tier in Tier if tier in tiers]
         return self._cache.flush(None if len(local) == len(Tier) else local[0]) if local else 0
 
@@ -160,18 +160,18 @@ class Planner:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting, running or ended without having been reported."""
+        """Whether a request waits or runs, a copy is in flight, or an update was not taken."""
         has_requests = len(self._waiting) or self._rows.active.size or self._in_flight
         has_copies = self._host_loads.has_copies or self._prefetcher.has_work
         return bool(has_requests or has_copies or not self._updates.is_empty)
 
     @property
     def is_copying(self) -> bool:
-        """Whether pages are on their way to slower tiers, or wait for it."""
+        """Whether pages are being copied to slower tiers, or wait for that."""
         return self._host_loads.has_copies or self._prefetcher.is_uploading
 
     def complete_transfers(self, acks: Sequence[CopyAck], found: Sequence[tuple[int, int]] = ()) -> None:
-        """Takes in how copies ended, and (uid, pages) that a store has; a row whose load failed starts over."""
+        """Completes copies, and lookups of (uid, pages) that a store has; a row whose load failed starts over."""
         self._prefetcher.found(found)
         acks = self._prefetcher.complete(acks)
         lost = self._host_loads.complete(acks) if acks else []
@@ -185,7 +185,7 @@ class Planner:
         self._cache.grow_host(num_pages)
 
     def stats(self, store: StoreStats | None = None, dropped: int = 0, gate: GateCounts | None = None) -> WorkerStats:
-        """Returns gauges and counters as of now; what the arguments say is for others to count."""
+        """Returns gauges and counters as of now; the arguments are the counts of the executing half."""
         counts = self._cache_counters.stats(store)
         return WorkerStats(
             running=self._rows.active.size,
@@ -268,7 +268,7 @@ class Planner:
         return plan
 
     def _plan_running(self) -> tuple[Int64Array, Allocation]:
-        """Shares the budget among running rows and gives them pages, preempting the latest if need be."""
+        """Splits the budget over running rows and gives them pages; preempts the latest row where pages are too few."""
         while True:
             rows = self._host_loads.runnable(self._rows.active)
             allocation = self._allocate(rows)
@@ -277,7 +277,7 @@ class Planner:
             self._preempt(int(rows[-1]))
 
     def _allocate(self, rows: Int64Array) -> Allocation:
-        """Returns what each of these rows, int64 ``[B]``, does in a step that they have for themselves."""
+        """Returns the allocation of these rows, int64 ``[B]``, in a step of their own."""
         state = self._rows
         return allocate_tokens(
             known=state.known[rows],
@@ -291,8 +291,8 @@ class Planner:
         )
 
     def _plan_loading(self) -> tuple[Int64Array, Allocation, tuple[int, ...]]:
-        """Nobody else having anything to do, lets the rows start whose loads arrive first: their forward waits for them."""
-        rows = self._host_loads.next_rows()  # later ones would keep them waiting; the link is as busy meanwhile
+        """Starts the rows whose loads arrive first, because no other row can run; their forward waits for the loads."""
+        rows = self._host_loads.next_rows()  # later ones would delay them; the link is as busy meanwhile
         allocation = self._allocate(rows)
         if not self._rows.grow(rows, allocation.num_new):  # stores, or drafts in flight, still hold what was promised
             rows, allocation = rows[:0], allocation.pick(rows[:0])
@@ -308,12 +308,12 @@ class Planner:
 
     @property
     def awaits_acks(self) -> bool:
-        """Whether the oldest step in flight read what a load wrote that has not been settled: it may have failed."""
+        """Whether the oldest step in flight reads a load that has not been acknowledged: it may have failed."""
         return self._host_loads.is_open(self._in_flight[0].plan.waits)
 
     def commit(self, result: StepResult) -> None:
-        """Takes in the result of the oldest step in flight; what it waited for must be settled (``awaits_acks``)."""
-        assert not self.awaits_acks, f"step {result.step_id} read loads that are not settled"
+        """Applies the result of the oldest step in flight; its loads must be acknowledged (``awaits_acks``)."""
+        assert not self.awaits_acks, f"step {result.step_id} read loads that are not acknowledged"
         step = self._in_flight.popleft()
         plan = step.plan
         assert plan.step_id == result.step_id, f"step {plan.step_id} was due, {result.step_id} came"
@@ -349,7 +349,7 @@ class Planner:
             self._release(row)
 
     def _undo(self, rows: Int64Array, num_tokens: int, fault: StepFault) -> None:
-        """Takes back what a step was to do that failed: its rows. Steps planned on top of it find them gone."""
+        """Releases the rows of a failed step. Steps that were planned after it find them gone."""
         again, failed = self._oom_recovery.requeue_or_fail(
             fault, num_tokens, [self._release(row) for row in rows.tolist()]
         )
@@ -369,7 +369,7 @@ class Planner:
         self._updates.failed.append((request.uid, EngineError.code, message))
 
     def _preempt(self, row: int) -> None:
-        """Takes the row away; the request will go on where its published pages end, which the host is to have too."""
+        """Releases a row for its pages; its request resumes after its published pages, which the host keeps too."""
         self._counters["preemptions"] += 1
         self._cache.ensure_backed(self._rows.lock(row))
         self._waiting.requeue(self._release(row))
