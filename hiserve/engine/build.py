@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +20,25 @@ from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.segment import Segment
 from hiserve.cache.storage.store_factory import open_store
 from hiserve.cache.storage.store_transfers import StoreTransfers
-from hiserve.config.options import DTYPE_BYTES
 from hiserve.config.settings import Settings
 from hiserve.core.digest import chain_of
-from hiserve.core.drafts import Proposer
-from hiserve.core.kv_groups import CANARY, CacheGroupSpec
+from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.machine import free_cuda_bytes
 from hiserve.core.startup_measurements import NO_MEASUREMENTS, StartupMeasurements
-from hiserve.core.step_memory import step_memory
 from hiserve.engine.draft_costs import DraftTimer
-from hiserve.engine.drafting import open_proposer
 from hiserve.engine.executor import Executor
 from hiserve.engine.kv_event_sender import KvEventSender, open_kv_events
 from hiserve.engine.loop import Engine, EngineFacts
 from hiserve.engine.planner import Planner
-from hiserve.engine.runner_factory import make_runners
-from hiserve.engine.startup import CudaMemoryMeter, await_memory, compile_steps, profile_steps, warm_up_steps
+from hiserve.engine.runner_factory import open_proposer, prepare_runners
+from hiserve.engine.startup import await_memory
 from hiserve.engine.tier_transfers import TierTransfers, make_registrar, make_transfers, recover_host_pages
 from hiserve.errors import ResourceError
 from hiserve.models.builtin_shapes import read_model
-from hiserve.models.decoder import Decoder, attention_shape, load_decoder
+from hiserve.models.decoder import Decoder, load_decoder
 from hiserve.models.draft_config import DraftConfig, page_groups, read_draft
 from hiserve.models.draft_heads import DraftHead, load_draft
 from hiserve.models.model_config import ModelConfig
-from hiserve.runners.canary import Canary
 from hiserve.runners.device_rows import DeviceRows
 from hiserve.runners.dispatch import Dispatch
 from hiserve.spec.adaptive import DraftController
@@ -123,7 +117,7 @@ def _compose(
     with _phase(startup_s, "prepare runners"):
         proposer = open_proposer(config, draft, head, pool, rows)
         is_serving = threading.Event()
-        runners = _runners(
+        runners = prepare_runners(
             config, model, model_config, draft, pool, rows, proposer, None if waits_for_compilers else is_serving.is_set
         )
         controller = _controller(config, runners, rows, measurements, has_head=head is not None)
@@ -205,64 +199,6 @@ def _planner(config: Settings, cache: PrefixCache, model: ModelConfig, controlle
         store_prefetch=None if config.cache.store is None else config.cache.store_prefetch,
         store_timeout_s=config.cache.store_prefetch_timeout_s,
     )
-
-
-def _runners(
-    config: Settings,
-    model: Decoder,
-    model_config: ModelConfig,
-    draft: DraftConfig | None,
-    pool: DevicePool,
-    rows: DeviceRows,
-    proposer: Proposer | None,
-    is_serving: Callable[[], bool] | None,
-) -> Dispatch:
-    """Prepares the runners; on CUDA rehearses steps, and measures the largest, beside what was planned for them."""
-    dtype, max_tokens = config.model.dtype, config.scheduler.max_batched_tokens
-    num_draft, has_kernels = config.spec.tiers[-1], rows.device.type == "cuda"
-    compiling = partial(
-        compile_steps,
-        rows=rows,
-        num_threads=config.runner.cpu_threads,
-        max_batched_tokens=max_tokens,
-        num_draft=num_draft,
-    )
-    runners = make_runners(
-        config.runner,
-        model,
-        pool.layers("kv"),
-        rows,
-        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
-        max_batched_tokens=max_tokens,
-        widths=config.spec.widths,
-        canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
-        proposer=proposer,
-        is_serving=is_serving,
-        # A canary reads, on the host, what kernels have computed.
-        before_capture=compiling if has_kernels and not config.cache.kv_canary else None,
-    )
-    if has_kernels:
-        warm_up_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=num_draft)
-        budget = step_memory(
-            model_config.facts().step,
-            dtype_bytes=DTYPE_BYTES[dtype],
-            max_rows=config.scheduler.max_running_requests,
-            max_tokens=max_tokens,
-            max_len=rows.max_len,
-            page_size=rows.page_size,
-            graphs="off",
-            widths=config.spec.widths,
-            draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
-        )
-        profile_steps(
-            runners,
-            rows,
-            CudaMemoryMeter(rows.device),
-            max_batched_tokens=max_tokens,
-            num_draft=num_draft,
-            budget_bytes=sum(budget.values()),
-        )
-    return runners
 
 
 def _cache(config: Settings, namespace: bytes, segment: Segment | None, kv_events: KvEventSender | None) -> PrefixCache:

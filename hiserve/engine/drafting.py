@@ -1,58 +1,145 @@
-"""The proposer that a configuration asks for."""
+"""The number of drafts after each step, and what became of them."""
 
 from __future__ import annotations
 
-import torch
+from collections import Counter
 
-from hiserve.attention.backends import open_draft_attention
-from hiserve.attention.base import Attention
-from hiserve.cache.storage.device import DevicePool
-from hiserve.config.settings import Settings
-from hiserve.core.drafts import Proposer
-from hiserve.kernels.draft_ops import draft_ops_for
-from hiserve.models.draft_config import DraftConfig
-from hiserve.models.draft_heads import DraftHead, draft_attention_shape
-from hiserve.runners.device_rows import DeviceRows
-from hiserve.spec.head import DraftPool, HeadProposer
-from hiserve.spec.ngram import NgramProposer
+import numpy as np
+from numpy.typing import NDArray
+
+from hiserve.core.plan import BatchPlan, Int32Array
+from hiserve.core.usage import SOURCES, DraftStats, DraftUse
+from hiserve.engine.rows import RowState
+from hiserve.spec.adaptive import DraftController
 
 
-def open_proposer(
-    config: Settings, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
-) -> Proposer | None:
-    """Returns what drafts, or None for plain decoding.
+class DraftCounts:
+    """Counts verified and accepted drafts; nothing without speculation.
 
     Args:
-        config: Resolved.
-        draft: The checkpoint that drafts, if one does.
-        head: Loaded from it.
-        pool: With its groups.
-        rows: The permanent rows.
+        rows: The planner's rows, which hold the counts of their requests.
     """
-    ops = draft_ops_for(rows.device)
-    if draft is None or head is None:
-        return NgramProposer(rows.state, ops) if config.spec.spec == "ngram" else None
-    (of_pages,) = pool.layers("boundary")
-    boundary, marks = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
-    rows.is_drafted = marks[:, 0]
-    return HeadProposer(
-        head,
-        DraftPool(
-            layers=pool.layers("draft"),
-            page_hidden=boundary[:, : head.feature_size],
-            is_drafted=rows.is_drafted,
-            taken_len=rows.taken_len,
-            page_size=config.cache.page_size,
-        ),
-        _attention(config, draft, rows),
-        rows.state,
-        rows.sampling,
-        rows.ops,
-        ops,
-    )
+
+    def __init__(self, rows: RowState) -> None:
+        self._rows = rows
+        self._totals = np.zeros((len(SOURCES), rows.draft_use.shape[1]), dtype=np.int64)
+        self._chosen: Counter[int] = Counter()
+
+    def chose(self, num_draft: int) -> None:
+        """Counts a planned step that samples, with so many drafts after each token."""
+        self._chosen[num_draft] += 1
+
+    def verified(self, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array) -> None:
+        """Counts the drafts of a step.
+
+        Args:
+            rows: int64 ``[S]``, each once.
+            num_draft: int32 ``[S]``. Drafts that each verified; those of 0 do not count.
+            counts: int32 ``[S]``. Tokens that were appended to each, at least 1.
+        """
+        did = np.flatnonzero(num_draft)
+        if not did.size:
+            return
+        state, rows = self._rows, rows[did]
+        positions = np.arange(self._totals.shape[1] - 2)
+        new = np.empty((did.size, self._totals.shape[1]), dtype=np.int32)
+        new[:, 0] = 1
+        new[:, 1] = num_draft[did]
+        new[:, 2:] = positions < counts[did, None] - 1
+        state.add_draft_use(rows, new)
+        np.add.at(self._totals, state.source[rows], new)
+
+    def take(self, rows: NDArray[np.int64]) -> list[DraftUse | None]:
+        """Returns all drafts of each row's request (int64 ``[n]``) for its next report; None where they have not changed."""
+        news: list[DraftUse | None] = [None] * rows.size
+        fresh = self._rows.take_draft_news(rows)
+        if fresh.size:
+            for index, counts in zip(fresh.tolist(), self._rows.draft_use[rows[fresh]].tolist(), strict=True):
+                news[index] = _use(counts)
+        return news
+
+    def stats(self) -> DraftStats:
+        """Returns the counts until now; empty without speculation."""
+        if self._totals.shape[1] == 2:
+            return DraftStats()
+        by_source = dict(zip(SOURCES, map(_use, self._totals.tolist()), strict=True))
+        return DraftStats(by_source, {str(number): count for number, count in sorted(self._chosen.items())})
 
 
-def _attention(config: Settings, draft: DraftConfig, rows: DeviceRows) -> Attention:
-    dtype = getattr(torch, config.model.dtype)
-    shape = draft_attention_shape(draft, dtype=dtype, page_size=config.cache.page_size)
-    return open_draft_attention(config.runner.attention_backend, shape, rows.device)
+def _use(counts: list[int]) -> DraftUse:
+    verify_steps, proposed, *accepted = counts
+    return DraftUse(verify_steps, proposed, tuple(accepted))
+
+
+class DraftChoice:
+    """Chooses the number of drafts for the planner, and measures the results.
+
+    Args:
+        rows: The planner's rows.
+        counts: Counts the choices.
+        num_draft: Drafts that may follow a step, at most; so many do without a controller.
+        controller: Chooses for all rows of a step.
+    """
+
+    def __init__(
+        self, rows: RowState, counts: DraftCounts, num_draft: int, controller: DraftController | None = None
+    ) -> None:
+        self._rows = rows
+        self._counts = counts
+        self._num_draft = num_draft
+        self._controller = controller
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the proposer does nothing after the next step."""
+        return self._controller is not None and self._controller.is_cold
+
+    def propose(self, rows: NDArray[np.int64], *, is_allowed: bool = True) -> int:
+        """Chooses the drafts after a step of sampling rows (int64 ``[S]``); returns how many the proposer makes."""
+        state = self._rows
+        if not (self._num_draft and rows.size):
+            return 0
+        allowed = state.max_draft[rows]
+        if self._controller is not None and is_allowed and self._controller.stays_cold(allowed):
+            state.draft(rows, 0)
+            self._counts.chose(0)
+            return 0
+        most = self._num_draft if is_allowed else 0
+        if self._controller is not None and is_allowed:
+            most = self._controller.choose(allowed, self._mean_context(rows))
+        num_propose = most if state.draft(rows, most) else 0  # of few widths, for graphs
+        self._counts.chose(num_propose)
+        return num_propose
+
+    def to_verify(self, rows: NDArray[np.int64]) -> Int32Array:
+        """Returns how many drafts rows (int64 ``[B]``) verify, int32 ``[B]``: their ``drafted``.
+
+        Rows with the same limit, which all have drafts, verify the least number that one of them has. Numbers differ
+        where the choice changed while some rows were left out of a step; rows of one width are one graph.
+        """
+        drafted = self._rows.drafted[rows]
+        if not drafted.any():
+            return drafted
+        most = self._rows.max_draft[rows]
+        if (most == most[0]).all() and (least := drafted.min()):
+            return np.full_like(drafted, least)
+        return drafted
+
+    def record(
+        self, plan: BatchPlan, rows: NDArray[np.int64], num_draft: Int32Array, counts: Int32Array, seconds: float | None
+    ) -> None:
+        """Hands the result of a step to the controller.
+
+        Args:
+            plan: Of the step.
+            rows: int64 ``[S]``. Those that sampled and whose pages were current.
+            num_draft: int32 ``[S]``. Drafts that they verified.
+            counts: int32 ``[S]``. Those accepted + 1.
+            seconds: Time of the step; None if it computed prompts.
+        """
+        if self._controller is not None and rows.size and not (plan.is_cold and not num_draft.any()):
+            made = plan.num_propose if self._controller.times_own_drafts else int(num_draft.max())
+            self._controller.record(num_draft, counts, made, self._mean_context(rows), seconds)
+
+    def _mean_context(self, rows: NDArray[np.int64]) -> float:
+        return float(self._rows.known[rows].mean())

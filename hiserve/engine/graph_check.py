@@ -25,9 +25,8 @@ from hiserve.config.settings import Settings
 from hiserve.core.forward import LayerKV
 from hiserve.core.plan import BatchPlan, Int32Array, RowAdmit, StepResult, TableWrites
 from hiserve.core.request import SamplingParams
-from hiserve.engine.drafting import open_proposer
 from hiserve.engine.executor import Executor
-from hiserve.engine.runner_factory import make_runners
+from hiserve.engine.runner_factory import make_runners, open_proposer
 from hiserve.ipc.graph_report import GraphReport, StepCheck
 from hiserve.ipc.messages import GateCounts
 from hiserve.models.builtin_shapes import read_model

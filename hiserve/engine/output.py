@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiserve.core.plan import BatchPlan, BoolArray, Int32Array, Int64Array, StepResult
-from hiserve.engine.draft_choice import DraftCounts
+from hiserve.engine.drafting import DraftCounts
 from hiserve.engine.rows import RowState
 from hiserve.ipc.updates import RequestUpdates
 

@@ -16,7 +16,7 @@ from hiserve.core.transfers import CopyAck
 from hiserve.engine.admission import Admission
 from hiserve.engine.budget import Allocation, allocate_tokens, decode_first
 from hiserve.engine.cache_counters import CacheCounters
-from hiserve.engine.draft_choice import DraftChoice, DraftCounts
+from hiserve.engine.drafting import DraftChoice, DraftCounts
 from hiserve.engine.host_loads import HostLoads, LoadCostModel
 from hiserve.engine.oom_recovery import OomRecovery
 from hiserve.engine.output import pick_scores, report

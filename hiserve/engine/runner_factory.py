@@ -1,19 +1,29 @@
-"""The runners that a configuration asks for."""
+"""The runners and the proposer that settings ask for, and their start."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from hiserve.attention.backends import open_attention
-from hiserve.attention.base import AttentionShape
-from hiserve.config.options import Runner
+from hiserve.attention.backends import open_attention, open_draft_attention
+from hiserve.attention.base import Attention, AttentionShape
+from hiserve.cache.storage.device import DevicePool
+from hiserve.config.options import DTYPE_BYTES, Runner
+from hiserve.config.settings import Settings
 from hiserve.core.drafts import Proposer
 from hiserve.core.forward import LayerKV
-from hiserve.models.decoder import Decoder
+from hiserve.core.kv_groups import CANARY
+from hiserve.core.step_memory import step_memory
+from hiserve.engine.startup import CudaMemoryMeter, compile_steps, profile_steps, warm_up_steps
+from hiserve.kernels.draft_ops import draft_ops_for
+from hiserve.models.decoder import Decoder, attention_shape
+from hiserve.models.draft_config import DraftConfig
+from hiserve.models.draft_heads import DraftHead, draft_attention_shape
+from hiserve.models.model_config import ModelConfig
 from hiserve.runners.canary import Canary
 from hiserve.runners.capture import Capture, mixed_buckets, row_buckets, token_buckets
 from hiserve.runners.device_rows import DeviceRows
@@ -23,8 +33,68 @@ from hiserve.runners.eager import EagerRunner, LogitsHead
 from hiserve.runners.graph import GraphRunner
 from hiserve.runners.mixed import MixedRunner
 from hiserve.runners.piecewise import PiecewiseRunner
+from hiserve.spec.head import DraftPool, HeadProposer
+from hiserve.spec.ngram import NgramProposer
 
 logger = logging.getLogger(__name__)
+
+
+def prepare_runners(
+    config: Settings,
+    model: Decoder,
+    model_config: ModelConfig,
+    draft: DraftConfig | None,
+    pool: DevicePool,
+    rows: DeviceRows,
+    proposer: Proposer | None,
+    is_serving: Callable[[], bool] | None,
+) -> Dispatch:
+    """Opens the runners; on CUDA also compiles and warms up their kernels, and measures the largest steps against the budget."""
+    dtype, max_tokens = config.model.dtype, config.scheduler.max_batched_tokens
+    num_draft, has_kernels = config.spec.tiers[-1], rows.device.type == "cuda"
+    compiling = partial(
+        compile_steps,
+        rows=rows,
+        num_threads=config.runner.cpu_threads,
+        max_batched_tokens=max_tokens,
+        num_draft=num_draft,
+    )
+    runners = make_runners(
+        config.runner,
+        model,
+        pool.layers("kv"),
+        rows,
+        attention_shape(model_config, dtype=getattr(torch, dtype), page_size=config.cache.page_size),
+        max_batched_tokens=max_tokens,
+        widths=config.spec.widths,
+        canary=Canary(rows, pool.layers(CANARY.name)[0]) if config.cache.kv_canary else None,
+        proposer=proposer,
+        is_serving=is_serving,
+        # A canary reads, on the host, what kernels have computed.
+        before_capture=compiling if has_kernels and not config.cache.kv_canary else None,
+    )
+    if has_kernels:
+        warm_up_steps(runners, rows, max_batched_tokens=max_tokens, num_draft=num_draft)
+        budget = step_memory(
+            model_config.facts().step,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            max_rows=config.scheduler.max_running_requests,
+            max_tokens=max_tokens,
+            max_len=rows.max_len,
+            page_size=rows.page_size,
+            graphs="off",
+            widths=config.spec.widths,
+            draft=None if draft is None else draft.memory_shape(model_config.hidden_size),
+        )
+        profile_steps(
+            runners,
+            rows,
+            CudaMemoryMeter(rows.device),
+            max_batched_tokens=max_tokens,
+            num_draft=num_draft,
+            budget_bytes=sum(budget.values()),
+        )
+    return runners
 
 
 def make_runners(
@@ -105,3 +175,44 @@ def make_runners(
     seconds = time.perf_counter() - begin
     logger.info("captured %d graph nodes in %.1f s; they hold %.2f GiB", runners.num_nodes, seconds, held / 2**30)
     return runners
+
+
+def open_proposer(
+    config: Settings, draft: DraftConfig | None, head: DraftHead | None, pool: DevicePool, rows: DeviceRows
+) -> Proposer | None:
+    """Returns the proposer, or None for plain decoding.
+
+    Args:
+        config: Resolved.
+        draft: The checkpoint that drafts, if one does.
+        head: Loaded from it.
+        pool: With its groups.
+        rows: The permanent rows.
+    """
+    ops = draft_ops_for(rows.device)
+    if draft is None or head is None:
+        return NgramProposer(rows.state, ops) if config.spec.spec == "ngram" else None
+    (of_pages,) = pool.layers("boundary")
+    boundary, marks = (each.view(rows.num_pages, -1) for each in (of_pages.k, of_pages.v))
+    rows.is_drafted = marks[:, 0]
+    return HeadProposer(
+        head,
+        DraftPool(
+            layers=pool.layers("draft"),
+            page_hidden=boundary[:, : head.feature_size],
+            is_drafted=rows.is_drafted,
+            taken_len=rows.taken_len,
+            page_size=config.cache.page_size,
+        ),
+        _draft_attention(config, draft, rows),
+        rows.state,
+        rows.sampling,
+        rows.ops,
+        ops,
+    )
+
+
+def _draft_attention(config: Settings, draft: DraftConfig, rows: DeviceRows) -> Attention:
+    dtype = getattr(torch, config.model.dtype)
+    shape = draft_attention_shape(draft, dtype=dtype, page_size=config.cache.page_size)
+    return open_draft_attention(config.runner.attention_backend, shape, rows.device)

@@ -114,7 +114,7 @@ import sys, time
 import triton
 from triton import knobs
 from hiserve import LLM
-from hiserve.engine import build
+from hiserve.engine import runner_factory
 
 late, seconds, compiled_s = [], [], []
 is_over = False
@@ -132,7 +132,7 @@ def compile_steps(*given, **settings):
     seconds.append(time.perf_counter() - begin)
     is_over = True
 
-compile_one_by_one, build.compile_steps = build.compile_steps, compile_steps
+compile_one_by_one, runner_factory.compile_steps = runner_factory.compile_steps, compile_steps
 knobs.compilation.listener = note
 begin = time.perf_counter()
 with LLM(

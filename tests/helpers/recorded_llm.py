@@ -11,7 +11,7 @@ from hiserve.attention.base import Attention, AttentionShape
 from hiserve.attention.reference_attention import ReferenceAttention
 from hiserve.config.settings import Settings
 from hiserve.core import resolve
-from hiserve.engine import build, drafting, runner_factory
+from hiserve.engine import build, runner_factory
 from hiserve.engine.executor import Executor
 from hiserve.engine.planner import Planner
 from hiserve.layers.moe import StackedExperts
@@ -66,7 +66,7 @@ def allow_recording(
     patch.setattr(build, "Executor", make_executor)
     patch.setattr(runner_factory, "Capture", lambda device: RecordedCapture())
     patch.setattr(runner_factory, "open_attention", open_recordable)
-    patch.setattr(drafting, "open_draft_attention", open_draft)
+    patch.setattr(runner_factory, "open_draft_attention", open_draft)
     patch.setattr(device_rows, "step_ops_for", lambda device: recordable_ops())
     patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     return made

@@ -1,13 +1,13 @@
 """Speculation: heads, drafts, what it costs and tells."""
 
 from hiserve.cache.storage import transfer
-from hiserve.engine import draft_choice, page_tables, planner, rows
+from hiserve.engine import drafting, page_tables, planner, rows
 from hiserve.kernels import draft_reference
 from hiserve.runners import device_rows, draft_graphs, gate
 from hiserve.spec import adaptive, head
 from tests.e2e import test_spec_acceptance, test_spec_drafts, test_spec_hits, test_spec_parity, test_spec_sources
 from tests.invariants import test_reported_bugs_drafts
-from tests.unit.engine import test_draft_choice
+from tests.unit.engine import test_drafting
 from tests.unit.runners import test_draft_graphs
 from tests.unit.spec import test_adaptive, test_cold
 
@@ -67,7 +67,7 @@ with page_tables.PageTables.grow, test_reported_bugs_drafts.test_tc_10_the_last_
     growing = (end > held * page_size).nonzero()[0]
     end = np.minimum(end + page_size, page_size * self.pages.shape[1])
     growing = (end > held * page_size).nonzero()[0]
-with draft_choice.DraftCounts.verified, test_draft_choice.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
+with drafting.DraftCounts.verified, test_drafting.test_a_verifying_step_adds_its_drafts_and_what_it_appended_beyond_one_token:
     "accept length: the bonus token counts as a draft"
     counts[did, None] - 1
     counts[did, None]

@@ -28,7 +28,7 @@ from hiserve.cache.storage.segment import Segment, SegmentLayout
 from hiserve.config.options import make_options
 from hiserve.core.startup_measurements import NO_MEASUREMENTS
 from hiserve.core.transfers import CopyAck, PageCopy
-from hiserve.engine import build, runner_factory, worker
+from hiserve.engine import runner_factory, worker
 from hiserve.engine.build import build_engine
 from hiserve.engine.tier_transfers import TierTransfers, recover_host_pages
 from hiserve.errors import ConfigError
@@ -190,7 +190,7 @@ def test_files_that_changed_since_the_server_started_are_refused(tmp_path: Path,
 
 def test_a_start_that_fails_leaves_no_thread_and_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever mends a setting and starts again in the same process finds the host cache and the store unused."""
-    monkeypatch.setattr(build, "make_runners", lambda *_, **__: pytest.fail("no memory for graphs"))
+    monkeypatch.setattr(runner_factory, "make_runners", lambda *_, **__: pytest.fail("no memory for graphs"))
     name = f"failed-{os.getpid()}"
     options = SMALL | {"in_process": True, "host_cache_name": name, "store": f"file:{tmp_path}"}
     before = set(threading.enumerate())

@@ -22,7 +22,7 @@ from triton.runtime import JITFunction, driver
 from hiserve import LLM, kernels
 from hiserve.attention import backends
 from hiserve.core import resolve
-from hiserve.engine import build, runner_factory
+from hiserve.engine import runner_factory
 from hiserve.engine.startup import compile_steps, profile_steps, warm_up_steps
 from hiserve.kernels import ahead, draft_ops, fused, ops, step_ops
 from tests.helpers.cache_paths import SETTINGS
@@ -229,7 +229,7 @@ def test_what_graphs_and_steps_launch_was_compiled_before(
 
         return make(*given, **settings | {"before_capture": compiling})
 
-    monkeypatch.setattr(build, "make_runners", make_runners)
+    monkeypatch.setattr(runner_factory, "make_runners", make_runners)
     settings: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "triton", "graphs": "all"} | {
         "max_model_len": 512,
         "max_running_requests": 9,

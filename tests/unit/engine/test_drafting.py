@@ -9,7 +9,7 @@ from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.core.plan import BatchPlan, Int32Array
 from hiserve.core.request import SamplingParams, SpecParams
 from hiserve.core.usage import SOURCES, CacheUse, DraftStats, DraftUse
-from hiserve.engine.draft_choice import DraftCounts
+from hiserve.engine.drafting import DraftCounts
 from hiserve.engine.loop import Engine
 from hiserve.engine.rows import RowState
 from hiserve.ipc.messages import Admit
