@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from hiserve import __version__
 from hiserve.config.options import Options
@@ -126,7 +126,7 @@ def warn_if_open(listener: socket.socket, server: Server) -> None:
         logger.warning("listening on %s without --api-key: whoever reaches this address can use the server", host)
 
 
-def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> FastAPI:
+def build_app(handle: EngineHandle, folder: Path, model: ModelConfig, resolved: Resolved, *, begin: float) -> Starlette:
     """Loads what turns text into tokens and back, and builds the application.
 
     Args:
@@ -188,7 +188,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(app: FastAPI, handle: EngineHandle, listener: socket.socket, *, drain_timeout_s: float) -> int:
+async def serve(app: Starlette, handle: EngineHandle, listener: socket.socket, *, drain_timeout_s: float) -> int:
     """Serves until a signal, drains, stops the engine, closes the connections.
 
     Args:

@@ -7,7 +7,8 @@ import time
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve import __version__
 from hiserve.config.options import without_secrets
@@ -19,6 +20,7 @@ from hiserve.server.auth import Auth, tag_of
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.reply_format import ServedModel, json_response
 from hiserve.server.request_body import BodyReader
+from hiserve.server.routes import Endpoint
 from hiserve.text.request_json import decode
 
 STATUS_TIMEOUT_S = 10.0
@@ -53,17 +55,17 @@ class AdminRoutes:
         self._resolved = resolved
         self._startup_s = startup_s
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the routes."""
-        router = APIRouter()
-        for path in ("/server_info", "/get_server_info"):
-            router.add_api_route(path, self.server_info, methods=["GET"])
-        for path in ("/model_info", "/get_model_info"):
-            router.add_api_route(path, self.model_info, methods=["GET"])
-        router.add_api_route("/get_load", self.load, methods=["GET"])
-        router.add_api_route("/v1/loads", self.loads, methods=["GET"])
-        router.add_api_route("/abort_request", self.abort_request, methods=["POST"])
-        return router
+        return [
+            Endpoint("/server_info", self.server_info, "GET"),
+            Endpoint("/get_server_info", self.server_info, "GET"),
+            Endpoint("/model_info", self.model_info, "GET"),
+            Endpoint("/get_model_info", self.model_info, "GET"),
+            Endpoint("/get_load", self.load, "GET"),
+            Endpoint("/v1/loads", self.loads, "GET"),
+            Endpoint("/abort_request", self.abort_request, "POST"),
+        ]
 
     async def server_info(self, request: Request) -> Response:
         """Returns version, configuration, start-up times, processes and the workers' counters. Needs the admin key.
@@ -110,7 +112,7 @@ class AdminRoutes:
         }
         return json_response(info)
 
-    async def model_info(self) -> Response:
+    async def model_info(self, _: Request) -> Response:
         """Describes the model to routers and benchmarks."""
         engine = self._handle.engine
         info = {
@@ -125,13 +127,13 @@ class AdminRoutes:
         }
         return json_response(info)
 
-    async def load(self) -> Response:
+    async def load(self, _: Request) -> Response:
         """Returns the load of all workers together, in the form of SGLang's ``/get_load``."""
         load = self._load(await self._handle.status(STATUS_TIMEOUT_S))
         entry = {"dp_rank": 0, "num_reqs": load["num_total_reqs"], "num_waiting_reqs": load["num_waiting_reqs"]}
         return json_response([{**entry, "num_tokens": load["num_used_tokens"]}])
 
-    async def loads(self) -> Response:
+    async def loads(self, _: Request) -> Response:
         """Returns the same in the form of SGLang's ``/v1/loads``."""
         load = self._load(await self._handle.status(STATUS_TIMEOUT_S))
         info = {"timestamp": time.time(), "version": __version__, "dp_rank_count": 1, "loads": [{"dp_rank": 0, **load}]}

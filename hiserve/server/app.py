@@ -7,13 +7,13 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hiserve import __version__
 from hiserve.core.resolve import Resolved
 from hiserve.errors import HiserveError
 from hiserve.server.admin import AdminRoutes
@@ -51,7 +51,7 @@ def create_app(
     resolved: Resolved,
     tokenizer_info: bytes,
     startup_s: dict[str, float],
-) -> FastAPI:
+) -> Starlette:
     """Builds the application.
 
     Its lifespan opens the gate without waiting for the engine, so that ``/health`` answers while the model
@@ -69,34 +69,27 @@ def create_app(
     """
     auth = Auth(resolved.settings.server)
     words = FairThreads(1, "hiserve-word")
-    app = FastAPI(
-        title="hiserve",
-        version=__version__,
-        lifespan=_lifespan(handle, encoder, words),
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
-    )
     server = resolved.settings.server
     is_strict = server.strict_fields
     max_model_len = resolved.settings.model.max_model_len
     bodies = BodyReader(encoder.helpers, Sizes(model.vocab_size, max_model_len), model.name, is_strict=is_strict)
     front = FrontEnd(handle, bodies, encoder, words, token_bytes, metrics, model)
-    routers = [
-        OpenAIRoutes(front).router(),
-        NativeRoutes(front).router(),
-        TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).router(),
-        HealthRoutes(handle, auth, metrics).router(),
-        AdminRoutes(handle, bodies, auth, model, resolved, startup_s).router(),
-        CacheRoutes(handle, auth, resolved.settings.cache).router(),
+    endpoints = [
+        *OpenAIRoutes(front).routes(),
+        *NativeRoutes(front).routes(),
+        *TokenRoutes(front, tokenizer_info, max_model_len=max_model_len).routes(),
+        *HealthRoutes(handle, auth, metrics).routes(),
+        *AdminRoutes(handle, bodies, auth, model, resolved, startup_s).routes(),
+        *CacheRoutes(handle, auth, resolved.settings.cache).routes(),
     ]
-    document = Document(routers, model, is_strict=is_strict, has_keys=bool(server.api_key))
-    pages = PageRoutes(model, document.build, has_keys=bool(server.api_key))
-    routers += [document.router(), pages.router()]
-    for router in routers:
-        app.include_router(router)
+    document = Document(endpoints, model, is_strict=is_strict, has_keys=bool(server.api_key))
+    endpoints += [*document.routes(), *PageRoutes(model, document.build, has_keys=bool(server.api_key)).routes()]
+    app = Starlette(
+        routes=endpoints,
+        exception_handlers={HTTPException: _no_route, ClientDisconnect: _gone},
+        lifespan=_lifespan(handle, encoder, words),
+    )
+    app.router.redirect_slashes = False
     # From the inside out: what is added last sees a request first.
     app.add_middleware(BodyLimit, max_bytes=server.max_request_bytes)
     app.add_middleware(AuthMiddleware, auth=auth)
@@ -106,9 +99,9 @@ def create_app(
 
 def _lifespan(
     handle: EngineHandle, encoder: PromptEncoder, words: FairThreads
-) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         handle.open()
         try:
             yield

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve import __version__
 from hiserve.server.known_fields import IGNORED, REFUSED
 from hiserve.server.reply_format import ServedModel
+from hiserve.server.routes import Endpoint
 from hiserve.text.request_json import Schema, forms, wanted
 
 # Pages load nothing, from nowhere: no scripts, no fonts, no pictures.
@@ -48,18 +50,18 @@ class PageRoutes:
         self._build = build
         self._has_keys = has_keys
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the routes."""
-        router = APIRouter()
-        router.add_api_route("/", self.start, methods=["GET", "HEAD"])
-        router.add_api_route("/docs", self.docs, methods=["GET"])
-        return router
+        return [
+            Endpoint("/", self.start, "GET", "HEAD"),
+            Endpoint("/docs", self.docs, "GET"),
+        ]
 
     async def start(self, request: Request) -> Response:
         """Shows the model, links, and a command to try."""
         return _page("hiserve", "".join(self._start(str(request.base_url).rstrip("/"))))
 
-    async def docs(self) -> Response:
+    async def docs(self, _: Request) -> Response:
         """Describes every route of this server, for people."""
         return _page("hiserve: the API", "".join(_described(self._build())))
 

@@ -6,7 +6,8 @@ import asyncio
 import re
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve.config.options import Cache
 from hiserve.errors import RequestError, UnavailableError
@@ -15,6 +16,7 @@ from hiserve.ipc.messages import WorkerFacts
 from hiserve.server.auth import Auth
 from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.reply_format import json_response
+from hiserve.server.routes import Endpoint
 
 ANSWER_TIMEOUT_S = 10.0
 DEFAULT_DEPTH, MAX_DEPTH = 3, 32
@@ -47,14 +49,14 @@ class CacheRoutes:
         if cache.store is not None:
             self._tiers.append("store")
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the routes."""
-        router = APIRouter()
-        router.add_api_route("/cache/stats", self.stats, methods=["GET"])
-        router.add_api_route("/cache/tree", self.tree, methods=["GET"])
-        router.add_api_route("/flush_cache", self.flush, methods=["POST"])
-        router.add_api_route("/reset_prefix_cache", self.flush, methods=["POST"])
-        return router
+        return [
+            Endpoint("/cache/stats", self.stats, "GET"),
+            Endpoint("/cache/tree", self.tree, "GET"),
+            Endpoint("/flush_cache", self.flush, "POST"),
+            Endpoint("/reset_prefix_cache", self.flush, "POST"),
+        ]
 
     async def stats(self, request: Request) -> Response:
         """Returns pages by tier, copies between tiers and misses by reason, of each worker. Needs the admin key."""

@@ -6,8 +6,9 @@ import asyncio
 from contextlib import suppress
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve.core.digest import namespace_digest
 from hiserve.core.request import SamplingParams
@@ -18,6 +19,7 @@ from hiserve.server.engine_handle import EngineHandle
 from hiserve.server.error_responses import error_response
 from hiserve.server.metrics import Metrics
 from hiserve.server.reply_format import json_response
+from hiserve.server.routes import Endpoint
 from hiserve.server.streaming import cancel_on_disconnect
 
 METRICS_TIMEOUT_S = 1.0
@@ -39,17 +41,17 @@ class HealthRoutes:
         self._auth = auth
         self._metrics = metrics
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the routes."""
-        router = APIRouter()
-        for path in ("/health", "/ping"):
-            router.add_api_route(path, self.health, methods=["GET", "HEAD"])
-        router.add_api_route("/ready", self.ready, methods=["GET", "HEAD"])
-        router.add_api_route("/health_generate", self.health_generate, methods=["GET"])
-        router.add_api_route("/metrics", self.metrics, methods=["GET", "HEAD"])
-        return router
+        return [
+            Endpoint("/health", self.health, "GET", "HEAD"),
+            Endpoint("/ping", self.health, "GET", "HEAD"),
+            Endpoint("/ready", self.ready, "GET", "HEAD"),
+            Endpoint("/health_generate", self.health_generate, "GET"),
+            Endpoint("/metrics", self.metrics, "GET", "HEAD"),
+        ]
 
-    async def health(self) -> Response:
+    async def health(self, _: Request) -> Response:
         """Answers while this process and its event loop live. Constant time."""
         return json_response({"status": "ok"})
 

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import SamplingParams
@@ -20,7 +21,7 @@ from hiserve.server.logprobs import check_prompt_scores
 from hiserve.server.openai_format import ChatFormatter, CompletionFormatter, ReplyFormatter, events
 from hiserve.server.openai_types import ChatOptions, CompletionRequest, OpenAIFields
 from hiserve.server.reply_format import envelope, json_response
-from hiserve.server.routes import FrontEnd, context_of
+from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
 from hiserve.server.streaming import answer, cancel_on_disconnect
 from hiserve.text.chat_request import ChatFields, parse_chat
@@ -42,14 +43,14 @@ class OpenAIRoutes:
         self._front = front
         self._model = front.model
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the routes."""
-        router = APIRouter(prefix="/v1")
-        router.add_api_route("/chat/completions", self.chat, methods=["POST"])
-        router.add_api_route("/completions", self.completions, methods=["POST"])
-        router.add_api_route("/models", self.models, methods=["GET"])
-        router.add_api_route("/models/{name:path}", self.one_model, methods=["GET"])
-        return router
+        return [
+            Endpoint("/v1/chat/completions", self.chat, "POST"),
+            Endpoint("/v1/completions", self.completions, "POST"),
+            Endpoint("/v1/models", self.models, "GET"),
+            Endpoint("/v1/models/{name:path}", self.one_model, "GET"),
+        ]
 
     async def chat(self, request: Request) -> Response:
         """Answers a conversation."""
@@ -93,16 +94,17 @@ class OpenAIRoutes:
         formatter = CompletionFormatter(head, asked, front.token_bytes, texts)
         return await self._answer(request, engine, asked, choices, formatter)
 
-    async def models(self) -> Response:
+    async def models(self, _: Request) -> Response:
         """Lists the one served model."""
         return json_response({"object": "list", "data": [self._card()]})
 
-    async def one_model(self, name: str) -> Response:
+    async def one_model(self, request: Request) -> Response:
         """Describes the served model.
 
         Raises:
-            NotFoundError: ``name`` is another one.
+            NotFoundError: The path names another one.
         """
+        name = request.path_params["name"]
         if name != self._model.name:
             raise NotFoundError(f"there is no model {name[:100]!r} here; this server serves {self._model.name!r}.")
         return json_response(self._card())

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve import __version__
 from hiserve.server import admin_types as admin
@@ -21,6 +21,7 @@ from hiserve.server.cache_routes import DEFAULT_DEPTH, FLUSHED, MAX_DEPTH
 from hiserve.server.error_responses import Error
 from hiserve.server.known_fields import IGNORED, REFUSED
 from hiserve.server.reply_format import ServedModel, json_response
+from hiserve.server.routes import Endpoint
 from hiserve.server.sampling_fields import TOKEN_ID
 from hiserve.text.chat_request import ChatFields
 from hiserve.text.request_json import REF, Schema, components
@@ -97,25 +98,23 @@ class Document:
     """The OpenAPI document, and the handler that shows it.
 
     Args:
-        routers: Of all routes; looked at when the document is asked for.
+        endpoints: All routes; looked at when the document is asked for.
         model: The served model.
         is_strict: Fields that are not known are refused.
         has_keys: Requests must carry an API key.
     """
 
-    def __init__(self, routers: Iterable[APIRouter], model: ServedModel, *, is_strict: bool, has_keys: bool) -> None:
-        self._routers = routers
+    def __init__(self, endpoints: Iterable[Endpoint], model: ServedModel, *, is_strict: bool, has_keys: bool) -> None:
+        self._endpoints = endpoints
         self._model = model
         self._is_strict = is_strict
         self._has_keys = has_keys
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the route."""
-        router = APIRouter()
-        router.add_api_route("/openapi.json", self.show, methods=["GET"])
-        return router
+        return [Endpoint("/openapi.json", self.show, "GET")]
 
-    async def show(self) -> Response:
+    async def show(self, _: Request) -> Response:
         """Describes every route of this server."""
         return json_response(self.build())
 
@@ -124,9 +123,8 @@ class Document:
         _, schemas = msgspec.json.schema_components([Error, *REPLIES.values()], ref_template=REF)
         schemas |= request_schemas(self._model, is_strict=self._is_strict)
         paths: dict[str, Any] = {}
-        for route in (route for router in self._routers for route in router.routes):
-            assert isinstance(route, Route), f"a route of another kind: {route}"
-            operations = {method.lower(): self._operation(route, method) for method in sorted(route.methods or ())}
+        for route in self._endpoints:
+            operations = {method.lower(): self._operation(route, method) for method in sorted(route.methods)}
             paths.setdefault(PATH_PARAMETER.sub(r"{\1}", route.path), {}).update(operations)
         components: dict[str, Any] = {"schemas": schemas}
         if self._has_keys:
@@ -138,7 +136,7 @@ class Document:
             "components": components,
         }
 
-    def _operation(self, route: Route, method: str) -> dict[str, Any]:
+    def _operation(self, route: Endpoint, method: str) -> dict[str, Any]:
         path = route.path
         documentation = inspect.getdoc(route.endpoint) or ""
         operation: dict[str, Any] = {

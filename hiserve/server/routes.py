@@ -1,10 +1,14 @@
-"""Shared by the handlers of all endpoints that generate or encode."""
+"""Routes, and what the handlers of all endpoints that generate or encode share."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from hiserve.server.auth import caller_of, namespace_of, tag_of
 from hiserve.server.engine_handle import EngineHandle
@@ -15,6 +19,30 @@ from hiserve.server.request_body import BodyReader
 from hiserve.text.detokenizer import TokenBytes
 from hiserve.text.fair_threads import FairThreads
 from hiserve.text.prompt_encoder import PromptEncoder
+
+
+class Endpoint(Route):
+    """A route that answers the given methods alone, and is known to the requests that it answers.
+
+    Args:
+        path: As Starlette writes paths.
+        handler: Answers a request; the first line of its docstring describes the route.
+        methods: Of HTTP.
+
+    Attributes:
+        methods: The same: Starlette would add HEAD to GET.
+    """
+
+    methods: set[str]
+
+    def __init__(self, path: str, handler: Callable[[Request], Awaitable[Response]], *methods: str) -> None:
+        super().__init__(path, handler, methods=methods)
+        self.methods = set(methods)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Returns how well a request matches, and what its scope gains."""
+        match, found = super().matches(scope)
+        return match, {**found, "route": self}
 
 
 class FrontEnd(NamedTuple):

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve.core.plan import Int32Array
 from hiserve.core.request import FinishReason
@@ -19,7 +20,7 @@ from hiserve.server.auth import caller_of
 from hiserve.server.generation import Choices, Generation, OutputDelta, generations, nothing
 from hiserve.server.logprobs import Scored, Spell, check_prompt_scores, scored_prompt, token_text, unpack
 from hiserve.server.reply_format import cache_miss, spec_details
-from hiserve.server.routes import FrontEnd, context_of
+from hiserve.server.routes import Endpoint, FrontEnd, context_of
 from hiserve.server.sampling_fields import fit_context
 from hiserve.server.sglang_types import GenerateRequest, NativePrompt, NativeSampling
 from hiserve.server.streaming import DONE, answer, cancel_on_disconnect, event
@@ -40,11 +41,9 @@ class NativeRoutes:
     def __init__(self, front: FrontEnd) -> None:
         self._front = front
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the route."""
-        router = APIRouter()
-        router.add_api_route("/generate", self.generate, methods=["POST"])
-        return router
+        return [Endpoint("/generate", self.generate, "POST")]
 
     async def generate(self, request: Request) -> Response:
         """Continues texts or lists of token ids."""

@@ -6,15 +6,16 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from fastapi import APIRouter, Request, Response
 from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
 
 from hiserve.config.serving import MAX_INT32
 from hiserve.errors import RequestError
 from hiserve.server.auth import caller_of, namespace_of
 from hiserve.server.logprobs import token_text
 from hiserve.server.reply_format import json_response
-from hiserve.server.routes import FrontEnd
+from hiserve.server.routes import Endpoint, FrontEnd
 from hiserve.server.sampling_fields import Name, TokenId
 from hiserve.server.streaming import cancel_on_disconnect
 from hiserve.text.body_parser import parse_prompt
@@ -73,14 +74,15 @@ class TokenRoutes:
         self._tokenizer_info = tokenizer_info
         self._max_model_len = max_model_len
 
-    def router(self) -> APIRouter:
+    def routes(self) -> list[Endpoint]:
         """Returns the routes."""
-        router = APIRouter()
-        for prefix in ("", "/v1"):
-            router.add_api_route(f"{prefix}/tokenize", self.tokenize, methods=["POST"])
-            router.add_api_route(f"{prefix}/detokenize", self.detokenize, methods=["POST"])
-        router.add_api_route("/tokenizer_info", self.tokenizer_info, methods=["GET"])
-        return router
+        return [
+            Endpoint("/tokenize", self.tokenize, "POST"),
+            Endpoint("/v1/tokenize", self.tokenize, "POST"),
+            Endpoint("/detokenize", self.detokenize, "POST"),
+            Endpoint("/v1/detokenize", self.detokenize, "POST"),
+            Endpoint("/tokenizer_info", self.tokenizer_info, "GET"),
+        ]
 
     async def tokenize(self, request: Request) -> Response:
         """Returns the token ids of ``prompt``, or those that a chat completion of ``messages`` would be given.
@@ -138,6 +140,6 @@ class TokenRoutes:
 
         return worded() if len(ids) <= QUICK_TOKENS else await self._front.words.do(worded, caller_of(request).number)
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, _: Request) -> Response:
         """Shows the tokenizer's configuration."""
         return Response(self._tokenizer_info, media_type="application/json")

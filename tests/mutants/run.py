@@ -44,7 +44,7 @@ HEAVY = (
     "torch",
     "transformers.models.llama",
     "numpy",
-    "fastapi",
+    "starlette.applications",
     "uvicorn",
     "httpx",
     "zmq",

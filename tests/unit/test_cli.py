@@ -168,7 +168,7 @@ def test_help_and_refusals_take_little_time_and_no_torch(argv: list[str]) -> Non
     program = (
         "import sys\nfrom hiserve.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
-        "heavy = {'torch', 'triton', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'triton', 'transformers', 'starlette', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
