@@ -24,9 +24,8 @@ from benchmarks.record import Record
 from hiserve.cache.storage.cuda_transfer import MAX_DIRECT_PAGE_BYTES, CudaTransfers
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.page_layout import PageLayout
-from hiserve.cache.storage.pinning import CudaRegistrar
-from hiserve.cache.storage.segment import Segment, SegmentLayout
+from hiserve.cache.storage.prefault import CudaRegistrar
+from hiserve.cache.storage.segment import PageLayout, Segment, SegmentLayout
 from hiserve.core.digest import chain, namespace_digest
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import DEVICE_KINDS, CopyKind, PageCopy, PageRun

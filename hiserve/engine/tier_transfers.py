@@ -13,8 +13,7 @@ import torch
 from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.pinning import CudaRegistrar
-from hiserve.cache.storage.prefault import Registrar
+from hiserve.cache.storage.prefault import CudaRegistrar, Registrar
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.cache.storage.transfer import TransferEngine
 from hiserve.core.plan import BatchPlan

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hiserve.cache.storage.file_store import FileStore
-from hiserve.cache.storage.sim_store import SimStore
 from hiserve.cache.storage.store import PageStore
 from tests.helpers.host import make_keys
+from tests.helpers.sim_store import SimStore
 from tests.helpers.stores import PAGE_BYTES, blanks, page, pages
 
 MAKERS: dict[str, Callable[[Path], PageStore]] = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hiserve.cache.storage.records import PageState
-from hiserve.cache.storage.transfer_queue import DROPPED, NOT_READY
+from hiserve.cache.storage.transfer import DROPPED, NOT_READY
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE

@@ -22,6 +22,7 @@ from tests.helpers.cache_paths import HOST, SETTINGS, Case, Work, answer, ask, h
 from tests.helpers.cramped_paths import chunks, preemption, storm
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import check_whole, counts_of, leave_device, transfers_of
+from tests.helpers.transfers import hold_copies
 
 SEED, NUM_NEW, PAGE, SLOW_S = 47, 14, 16, 0.01
 
@@ -35,7 +36,7 @@ def slow_load(work: Work, folder: Path, page_size: int, **settings: object) -> N
             if copy.kind is CopyKind.LOAD:
                 time.sleep(SLOW_S)
 
-        transfers_of(llm)._hold = hold
+        hold_copies(transfers_of(llm), hold)
         for backwards in (False, True):
             leave_device(llm)
             ask(llm, work, backwards=backwards)

@@ -22,6 +22,7 @@ from tests.helpers.gated import run_until, send
 from tests.helpers.recorded_llm import allow_recording
 from tests.helpers.tiered import check_whole, engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
+from tests.helpers.transfers import hold_copies
 
 SEED, PAGE, NUM_NEW, MAX_HOLD_S = 29, 16, 8, 30.0
 # Loaded are whole pages before the last token: these leave 16 tokens to compute, and 1.
@@ -74,7 +75,7 @@ class Held:
         self._go = threading.Event()
         self._runners, self._copier = executor._runners, executor._tier_transfers
         self._wait = self._copier.wait
-        transfers_of(llm)._hold = self._hold
+        hold_copies(transfers_of(llm), self._hold)
         executor._runners, self._copier.wait = self, self.wait
 
     def __getattr__(self, name: str) -> Any:
@@ -224,7 +225,7 @@ def test_a_load_that_fails_between_planning_and_launch_costs_time_and_nothing_el
         monkeypatch.setattr(executor, "submit", note)
         monkeypatch.setattr(copier, "take_acks", take)
         monkeypatch.setattr(runners, "facts", come_late)
-        transfers_of(llm)._hold = lambda copy: "broken" if copy.kind is CopyKind.LOAD else None
+        hold_copies(transfers_of(llm), lambda copy: "broken" if copy.kind is CopyKind.LOAD else None)
         assert tokens_of(llm, [prompts[1]]) == [expected[1]]
         stats = engine_of(llm).stats()
         deferred = {"defer": {"load_failed": stats.deferred_steps}} if has_gate else {}

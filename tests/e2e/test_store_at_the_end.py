@@ -14,11 +14,11 @@ import pytest
 
 from hiserve import LLM, SamplingParams
 from hiserve.cache.storage.inventory import store_in
-from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from hiserve.core.machine import GIB
 from hiserve.engine import build, store_prefetch
 from tests.e2e.live import Live
 from tests.faults.harness import serving
+from tests.helpers.sim_store import Fault, SimStore, Step
 from tests.helpers.tiered import PAGE, SMALL, cache_of, engine_of
 
 SEED = 23

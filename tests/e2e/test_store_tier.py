@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from hiserve.config.options import make_options
 from hiserve.engine import build, store_prefetch
 from hiserve.ipc.messages import Admit, WorkerStats
 from hiserve.models.builtin_shapes import read_model
+from tests.helpers.sim_store import Fault, SimStore, Step
 from tests.helpers.tiered import PAGE, SMALL, cache_of, check_whole, engine_of, rest
 
 SEED = 17

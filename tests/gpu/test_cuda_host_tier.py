@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from hiserve import LLM, SamplingParams
-from hiserve.cache.storage.page_layout import PageLayout
+from hiserve.cache.storage.segment import PageLayout
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.models.model_config import NANO, find_model, read_model_config
 from tests.helpers import cuda
 from tests.helpers.gated import hold_loads, run_until, send
 from tests.helpers.tiered import engine_of, transfers_of
 from tests.helpers.tiers import squeeze
+from tests.helpers.transfers import hold_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -117,7 +118,7 @@ def test_loads_that_fail_cost_time_and_nothing_else(llm: LLM, expected: list[lis
         num_loads += copy.kind is CopyKind.LOAD
         return "broken" if copy.kind is CopyKind.LOAD and num_loads % 3 == 0 else None
 
-    transfers_of(llm)._hold = fail_some
+    hold_copies(transfers_of(llm), fail_some)
     for _ in range(3):
         assert tokens_of(llm, prompts, sampling) == expected
     stats = engine_of(llm).stats()

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hiserve.cache.storage.pinning import CudaRegistrar
-from hiserve.cache.storage.prefault import Prefault
+from hiserve.cache.storage.prefault import CudaRegistrar, Prefault
 from hiserve.cache.storage.segment import Segment
 from hiserve.errors import ResourceError
 from tests.helpers.host import make_layout

@@ -21,6 +21,7 @@ from tests.helpers.gated import spoil_device
 from tests.helpers.models import Engine
 from tests.helpers.plans import HandPlanner
 from tests.helpers.tiered import check_whole, engine_of, transfers_of
+from tests.helpers.transfers import hold_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -97,7 +98,7 @@ def test_whole_engines_wait_for_loads_and_loads_for_steps(graphs: str, spec: str
             with torch.cuda.stream(transfers._streams[copy.kind]._first):
                 torch.cuda._sleep(LONG // 4 if copy.kind is CopyKind.LOAD else LONG // 40)
 
-        transfers._hold = hold
+        hold_copies(transfers, hold)
         submit = executor.submit
 
         def delay(plan: Any) -> Any:
@@ -109,6 +110,6 @@ def test_whole_engines_wait_for_loads_and_loads_for_steps(graphs: str, spec: str
         for _ in range(2):
             assert tokens_of(llm) == expected
         assert engine_of(llm).stats().cache.loads.num_fulfilled > 0
-        transfers._hold = None
+        hold_copies(transfers, None)
         executor.submit = submit
         check_whole(llm)

@@ -15,6 +15,7 @@ from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.core.usage import CacheUse
 from hiserve.llm.outputs import CompletionOutput
 from tests.helpers.tiered import check_whole, counts_of, engine_of, garble_host, leave_device, rest, seal, transfers_of
+from tests.helpers.transfers import hold_copies
 
 PAGE = 16
 SETTINGS: dict[str, Any] = {
@@ -169,7 +170,7 @@ def failed_loads(work: Work, folder: Path, page_size: int = PAGE, **settings: An
             num_loads += copy.kind is CopyKind.LOAD
             return "broken" if copy.kind is CopyKind.LOAD and num_loads % 2 else None
 
-        transfers_of(llm)._hold = fail_some
+        hold_copies(transfers_of(llm), fail_some)
         ask(llm, work)
         assert counts_of(llm).loads.unfulfilled["broken"] > 0
         check_whole(llm)

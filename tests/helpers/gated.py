@@ -19,6 +19,7 @@ from hiserve.runners.gate import Decision
 from tests.helpers import cuda
 from tests.helpers.tiered import engine_of, rest, transfers_of
 from tests.helpers.tiers import squeeze
+from tests.helpers.transfers import hold_copies
 
 CYCLES_PER_S = 2_000_000_000
 MAX_WAIT_S = 0.01
@@ -117,7 +118,7 @@ def hold_loads(llm: LLM, seconds: float, reason: str = "") -> None:
                     torch.cuda._sleep(int(seconds * CYCLES_PER_S))
         return reason if copy.kind is CopyKind.LOAD else ""
 
-    transfers._hold = hold
+    hold_copies(transfers, hold)
 
 
 def send(engine: Engine, uid: int, tokens: list[int], sampling: SamplingParams) -> None:

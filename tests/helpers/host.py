@@ -9,7 +9,7 @@ import numpy as np
 
 from hiserve.cache.storage.records import Records, page_checksum
 from hiserve.cache.storage.segment import SegmentLayout
-from hiserve.cache.storage.store_keys import store_key
+from hiserve.cache.storage.store import store_key
 from hiserve.core.digest import chain, namespace_digest, pack_tokens
 from hiserve.core.transfers import PageRun
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ import torch
 
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.page_layout import PageLayout
-from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.cache.storage.transfer import ThreadTransfers, TransferEngine
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
@@ -47,8 +46,10 @@ class TransferBench:
         self.may_copy = threading.Event()
         self.may_copy.set()
         self.segment = Segment.anonymous(make_layout(num_pages, self.page_bytes))
-        options = {"max_queued_bytes": 1 << 40, "max_store_bytes_per_s": 1e15, "hold": self._hold} | options
+        hold = options.pop("hold", self._hold)
+        options = {"max_queued_bytes": 1 << 40, "max_store_bytes_per_s": 1e15} | options
         self.engine = self._make_engine(make, options)
+        hold_copies(self.engine, hold)
         generator = torch.Generator().manual_seed(5)
         for plane in self.planes():
             plane.copy_(torch.randn(plane.shape, generator=generator))
@@ -63,7 +64,7 @@ class TransferBench:
             self.ready()
             return ThreadTransfers(self.device, self.host, **options)
         from hiserve.cache.storage.cuda_transfer import CudaTransfers
-        from hiserve.cache.storage.pinning import CudaRegistrar
+        from hiserve.cache.storage.prefault import CudaRegistrar
 
         self.host = HostPool(self.segment, self.groups, num_threads=1, registrar=CudaRegistrar(0))
         self.device = DevicePool(self.groups, self.num_pages, PAGE_SIZE, "cuda")
@@ -116,6 +117,14 @@ class TransferBench:
         self.engine.close()
         self.host.close()
         self.segment.close()
+
+
+def hold_copies(transfers: Any, hold: Callable[[PageCopy], str | None] | None) -> None:
+    """Calls ``hold`` in the engine's thread before each copy; the copy fails for the reason that it returns, if any."""
+    vars(transfers).pop("_carry_out", None)
+    if hold is not None:
+        carry_out = transfers._carry_out
+        transfers._carry_out = lambda copy: hold(copy) or carry_out(copy)
 
 
 def ints(values: Sequence[int]) -> np.ndarray:

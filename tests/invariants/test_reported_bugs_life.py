@@ -15,7 +15,7 @@ import pytest
 from hiserve.cache.index.prefix_cache import Tier
 from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.segment import Segment
-from hiserve.cache.storage.store_keys import KEY_BYTES
+from hiserve.cache.storage.store import KEY_BYTES
 from hiserve.core.transfers import CopyKind
 from tests.helpers.copying import add, copying_engine, run
 from tests.helpers.host import PAGE_BYTES, make_layout

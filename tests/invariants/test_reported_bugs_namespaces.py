@@ -26,7 +26,7 @@ from hiserve.cache.index.prefix_cache import PrefixCache
 from hiserve.cache.storage.file_store import FileStore
 from hiserve.cache.storage.records import Records
 from hiserve.cache.storage.segment import Segment
-from hiserve.cache.storage.store_keys import store_key
+from hiserve.cache.storage.store import store_key
 from hiserve.config.options import make_options
 from hiserve.core.digest import chain, namespace_digest, pack_tokens, strong_chain
 from hiserve.core.machine import probe

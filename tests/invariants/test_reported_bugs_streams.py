@@ -25,6 +25,7 @@ from hiserve import LLM, SamplingParams
 from hiserve.core.plan import BatchPlan
 from hiserve.core.transfers import CopyKind, PageCopy
 from hiserve.ipc.messages import Admit
+from tests.helpers.transfers import hold_copies
 
 PAGE = 16
 SEED = 5
@@ -49,7 +50,7 @@ class Watch:
         executor.submit, runners.run = self.submit, self.forward
         copier, transfers = executor._tier_transfers, executor._tier_transfers._transfers
         self._start, copier.start = copier.start, lambda plan: None
-        transfers._hold = self.hold
+        hold_copies(transfers, self.hold)
         self._table = np.zeros((8, 64), dtype=np.int64)
         self._touched: dict[int, set[int]] = {}
         self._written: dict[int, set[int]] = {}

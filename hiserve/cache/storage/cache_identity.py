@@ -6,10 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from hiserve.cache.storage.page_layout import PageLayout
-from hiserve.cache.storage.segment import SHARED_MEMORY, segment_path
+from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, segment_path
+from hiserve.cache.storage.store import read_secret
 from hiserve.cache.storage.store_factory import secret_of
-from hiserve.cache.storage.store_keys import read_secret
 from hiserve.config.identity import CacheIdentity, FileStamp
 from hiserve.config.settings import Settings
 from hiserve.core.kv_groups import debug_groups

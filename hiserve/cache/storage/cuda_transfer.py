@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
@@ -12,7 +11,7 @@ import torch
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
 from hiserve.cache.storage.page_streams import Flight, PageStreams
-from hiserve.cache.storage.transfer_queue import TransferQueue
+from hiserve.cache.storage.transfer import TransferQueue
 from hiserve.core.step_faults import attempt
 from hiserve.core.transfers import DEVICE_KINDS, STAGING_BYTES, CopyAck, CopyKind, PageCopy
 
@@ -44,8 +43,6 @@ class CudaTransfers:
             an H200 the kernel is faster up to 1 MiB, by 5 % there (``benchmarks/kernels/copy.py``), but forwards feel it.
         staging_bytes: Memory on the device that large pages pass through, both directions together.
         min_layer_bytes: Loads that a kernel copies may go layer by layer where each layer has at least this much.
-        hold: Called in the thread before each order is enqueued; a test holds the streams with it, or lets the
-            copy fail by returning why.
     """
 
     def __init__(
@@ -58,9 +55,7 @@ class CudaTransfers:
         max_direct_page_bytes: int = MAX_DIRECT_PAGE_BYTES,
         staging_bytes: int = STAGING_BYTES,
         min_layer_bytes: int = MIN_LAYER_BYTES,
-        hold: Callable[[PageCopy], str | None] | None = None,
     ) -> None:
-        self._hold = hold
         self._device_index = torch.cuda.current_device()
         self._streams = {
             kind: PageStreams(
@@ -137,7 +132,7 @@ class CudaTransfers:
                 flights.put(None)
 
     def _begin(self, copy: PageCopy) -> None:
-        reason = attempt(partial(self._enqueue, copy))
+        reason = attempt(partial(self._carry_out, copy))
         if reason:
             self._streams[copy.kind].drain()  # of what was enqueued before memory ran out: its pages will be others'
             self._queue.end(copy, 0.0, reason)
@@ -145,10 +140,8 @@ class CudaTransfers:
         if copy.kind is CopyKind.LOAD:
             self._queue.release(copy)
 
-    def _enqueue(self, copy: PageCopy) -> str:
-        reason = (self._hold(copy) if self._hold is not None else None) or ""
-        if reason:
-            return reason
+    def _carry_out(self, copy: PageCopy) -> str:
+        """Enqueues a copy; returns why it could not, empty if it could."""
         is_load = copy.kind is CopyKind.LOAD
         flight = self._streams[copy.kind].begin(
             copy,

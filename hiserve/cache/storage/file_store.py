@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 
-from hiserve.cache.storage.store import HEADER_BYTES, is_intact, seal
-from hiserve.cache.storage.store_keys import read_secret
+from hiserve.cache.storage.store import HEADER_BYTES, is_intact, read_secret, seal
 from hiserve.errors import ConfigError
 from hiserve.ipc.cache_stats import StoreStats
 

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hiserve.cache.storage.checksums import Checksums
-from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.cache.storage.prefault import Prefault, Registrar
-from hiserve.cache.storage.records import NO_CHECKSUM, Records, page_checksum
-from hiserve.cache.storage.segment import Segment
+from hiserve.cache.storage.records import NO_CHECKSUM, Checksums, Records, page_checksum
+from hiserve.cache.storage.segment import PageLayout, Segment
 from hiserve.config.options import CacheVerify
 from hiserve.core.digest import Chain, chain
 from hiserve.core.forward import LayerKV

@@ -1,4 +1,4 @@
-"""Brings the pages of a segment into memory in the background, first page first."""
+"""Brings the pages of a segment into memory, and pins them for the device, in the background, first page first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import logging
 import math
 import mmap
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from hiserve.cache.storage.segment import GIB, Segment, no_memory
 from hiserve.errors import ResourceError
@@ -26,6 +28,8 @@ _PIECE_BYTES = 64 << 20
 _IDLE_S = 0.05  # after the last step was launched
 _SHARE, _HURRIED_SHARE = 1 / 32, 1 / 2  # of the time, while steps run
 _SPARE_BYTES = 512 << 20  # of ready pages that nothing lies in
+_PORTABLE = 1  # every device of this process may copy to and from the memory
+_MAPPED = 2  # kernels may read and write it by its own address
 
 
 class Registrar(Protocol):
@@ -40,6 +44,40 @@ class Registrar(Protocol):
 
     def unregister(self, address: int) -> None:
         """Undoes ``register``."""
+
+
+class CudaRegistrar:
+    """Registers memory with CUDA, from any thread.
+
+    A refusal is also what CUDA reports at that thread's next launch, so register from threads that launch nothing.
+
+    Args:
+        device: Index of the device whose context is used.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pins memory of this process.
+
+        Raises:
+            OSError: CUDA or a limit on locked memory refuses.
+        """
+        with torch.cuda.device(self._device):
+            error = self._cuda.cudaHostRegister(address, num_bytes, _PORTABLE | _MAPPED)
+        if error != self._cuda.cudaError.success:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            locked = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.3g} GiB"
+            fact = f"it cannot be pinned: {self._cuda.cudaGetErrorString(error)}, and ulimit -l is {locked}"
+            raise OSError(errno.ENOMEM, fact)
+
+    def unregister(self, address: int) -> None:
+        """Unpins what was pinned at this address."""
+        with torch.cuda.device(self._device):
+            error = self._cuda.cudaHostUnregister(address)
+        assert error == self._cuda.cudaError.success, f"unpinning {address:#x}: {self._cuda.cudaGetErrorString(error)}"
 
 
 class PinningThrottle:

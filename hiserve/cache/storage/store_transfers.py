@@ -10,8 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.store import PageStore
-from hiserve.cache.storage.store_keys import store_key
+from hiserve.cache.storage.store import PageStore, store_key
 from hiserve.core.step_faults import fault_of
 from hiserve.core.transfers import STORE_LANES, CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.errors import InvariantError

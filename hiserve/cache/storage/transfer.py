@@ -1,8 +1,10 @@
-"""Copies pages between device and host while steps run: the protocol, and the engine for a device that is the CPU."""
+"""Copies pages between device and host while steps run: the protocol, its queue, and the engine for the CPU."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -11,9 +13,18 @@ import torch
 
 from hiserve.cache.storage.device import DevicePool
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.transfer_queue import TransferQueue
 from hiserve.core.step_faults import attempt
-from hiserve.core.transfers import CopyAck, CopyKind, PageCopy
+from hiserve.core.transfers import DEVICE_KINDS, CopyAck, CopyKind, PageCopy
+from hiserve.errors import InvariantError
+
+DROPPED = "link_behind"
+NOT_READY = "page_not_ready"
+GARBLED = "checksum"
+
+# How long a piece of a store waits for a launch. Bounded, so that stores go on while launch follows launch: with pieces of
+# 32 MiB at 16 GB/s still.
+MAX_GIVE_WAY_S = 2e-3
+MAX_GIVE_WAY_FILL = 0.5  # of what stores may fill: with more they wait for no launch
 
 
 class TransferEngine(Protocol):
@@ -49,6 +60,207 @@ class TransferEngine(Protocol):
         """Ends; orders that have not begun are dropped, unanswered."""
 
 
+class TransferQueue:
+    """Loads before stores, each kind in its order; threads of the engine serve them.
+
+    Args:
+        host: The host pool; learns what a store is about to write and has written.
+        max_queued_bytes: Stores are dropped, and answered as failed, while more than this has not ended.
+        max_store_bytes_per_s: Bound on what stores take of the link.
+    """
+
+    def __init__(self, host: HostPool, *, max_queued_bytes: int, max_store_bytes_per_s: float) -> None:
+        self._host = host
+        self._page_bytes = host.layout.page_bytes
+        self._max_store_pages = max_queued_bytes // self._page_bytes
+        self._store_s_per_page = self._page_bytes / max_store_bytes_per_s
+        self._queues: dict[CopyKind, deque[PageCopy]] = {kind: deque() for kind in DEVICE_KINDS}
+        self._num_store_pages = 0  # of stores that have not ended
+        self._awaited: set[int] = set()  # loads that a forward could not yet follow
+        self._wanted = 0  # the load that a forward waits for now
+        self._ended: deque[CopyAck] = deque()
+        self._done_step = 0
+        self._is_launching = False
+        self._store_free_at = 0.0
+        self._is_woken = False
+        self._is_closed = False
+        self._failure: Exception | None = None
+        self._news = threading.Condition()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def is_closed(self) -> bool:
+        """The threads should end."""
+        return self._is_closed
+
+    def is_wanted(self, op: int) -> bool:
+        """Whether a forward waits for this load now."""
+        return self._wanted == op
+
+    def serve(self, work: Callable[[], None]) -> None:
+        """Starts a thread of the engine; what ``work`` raises is raised again by ``poll`` and ``wait``."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - whoever asks for acks or waits gets it
+                with self._news:
+                    self._failure = error
+                    self._news.notify_all()
+
+        self._threads.append(threading.Thread(target=run, name="hiserve-transfers", daemon=True))
+        self._threads[-1].start()
+
+    def add(self, copy: PageCopy) -> None:
+        """Takes an order, or answers it as failed."""
+        is_store = copy.kind is CopyKind.OFFLOAD
+        num_pages = copy.device_pages.size
+        is_ready = int(copy.host_pages.max()) < self._host.num_ready_pages
+        with self._news:
+            if not is_ready or (is_store and self._num_store_pages + num_pages > self._max_store_pages):
+                self._ended.append(CopyAck(copy.op, DROPPED if is_ready else NOT_READY))
+                self._news.notify_all()
+                return
+            if is_store:
+                assert copy.run is not None, f"store {copy.op} does not say what it stores"
+                self._host.begin(copy.run)
+                self._num_store_pages += num_pages
+            else:
+                self._awaited.add(copy.op)
+            self._queues[copy.kind].append(copy)
+            self._news.notify_all()
+
+    def launch_begins(self) -> None:
+        """Has stores give way until ``forward_done`` or ``launch_ends``."""
+        self._is_launching = True  # without the lock: nobody waits for this, and the enqueuing thread may hold it
+
+    def launch_ends(self) -> None:
+        """Stores need not give way any more, whatever became of the launch."""
+        if self._is_launching:
+            with self._news:
+                self._is_launching = False
+                self._news.notify_all()
+
+    def forward_done(self, step_id: int) -> None:
+        """Lets orders begin that come after this step or an earlier one; its launch is over."""
+        with self._news:
+            self._is_launching = False
+            self._done_step = max(self._done_step, step_id)
+            # To wake a thread costs a step more than all else here: the interpreter is its for a moment.
+            if self._num_store_pages or self._queues[CopyKind.LOAD]:
+                self._news.notify_all()
+
+    def give_way(self) -> None:
+        """Waits while a forward is launched; called before each piece of a store, whose thread would be in the way.
+
+        It ends at once where a load may begin: that waits for the store. Also where stores fill more than half of what
+        they may: none is dropped because others have waited here.
+        """
+        if self._is_launching:
+            with self._news:
+                self._news.wait_for(self._may_go_on, MAX_GIVE_WAY_S)
+
+    def _may_go_on(self) -> bool:
+        is_behind = self._num_store_pages > MAX_GIVE_WAY_FILL * self._max_store_pages
+        return not self._is_launching or self._is_closed or is_behind or self._may_begin(CopyKind.LOAD)
+
+    def next(self) -> PageCopy | None:
+        """Waits for an order that may begin; None when the queue is closed.
+
+        A load of pages that are not what was stored is answered here and not carried out.
+        """
+        while (copy := self._pop()) is not None:
+            if copy.kind is not CopyKind.LOAD or self._host.is_intact(copy.host_pages):
+                return copy
+            self.end(copy, 0.0, GARBLED)
+            self.release(copy)
+        return None
+
+    def _pop(self) -> PageCopy | None:
+        with self._news:
+            while not self._is_closed:
+                now, until = time.monotonic(), None
+                if self._may_begin(CopyKind.LOAD):
+                    return self._queues[CopyKind.LOAD].popleft()
+                if self._may_begin(CopyKind.OFFLOAD):
+                    if self._store_free_at <= now:
+                        copy = self._queues[CopyKind.OFFLOAD].popleft()
+                        self._store_free_at = now + copy.device_pages.size * self._store_s_per_page
+                        return copy
+                    until = self._store_free_at
+                self._news.wait(None if until is None else until - now)
+            return None
+
+    def release(self, load: PageCopy) -> None:
+        """Tells that a forward may follow this load now."""
+        with self._news:
+            self._awaited.discard(load.op)
+            self._news.notify_all()
+
+    def end(self, copy: PageCopy, seconds: float, reason: str = "") -> None:
+        """Tells that all bytes have arrived, or why they have not and will not."""
+        num_pages = copy.device_pages.size
+        if copy.kind is CopyKind.OFFLOAD and not reason:
+            self._host.finish(copy.host_pages)
+        with self._news:
+            if copy.kind is CopyKind.OFFLOAD:
+                self._num_store_pages -= num_pages
+            self._ended.append(CopyAck(copy.op, reason, 0 if reason else num_pages * self._page_bytes, seconds))
+            self._news.notify_all()
+
+    def poll(self, wait_s: float = 0.0) -> list[CopyAck]:
+        """Returns the orders that have ended since the last call; waits up to ``wait_s`` seconds for one, or for ``wake``.
+
+        Raises:
+            InvariantError: The engine's thread has failed; orders are carried out no more.
+        """
+        if wait_s and not self._ended:
+            with self._news:
+                self._news.wait_for(lambda: self._ended or self._is_woken or self._failure is not None, wait_s)
+        self._is_woken = False
+        self._check()
+        acks = []
+        while self._ended:
+            acks.append(self._ended.popleft())
+        return acks
+
+    def wake(self) -> None:
+        """Ends the wait of ``poll``, or of the next one: there is news from elsewhere."""
+        with self._news:
+            self._is_woken = True
+            self._news.notify_all()
+
+    def wait(self, op: int) -> None:
+        """Blocks until a forward may follow a load.
+
+        Raises:
+            InvariantError: As ``poll``.
+        """
+        with self._news:
+            late = [copy.op for copy in self._queues[CopyKind.LOAD] if copy.after_step > self._done_step]
+            assert not late or op < late[0], f"load {late[0]} waits for a step that waits for load {op}"
+            self._wanted = op
+            self._news.wait_for(lambda: self._is_closed or self._failure is not None or op not in self._awaited)
+            self._wanted = 0
+        self._check()
+
+    def close(self) -> None:
+        """Ends the threads; orders that have not begun are dropped, unanswered."""
+        with self._news:
+            self._is_closed = True
+            self._news.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _may_begin(self, kind: CopyKind) -> bool:
+        queue = self._queues[kind]
+        return bool(queue) and queue[0].after_step <= self._done_step
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise InvariantError("copies between tiers have stopped") from self._failure
+
+
 class ThreadTransfers:
     """A thread plays the copy stream: real asynchrony where device memory is the CPU's.
 
@@ -57,8 +269,6 @@ class ThreadTransfers:
         host: The host pool.
         max_queued_bytes: Stores are dropped, and answered as failed, while more than this waits.
         max_store_bytes_per_s: Bound on what stores take of the memory's bandwidth.
-        hold: Called in the thread before each copy; a test holds the stream with it, or lets the copy fail by
-            returning why.
     """
 
     def __init__(
@@ -68,11 +278,9 @@ class ThreadTransfers:
         *,
         max_queued_bytes: int,
         max_store_bytes_per_s: float,
-        hold: Callable[[PageCopy], str | None] | None = None,
     ) -> None:
         self._device = device
         self._host = host
-        self._hold = hold
         self._queue = TransferQueue(
             host, max_queued_bytes=max_queued_bytes, max_store_bytes_per_s=max_store_bytes_per_s
         )
@@ -116,15 +324,9 @@ class ThreadTransfers:
             if copy.kind is CopyKind.LOAD:
                 self._queue.release(copy)
 
-    def _carry_out(self, copy: PageCopy) -> str:
-        reason = (self._hold(copy) if self._hold is not None else None) or ""
-        if not reason:
-            self._copy(copy)
-        return reason
-
     @torch.inference_mode()
-    def _copy(self, copy: PageCopy) -> None:
-        """Copies all pages, one layer's keys or values at a time."""
+    def _carry_out(self, copy: PageCopy) -> str:
+        """Copies all pages, one layer's keys or values at a time; returns why it could not, empty if it could."""
         is_load = copy.kind is CopyKind.LOAD
         ours = torch.from_numpy(copy.device_pages).long()
         theirs = torch.from_numpy(copy.host_pages).long()
@@ -136,3 +338,4 @@ class ThreadTransfers:
                         pieces.index_copy_(0, ours, pages.index_select(0, theirs))
                     else:
                         pages.index_copy_(0, theirs, pieces.index_select(0, ours))
+        return ""

@@ -22,7 +22,7 @@ with (
     "INV 44: drafts are the likeliest tokens at any temperature"
     is_greedy
     True
-with transfer.ThreadTransfers._copy, test_spec_sources.test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts:
+with transfer.ThreadTransfers._carry_out, test_spec_sources.test_tc_01_what_was_evicted_to_the_host_and_loaded_keeps_its_drafts:
     "TC-01: the head's part of a page stays on the device"
     self._host.layout.groups
     self._host.layout.groups[:1]

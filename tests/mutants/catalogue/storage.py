@@ -92,7 +92,7 @@ with file_store._share[1], test_file_store_damage.test_a_marker_that_cannot_be_o
     "INV 31: a marker that cannot be opened ends the start"
     OSError
     FileExistsError
-with transfer.ThreadTransfers._copy, test_canary.test_a_page_of_each_tier_passes:
+with transfer.ThreadTransfers._carry_out, test_canary.test_a_page_of_each_tier_passes:
     "INV 34: a copy mixes up the order of its pages"
     torch.from_numpy(copy.host_pages).long()
     torch.from_numpy(copy.host_pages).long().roll(int(is_load))

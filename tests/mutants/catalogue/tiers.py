@@ -1,7 +1,7 @@
 """Copies between tiers: loads, offloads, prefetches, uploads."""
 
 from hiserve.cache.index import eviction, locks, prefixes, radix, store_sync, tiers, transfer_ops, transfers
-from hiserve.cache.storage import page_streams, transfer, transfer_queue
+from hiserve.cache.storage import page_streams, transfer
 from hiserve.engine import cache_counters, rows, tier_transfers
 from tests.invariants import test_reported_bugs_costs, test_reported_bugs_index, test_reported_bugs_streams, test_tier_machine
 from tests.unit.cache import test_tiers, test_uploads
@@ -16,7 +16,7 @@ with rows.RowState.publish, test_reported_bugs_streams.test_tc_20_a_store_begins
     "TC-20: a page is published while the forward that writes it runs"
     self.settled
     self.computed
-with transfer_queue.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
+with transfer.TransferQueue._may_begin, test_reported_bugs_streams.test_tc_21_a_load_waits_for_the_forwards_that_may_touch_its_pages:
     "TC-21: a copy does not wait for its step"
     bool(queue) and queue[0].after_step <= self._done_step
     bool(queue)
@@ -71,7 +71,7 @@ with transfers.Transfers.begin_load, test_reported_bugs_costs.test_tc_80_a_host_
 with transfer.ThreadTransfers.start, test_reported_bugs_costs.test_tc_81_a_load_is_one_order_carried_out_by_another_thread:
     "TC-81: the thread that orders a copy carries it out"
     self._queue.add(copy)
-    self._hold and self._hold(copy)
+    self._carry_out(copy)
     self._queue.add(copy)
 with transfers.Transfers.begin_offloads, test_reported_bugs_costs.test_tc_83_storing_a_node_costs_the_same_whatever_else_is_cached:
     "TC-83: each offload walks over the whole tree"

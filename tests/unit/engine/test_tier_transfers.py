@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hiserve.cache.storage.sim_store import SimStore
 from hiserve.cache.storage.store_transfers import StoreTransfers
 from hiserve.core.transfers import CopyKind, PageCopy, StoreLookup
 from hiserve.engine import tier_transfers
 from hiserve.engine.tier_transfers import TierTransfers
 from tests.helpers.host import make_run
 from tests.helpers.plans import make_plan
+from tests.helpers.sim_store import SimStore
 from tests.helpers.transfers import GROUPS, THREAD, TransferBench, ints
 
 BROKEN = 3

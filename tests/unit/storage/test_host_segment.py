@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from hiserve.cache.storage.cache_identity import server_secret
 from hiserve.cache.storage.host_segment import layout_of, probe_segments
 from hiserve.cache.storage.host_segment import open_segment as open_identified
-from hiserve.cache.storage.page_layout import PageLayout
-from hiserve.cache.storage.segment import SHARED_MEMORY, Segment
+from hiserve.cache.storage.segment import SHARED_MEMORY, PageLayout, Segment
 from hiserve.config.options import Options, make_options
 from hiserve.core.machine import GIB, Machine
 from hiserve.errors import ConfigError, ResourceError

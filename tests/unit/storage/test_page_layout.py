@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hiserve.cache.storage.page_layout import ALIGNMENT, PageLayout
+from hiserve.cache.storage.segment import ALIGNMENT, PageLayout
 from hiserve.core.kv_groups import CacheGroupSpec
 
 

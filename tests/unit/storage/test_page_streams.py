@@ -11,11 +11,11 @@ import torch
 
 from hiserve.cache.storage.cuda_transfer import CudaTransfers
 from hiserve.cache.storage.page_streams import PageStreams
-from hiserve.cache.storage.transfer_queue import TransferQueue
+from hiserve.cache.storage.transfer import TransferQueue
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.fake_cuda import FakeCuda, install
 from tests.helpers.host import make_run
-from tests.helpers.transfers import THREAD, TransferBench, ints
+from tests.helpers.transfers import THREAD, TransferBench, hold_copies, ints
 
 NUM_PAGES, PAGES_PER_SLOT, PAGES_PER_PIECE = 60, 3, 7
 SEED = random.randrange(2**32)
@@ -145,8 +145,8 @@ def test_stores_give_way_before_each_piece_and_loads_never(
         max_store_bytes_per_s=1e15,
         max_direct_page_bytes=0,
         staging_bytes=5 * PAGES_PER_SLOT * bench.page_bytes,
-        hold=lambda copy: begun.append(copy.op),  # type: ignore[func-returns-value]
     )
+    hold_copies(engine, lambda copy: begun.append(copy.op))  # type: ignore[func-returns-value]
     pages = ints(range(1, 1 + 4 * PAGES_PER_SLOT))
     engine.start(PageCopy(1, CopyKind.OFFLOAD, pages, pages, 0, make_run(pages.tolist(), pages.tolist())))
     acks = [engine.poll(30)]

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from hiserve.cache.storage.sim_store import Fault, SimStore, Step
 from tests.helpers.host import make_keys
+from tests.helpers.sim_store import Fault, SimStore, Step
 from tests.helpers.stores import blanks, pages
 
 KEYS = make_keys("x", 6)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hiserve.cache.storage.store_keys import KEY_BYTES, SECRET_BYTES, read_secret, store_key
+from hiserve.cache.storage.store import KEY_BYTES, SECRET_BYTES, read_secret, store_key
 from hiserve.core.digest import namespace_digest, pack_tokens, strong_chain
 from hiserve.errors import ConfigError
 

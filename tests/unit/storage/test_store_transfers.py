@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 
 from hiserve.cache.storage.host import HostPool
-from hiserve.cache.storage.page_layout import PageLayout
 from hiserve.cache.storage.records import PageState
-from hiserve.cache.storage.segment import Segment
-from hiserve.cache.storage.sim_store import Fault, SimStore, Step
-from hiserve.cache.storage.store import PageStore
-from hiserve.cache.storage.store_keys import store_key
+from hiserve.cache.storage.segment import PageLayout, Segment
+from hiserve.cache.storage.store import PageStore, store_key
 from hiserve.cache.storage.store_transfers import GARBLED, NO_CHECKSUM, NOT_DELIVERED, REFUSED, StoreTransfers
 from hiserve.core.kv_groups import CacheGroupSpec
 from hiserve.core.transfers import CopyAck, CopyKind, PageCopy, PageRun, StoreLookup
 from hiserve.errors import InvariantError
 from tests.helpers.host import PAGE_SIZE, content, make_layout, make_run
+from tests.helpers.sim_store import Fault, SimStore, Step
 
 pytestmark = pytest.mark.alone
 

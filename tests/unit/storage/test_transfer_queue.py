@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hiserve.cache.storage import transfer_queue
-from hiserve.cache.storage.transfer_queue import TransferQueue
+from hiserve.cache.storage import transfer
+from hiserve.cache.storage.transfer import TransferQueue
 from hiserve.core.transfers import CopyKind, PageCopy
 from tests.helpers.host import make_run
 from tests.helpers.transfers import THREAD, TransferBench, ints
@@ -71,19 +71,19 @@ def test_a_piece_of_a_store_waits_until_the_launch_is_over_or_the_queue_closed_o
     assert waits(queue) == []
     queue.launch_begins()
     queue.give_way()
-    assert waits(queue) == [(transfer_queue.MAX_GIVE_WAY_S, True)]
+    assert waits(queue) == [(transfer.MAX_GIVE_WAY_S, True)]
     queue.give_way()
     assert len(waits(queue)) == 1
     bench.close()
 
 
 def test_launches_that_never_end_cost_each_piece_a_moment(bench: TransferBench) -> None:
-    assert 0 < transfer_queue.MAX_GIVE_WAY_S <= 5e-3
+    assert 0 < transfer.MAX_GIVE_WAY_S <= 5e-3
     queue = make_queue(bench, lambda queue: None)
     queue.launch_begins()
     queue.give_way()
     queue.give_way()
-    assert waits(queue) == [(transfer_queue.MAX_GIVE_WAY_S, False)] * 2
+    assert waits(queue) == [(transfer.MAX_GIVE_WAY_S, False)] * 2
     queue.launch_ends()
     queue.launch_begins()
     queue.give_way()
@@ -119,7 +119,7 @@ def test_only_a_load_that_may_begin_ends_the_wait(bench: TransferBench) -> None:
     queue = make_queue(bench, lambda queue: load(queue, 7, after_step=1))
     queue.launch_begins()
     queue.give_way()
-    assert waits(queue) == [(transfer_queue.MAX_GIVE_WAY_S, False)]
+    assert waits(queue) == [(transfer.MAX_GIVE_WAY_S, False)]
     bench.close()
 
 
@@ -138,7 +138,7 @@ def test_stores_wait_for_nobody_while_they_fill_more_than_half_of_what_they_may(
 
 def test_a_piece_that_waits_really_wakes(bench: TransferBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is not woken here waits for an hour."""
-    monkeypatch.setattr(transfer_queue, "MAX_GIVE_WAY_S", 3600.0)
+    monkeypatch.setattr(transfer, "MAX_GIVE_WAY_S", 3600.0)
     queue = TransferQueue(bench.host, max_queued_bytes=1 << 30, max_store_bytes_per_s=1e15)
     store(queue, 1, num_pages=1)  # on its way
     for end in (queue.launch_ends, lambda: queue.forward_done(1), queue.close):
