@@ -23,7 +23,7 @@ ALLOWED = (
     Allowed("attention/flashinfer_calls.py", "pin", "tensor of values", _PINNED),
     Allowed("attention/flashinfer_graph.py", "GraphAttention.plan", "synchronize", _COPIED),
     Allowed("cache/storage/host.py", "HostPool.__init__", "tensor of values", _MADE),
-    Allowed("cache/storage/device_layout.py", "layer_views", "iteration", _MADE),
+    Allowed("cache/storage/device.py", "layer_views", "iteration", _MADE),
     Allowed("cache/storage/page_streams.py", "PageStreams.compile", "allocation", _AT_START),
     Allowed(
         "cache/storage/page_streams.py", "PageStreams.drain", "synchronize", "at the end, when no step is in flight"
@@ -31,7 +31,7 @@ ALLOWED = (
     Allowed("cache/storage/page_streams.py", "PageStreams._upload", "*", _PINNED),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._pace", "synchronize", _OTHER_THREAD),
     Allowed("cache/storage/cuda_transfer.py", "CudaTransfers._settle", "synchronize", _OTHER_THREAD),
-    Allowed("cache/storage/transfer.py", "ThreadTransfers._copy", "tensor of values", _ON_CPU),
+    Allowed("cache/storage/transfer.py", "ThreadTransfers._carry_out", "tensor of values", _ON_CPU),
     Allowed("core/drafts.py", "DraftLayout.uniform", "allocation", _CACHED),
     Allowed("core/upload.py", "_read_across", "tensor of values", "a view of pinned memory, read by a kernel"),
     Allowed("core/upload.py", "upload", ".numpy()", _PINNED),
